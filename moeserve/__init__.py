@@ -8,7 +8,7 @@ from typing import Any
 def __getattr__(name: str) -> Any:
     if name != "LLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # On demand: it starts a service, which the parts of a service, whose package this is, know nothing of.
+    # On demand: it starts a service, and the parts of a service, which are in this package, do not need it.
     from launcher.offline import LLM
 
     return LLM

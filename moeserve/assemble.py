@@ -60,7 +60,7 @@ if TYPE_CHECKING:
 
 Report = Callable[[dict[str, Any]], None]
 
-# Of the first prompt, where a block holds as many.
+# The tokens of the first prompt, if a block holds as many.
 _PROMPT_TOKENS = 4
 
 log = structlog.get_logger(__name__)
@@ -164,7 +164,7 @@ def load_rank(
     """Read a rank's weights. collectives: None on a single rank. Raise ModelError or ConfigError.
 
     The resident experts and the decoder get one list of observers, which `LoadedRank.start` completes before the first
-    step: the prefetcher is an observer and needs both of them, so it can only be made after them.
+    step: the prefetcher is an observer and needs both, so it can only be made after them.
     """
     spec = plan.spec
     if config.threads:
@@ -411,10 +411,10 @@ class LoadedRank:
 
 
 def check_first_answer(runner: Runner, vocab_size: int, block_size: int, state: StateUse | None = None) -> None:
-    """Compute a short fixed prompt in block 0, which nobody may hold yet; raise CheckpointError if that fails.
+    """Compute a short fixed prompt in block 0, which no request may hold yet; raise CheckpointError if that fails.
 
-    state: a slot that nobody holds, None for a model without recurrent states. On a CPU the warm-up looks at its own
-    logits.
+    state: a slot that no request holds, None for a model without recurrent states. On a CPU the warm-up checks its own
+    logits instead.
     """
     prompt = array("i", (token % vocab_size for token in range(min(_PROMPT_TOKENS, block_size))))
     chunk = Chunk("", prompt, 0, array("i", [0]), SamplingParams(max_tokens=1, temperature=0.0), state=state)
@@ -440,10 +440,10 @@ def build_scheduler(
     rope_switch: int | None = None,
     slo: Slo | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
-    """Return the scheduler and its caches, one per rank. Raise ConfigError for limits that contradict each other.
+    """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
-    depth: see `moeserve.steps.Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it needs to be told
-    the time.
+    depth: see `moeserve.steps.Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
+    `Scheduler.tell_time`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:

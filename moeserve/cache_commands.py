@@ -1,4 +1,4 @@
-"""The engine's side of the cache routes: list what is cached, pin and unpin prefixes, drop an account's prefixes."""
+"""The engine's side of the cache routes: list cached prefixes, pin and unpin prefixes, drop an account's prefixes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_LISTED = 1000
 
 
 class CacheCommandError(Exception):
-    """A command that cannot be carried out; the message says why."""
+    """A command that cannot be carried out; the message gives the reason."""
 
 
 class ListArguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -64,10 +64,10 @@ class CacheCommands:
         return command in self._commands
 
     def command(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the result of a command. Raises CacheCommandError."""
+        """Return the result of a command. Raise CacheCommandError."""
         kind, run = self._commands[command]
         try:
-            # The commands' types differ in their arguments alone.
+            # The commands' types differ only in their arguments.
             return run(msgspec.convert(arguments, kind))  # type: ignore[operator, no-any-return]
         except ValueError as error:  # msgspec's ValidationError and the wire's DecodeError among them
             raise CacheCommandError(str(error)) from None
@@ -123,7 +123,7 @@ class CacheCommands:
     def _pin(self, arguments: PinArguments) -> dict[str, Any]:
         """Pin a prefix where most of it is cached, a public one on every rank.
 
-        `missing_tokens` is 0 if it is pinned now; of several ranks it is that of the rank that lacks most.
+        `missing_tokens` is 0 if it is pinned now; with several ranks it is the largest number that a rank lacks.
         """
         tokens = unpack_token_ids(arguments.token_ids)
         size = self._caches[0].block_size

@@ -1,8 +1,8 @@
-"""The settings of a service: one dataclass that the command line, the environment, a TOML file and the docs all read.
+"""The settings of a service: one dataclass for the command line, the environment, a TOML file and the docs.
 
-Each field's `help` is what `moeserve serve --help` prints. `load_config` takes each value from the first source that
-gives it: flags, `MOESERVE_...` in the environment, the TOML file, the default. Sizes are bytes; in text, `512MiB` and
-`2GB` are understood too. This module needs the standard library alone.
+`moeserve serve --help` prints each field's `help`. `load_config` takes each value from the first source that gives it:
+flags, `MOESERVE_...` in the environment, the TOML file, the default. Sizes are bytes; in text, `512MiB` and `2GB` are
+understood too. This module needs the standard library alone.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-# The packaging reads it too. Versions 0.18.2 to 0.19 are to be skipped: transformers takes the distribution that brings
-# the import name `kernels` for its optional kernel loader if its version lies there.
+# The packaging reads it too. Skip versions 0.18.2 to 0.19: with such a version transformers mistakes the distribution
+# that has the import name `kernels` for its optional kernel loader.
 VERSION = "0.1.0"
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -325,7 +325,7 @@ class ServeConfig:
 def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> ServeConfig:
     """Return the settings from all sources. `flags` maps field names to text (None or an empty tuple: not given).
 
-    Raises ConfigError, whose sentence names the flag, variable or file key.
+    Raise ConfigError, whose sentence names the flag, variable or file key.
     """
     in_file = _read_toml(file) if file else {}
     values: dict[str, Any] = {}
@@ -390,7 +390,7 @@ def _read_toml(file: Path) -> dict[str, Any]:
 
 
 def _value(setting: Field[Any], given: Any, source: str) -> Any:
-    """Return `given`, text or a TOML value, as the setting's type. Raises ConfigError if it is out of limits."""
+    """Return `given`, text or a TOML value, as the setting's type. Raise ConfigError if it is out of limits."""
     if setting.metadata.get("multiple"):
         items = [given] if isinstance(given, str) else given
         if not isinstance(items, list | tuple):
@@ -424,7 +424,7 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes of `1073741824`, `512MiB`, `2GB`, `4g`. Raises ConfigError."""
+    """Return the bytes of `1073741824`, `512MiB`, `2GB`, `4g`. Raise ConfigError."""
     if isinstance(text, int) and not isinstance(text, bool):
         return text
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
@@ -434,7 +434,7 @@ def parse_size(text: str | int) -> int:
 
 
 def parse_limits(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Return the seconds in `ttft:500ms,tpot:0.1s`, some of `names` and each above 0. Raises ValueError."""
+    """Return the seconds in `ttft:500ms,tpot:0.1s`, some of `names` and each above 0. Raise ValueError."""
     limits: dict[str, float] = {}
     for part in text.split(","):
         match = _LIMIT.fullmatch(part.strip())
@@ -484,14 +484,14 @@ _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: 
 def cache_root() -> Path:
     """Return the folder for files that can be rebuilt: $MOESERVE_CACHE, $XDG_CACHE_HOME/moeserve, ~/.cache/moeserve.
 
-    Raises ConfigError where the account has no home to look in.
+    Raise ConfigError if the account has no home.
     """
     own = os.environ.get("MOESERVE_CACHE")
     base = os.environ.get("XDG_CACHE_HOME", "")
     try:
         if own:
             return Path(own).expanduser().absolute()
-        # The XDG specification has relative paths ignored.
+        # The XDG specification says to ignore relative paths.
         return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "moeserve"
     except RuntimeError:
         raise ConfigError("This account has no home for the cache: set HOME, or MOESERVE_CACHE to a folder.") from None

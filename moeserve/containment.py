@@ -1,8 +1,8 @@
 """An executor that keeps a fault to the requests that cause it.
 
-A step that fails as a whole, by an exception of its runner, is computed again in halves, and the half that fails in
-halves again, until the requests are alone that fail alone. Computing a chunk again is safe: it writes the same keys and
-values into the same slots, and draws the same token. Chunks of one step do not read each other's slots.
+If a step fails as a whole, by an exception of its runner, its halves are computed again, and each half that fails is
+halved again, down to single requests. Computing a chunk again is safe: it writes the same keys and values into the same
+slots, and draws the same token. Chunks of one step do not read each other's slots.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ log = structlog.get_logger(__name__)
 class ContainingExecutor:
     """Computes the plans of the only rank, in this process, one step at a time.
 
-    The runner's steps must be complete when they are launched, as on a CPU. Raises an error of the runner only if it
-    is not one of requests: if a harmless request fails with it too.
+    The runner's steps must be complete when they are launched, as on a CPU. An error of the runner is raised only if
+    requests do not cause it: if a harmless request fails too.
     """
 
     def __init__(self, runner: Runner, block_size: int) -> None:
@@ -35,7 +35,7 @@ class ContainingExecutor:
         try:
             result = self._runner.launch(plan).result()
         except ExpertStoreError:
-            # Weights are missing, whatever is asked for.
+            # Weights are missing for any request.
             raise
         except Exception as error:
             result = StepResult(plan.step, self._contain(plan, error))
@@ -69,7 +69,7 @@ class ContainingExecutor:
     def _can_compute(self, plan: StepPlan) -> bool:
         """Return whether one greedy token can be computed, in a block that a request of the failed plan writes to.
 
-        The request has ended, so nobody will read the block before it is cleared.
+        The request has ended, so no request will read the block before it is cleared.
         """
         for chunk in plan.chunks:
             place = (chunk.start + len(chunk.token_ids) - 1) // self._block_size
@@ -86,7 +86,7 @@ class ContainingExecutor:
 
 
 def part_of(plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
-    """Return the plan of some chunks of a plan. It clears their blocks alone: the other ones may be written by now."""
+    """Return the plan of some chunks of a plan. It clears only their blocks: other blocks may be written by now."""
     own = {block for chunk in chunks for block in chunk.block_table}
     windows = {block for chunk in chunks if chunk.window is not None for block in chunk.window.blocks}
     return StepPlan(

@@ -1,7 +1,7 @@
-"""How long a step takes, learnt from steps that were measured.
+"""How long a step takes, learnt from measured steps.
 
-A step is rows through the model, one per token, whether they decode or belong to prompts, and attention of each row to
-the positions before it. So its seconds are a curve over the number of rows, plus a slope times the attended positions.
+A step computes rows through the model, one per token of a decode or a prompt, and attention of each row to the
+positions before it. So its seconds are a curve over the number of rows, plus a slope times the attended positions.
 """
 
 from __future__ import annotations
@@ -10,10 +10,10 @@ from math import sqrt
 
 # Knots of the curve: 1, 2, 4, ... rows.
 _NUM_KNOTS = 18
-# Attended positions are counted in so many: then context and rows are learnt about equally fast.
+# The unit of attended positions: with it context and rows are learnt about equally fast.
 _POSITIONS = 131072.0
 _RATE = 0.2
-# A step that was held up (by the machine, a first compilation) counts as at most so many times what was expected.
+# A delayed step (by the machine, a first compilation) counts as at most this many times the expected seconds.
 _MOST_TIMES_EXPECTED = 4.0
 _TRUSTED_FROM = 8
 
@@ -21,8 +21,8 @@ _TRUSTED_FROM = 8
 class CostModel:
     """Predicts the seconds of a step; `observe` follows measured ones by normalised least mean squares.
 
-    Between knots the curve is linear. Where nothing was measured yet it follows the square root of the rows from the
-    nearest knot that is known: weights are read once for all rows, experts more often the more rows there are.
+    Between knots the curve is linear. Without measurements it follows the square root of the rows from the nearest
+    known knot: weights are read once for all rows, experts more often with more rows.
     """
 
     def __init__(self) -> None:
@@ -35,9 +35,9 @@ class CostModel:
         return self._num_observed > 0
 
     def seconds(self, rows: int, attended: float) -> float:
-        """Return the expected seconds of a step of `rows` tokens that attend to `attended` positions in sum.
+        """Return the expected seconds of a step of `rows` tokens that attend to `attended` positions in total.
 
-        Nothing is expected before the first observation: 0.
+        Return 0 before the first observation.
         """
         low, share = _place(rows)
         curve = (1 - share) * self._knot(low) + share * self._knot(low + 1)
@@ -63,7 +63,7 @@ class CostModel:
         self._per_positions = max(0.0, self._per_positions + step * inputs[2])
 
     def rows_within(self, seconds: float, most: int, attended: float) -> int:
-        """Return how many rows, 0 to `most`, a step may have to take at most `seconds`."""
+        """Return the largest number of rows, 0 to `most`, with which a step takes at most `seconds`."""
         low, high = 0, most
         while low < high:
             middle = (low + high + 1) // 2
@@ -85,6 +85,6 @@ class CostModel:
 
 
 def _place(rows: int) -> tuple[int, float]:
-    """Return the knot at or below `rows`, and how far `rows` is from it to the next one, 0 to 1."""
+    """Return the knot at or below `rows`, and the position of `rows` between it and the next knot, 0 to 1."""
     low = min(max(1, rows).bit_length() - 1, _NUM_KNOTS - 2)
     return low, min(1.0, max(1, rows) / 2**low - 1)

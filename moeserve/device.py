@@ -1,4 +1,4 @@
-"""The device that serves, the memory it offers, and how many KV blocks that memory holds."""
+"""The device that serves, its memory, and the number of KV blocks that the memory holds."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 # Settings that only a GPU honours.
 _OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_quantization", "kv_cache_dtype")
-# Graphs keep what a decode step allocates, once for all sizes, and the driver's copies of their nodes. An estimate.
+# The memory of graphs, an estimate: the allocations of a decode step, once for all sizes, and the driver's copies of
+# nodes.
 GRAPH_BYTES = 512 * 2**20
 # A prompt's chunk costs a GPU hardly more than a decode step: both read all experts.
 _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
@@ -24,27 +25,27 @@ _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _MEMINFO = Path("/proc/meminfo")
-# KV memory without a setting: this share of what is free beside weights and reserve, up to this many bytes.
+# KV memory without a setting: this share of the memory left beside weights and reserve, up to this many bytes.
 _KV_SHARE = 0.5
 _KV_MAX_BYTES = 4 * 2**30
 
-# Recurrent states: the slots of running requests take at most this share of the same rest, snapshots without a setting
-# this share of the KV memory.
+# Recurrent states: the slots of running requests take at most this share of the same memory; snapshots without a
+# setting take this share of the KV memory.
 _SLOT_SHARE = 0.5
 _SNAPSHOT_SHARE = 0.25
-# Where layers with a sliding window have blocks of their own, there is one for so many KV blocks. Requests as long as
-# 8 windows that keep two windows each, of the prompt and of the answer, then use up both at the same time; longer ones
-# use up the KV blocks first, shorter ones the window blocks.
+# If layers with a sliding window have blocks of their own, there is one for this many KV blocks. Requests as long as 8
+# windows that keep two windows each, of the prompt and of the answer, then use up both kinds at the same time; longer
+# requests use up the KV blocks first, shorter requests the window blocks.
 _BLOCKS_PER_WINDOW_BLOCK = 4
-# Left free beside weights and KV.
+# The memory left free beside weights and KV.
 RESERVE_BYTES = 512 * 2**20
 
 
 def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None]) -> str:
-    """Return `cpu` or `cuda`. Raises ConfigError where `--device cuda` cannot be used.
+    """Return `cpu` or `cuda`. Raise ConfigError where `--device cuda` cannot be used.
 
-    `cuda_absence(needs_fp8)` returns why no GPU can be used here, None if one can; it is called only if need be. `auto`
-    is the CPU: the GPU's path has run in Triton's interpreter alone, so a user must ask for it.
+    `cuda_absence(needs_fp8)` returns why no GPU can be used here, None if one can; it is called only if needed. `auto`
+    is the CPU: the GPU's path has run only in Triton's interpreter, so a user must ask for it.
     """
     if config.device != "cuda":
         return "cpu"
@@ -55,7 +56,7 @@ def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None
 
 
 def refuse_gpu_settings(config: ServeConfig, needed: str) -> None:
-    """Raise ConfigError if a setting that only a GPU honours is changed. needed: what the setting needs, in words."""
+    """Raise ConfigError if a setting that only a GPU honours is changed. needed: its requirement, in words."""
     refuse_changed(config, _OF_A_GPU, needed)
 
 
@@ -109,7 +110,7 @@ def _unsupported(config: ServeConfig) -> str | None:
 
 
 def too_few_gpus(config: ServeConfig, num_gpus: int) -> str | None:
-    """Return why the ranks of a node do not find a GPU each; None if they do."""
+    """Return why each rank of a node does not find a GPU of its own; None if it does."""
     num_here = config.expert_parallel_size // config.nnodes
     if num_gpus >= num_here:
         return None
@@ -122,9 +123,9 @@ def step_budget(config: ServeConfig, device: str = "cpu") -> int:
 
 
 def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, own_cgroup: Path = _OWN_CGROUP) -> int:
-    """Return the bytes that this process can take now: the machine's, cut to what the limits of its groups leave.
+    """Return the bytes that this process can take now: the machine's free memory, within the limits of its groups.
 
-    cgroup: where the control groups are mounted, of version 1 or 2. own_cgroup: the file that names this process's
+    cgroup: the mount point of the control groups, of version 1 or 2. own_cgroup: the file that names this process's
     groups; a limit of any group above it counts as well.
     """
     rooms = [_room(group, files) for files in (_V2, _V1) for group in _memory_groups(cgroup, own_cgroup, files)]
@@ -133,10 +134,10 @@ def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, own_cgroup
 
 @dataclass(frozen=True, slots=True)
 class _GroupFiles:
-    """How a version of control groups tells of memory.
+    """The files in which a version of control groups reports memory.
 
-    controller: its name in `/proc/self/cgroup`. mounts: below the folder of all. limits, used, reclaimable: files and
-    the key in `memory.stat`.
+    controller: its name in `/proc/self/cgroup`. mounts: folders below the mount point. limits, used: names of files.
+    reclaimable: a key in `memory.stat`.
     """
 
     controller: str
@@ -153,7 +154,7 @@ _V1 = _GroupFiles("memory", ("memory",), ("memory.limit_in_bytes",), "memory.usa
 def _memory_groups(cgroup: Path, own_cgroup: Path, files: _GroupFiles) -> list[Path]:
     """Return the folders of this process's group and of all groups above it.
 
-    In a container the named path can be the host's, which is not there; then the mount itself is the group.
+    In a container the named path can be the host's, which does not exist there; then the mount itself is the group.
     """
     try:
         lines = [line.split(":", 2) for line in own_cgroup.read_text().splitlines()]
@@ -165,7 +166,7 @@ def _memory_groups(cgroup: Path, own_cgroup: Path, files: _GroupFiles) -> list[P
 
 
 def _room(group: Path, files: _GroupFiles) -> int | None:
-    """Return the bytes that a group may still take; None if it sets no limit or is not there."""
+    """Return the bytes that a group may still take; None if it sets no limit or does not exist."""
     limits = [limit for limit in (_read_number(group / name) for name in files.limits) if limit is not None]
     used = _read_number(group / files.used)
     if not limits or used is None:
@@ -175,11 +176,11 @@ def _room(group: Path, files: _GroupFiles) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class KvBudget:
-    """Number of KV blocks, and the longest context in tokens that model, setting and memory together allow.
+    """The number of KV blocks, and the longest context in tokens that model, setting and memory together allow.
 
-    num_state_slots, num_snapshots: of recurrent states, so many requests run at once and so many prefixes are resumed;
-    0 for a model without. num_window_blocks: blocks for the layers with a sliding window alone, which see `window`
-    tokens at most; both 0 where all layers keep their KV in the same blocks.
+    num_state_slots, num_snapshots: of recurrent states, for running requests and for prefixes; 0 for a model without
+    recurrent states. num_window_blocks: blocks for only the layers with a sliding window, which see at most `window`
+    tokens; both are 0 if all layers keep their KV in the same blocks.
     """
 
     num_blocks: int
@@ -196,7 +197,7 @@ class KvBudget:
 
 @dataclass(frozen=True, slots=True)
 class StateDemand:
-    """The memory that recurrent states ask for: bytes of one, requests at once, bytes for snapshots.
+    """The memory demand of recurrent states: bytes of one state, requests at once, bytes for snapshots.
 
     cache_memory: None for a default.
     """
@@ -206,7 +207,7 @@ class StateDemand:
     cache_memory: int | None
 
     def num_slots(self, spendable: int) -> int:
-        """Return the slots: one for every request that may run, or fewer, to leave memory for KV."""
+        """Return the number of slots: one for every request that may run, or fewer, to leave memory for KV."""
         if spendable < self.row_bytes:
             raise ConfigError(
                 f"The recurrent state of a request takes {_mib(self.row_bytes)}; beside the weights only "
@@ -215,7 +216,7 @@ class StateDemand:
         return max(1, min(self.max_num_seqs, int(spendable * _SLOT_SHARE) // self.row_bytes))
 
     def num_snapshots(self, kv_memory: int, left: int) -> int:
-        """Return the snapshots that the setting pays for, or a share of the KV memory out of the `left` bytes."""
+        """Return the number of snapshots from the setting, or from a share of the KV memory out of the `left` bytes."""
         if self.cache_memory == 0:
             return 0
         if self.cache_memory is None:
@@ -232,7 +233,7 @@ class StateDemand:
 
 @dataclass(frozen=True, slots=True)
 class WindowDemand:
-    """The layers with a sliding window: bytes of a block over these layers, and the tokens that they see at most.
+    """The layers with a sliding window: bytes of a block over these layers, and the most tokens that they see.
 
     max_num_seqs, step_tokens: requests at once, and tokens of one step.
     """
@@ -243,7 +244,8 @@ class WindowDemand:
     step_tokens: int
 
     def share(self, memory: int, block_bytes: int, block_size: int, max_model_len: int | None) -> tuple[int, int]:
-        """Return how many KV blocks and how many window blocks `memory` bytes hold. 0 window blocks: no blocks apart.
+        """Return the numbers of KV blocks and window blocks in `memory` bytes; 0 window blocks if all layers share
+        blocks.
 
         block_bytes: over all layers. max_model_len: a context that has to fit if it can, None for none.
         """
@@ -264,7 +266,8 @@ class WindowDemand:
         return (memory - count * self.block_bytes) // full_bytes, count
 
     def least_bytes(self, num_blocks: int, block_bytes: int, block_size: int) -> int:
-        """Return the memory for so many KV blocks and as few window blocks as can be. block_bytes: over all layers."""
+        """Return the bytes for `num_blocks` KV blocks and the fewest possible window blocks. block_bytes: of all
+        layers."""
         least = least_window_blocks(self.window, block_size)
         return num_blocks * (block_bytes - self.block_bytes) + least * self.block_bytes
 
@@ -280,10 +283,11 @@ def plan_kv(
     states: StateDemand | None = None,
     windows: WindowDemand | None = None,
 ) -> KvBudget:
-    """Size the KV pools, and the pool of recurrent states if there are some. `available_bytes` is the memory that is
-    free beside the weights.
+    """Size the KV pools, and the pool of recurrent states if there are any.
 
-    Without a setting the pool takes half of it, at most 4 GiB. Raises ConfigError if `max_model_len` is given and does
+    available_bytes: the free memory beside the weights.
+
+    Without a setting the pool takes half of it, at most 4 GiB. Raise ConfigError if `max_model_len` is given and does
     not fit; the model's own context is clamped to the pool instead.
     """
     if max_model_len is not None and max_model_len > model_max_len:
@@ -325,9 +329,9 @@ def share_kv(
     max_model_len: int | None,
     windows: WindowDemand | None = None,
 ) -> KvBudget:
-    """Return the budget of pools of `memory` bytes. Raises ConfigError as `plan_kv` does.
+    """Return the budget of pools of `memory` bytes. Raise ConfigError as `plan_kv` does.
 
-    block_bytes: over all layers. windows: of those with a sliding window, None where all keep their KV together.
+    block_bytes: over all layers. windows: of the layers with a sliding window, None if all layers share blocks.
     """
     if max_model_len is not None and max_model_len > model_max_len:
         raise ConfigError(f"--max-model-len {max_model_len} exceeds the model's {model_max_len} tokens.")
@@ -351,9 +355,9 @@ def share_kv(
 def kv_memory(
     *, total_bytes: int, free_bytes: int, reserved_bytes: int, peak_bytes: int, utilization: float, with_graphs: bool
 ) -> int:
-    """Bytes for KV so that no more than `utilization` of the device is used; 0 if nothing is left.
+    """Return the bytes for KV with which at most `utilization` of the device is used; 0 if nothing is left.
 
-    total_bytes and free_bytes as the driver tells, reserved_bytes what this process's allocator holds now, peak_bytes
+    total_bytes, free_bytes: as the driver reports. reserved_bytes: held by this process's allocator now. peak_bytes:
     the most it has handed out at a time, weights included, in a step of the largest size.
     """
     of_others = max(0, total_bytes - free_bytes - reserved_bytes)

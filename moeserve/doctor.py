@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 # Bits of a number, by the forms that weights and KV can take.
 WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
-# Of the memory that is free beside other weights and reserve, what `--expert-memory` is advised to take.
+# The share of the memory left beside other weights and reserve that is advised for `--expert-memory`.
 _SHARE_FOR_EXPERTS = 0.75
 _GIB, _MIB = 2**30, 2**20
 _UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (1, ""))
@@ -56,8 +56,8 @@ _UNKNOWN_STATES = "All that a request keeps: transformers holds what some layers
 class KnownModel:
     """A model as its folder describes it.
 
-    index: the tensors of the checkpoint, or of the one that the configuration describes where there are no weights.
-    assumptions: what is not known of the model, in sentences.
+    index: the tensors of the checkpoint, or without weights those of the checkpoint that the configuration describes.
+    assumptions: sentences about facts of the model that are not known.
     """
 
     spec: ModelSpec
@@ -89,10 +89,12 @@ class BorrowedModel(KnownModel):
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Bytes of a model whose numbers all had one width. kv_bytes: per token. state_bytes: of the recurrent layers, per
-    request and per snapshot; at least in part in float32. None: not known.
+    """The bytes of a model if all its numbers had one width.
 
-    window_kv_bytes: per token in the layers that keep KV of the last `window` tokens alone; not among kv_bytes.
+    kv_bytes: per token. state_bytes: of the recurrent layers, per request and per snapshot; at least in part in
+    float32. None: not known.
+
+    window_kv_bytes: per token in the layers that keep KV of only the last `window` tokens; not among kv_bytes.
     """
 
     name: str
@@ -103,7 +105,7 @@ class Sizes:
     window: int = 0
 
     def context_bytes(self, num_tokens: int) -> int:
-        """Return the KV of a request with so many tokens."""
+        """Return the KV bytes of a request with `num_tokens` tokens."""
         return (self.kv_bytes or 0) * num_tokens + self.window_kv_bytes * min(num_tokens, self.window)
 
 
@@ -112,9 +114,9 @@ class Setup:
     """One way to serve a model on a machine.
 
     device: `cpu` or `cuda`. flags: of `moeserve serve`. obstacle: why it does not fit; then the numbers are 0.
-    num_window_blocks: of the layers with a sliding window alone, 0 where all layers keep their KV together.
-    resident_experts: how many of each layer are in memory at a time, None where all are. tokens_per_second: the most
-    that one request alone can get, because each token reads the active weights; None if it is not known.
+    num_window_blocks: of only the layers with a sliding window, 0 if all layers share blocks. resident_experts: the
+    number of each layer's experts in memory at a time, None if all are. tokens_per_second: the most for a single
+    request, because each token reads the active weights; None if it is not known.
     """
 
     device: str
@@ -135,7 +137,7 @@ class Setup:
 def examine(folder: Path) -> KnownModel:
     """Read a folder that holds config.json and perhaps weights.
 
-    Raises ModelError, also for a type that is not served.
+    Raise ModelError, also for a type that is not served.
     """
     if not is_native(read_model_type(folder), "auto"):
         return _examine_borrowed(folder)
@@ -184,7 +186,7 @@ def _borrowed(spec: ModelSpec) -> TransformersSpec:
 
 
 def kinds_of_layers(spec: ModelSpec) -> list[tuple[int, str]]:
-    """Return (number of layers, kind) of mixers, then of feed-forward blocks, each the most frequent first."""
+    """Return (number of layers, kind) of mixers, then of feed-forward blocks, both with the most frequent first."""
     if not isinstance(spec, DecoderSpec):
         return list(_borrowed(spec).kinds)
     name = "latent attention" if isinstance(spec.attention, MlaSpec) else "attention"
@@ -205,7 +207,7 @@ def kinds_of_layers(spec: ModelSpec) -> list[tuple[int, str]]:
 
 
 def summary(spec: ModelSpec) -> str:
-    """Say in one line what a model is, for the start of a service."""
+    """Describe a model in one line, for the start of a service."""
     layers = "; ".join(f"{number} layers with {kind}" for number, kind in kinds_of_layers(spec))
     return f"{spec.model_type} ({implementation_of(spec)}), {said_parameters(parameters_of(spec))}; {layers}"
 
@@ -216,7 +218,7 @@ def said_parameters(count: ParameterCount) -> str:
 
 
 def in_billions(count: int) -> str:
-    """Return a number of parameters as people say it."""
+    """Return a number of parameters as text, `1.23 billion`."""
     for unit, name in ((10**9, " billion"), (10**6, " million")):
         if count >= unit:
             return f"{count / unit:.2f}{name}"
@@ -235,7 +237,7 @@ def sizes_of(model: KnownModel) -> list[Sizes]:
     sizes = []
     for name, bits in WIDTHS.items():
         weights = total * bits // 8
-        if not spec.keeps_snapshots:  # It keeps something that nothing is known of.
+        if not spec.keeps_snapshots:  # It keeps memory of an unknown form.
             sizes.append(Sizes(name, weights, None, None))
             continue
         states = state_row_bytes(spec.state_layers, torch.float32 if bits == 32 else torch.bfloat16)
@@ -245,17 +247,17 @@ def sizes_of(model: KnownModel) -> list[Sizes]:
 
 
 def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[Setup]:
-    """Return how the model can be served here with the given settings, and why not.
+    """Return the ways to serve the model here with the given settings, with obstacles.
 
-    While nothing fits, further flags are tried that take less memory; the last setup of a device that fits is the one
-    to use. config: its device is not looked at.
+    While nothing fits, further flags that take less memory are tried; use the last setup of a device that fits. config:
+    its device is ignored.
     """
     if isinstance(model, BorrowedModel):
         return list(_borrowed_on_cpu(model.sized, machine, replace(config, device="cpu")))
     assert isinstance(model, NativeModel)
     setups = list(_on_cpu(model, machine, replace(config, device="cpu")))
     gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
-    # What states take of a GPU is not planned before loading.
+    # The memory of states on a GPU is not planned before loading.
     if gpus and not model.spec.state_layers:
         least = min(gpus, key=lambda gpu: gpu.free_bytes)
         setups += _on_gpus(model, least, len(gpus), replace(config, device="cuda"))
@@ -322,7 +324,7 @@ def _fitting(
 
 
 def _borrowed_on_cpu(sized: SizedModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
-    """As `_on_cpu`; all experts are in memory."""
+    """Do as `_on_cpu`, with all experts in memory."""
     setup = _borrowed_setup(sized, machine, config)
     yield setup
     wide, half = (sized.loaded_bytes(d, narrow=keeps_narrow(d)) for d in (torch.float32, torch.bfloat16))
@@ -347,9 +349,10 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
 
 
 def _read_per_token(model: NativeModel, experts: int, others: int, dtype: torch.dtype, *, narrow: bool) -> int:
-    """Return the bytes read for one token: the chosen experts, and all others but the embedding, of which it is a row.
+    """Return the bytes of the weights read for one token: chosen experts, and all others but the embedding.
 
-    experts, others: bytes of all experts and of the other weights, loaded to compute in `dtype`.
+    The embedding is left out because a token reads only one row of it. experts, others: bytes of all experts and of the
+    other weights, loaded to compute in `dtype`.
     """
     moe = model.spec.moe
     chosen = 0 if moe is None else experts * moe.gate.top_k // moe.num_experts
@@ -358,7 +361,7 @@ def _read_per_token(model: NativeModel, experts: int, others: int, dtype: torch.
 
 
 def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig) -> Iterator[Setup]:
-    """gpu: of all, the one with the least memory free."""
+    """gpu: the GPU with the least free memory."""
     setup = _gpu_setup(model, gpu, config)
     yield setup
     moe = model.spec.moe
@@ -428,14 +431,14 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
 
 
 def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:
-    """Return the bytes of experts on each GPU, and how many of a layer these are if they are not all.
+    """Return the bytes of experts on each GPU, and the number of experts per layer, None if all of them.
 
-    Raises ConfigError for experts that cannot be kept so.
+    Raise ConfigError for experts that cannot be kept like this.
     """
     from moeserve.experts.gpu_memory import plan_gpu_residency  # Imported late: it loads Triton.
     from moeserve.model.gpu_kernels import expert_storage
 
-    # A layout is made of empty experts, which are to take no memory.
+    # A layout is made from empty experts, which must take no memory.
     with torch.device("meta"):
         storage = expert_storage(spec, dtype, config.expert_quantization)
         if config.expert_memory is not None:
@@ -449,7 +452,7 @@ def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) 
 
 
 def _slot_bytes(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> int:
-    """Return the bytes of one expert on a GPU. Raises ConfigError."""
+    """Return the bytes of one expert on a GPU. Raise ConfigError."""
     from moeserve.experts.gpu_memory import slot_layout
     from moeserve.model.gpu_kernels import expert_storage
 
@@ -463,7 +466,7 @@ def _gpu_others(model: NativeModel, dtype: torch.dtype) -> int:
 
 
 def _free_on_gpu(gpu: Gpu, weights: int, config: ServeConfig) -> int:
-    """Return the bytes left beside weights, before what the largest step takes, which only loading tells."""
+    """Return the bytes left beside weights. The largest step also takes a part of them, which only loading tells."""
     return kv_memory(
         total_bytes=gpu.total_bytes,
         free_bytes=gpu.free_bytes,
@@ -477,7 +480,7 @@ def _free_on_gpu(gpu: Gpu, weights: int, config: ServeConfig) -> int:
 def _advised(num_bytes: int, spec: DecoderSpec, expert_bytes: int) -> int:
     """Return a round number of bytes for `--expert-memory` out of `num_bytes` that are free for experts and KV.
 
-    It holds at least the experts of one token in each layer. expert_bytes: of one expert.
+    They hold at least the experts of one token in each layer. expert_bytes: of one expert.
     """
     assert spec.moe is not None
     least = spec.moe.gate.top_k * len(spec.moe_layers) * round_to_page(expert_bytes)
@@ -487,7 +490,7 @@ def _advised(num_bytes: int, spec: DecoderSpec, expert_bytes: int) -> int:
 
 
 def _flags_of(config: ServeConfig) -> tuple[str, ...]:
-    """Return the flags that differ from the defaults, but that of the CPU, which is the default device."""
+    """Return the flags that differ from the defaults, except the flag for the CPU, which is the default device."""
     shown: list[str] = []
     for setting in fields(ServeConfig):
         value = getattr(config, setting.name)

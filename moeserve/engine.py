@@ -1,4 +1,4 @@
-"""The engine: requests in, one step after another, outputs out. It knows no text and no HTTP."""
+"""The engine: requests in, one step after another, outputs out. It handles no text and no HTTP."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ from radix_cache import PrefixCache
 _HIGH_WATER_MARK = 100_000
 _HEARTBEAT_SECONDS = 0.2
 _IDLE_POLL_SECONDS = 0.25
-# While a file is written, whose end wakes nobody.
+# The poll interval while a file is written, as its end wakes no thread.
 _WRITING_POLL_SECONDS = 0.02
 _LAST_WRITE_SECONDS = 1.0
 _SECONDS_BETWEEN_STATS = 0.5
@@ -57,7 +57,7 @@ log = structlog.get_logger(__name__)
 
 
 class Engine:
-    """Runs the loop, and knows which frontend sent which request."""
+    """Runs the loop, and knows the frontend of each request."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Engine:
         ready: EngineReady,
         experts: ExpertMonitor | None = None,
     ) -> None:
-        """steps: those that `scheduler` plans."""
+        """steps: runs the plans of `scheduler`."""
         self._socket = socket
         self._scheduler = scheduler
         self._caches = caches
@@ -140,7 +140,7 @@ class Engine:
         return self._ready
 
     def _control(self, sender: bytes, control: Control) -> ControlResult | None:
-        """Carry out a command. Return its answer; None while a file is written for it, after which it is answered."""
+        """Carry out a command. Return its answer; None while a file is written for it, which delays the answer."""
         if control.command == "reset_prefix_cache":
             return ControlResult(control.control_id, {"blocks_freed": sum(cache.reset() for cache in self._caches)})
         if control.command in self._cache_commands:
@@ -191,7 +191,7 @@ class Engine:
             self._send(sender, Admitted(request_id))
 
     def _to_request(self, message: Generate) -> Request:
-        """Return the scheduler's request. Raises DecodeError or ValueError."""
+        """Return the scheduler's request. Raise DecodeError or ValueError."""
         prompt, output = unpack_token_ids(message.token_ids), unpack_token_ids(message.output_token_ids)
         for token_ids in (prompt, output):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._ready.vocab_size:
@@ -212,7 +212,7 @@ class Engine:
         )
 
     def _wait_s(self, request: Request) -> float:
-        """Return how long a request that is refused now would have waited, at least 1 s."""
+        """Return the wait of a request that is refused now, had it been queued; at least 1 s."""
         return max(1.0, self._scheduler.load().wait_s(request.terms.tenant, request.terms.weight))
 
     def _drop_late(self) -> None:
@@ -248,7 +248,7 @@ class Engine:
         stats = self._stats.snapshot(self._steps.step, features)
         for frontend in list(self._frontends):
             self._send(frontend, stats)
-            # Frontends observe queue times and count together: each time is told to one of them.
+            # Frontends observe queue times and count together, so each time goes to only one of them.
             stats.queue_seconds = []
 
     def _send(self, receiver: bytes, message: Message) -> None:
@@ -280,7 +280,7 @@ def _to_message(output: RequestOutput) -> Output:
 
 
 def _checked(wish: CacheWish | None) -> CacheWish | None:
-    """Return a request's wish. Raises ValueError for times that are none."""
+    """Return a request's wish. Raise ValueError for invalid times."""
     if wish is not None and not all(0 < seconds <= _MAX_RETENTION_SECONDS for _, seconds in wish.retentions):
         raise ValueError("a retention's time is out of range")
     return wish
@@ -379,7 +379,7 @@ class EngineSocket:
                 yield frames[0], message
 
     def send(self, receiver: bytes, message: Message) -> bool:
-        """Return False if the receiver is gone or does not read: its requests are to be aborted."""
+        """Send a message. Return False if the receiver is gone or does not read: its requests are to be aborted."""
         try:
             self._socket.send_multipart([receiver, encode(message, self._incarnation)], zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -393,7 +393,7 @@ class EngineSocket:
 
 
 class HeartbeatThread(threading.Thread):
-    """Publishes `Heartbeat` on a socket of its own while the engine computes, so that a long step is no hang."""
+    """Publishes `Heartbeat` on a socket of its own while the engine computes, so that a long step is not a hang."""
 
     def __init__(
         self,

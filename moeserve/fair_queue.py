@@ -1,9 +1,9 @@
-"""Which request is next: by priority, then by what tenants have had, then by arrival.
+"""Which request is next: by priority, then by the service that tenants have had, then by arrival.
 
-Tenants share the service in proportion to their weights, in tokens of prompts and outputs alike, as they are computed:
-the one that has had least, weight for weight, is next. So nobody has to guess how long an answer will be. This is fair
-queueing by virtual counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024), a deficit round
-robin in which the deficit is paid afterwards. With one tenant it is a plain queue.
+Tenants share the service in proportion to their weights, in tokens of prompts and outputs alike, as they are computed.
+The tenant that has had least in proportion to its weight is next. So the length of an answer need not be guessed. This
+is fair queueing by virtual counters (Sheng et al., "Fairness in Serving Large Language Models", OSDI 2024), a deficit
+round robin in which the deficit is paid afterwards. With one tenant it is a plain queue.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ _LPM_MAX_OVERTAKERS = 32
 class Tenant:
     """An account with its foreground, or its background, requests.
 
-    `served`: tokens it has had, by its weight. `request_tokens`: uncached prompt tokens of one of its typical requests.
+    `served`: its computed tokens over its weight. `request_tokens`: uncached prompt tokens of one of its typical
+    requests.
     """
 
     terms: Terms
@@ -41,7 +42,7 @@ class Tenant:
 
 
 class Tenants:
-    """The counters of all tenants that were ever seen: as many as there are API keys, at most twice."""
+    """The counters of all tenants ever seen, at most two per API key."""
 
     def __init__(self) -> None:
         self._tenants: dict[tuple[str, bool], Tenant] = {}
@@ -58,8 +59,10 @@ class Tenants:
         return self._tenants[request.terms.tenant, request.terms.background]
 
     def enter(self, request: Request) -> None:
-        """Count a new request. A tenant that had none begins level with the one that has had least: idleness earns
-        nothing. The terms of the newest request hold for its tenant."""
+        """Count a new request. The terms of the newest request hold for its tenant.
+
+        A tenant that had no requests begins level with the tenant that has had least: idleness earns nothing.
+        """
         key = (request.terms.tenant, request.terms.background)
         tenant = self._tenants.setdefault(key, Tenant(request.terms))
         tenant.terms = request.terms
@@ -83,30 +86,30 @@ class Tenants:
         tenant.served += num_tokens / tenant.terms.weight
 
     def share(self, terms: Terms) -> float:
-        """Return the part of a tenant in the weights of all that have requests in the foreground, its own included."""
+        """Return a tenant's part of the weights of all tenants with requests in the foreground, its own included."""
         others = (tenant.terms for tenant in self._active)
         weights = sum(other.weight for other in others if other.tenant != terms.tenant and not other.background)
         return terms.weight / (terms.weight + weights)
 
     def turn(self, request: Request) -> tuple[int, float]:
-        """Return the order in which running prompts are computed, the lowest first."""
+        """Return the sort key of a running prompt; the lowest is computed first."""
         return request.priority, self.of(request).served
 
     def goes_before(self, waiting: Request, running: Request) -> bool:
-        """Return whether a waiting request is to be begun before a running prompt goes on."""
+        """Return whether a waiting request is to begin before a running prompt continues."""
         if waiting.priority != running.priority:
             return waiting.priority < running.priority
         mine, other = self.of(waiting), self.of(running)
         return mine is not other and mine.served <= other.served
 
     def may_pass(self, request: Request, lacking: Request) -> bool:
-        """Return whether a request may run while one of another tenant, which comes first, lacks memory."""
+        """Return whether a request may run while a request of another tenant, which comes first, lacks memory."""
         tenant, other = self.of(request), self.of(lacking)
         cost = lacking.num_uncached_tokens / other.terms.weight
         return request.priority <= lacking.priority and tenant.served < other.served + cost
 
     def backlogs(self, running: Iterable[Request], waiting: Iterable[Request]) -> dict[str, Backlog]:
-        """Return what tenants have to be done in the foreground, by their names."""
+        """Return the open work of tenants in the foreground, by their names."""
         num_running, num_waiting, tokens = Counter[str](), Counter[str](), Counter[str]()
         for request in running:
             num_running[request.terms.tenant] += not request.terms.background
@@ -129,12 +132,12 @@ class Tenants:
 class WaitingQueue:
     """Waiting requests; a preempted one returns to the place of its arrival.
 
-    Among the requests of one priority and tenant, policy `fcfs` goes by arrival. `lpm` tries those of the most urgent
-    priority with the longest cached prefix first, so that requests which share a prompt run while it is in memory; a
-    request that was overtaken `_LPM_MAX_OVERTAKERS` times goes first, so none starves.
+    Among the requests of one priority and tenant, policy `fcfs` goes by arrival. `lpm` tries requests of the most
+    urgent priority with the longest cached prefix first, so that requests which share a prompt run while it is in
+    memory; a request that was overtaken `_LPM_MAX_OVERTAKERS` times goes first, so none starves.
 
-    Where the oldest of them is late, which means that it can no longer have its first token in time, the newest is
-    next, after those that have begun already: serving in the order of arrival would make all of them late.
+    If the oldest of them is late, so that it can no longer have its first token in time, the newest is next, after
+    requests that have begun already: serving in the order of arrival would make all of them late.
     """
 
     def __init__(
@@ -144,7 +147,7 @@ class WaitingQueue:
         tenants: Tenants,
         is_late: Callable[[Request], bool] = lambda _: False,
     ) -> None:
-        """matched_tokens: counts the tokens of a request that are cached. tenants: those of all its requests."""
+        """matched_tokens: counts the cached tokens of a request. tenants: the tenants of all its requests."""
         if policy not in ("fcfs", "lpm"):
             raise ValueError(f"unknown scheduling policy {policy!r}")
         self._policy = policy
@@ -163,7 +166,7 @@ class WaitingQueue:
         insort(self._requests, request, key=_queue_key)
 
     def remove(self, request: Request) -> None:
-        """Remove a request. Raises ValueError if it does not wait."""
+        """Remove a request. Raise ValueError if it does not wait."""
         index = bisect_left(self._requests, request.queue_key, key=_queue_key)
         if index == len(self._requests) or self._requests[index] is not request:
             raise ValueError(f"request {request.request_id} does not wait")
@@ -190,7 +193,7 @@ class WaitingQueue:
             other.num_overtakers += self._tenants.of(other) is tenant
 
     def _line(self, requests: list[Request], is_top: bool) -> list[Request]:
-        """Return the order of a tenant's requests of one priority, which come in the order of arrival."""
+        """Return a tenant's requests of one priority in their order of service. requests: in the order of arrival."""
         if len(requests) < 2:
             return requests
         waiting = [request for request in requests if not request.keeps_its_turn]
@@ -206,7 +209,7 @@ class WaitingQueue:
 
 
 def _by_turns(lines: dict[Tenant, list[Request]]) -> list[Request]:
-    """Merge the lines of tenants: the next request is of the one that will have had least by then."""
+    """Merge the lines of tenants: the next request is that of the tenant that will have had least by then."""
     if len(lines) == 1:
         return next(iter(lines.values()))
     found: list[Request] = []

@@ -21,14 +21,14 @@ Finished = Callable[[FileJob, OSError | None], None]
 
 
 class FileWriter:
-    """Writes one file at a time, on a thread that does not keep the process alive. Used by one thread alone."""
+    """Writes one file at a time, on a thread that does not keep the process alive. Only one thread uses it."""
 
     def __init__(self) -> None:
         self._current: _Write | None = None
 
     @property
     def is_busy(self) -> bool:
-        """True while a file is being written, and until its end is taken."""
+        """True while a file is being written, and until `take_finished` has returned its call."""
         return self._current is not None
 
     def start(self, job: FileJob, finished: Finished) -> None:
@@ -38,12 +38,12 @@ class FileWriter:
         self._current.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the file is written, for so long at most."""
+        """Wait until the file is written, at most `seconds`."""
         if self._current is not None:
             self._current.join(seconds)
 
     def take_finished(self) -> Callable[[], None] | None:
-        """Return the call that is due after a write has ended, once; None while there is none."""
+        """Return, once, the call that is due after a write has ended; None if no call is due."""
         write = self._current
         if write is None or write.is_alive():
             return None

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 # All experts of a model may take this share of the free host memory; otherwise they are read from disk.
 _SHARE_FOR_EXPERTS = 0.8
-# Ranks wait so long for each other while they compile.
+# The seconds that ranks wait for each other while they compile.
 _SECONDS_TO_COMPILE = 600.0
 
 
@@ -113,11 +113,11 @@ class GpuBody:
         replays_with: str | None = None,
         waits: DeviceWaits | None = None,
     ) -> None:
-        """Allocate scratch; if `--expert-memory` does not hold all experts, also allocate slots and open the tier below
-        them. Raise ConfigError or ModelError.
+        """Allocate scratch. If `--expert-memory` does not hold all experts, also allocate slots and open the tier
+        below.
 
         bounded: the settings of `--expert-memory`. owned, replays_with, waits: among several ranks, this rank's
-        experts, the shape of dispatch, and the waits of the collectives.
+        experts, the shape of dispatch, and the waits of the collectives. Raise ConfigError or ModelError.
         """
         self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
         self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-# Of one grammar: ambiguity, work of one mask, and memory (a state of the lexer takes 1 to 2 kB).
+# Limits for one grammar: ambiguity, work of one mask, and memory (a state of the lexer takes 1 to 2 kB).
 _MAX_ITEMS_IN_ROW = 1000
 _MAX_ITEMS_PER_STEP = 10_000
 _MAX_LEXER_STATES = 20_000
@@ -24,7 +24,7 @@ class GrammarError(Exception):
 def load_tokens(tokenizer_json: Path, eos_token_ids: Sequence[int]) -> LLTokenizer:
     """Return the tokens of a `tokenizer.json`. Takes up to seconds for large vocabularies.
 
-    Raises GrammarError if the file is missing or unreadable, or if it has none of the EOS tokens: a grammar needs one
+    Raise GrammarError if the file is missing or unreadable, or if it has none of the EOS tokens: a grammar needs one
     to end.
     """
     try:
@@ -43,7 +43,7 @@ def load_tokens(tokenizer_json: Path, eos_token_ids: Sequence[int]) -> LLTokeniz
 
 
 def compile_grammar(tokens: LLTokenizer, grammar: str) -> LLMatcher:
-    """Return a matcher before its first token. Raises GrammarError.
+    """Return a matcher before its first token. Raise GrammarError.
 
     Copies of a matcher share their lexer, and `_MAX_LEXER_STATES` holds for all copies together.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _CPUINFO = Path("/proc/cpuinfo")
 _MEMINFO = Path("/proc/meminfo")
-# Instruction sets that decide how fast products are, as Linux names them, best first.
+# Instruction sets that decide the speed of products, as Linux names them, best first.
 _INSTRUCTION_SETS = {
     "amx_bf16": "AMX",
     "avx512_bf16": "AVX-512 BF16",
@@ -23,7 +23,7 @@ _INSTRUCTION_SETS = {
     "sve": "SVE",
     "asimd": "NEON",
 }
-# Of each of the two buffers that are copied: several times what caches hold.
+# The size of each of the two buffers for copying: several times the size of caches.
 _COPIED_BYTES = 192 * 2**20
 _ROUNDS = 5
 
@@ -41,9 +41,9 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """cores: that this process may use. memory_bytes: of the machine. free_bytes: what this process can take now, after
-    the limits of its control groups. bandwidth: of main memory, bytes per second read plus written by a copy on all
-    cores; None if it was not measured."""
+    """cores: the cores that this process may use. memory_bytes: of the machine. free_bytes: the memory that this
+    process can take now, within the limits of its control groups. bandwidth: of main memory, bytes per second read plus
+    written by a copy on all cores; None if it was not measured."""
 
     processor: str
     cores: int
@@ -55,7 +55,7 @@ class Machine:
 
 
 def read_machine(cores: int, *, measure: bool = True) -> Machine:
-    """Look at this machine. measure: copy memory for a part of a second, where enough is free."""
+    """Describe this machine. measure: copy memory for a part of a second, if enough is free."""
     processor, instruction_sets = read_processor()
     free_bytes = available_bytes()
     return Machine(

@@ -1,4 +1,4 @@
-"""Decide what every rank loads and how its memory is divided, once, before any of them takes some."""
+"""Decide what every rank loads and how its memory is divided, once, before any rank takes some."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ from moeserve.model.state_pool import state_row_bytes
 
 @dataclass(frozen=True, slots=True)
 class ModelPlan:
-    """A model to be loaded, to compute in `dtype` on a device, `cpu` or `cuda`.
+    """A model to be loaded, which computes in `dtype` on a device, `cpu` or `cuda`.
 
-    `kv` is the memory of each rank, `weights_bytes` are those of all ranks together; on a GPU both are known when all
-    have loaded and are 0 here. placement: which ranks hold which experts, None where one rank holds all. residency:
-    which part of the experts is in memory at a time, None where all are; a GPU decides that when it loads.
+    kv: the KV memory of each rank. weights_bytes: of all ranks together. On a GPU both are 0 here and known when all
+    ranks have loaded. placement: the ranks that hold each expert, None where one rank holds all. residency: the slots
+    of experts in memory, None where all experts are in memory; a GPU decides that when it loads.
     """
 
     spec: ModelSpec
@@ -60,7 +60,7 @@ def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
 
 
 def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
-    """As `read_spec`, of a model on our own code or on transformers'."""
+    """Do as `read_spec`, for a model on our own code or on transformers'."""
     if is_native(read_model_type(directory), config.model_impl):
         return read_spec(directory, config, device)
     if device != "cpu":
@@ -72,9 +72,9 @@ def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> 
 
 
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
-    """Reads the configuration and, on a CPU, shares out the memory that is free now, before any rank takes some.
+    """Read the configuration and, on a CPU, divide the memory that is free now, before any rank takes some.
 
-    Raises ConfigError or ModelError for what cannot be served.
+    Raise ConfigError or ModelError for a model or settings that cannot be served.
     """
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
@@ -82,7 +82,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
     if placement is None and spec.moe is not None:
-        # A file that cannot serve is refused, whether or not anything goes by it.
+        # Refuse an unusable file, whether or not a setting uses it.
         read_statistics(directory, config)
     if isinstance(spec, DecoderSpec):
         return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
@@ -103,9 +103,9 @@ def plan_on_cpu(
     free_bytes: int,
     placement: Placement | None = None,
 ) -> ModelPlan:
-    """Shares `free_bytes` of memory out to weights and KV. index: of the checkpoint.
+    """Divide `free_bytes` of memory between weights and KV. index: of the checkpoint.
 
-    Raises ConfigError or ModelError for what does not fit.
+    Raise ConfigError or ModelError if something does not fit.
     """
     residency = plan_residency(lambda: common_layout(index, spec, dtype), spec, dtype, config, placement)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
@@ -116,7 +116,7 @@ def plan_on_cpu(
 def plan_in_memory(
     spec: ModelSpec, dtype: torch.dtype, num_bytes: int, config: ServeConfig, free_bytes: int
 ) -> ModelPlan:
-    """As `plan_on_cpu`, for weights of `num_bytes` that are loaded with the model, experts included, on one rank."""
+    """Do as `plan_on_cpu`, for weights of `num_bytes` that are loaded with the model, experts included, on one rank."""
     return _share_memory(spec, dtype, num_bytes, config, free_bytes)
 
 
@@ -129,7 +129,7 @@ def _share_memory(
     placement: Placement | None = None,
     residency: ResidencyPlan | None = None,
 ) -> ModelPlan:
-    """Give what weights and slots of experts leave of `free_bytes` to keys, values and states.
+    """Give keys, values and states the part of `free_bytes` that weights and slots of experts leave.
 
     num_bytes: of the weights that are loaded with the model, on all ranks together.
     """
@@ -155,9 +155,9 @@ def _share_memory(
 
 
 def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
-    """Return what the recurrent layers of a model ask of memory, None without such layers.
+    """Return the memory that the recurrent layers of a model need, None without such layers.
 
-    Raises ConfigError for a setting that is then without use.
+    Raise ConfigError for a setting that then has no effect.
     """
     if not spec.state_layers:
         refuse_changed(config, ("state_cache_memory",), "a model with recurrent layers")
@@ -187,7 +187,7 @@ def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExpe
 
 
 def no_experts(_: int) -> Sequence[int]:
-    """Nothing is loaded with the model: experts are read when they are needed."""
+    """Return no experts: none are loaded with the model, as they are read when they are needed."""
     return ()
 
 
@@ -197,7 +197,7 @@ def weights_bytes(
     index: Mapping[str, TensorInfo],
     owned_by: Sequence[OwnedExperts | None] = (None,),
 ) -> int:
-    """The bytes of the weights that ranks keep in memory on a CPU, together. Raises CheckpointError.
+    """Return the bytes of the weights that ranks keep in memory on a CPU, together. Raise CheckpointError.
 
     owned_by: for each rank the experts that it loads, None for all.
     """

@@ -1,7 +1,7 @@
-"""How long requests may wait, and how long they are going to: the arithmetic of refusing early.
+"""How long requests may wait, and how long they will wait: the arithmetic of refusing early.
 
-The scheduler decides by it with what it knows; a frontend refuses by the `Load` that the engine has told last, so that
-a refusal waits for nobody. Pure: time is an argument, in seconds of a monotonic clock.
+The scheduler decides from its own state. A frontend refuses by the last `Load` from the engine, so that a refusal need
+not wait. Pure: time is an argument, in seconds of a monotonic clock.
 """
 
 from __future__ import annotations
@@ -16,34 +16,36 @@ from moeserve.cost_model import CostModel
 from moeserve.plan import FinishReason, Request
 from moeserve.survival import Survival
 
-# However long its own prompt takes, a request may wait for this share of its time to the first token.
+# A request may always wait for this share of its time to the first token, however long its own prompt takes.
 _LEAST_SHARE = 0.25
-# Tokens of prompts that a step has at least room for, whatever the running streams are to get.
+# A step has room for at least this number of prompt tokens, whatever pace the running requests need.
 _LEAST_PROMPT_TOKENS = 16
 _SMOOTHING = 0.1
-# Of the time to the first token, for one step while requests wait: they come in the middle of one, and need another.
+# While requests wait, a step may take this share of the time to the first token: requests come during a step, and need
+# another.
 _STEP_SHARE = 1 / 3
-# Of the throughput, so that answers come sooner while clients leave before theirs is whole.
+# The largest share of the throughput to give up for faster answers, while clients leave before their answer is whole.
 _MOST_GIVEN_UP = 1 / 2
-# Numbers of requests that are compared: each is such a part of the one before.
+# The ratio between numbers of running requests that are compared.
 _NEXT_TRIED = 0.8
-# Most answers take at most so many times as long as on average.
+# Most answers take at most this many times the average.
 _SPREAD = 1.1
 # Where one more client in ten would have left, an answer comes too late.
 _STAYING = 0.9
-# Of the deadline, while as many requests end as run at once: so it is found out when clients have become more patient.
+# The deadline grows by this share while as many requests end as run at once, to notice when clients have become more
+# patient.
 _DEADLINE_GROWTH = 0.1
-# Ends that are remembered, as many times as requests may run at once.
+# The number of ends that are remembered, over the number of requests that may run at once.
 _REMEMBERED = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The service's objectives: the time to the first token, and the time per output token (None: as it comes).
+    """The service's objectives: the time to the first token, and the time per output token (None: unbounded).
 
-    `burst_s`: how long requests may wait unless the overload is a lasting one (`Patience`); then `ttft_s` bounds the
-    wait: a burst is served late, a lasting overload is refused. The idea is that of controlled delay (Nichols and
-    Jacobson, "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
+    `burst_s`: the longest wait in a burst. In a lasting overload (`Patience`) `ttft_s` bounds the wait instead: a burst
+    is served late, a lasting overload is refused. The idea is that of controlled delay (Nichols and Jacobson,
+    "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
     """
 
     ttft_s: float
@@ -63,10 +65,10 @@ def allowance(ttft_s: float, prefill_s: float) -> float:
 
 
 class Patience:
-    """Tells bursts from lasting overload: how long a request without terms of its own may wait.
+    """Tells bursts from lasting overload, and so bounds the wait of a request without terms of its own.
 
-    An overload is lasting once the queue has not been empty for `burst_s`, and until none has waited for long within as
-    many seconds: while requests are refused, the queue is empty now and then.
+    An overload is lasting once the queue has not been empty for `burst_s`. It ends when no request has waited for long
+    within the last `burst_s`: while requests are refused, the queue is empty now and then.
     """
 
     def __init__(self, slo: Slo) -> None:
@@ -76,7 +78,7 @@ class Patience:
         self._is_lasting = False
 
     def note(self, now: float, longest_wait: float | None) -> None:
-        """Note how long the oldest of the waiting requests has waited, None if none waits; to be called every step."""
+        """Note the wait of the oldest waiting request, None if none waits. To be called every step."""
         burst_s = self._slo.burst_s
         if longest_wait is None or self._empty_at is None:
             self._empty_at = now
@@ -93,7 +95,7 @@ class Patience:
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """The requests of one tenant: how many run and wait, and the uncached prompt tokens of the waiting ones.
+    """The requests of one tenant: the numbers that run and wait, and the uncached prompt tokens that wait.
 
     `request_tokens`: uncached prompt tokens of one of its typical requests.
     """
@@ -125,15 +127,14 @@ class Load:
 
     @property
     def request_s(self) -> float:
-        """The seconds between two requests that are begun, as long as there are some."""
+        """The seconds between the starts of two requests, as long as requests wait."""
         return max(self.place_s, self.step_s * self.request_tokens / max(1, self.step_tokens))
 
     def wait_s(self, tenant: str, weight: float, num_new: int = 0) -> float:
-        """Return how long a new request of a tenant will wait for its first step, behind `num_new` that are not in
-        the backlog yet.
+        """Return the wait of a new request for its first step, behind `num_new` of its tenant not yet in the backlog.
 
-        Tenants are served by weight. While one is given an amount, another one gets as much, weight for weight, as far
-        as it has work: the fluid model of fair queueing (Parekh and Gallager, 1993).
+        Tenants are served by weight. While one tenant is given an amount, another tenant gets as much, in proportion to
+        the weights, as long as it has work: the fluid model of fair queueing (Parekh and Gallager, 1993).
         """
         usual = min(self.request_tokens, self.step_tokens)
         mine = self.tenants.get(tenant, Backlog(weight, 0, 0, 0, usual))
@@ -152,17 +153,16 @@ class Load:
 
     @property
     def num_free_places(self) -> int:
-        """Running places that nobody has: so many requests could begin at once, memory aside."""
+        """The number of free running places. So many requests could begin at once, memory aside."""
         return max(0, self.places - sum(backlog.running for backlog in self.tenants.values()))
 
     def wait_behind_s(self, num_places: float, num_tokens: float) -> float:
-        """Return how long a request waits until so many running requests have ended, and so many tokens of prompts
-        before its own are computed."""
+        """Return the wait until `num_places` requests have ended and `num_tokens` tokens of prompts are computed."""
         return max(self.step_s * num_tokens / max(1, self.step_tokens), self.place_s * num_places, 0.0)
 
 
 class Pace:
-    """Knows how fast requests are served, and from that how long each may wait. It decides nothing about memory.
+    """Measures how fast requests are served, and derives how long each may wait. It decides nothing about memory.
 
     `now` is the scheduler's time.
     """
@@ -180,18 +180,18 @@ class Pace:
         self._attended = 0.0
         self._attended_of_row = 0.0
         self._step_s = 0.0
-        # What a step takes that computes as many tokens as it may.
+        # The seconds of a step that computes as many tokens as it may.
         self._full_step_s = 0.0
         self._request_tokens = _Average()
         num_remembered = _REMEMBERED * max_num_seqs
         self._output_tokens = Survival(1, 1.1, num_remembered)
-        # How long after their requests came clients leave, in seconds.
+        # The seconds from a request's arrival until its client leaves.
         self._departures = Survival(0.1, 1.05, num_remembered)
-        # The age by which answers are to be whole, since clients leave later than that.
+        # The age by which answers are to be whole, before clients leave.
         self._deadline_s = inf
         self._num_new_ends = 0
         self._places = max_num_seqs
-        # How long a request may wait if its answer is to be whole by then.
+        # The seconds that a request may wait if its answer is to be whole by then.
         self._spare_s = inf
 
     def tell_time(self, now: float) -> None:
@@ -199,7 +199,7 @@ class Pace:
         self.now = now
 
     def count_step(self, rows: int, attended: float, seconds: float) -> None:
-        """Learn from a step that was measured."""
+        """Learn from a measured step."""
         self._cost.observe(rows, attended, seconds)
         self._attended += _SMOOTHING * (attended - self._attended)
         self._attended_of_row += _SMOOTHING * (attended / rows - self._attended_of_row)
@@ -220,15 +220,15 @@ class Pace:
             self._num_new_ends += 1
 
     def num_places(self) -> int:
-        """Return how many requests may run at once: as many as the settings allow, unless clients leave.
+        """Return the number of requests that may run at once: as many as the settings allow, unless clients leave.
 
         The more requests run, the better each step is used and the longer each answer takes. An answer whose client
-        leaves is lost work, so fewer requests run at once where more answers are whole in time then.
+        leaves is lost work, so fewer requests run at once if more answers are then whole in time.
         """
         return self._places
 
     def note_waiting(self, waiting: Iterable[Request]) -> None:
-        """Note which requests are left waiting by a step."""
+        """Note the requests that still wait after a step."""
         bounded = [request.arrived_at for request in waiting if self.is_bounded(request)]
         self._num_waiting = len(bounded)
         if self._patience is not None:
@@ -240,7 +240,7 @@ class Pace:
             self._keep_deadline(self._slo)
 
     def is_bounded(self, request: Request) -> bool:
-        """Return whether a request may be refused or dropped for the time it waits."""
+        """Return whether a request may be refused or dropped because of its wait."""
         return not request.keeps_its_turn and (self._slo is not None or request.terms.ttft_s is not None)
 
     def limit(self, request: Request) -> float:
@@ -253,16 +253,16 @@ class Pace:
         return min(self._patience.limit(prefill_s), self._longest_for_whole_s)
 
     def is_late(self, request: Request) -> bool:
-        """Return whether a waiting request can no longer have its first token in time, or its answer before its client
+        """Return whether a waiting request's first token will be late, or its answer whole only after its client
         leaves."""
         ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
         longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._longest_for_whole_s)
         return self.now - request.arrived_at > longest_s
 
     def prompt_tokens(self, decodes: Sequence[Request], left: int) -> int:
-        """Return how many of the `left` tokens of a step prompts may have.
+        """Return the number of the `left` tokens of a step that prompts may have.
 
-        `decodes` are to keep their pace. And while requests wait, no step is to be so long that those which come during
+        `decodes` must keep their pace. While requests wait, a step must not be so long that requests which come during
         it are late when it ends.
         """
         usual = inf if self._slo is None or self._slo.tpot_s is None else self._slo.tpot_s
@@ -275,7 +275,7 @@ class Pace:
         return min(left, max(_LEAST_PROMPT_TOKENS, rows - len(decodes)))
 
     def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
-        """Return what a new request would find. lacks_memory: whether no more requests fit than run now."""
+        """Return the load that a new request would find. lacks_memory: whether no more requests fit than run now."""
         num_running = sum(backlog.running for backlog in tenants.values())
         places = max(1, num_running) if lacks_memory else self.num_places()
         return Load(
@@ -290,7 +290,7 @@ class Pace:
         )
 
     def _keep_deadline(self, slo: Slo) -> None:
-        """Set how many requests run at once, and how long each may wait, for answers to be whole by the deadline."""
+        """Set the number of running requests and the longest wait with which answers are whole by the deadline."""
         self._places, self._spare_s = self._max_num_seqs, inf
         if self._deadline_s == inf:
             return
@@ -302,8 +302,7 @@ class Pace:
         self._spare_s = max(least_wait_s, self._deadline_s - self._answer_s(self._places))
 
     def _best_deadline(self, slo: Slo) -> float:
-        """Return the age at which answers are to be whole for most of them to be, of those that can be computed: inf
-        unless clients leave."""
+        """Return the age by which answers should be whole for most to reach clients; inf unless clients leave."""
         if not self._departures.any_ended:
             return inf
         num_running = self._max_num_seqs
@@ -317,31 +316,31 @@ class Pace:
         return max(best_s, self._departures.longest(_STAYING * self._departures.share(best_s)))
 
     def _throughput(self, num_running: int) -> float:
-        """Return the rows per second of steps in which so many typical requests run: for each that ends one begins."""
+        """Return the rows per second of steps with `num_running` typical requests: as one ends, another begins."""
         rows_of_each = 1 + self._request_tokens.value / max(1.0, self._output_tokens.mean())
         rows = min(round(num_running * rows_of_each / self._num_ranks), self._max_num_batched_tokens)
         return rows / max(self._cost.seconds(rows, rows * self._attended_of_row), 1e-9)
 
     def _answer_s(self, num_running: int) -> float:
-        """Return how long most typical answers take while so many run (Little's law)."""
+        """Return the seconds within which most typical answers are whole while `num_running` run (Little's law)."""
         rows = self._request_tokens.value + max(1.0, self._output_tokens.mean())
         return _SPREAD * num_running * rows / self._num_ranks / max(self._throughput(num_running), 1e-9)
 
     @property
     def _longest_for_whole_s(self) -> float:
-        """The longest wait of a request that is to be whole by the deadline, in seconds.
+        """The longest wait, in seconds, of a request whose answer is to be whole by the deadline.
 
-        It is a step longer than newcomers may expect, since a prediction is not exact.
+        It is a step longer than the wait allowed to new requests, since a prediction is not exact.
         """
         return self._spare_s + self._full_step_s
 
     def _prefill_s(self, num_tokens: int) -> float:
-        """Return the least seconds of the steps that compute a prompt in a busy engine: whole ones."""
+        """Return the least seconds of the steps that compute a prompt in a busy engine, where all steps are full."""
         return self._full_step_s * -(-num_tokens // self._max_num_batched_tokens)
 
 
 class _Average:
-    """The mean of all values at first, and then of the last ones."""
+    """The mean of all values at first, later of the last values."""
 
     def __init__(self) -> None:
         self.value = 0.0

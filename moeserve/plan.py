@@ -1,4 +1,4 @@
-"""Requests, the plan of a step and its results. A plan is complete: whoever executes it needs no other state."""
+"""Requests, the plan of a step and its results. A plan is complete: executing it needs no other state."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ class FinishReason(StrEnum):
 class SamplingParams:
     """How tokens are sampled and when to stop. The frontend validates the values.
 
-    `temperature` 0, or one below 1e-5, is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and penalties 0 / 0 / 1 switch a
-    filter off.
-    `logprobs` is the number of alternatives to report beside the sampled token; None reports nothing.
-    `prompt_logprobs` asks the same of every prompt token and makes the request bypass cached prefixes.
-    `stop_token_ids` end the request and count as output; the model's EOS ids are among them unless EOS is ignored.
-    `seed` makes the sample at a position reproducible in any batch; the frontend draws one where the client gave none.
-    `grammar` is the text of a llguidance grammar that the output has to match (`moeserve.frontend.constraints`); EOS
-    may then be sampled only where the grammar may end, and has to be among `stop_token_ids`.
+    A `temperature` of 0, or below 1e-5, is greedy. `top_k` 0, `top_p` 1, `min_p` 0 and penalties 0 / 0 / 1 switch a
+    filter off. `logprobs` is the number of alternatives to report beside the sampled token; None reports nothing.
+    `prompt_logprobs` asks the same of every prompt token and makes the request bypass cached prefixes. `stop_token_ids`
+    end the request and count as output; the model's EOS ids are among them unless EOS is ignored. `seed` makes the
+    sample at a position reproducible in any batch; the frontend draws a seed if the client gave none. `grammar` is the
+    text of a llguidance grammar that the output has to match (`moeserve.frontend.constraints`); EOS may then be sampled
+    only where the grammar may end, and has to be among `stop_token_ids`.
     """
 
     max_tokens: int
@@ -66,9 +65,10 @@ class SamplingParams:
 class CacheWish:
     """The wishes of a request for the prefix cache, beside its use.
 
-    `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `share` of the KV
-    blocks that its account may retain, None for the service's setting. `report`: explain where the match ended.
-    `borders`: prompt tokens behind which other prompts are likely to go on otherwise, for models with recurrent states.
+    `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `share`: the share of
+    the KV blocks that its account may retain, None for the service's setting. `report`: explain where the match ended.
+    `borders`: numbers of prompt tokens after which other prompts are likely to diverge, for models with recurrent
+    states.
     """
 
     retentions: tuple[tuple[int, float], ...] = ()
@@ -77,7 +77,7 @@ class CacheWish:
     borders: tuple[int, ...] = ()
 
 
-# Of background requests: behind every priority that a client may ask for.
+# The priority of background requests, behind every priority that a client may ask for.
 BACKGROUND_PRIORITY = 2**31
 
 
@@ -85,12 +85,13 @@ BACKGROUND_PRIORITY = 2**31
 class Terms:
     """The terms on which a request waits and runs.
 
-    Requests of one `tenant` (the account of an API key) share what its `weight` is worth among the tenants that have
-    requests. `running` and `queue` are the shares of the running and of the waiting places that it gets at most. Beyond
-    the share `cached` of the KV blocks its cached prefixes are the first to go.
+    Requests of one `tenant` (the account of an API key) share the service by its `weight` among the tenants that have
+    requests. `running` and `queue` are the largest shares of the running and the waiting places that it gets. Beyond
+    the share `cached` of the KV blocks its cached prefixes are evicted first.
 
-    `ttft_s` bounds the time to the first token and `tpot_s` the time per output token, None for the service's. A
-    `patient` request is neither refused nor dropped for the time it waits. A `background` one uses what others leave.
+    `ttft_s` bounds the time to the first token and `tpot_s` the time per output token, None for the service's bounds. A
+    `patient` request is neither refused nor dropped because of its wait. A `background` request uses capacity that
+    others leave.
     """
 
     tenant: str = ""
@@ -111,10 +112,10 @@ DEFAULT_TERMS = Terms()
 class RequestState:
     """The recurrent state of a request that has a slot, as `moeserve.request_states` plans it.
 
-    `is_fresh`: no plan has used the slot yet, so the first one loads the lease's snapshot, if there is one. `wanted`
-    are positions at which to save, in order, `saving` those of saves in flight; `above` is the last position behind
-    which the request found or saved a snapshot. `resumed` is the snapshot that it went on from, until it has saved one
-    itself, `rolling` the last one saved while decoding.
+    `is_fresh`: no plan has used the slot yet, so the first plan loads the lease's snapshot, if there is one. `wanted`:
+    the positions at which to save, in order. `saving`: the positions of saves in flight. `above`: the last position at
+    which the request found or saved a snapshot. `resumed`: the snapshot from which it continued, until it has saved one
+    itself. `rolling`: the last snapshot saved while decoding.
     """
 
     slot: int
@@ -134,15 +135,15 @@ class Request:
     chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions and lives of the engine. `annotation` is the one of the cached
-    prefix, until a chunk carries it. `first_angle`: see `Chunk`. `is_plain`: sampling depends on nothing but the
-    logits. `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output
-    carries it. `state` is there beside a lease where the model has recurrent states and a slot was free. `arrived_at`
-    is on the scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it is to give up
-    its place as soon as no plan in flight names it.
+    tokens that were reported, also over preemptions and lives of the engine. `annotation` is that of the cached prefix,
+    until a chunk carries it. `first_angle`: see `Chunk`. `is_plain`: sampling depends on nothing but the logits.
+    `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
+    `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
+    scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
+    soon as no plan in flight names it.
 
-    `earlier_output`: tokens that an earlier life of the engine has sampled and reported. The request then goes on as
-    one that was preempted.
+    `earlier_output`: tokens that an earlier life of the engine has sampled and reported. The request then continues
+    like a preempted request.
     """
 
     request_id: str
@@ -184,7 +185,7 @@ class Request:
 
     @property
     def num_planned_tokens(self) -> int:
-        """Tokens that will be computed once every plan in flight is committed."""
+        """The number of tokens that are computed once every plan in flight is committed."""
         return self.num_computed_tokens + self.num_scheduled_tokens
 
     @property
@@ -198,18 +199,18 @@ class Request:
 
     @property
     def keeps_its_turn(self) -> bool:
-        """Return whether no younger request of its tenant may go first: it has begun already, or is patient."""
+        """True if no younger request of its tenant may go first: it has begun already, or is patient."""
         return self.num_preemptions > 0 or self.terms.patient
 
     @property
     def queue_key(self) -> tuple[int, int]:
-        """Order of service: lower first."""
+        """The order of service: lower first."""
         return (self.priority, self.arrival)
 
 
 @dataclass(slots=True)
 class StateUse:
-    """The recurrent state of a chunk's request. All three are row numbers in the rank's pool of states.
+    """The recurrent state of a chunk's request. All fields are row numbers in the rank's pool of states.
 
     Of `num_state_slots + num_snapshots` rows the first `num_state_slots` are slots, the others snapshots.
 
@@ -227,7 +228,7 @@ class StateUse:
 class WindowTable:
     """The block table of a chunk for layers with window blocks.
 
-    Position p lies in window block ``blocks[p // block_size - first]``; the chunk's tokens see none before block number
+    Position p lies in window block ``blocks[p // block_size - first]``; the chunk's tokens see no block before number
     `first`.
     """
 
@@ -237,7 +238,7 @@ class WindowTable:
 
 # Begins the error of a request whose grammar cannot be enforced any further; its text may be shown to the client.
 GRAMMAR_FAILED = "The grammar failed: "
-# Of the annotation that a chunk carries.
+# The limit for the annotation that a chunk carries.
 MAX_ANNOTATION_BYTES = 4096
 
 
@@ -248,17 +249,17 @@ class Chunk:
     `sampling` is None for a chunk that does not reach the end of the request's tokens. `block_table` is the request's
     own array, which only grows while the plan is in flight. `extras` is None for most chunks.
 
-    `drawn_by` is set where the plan before is still in flight: the chunk has one token, which chunk number `drawn_by`
+    `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which chunk number `drawn_by`
     among that plan's sampled chunks will sample, and `token_ids` holds a zero in its place.
 
     `annotation`: opaque bytes from earlier `ChunkResult.annotation`s, kept with the cached tokens before `start`; at
     most MAX_ANNOTATION_BYTES, only in the first chunk after the request's admission.
 
     `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
-    context up to which its model rotates otherwise (`moeserve.model.rope`).
+    context beyond which its model uses other angles (`moeserve.model.rope`).
 
     `state` is None for models without recurrent states. `window` is None where layers with a sliding window use the
-    block table as the others do.
+    block table like all other layers.
     """
 
     request_id: str
@@ -275,7 +276,7 @@ class Chunk:
 
     @property
     def num_logit_rows(self) -> int:
-        """How many of the last tokens need logits: all for log probabilities of the prompt."""
+        """The number of last tokens that need logits: all tokens for log probabilities of the prompt."""
         if self.extras is not None and self.extras.prompt_targets:
             return len(self.token_ids)
         return 0 if self.sampling is None else 1
@@ -283,12 +284,12 @@ class Chunk:
 
 @dataclass(slots=True)
 class ChunkExtras:
-    """Further inputs of a chunk, which few chunks need.
+    """Further inputs, which few chunks need.
 
-    `history` (prompt and output so far) is there where penalties depend on it, `output` (the output so far) where a
-    grammar does. `banned_token_ids` may not be sampled (EOS before `min_tokens`), unless a grammar allows nothing else.
-    `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log probabilities are asked for;
-    None if they are not.
+    `history` (prompt and output so far) is set if penalties depend on it, `output` (the output so far) if a grammar
+    does. `banned_token_ids` may not be sampled (EOS before `min_tokens`), unless a grammar allows nothing else.
+    `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log probabilities are requested;
+    None without a request.
     """
 
     history: array[int] | None = None
@@ -317,7 +318,7 @@ class StepPlan:
 
     @property
     def num_logit_rows(self) -> int:
-        """How many tokens need logits."""
+        """The number of tokens that need logits."""
         return sum(chunk.num_logit_rows for chunk in self.chunks)
 
 
@@ -336,7 +337,7 @@ def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probability of one token; `top` holds (token id, logprob) of the likeliest tokens, best first."""
+    """The log probability of one token; `top` holds (token id, logprob) of the likeliest tokens, best first."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -360,9 +361,9 @@ class ChunkResult:
 class StepResult:
     """One `ChunkResult` per chunk of the plan, in the plan's order.
 
-    `routing`: the experts that the gates chose for the plan's rows (bytes of `experts.routing`, or what
-    becomes them on demand), if recorded.
-    `sent`: of one rank of several, what it has sent since the start: rows to each rank, then bytes to each rank.
+    `routing`: the experts that the gates chose for the plan's rows (bytes of `experts.routing`, or an object that
+    becomes these bytes on demand), if recorded. `sent`: on one of several ranks, the rows that it has sent to each rank
+    since the start, then the bytes.
     """
 
     step: int
@@ -380,10 +381,10 @@ class Pending(Protocol[ResultT_co]):
 
     @property
     def done(self) -> bool:
-        """Tell if `result` returns without waiting for a device."""
+        """True if `result` returns without waiting for a device."""
 
     def result(self) -> ResultT_co:
-        """Wait for the step and return its result. To be called once, and for one step after the other."""
+        """Wait for the step and return its result. To be called once, and in the order of the steps."""
 
 
 @dataclass(frozen=True, slots=True)

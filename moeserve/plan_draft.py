@@ -1,4 +1,4 @@
-"""A step while it is planned: the chunks of each rank's plan, and what the commit needs to know of them."""
+"""A step while it is planned: the chunks of each rank's plan, and the facts about them that the commit needs."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from moeserve.plan import Chunk, ChunkExtras, ChunkResult, Request, StateUse, St
 class PlanDraft:
     """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step is committed.
 
-    `requests[i]` belongs to the chunk that was added i-th: the requests of rank r are in the order of
-    `plans[r].chunks`. The first `num_decodes` lacked one token, the others are prompts. `budgets[r]` is the number of
-    tokens that still fit into the plan of rank r. `duplicates` are (rank, block ids) that this plan may be the last to
-    read.
+    `requests[i]` belongs to the chunk that was added i-th, so the requests of rank r are in the order of
+    `plans[r].chunks`. The first `num_decodes` requests lacked one token, the others are prompts. `budgets[r]` is the
+    number of tokens that still fit into the plan of rank r. `duplicates` are (rank, block ids) that this plan may be
+    the last to read.
     """
 
     __slots__ = ("budgets", "duplicates", "num_decodes", "plans", "requests")
@@ -35,7 +35,7 @@ class PlanDraft:
         return self.requests[self.num_decodes :]
 
     def zero(self, rank: int, blocks: Sequence[int], windows: Sequence[int]) -> None:
-        """Have blocks, and window blocks, cleared that requests of a rank have leased anew."""
+        """Have the step clear blocks, and window blocks, that requests of a rank have newly leased."""
         self.plans[rank].zeroed_blocks.extend(blocks)
         self.plans[rank].zeroed_windows.extend(windows)
 
@@ -67,15 +67,17 @@ class PlanDraft:
         return max(sizes)
 
     def end_decodes(self, prompt_tokens: Callable[[list[Request], int], int]) -> None:
-        """Note that all requests from now on are prompts, and how many tokens of them a rank may have beside its
-        decodes: `prompt_tokens` says it for the tokens that are left."""
+        """Note that all further requests are prompts, and set the budget of each rank for their tokens.
+
+        prompt_tokens: computes this budget from the requests so far and the tokens that are left.
+        """
         self.num_decodes = len(self.requests)
         self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
 
     def add_unsampled(
         self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
     ) -> None:
-        """Plan the token that sampled chunk number `drawn_by` of the plan before will give to a plain request."""
+        """Plan the token of a plain request that sampled chunk number `drawn_by` of the previous plan will give."""
         lease = request.lease
         assert lease is not None
         start = request.num_planned_tokens
@@ -88,7 +90,7 @@ class PlanDraft:
         self.budgets[request.rank] -= 1
 
     def rows(self, results: Sequence[StepResult]) -> list[Iterator[tuple[Chunk, ChunkResult]]]:
-        """Return per rank its chunks with their results. Raises ValueError if `results` do not fit the plans."""
+        """Return, per rank, its chunks with their results. Raise ValueError if `results` do not fit the plans."""
         for plan, result in zip(self.plans, results, strict=True):
             if result.step != plan.step or len(result.chunks) != len(plan.chunks):
                 raise ValueError(f"step {plan.step} and the result of step {result.step} do not belong together")

@@ -87,7 +87,7 @@ class ServedModel:
 
 
 def eos_token_ids(defaults: GenerationDefaults, spec: ModelSpec) -> list[int]:
-    """Return the ids of the generation config, else of the model, but none beyond the vocabulary."""
+    """Return the ids of the generation config, else of the model, without ids beyond the vocabulary."""
     named = defaults.eos_token_ids or spec.eos_token_ids
     return [token for token in named if 0 <= token < spec.vocab_size]
 
@@ -109,7 +109,7 @@ class Prepared:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """How a rank computes with other ranks. collectives: carry rows. experts: dispatch. steps: begin each step."""
+    """A rank's connection to other ranks. collectives: carry rows. experts: dispatch. steps: begin each step."""
 
     collectives: Collectives
     experts: ExpertParallel[Any]

@@ -46,8 +46,8 @@ log = structlog.get_logger(__name__)
 def run_rank(context: RunContext, rank: int, report: Report) -> None:
     """Serve as rank 0 with the engine until SIGTERM, or follow rank 0 as another rank until it ends.
 
-    Until all ranks have loaded SIGTERM ends each at once: one that waits for another that is lost would wait for long.
-    Raise ModelError, ConfigError or RankError, one sentence each, if the service cannot start or go on.
+    Until all ranks have loaded, SIGTERM ends each at once: a rank that waits for a lost rank would wait for long. Raise
+    ModelError, ConfigError or RankError, one sentence each, if the service cannot start or go on.
     """
     _bind_rank(context.config, rank)
     if context.config.device == "cuda":

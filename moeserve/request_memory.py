@@ -27,7 +27,7 @@ class RequestMemory:
         merge_annotations: MergeAnnotations | None = None,
         states: RequestStates | None = None,
     ) -> None:
-        """merge_annotations: None where prefixes are not annotated. states: None for models without them."""
+        """merge_annotations: None if prefixes are not annotated. states: None without recurrent states."""
         self._cache = cache
         self._states = states
         self._merge_annotations = merge_annotations
@@ -39,7 +39,7 @@ class RequestMemory:
         return self._cache.num_available_to(request.namespace) if sparing else self._cache.num_available
 
     def share(self, request: Request) -> None:
-        """Have prefixes evicted by the terms of the request's account."""
+        """Set the terms of the request's account, by which its prefixes are evicted."""
         self._cache.share(request.namespace, request.terms.weight, request.terms.cached)
 
     def peek(self, request: Request) -> int:
@@ -62,7 +62,7 @@ class RequestMemory:
         return max(0, wanted - (len(lease.block_ids) - lease.first_window))
 
     def has_windows(self, count: int) -> bool:
-        """Return whether so many window blocks could be had now."""
+        """Return whether `count` window blocks are available now."""
         return self._windows is None or count <= self._windows.num_available
 
     def num_empty_slots(self, request: Request) -> int:
@@ -84,10 +84,10 @@ class RequestMemory:
             self._expect_ends(request)
 
     def _expect_ends(self, request: Request) -> None:
-        """Have the window kept where other prompts are likely to leave that of a request which has a new lease.
+        """Keep the window at positions where other prompts are likely to diverge from a request with a new lease.
 
-        These are the end of its prompt, the place where it leaves what is cached, the borders that the frontend or the
-        client marks, and some places in a very long prompt.
+        These are the end of its prompt, the place where it leaves the cached prefix, the borders that the frontend or
+        the client marks, and some places in a very long prompt.
         """
         lease = request.lease
         assert lease is not None
@@ -123,14 +123,14 @@ class RequestMemory:
         self._cache.note_hit(request.lease, num_tokens)
 
     def explain(self, request: Request) -> Miss:
-        """Return why the request has found no more of its tokens cached. To be called at once after the match."""
+        """Return why no more of the request's tokens were cached. To be called immediately after the match."""
         assert request.lease is not None
         return self._cache.explain(request.lease, request.token_ids)
 
     def retain(self, request: Request, wish: CacheWish) -> None:
         """Retain the prefixes of the request's prompt that it wishes to keep, as far as they are published.
 
-        The longest first: if the budget cuts it, the shorter ones are within what is left.
+        The longest goes first: if the budget cuts it, the shorter prefixes lie within the rest.
         """
         assert request.lease is not None
         for num_tokens, seconds in sorted(wish.retentions, reverse=True):
@@ -146,9 +146,9 @@ class RequestMemory:
         request.annotation = merged if 0 < len(merged) <= MAX_ANNOTATION_BYTES else None
 
     def catch_up(self, request: Request) -> int:
-        """Adopt blocks that other requests have published; return how many tokens need no computing for that reason.
+        """Adopt blocks that other requests have published; return the number of tokens that this saves from computing.
 
-        A partly computed block of the request is given up for the full one.
+        The request gives up a partly computed block for the full one.
         """
         lease = request.lease
         assert lease is not None
@@ -161,7 +161,7 @@ class RequestMemory:
         return gained
 
     def foresee(self, request: Request, waiting: Iterable[Request]) -> None:
-        """Let an admitted request keep its state and window where the prompts of waiting ones will leave its own."""
+        """Let an admitted request keep its state and window where prompts of waiting requests diverge from its own."""
         if self._states is None and self._windows is None:
             return
         for other in waiting:
@@ -174,22 +174,22 @@ class RequestMemory:
                 self._cache.expect(request.lease, position)
 
     def cut_chunk(self, request: Request, count: int) -> int:
-        """Return how many of the next `count` tokens a chunk may have to end where a snapshot is wanted."""
+        """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
         return count if self._states is None else self._states.cut(request, count)
 
     def use_state(self, request: Request, count: int) -> StateUse | None:
-        """Return what the chunk of the next `count` tokens, planned now, does with the request's state."""
+        """Plan the use of the request's state by the chunk of its next `count` tokens, which is planned now."""
         return None if self._states is None else self._states.use(request, count)
 
     def commit_state(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
-        """End what a committed chunk did with the state; `keep` the snapshot that it saved. After `publish`."""
+        """End a committed chunk's use of the state; `keep` the snapshot that it saved. To be called after `publish`."""
         if self._states is not None:
             self._states.commit(request, chunk, keep=keep)
 
     def grow(self, request: Request, count: int, *, sparing: bool) -> Sequence[int] | None:
         """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short.
 
-        sparing: leave something to the cached prefixes of accounts that hold less (`PrefixCache.extend`).
+        sparing: leave some blocks to cached prefixes of accounts that hold less (`PrefixCache.extend`).
         """
         lease = request.lease
         assert lease is not None
@@ -199,18 +199,18 @@ class RequestMemory:
         return self._cache.extend(lease, missing, sparing=sparing)
 
     def windows_of(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Return the window blocks of new blocks, none for models without."""
+        """Return the window blocks of new blocks, none for models without window blocks."""
         return () if self._windows is None else self._windows.of(blocks)
 
     def window_table(self, request: Request) -> WindowTable | None:
-        """Return the table of window blocks for the request's next chunk, None for models without."""
+        """Return the table of window blocks for the request's next chunk, None for models without window blocks."""
         if self._windows is None:
             return None
         assert request.lease is not None
         return WindowTable(*self._windows.table(request.lease, request.num_planned_tokens))
 
     def num_tokens_that_fit(self, request: Request, *, sparing: bool) -> int:
-        """Count how many more tokens of the request could get a slot now. See `grow` for `sparing`."""
+        """Count the further tokens of the request that could get a slot now. See `grow` for `sparing`."""
         num_blocks = self.num_available_blocks(request, sparing=sparing)
         if self._windows is not None:
             num_blocks = min(num_blocks, self._windows.num_available)
@@ -238,8 +238,8 @@ class RequestMemory:
         """Return whether one of the scheduled `prompts` computes the next block of `request`.
 
         Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
-        once. Only scheduled prompts count, so no request waits for one that waits. Where prefixes need states, the
-        request waits for one that will save a snapshot in their common prefix, and asks it to.
+        once. Only scheduled prompts count, so no request waits for a waiting request. Where prefixes need states, the
+        request asks the other for a snapshot in their common prefix, and waits for it.
         """
         if self._states is None:
             return any(other is not request and self._is_computed_by(request, other) for other in prompts)
@@ -306,7 +306,7 @@ class RequestMemory:
 
 
 # A running request costs its rank a row in every step to come. It weighs as much as this many tokens to be computed, so
-# a cached prefix shorter than that does not outweigh a rank that runs one request less.
+# a shorter cached prefix does not outweigh a rank that runs one request less.
 _TOKENS_PER_RUNNING_REQUEST = 64
 
 
@@ -380,12 +380,12 @@ class RankLoads:
 
         A rank's price is its work before the request could be done, less the request's tokens that are cached there.
         Tokens that the rank is computing for another request count twice: this request has them as soon as the other
-        one, and no rank computes them again.
+        request, and no rank computes them again.
         """
         if len(self._memories) == 1:
             return (0,)
         if request.namespace == PUBLIC:
-            # Every rank is to have a public prefix: the request for it comes once for each.
+            # Every rank needs its own copy of a public prefix: the request for it comes once per rank.
             return sorted(range(len(self._memories)), key=lambda rank: self._memories[rank].peek(request))
         prices = list(self._work)
         if not request.wants_prompt_logprobs:
@@ -403,9 +403,10 @@ class RankLoads:
             return False
         if not memory.has_windows(self._num_promised_windows[rank] + memory.num_missing_windows(request)):
             return False
-        # And a block for each of them to grow that would take it from the newcomer: its prompt computed in vain.
+        # Plus one block for each running request that could otherwise take it from the newcomer, whose prompt would be
+        # lost.
         headroom = sum(priority <= request.priority for priority in self._priorities[rank])
         wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom
-        # One request of a tenant finds all there is; further ones do not take what other tenants have cached.
+        # A tenant's first request may take any block; further requests spare the cached prefixes of other tenants.
         is_further = self._num_of_tenant[rank, request.terms.tenant] > 0
         return wanted <= memory.num_available_blocks(request, sparing=is_further)

@@ -1,10 +1,10 @@
-"""The recurrent states of one rank's requests: their slots, where snapshots are saved, and whom it pays to wait for.
+"""The recurrent states of one rank's requests: their slots, where snapshots are saved, and which requests wait.
 
 A state can be saved only where a chunk ends, so chunks are cut where a snapshot is wanted: at the last block boundary
-of a prompt, which an equal or longer prompt goes on from; where the prompt leaves what is cached already (a branching
-point: somebody else came this far and left no state, or will branch there); at borders that the frontend or the client
-marks; and now and then in a very long prompt.
-While it decodes, a request saves a snapshot now and then and gives up the one before, for the next turn of the talk.
+of a prompt, from which an equal or longer prompt continues; where the prompt leaves the cached prefix (a branching
+point: another request came this far and left no state, or will branch there); at borders that the frontend or the
+client marks; and now and then in a very long prompt. While it decodes, a request saves a snapshot now and then, for the
+next turn of the conversation, and gives up the previous one.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ MIN_GAIN_TOKENS = 32
 # 1 GB of weights, so that copies take less than 1 % of it.
 DECODE_INTERVAL_TOKENS = 64
 
-# Between snapshots within a prompt, for prompts that leave it where none was kept. On the Mooncake trace 8192 and 32768
-# tokens serve less (`benchmarks.snapshots`).
+# Between snapshots within a prompt, for prompts that diverge from it where none was kept. On the Mooncake trace 8192
+# and 32768 tokens save less computing (`benchmarks.snapshots`).
 PROMPT_INTERVAL_TOKENS = 16384
 
 # (start, known, marks, last, smallest gain) -> positions; see `wanted_positions`.
@@ -33,9 +33,9 @@ ChoosePositions = Callable[[int, int, Iterable[int], int, int], list[int]]
 def wanted_positions(start: int, known: int, marks: Iterable[int], last: int, min_gain: int) -> list[int]:
     """Return the positions at which to save while computing a request's known tokens, in order.
 
-    All are block boundaries: start, where the request begins to compute; known, where the cached KV of its tokens
-    ends; marks, further ones; last, the last boundary before its last token. Each position is at least `min_gain`
-    tokens behind the one before; of two that are closer the first stays, since it serves more prompts.
+    All are block boundaries: start, where the request begins to compute; known, where the cached KV of its tokens ends;
+    marks, further positions; last, the last boundary before its last token. Each position is at least `min_gain` tokens
+    after the previous position; of two that are closer the first stays, since it serves more prompts.
     """
     chosen = []
     above = start
@@ -48,11 +48,11 @@ def wanted_positions(start: int, known: int, marks: Iterable[int], last: int, mi
 
 @dataclass(frozen=True, slots=True)
 class StatePolicy:
-    """How many state slots each rank has, the first rows of its pool, and where requests save snapshots.
+    """The number of state slots of each rank (the first rows of its pool), and the positions of snapshots.
 
-    min_gain: a snapshot is saved if it spares an equal prompt at least so many tokens. decode_interval: tokens between
-    snapshots while decoding, at least a block. prompt_interval: the same within a prompt. foresees: whether a request
-    also saves where others that wait, or are behind it, will leave its prompt.
+    min_gain: a snapshot is saved if it spares an equal prompt at least this number of tokens. decode_interval: tokens
+    between snapshots while decoding, at least a block. prompt_interval: the same within a prompt. foresees: True if a
+    request also saves where requests that wait, or are behind it, will diverge from its prompt.
     """
 
     num_slots: int
@@ -66,8 +66,8 @@ class StatePolicy:
 class RequestStates:
     """Gives requests their slots and their chunks a `StateUse`.
 
-    A slot belongs to a request as long as its lease. Whatever a plan in flight loads stays pinned, and what it saves
-    enters the tree with its commit.
+    A slot belongs to a request as long as its lease. A snapshot that a plan in flight loads stays pinned; a snapshot
+    that it saves enters the tree with its commit.
     """
 
     def __init__(self, cache: PrefixCache, policy: StatePolicy) -> None:
@@ -92,7 +92,7 @@ class RequestStates:
             request.state = None
 
     def find_positions(self, request: Request) -> None:
-        """Choose where the request saves, after its lease has found a prefix or more of it."""
+        """Choose the positions at which the request saves, after its lease has found a prefix or a longer one."""
         lease, state, size = request.lease, request.state, self._block_size
         assert lease is not None
         assert state is not None
@@ -108,14 +108,14 @@ class RequestStates:
         state.wanted = self._policy.choose(state.above, lease.num_known_tokens, marks, last, self._min_gain)
 
     def cut(self, request: Request, count: int) -> int:
-        """Return how many of the request's next `count` tokens a chunk may have to end where a snapshot is wanted."""
+        """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
         state = request.state
         assert state is not None
         start = request.num_planned_tokens
         return next((min(count, position - start) for position in state.wanted if position > start), count)
 
     def use(self, request: Request, count: int) -> StateUse:
-        """Return what the chunk of the request's next `count` tokens, which is planned now, does with the state."""
+        """Plan the use of the state by the chunk of the request's next `count` tokens, which is planned now."""
         lease, state = request.lease, request.state
         assert lease is not None
         assert state is not None
@@ -164,7 +164,7 @@ class RequestStates:
     def want(self, request: Request, position: int) -> int:
         """Let the request save a snapshot at `position`, a block boundary, unless it does so shortly before.
 
-        Return the last position up to there at which it will save, or is about to; 0 if there is none.
+        Return the last position, up to `position`, at which it saves or will save; 0 if there is none.
         """
         state = request.state
         if state is None or not self._cache.snapshots.num_rows:

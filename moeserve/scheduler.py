@@ -2,7 +2,7 @@
 
 There is no prefill phase and no decode phase. A request has `num_computed_tokens`; a step advances some requests by
 some tokens under a token budget: first the requests that lack one token, then prompts in chunks with the rest of the
-budget. Prefix hits, chunked prefill, preemption and resuming are all that one idea.
+budget. Prefix hits, chunked prefill, preemption and resuming are all this one idea.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _CLEARLY_LATE = 1.2
 
 
 class Scheduler:
-    """Owns the truth about requests and, through one `RequestMemory` per rank, about memory.
+    """Owns the state of requests and, through one `RequestMemory` per rank, of memory.
 
     A request lives on one rank at a time, chosen at its admission (`RankLoads`). `caches[r]` are the blocks of rank r.
     A step takes as long as its busiest rank, so `max_num_batched_tokens` holds for each rank; `max_num_seqs` and the
     queue hold for the service as a whole.
 
-    `schedule` may be called again before `commit` of the plan before, and commits come in the order of the plans. A
+    `schedule` may be called again before `commit` of the previous plan, and commits come in the order of the plans. A
     request with tokens in flight is then left out, and its blocks stay until its commit, even if it is aborted. With
-    `run_ahead` it goes on: the rest of its prompt is planned, or the token that the plan before will sample; tokens
+    `run_ahead` it continues: the rest of its prompt is planned, or the token that the previous plan will sample; tokens
     planned beyond the request's end are dropped.
     """
 
@@ -61,8 +61,8 @@ class Scheduler:
         slo: Slo | None = None,
         rope_switch: int | None = None,
     ) -> None:
-        """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the tokens
-        beyond which all keys of a request are rotated otherwise (`moeserve.model.rope`)."""
+        """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
+        of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`)."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -107,11 +107,11 @@ class Scheduler:
 
     @property
     def num_empty_slots(self) -> int:
-        """Slots that requests hold and no plan fills yet."""
+        """The number of slots that requests hold and no plan fills yet."""
         return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
 
     def add(self, request: Request) -> None:
-        """Queue a request. Raises NeverFitsError, QueueFullError, TooLateError; ValueError if invalid."""
+        """Queue a request. Raise NeverFitsError, QueueFullError, TooLateError; ValueError if invalid."""
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use")
         if not request.num_prompt_tokens or request.sampling.max_tokens < 1:
@@ -137,10 +137,9 @@ class Scheduler:
         self._waiting.add(request)
 
     def drop_late(self) -> list[RequestOutput]:
-        """End the requests that were never begun and have waited as long as they may, or would before they are begun,
-        behind those that go before them.
+        """End the requests that never began and have waited too long, or will before those ahead of them have begun.
 
-        Each has had its chance in one step at least, however long the step before it took.
+        Each has had its chance in at least one step, however long the previous step took.
         """
         if not len(self._waiting):
             return []
@@ -158,7 +157,7 @@ class Scheduler:
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request whose client left, in any state. Return None if the request is not known (any more)."""
+        """End a request whose client left, in any state. Return None for a request that is not known."""
         request = self._requests.get(request_id)
         return None if request is None else self._end(request, FinishReason.ABORT)
 
@@ -187,7 +186,7 @@ class Scheduler:
         prompts: list[Request] = []
         self._num_places = self._pace.num_places()
         self._make_room()
-        # Who found no memory in an earlier step, and is not tried in this one, may find it free by now.
+        # A request that found no memory in an earlier step, and is not tried in this step, may find it free by now.
         self._lacks_memory = False
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
@@ -221,7 +220,7 @@ class Scheduler:
     def commit(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[RequestOutput]:
         """Apply the ranks' results of a step: publish full blocks, append tokens, end requests.
 
-        Raises ValueError, with nothing changed, unless `plans` are the oldest in flight and `results` fit them.
+        Raise ValueError, with nothing changed, unless `plans` are the oldest in flight and `results` fit them.
         """
         if not self._in_flight or self._in_flight[0].plans is not plans:
             raise ValueError(f"step {plans[0].step} is not the oldest one in flight")
@@ -262,7 +261,7 @@ class Scheduler:
     def tell_time(self, now: float) -> None:
         """Set the time by which retained prefixes expire and waits are measured, in seconds; it must not go back.
 
-        No plan depends on it but where requests ask for retention, or are late.
+        Plans depend on it only if requests ask for retention, or are late.
         """
         self._now = now
         self._pace.tell_time(now)
@@ -270,13 +269,13 @@ class Scheduler:
             memory.tell_time(now)
 
     def count_step(self, seconds: float) -> None:
-        """Learn from the seconds that the step took which was committed last."""
+        """Learn from the seconds that the last committed step took."""
         if self._committed is not None:
             self._pace.count_step(*self._committed.size, seconds)
             self._committed = None
 
     def load(self) -> Load:
-        """Return what a request that arrived now would find."""
+        """Return the load that a request would find now."""
         backlogs = self._tenants.backlogs(self._running, self._waiting)
         is_awaited = any(backlog.waiting for backlog in backlogs.values())
         gives_way = any(request.terms.background for request in self._running)
@@ -291,7 +290,7 @@ class Scheduler:
         return max(memory.peek(request) for memory in self._memories)
 
     def _num_cached_soon(self, request: Request) -> int:
-        """Count the request's tokens that are cached, or will be by the requests before it."""
+        """Count the request's tokens that are cached, or will be cached by the requests before it."""
         num_cached = self._num_cached(request)
         others = (*self._waiting, *self._running)
         return max([num_cached, *(self._memories[0].num_shared(request, other) for other in others)])
@@ -305,7 +304,7 @@ class Scheduler:
     def _check_wait(self, request: Request) -> None:
         """Raise TooLateError if the request would wait much longer than it may.
 
-        Frontends refuse at the bound itself, and sooner than this answer, which comes after a step.
+        Frontends refuse at the bound itself, and sooner, since this error comes only after a step.
         """
         if not self._pace.is_bounded(request):
             return
@@ -317,7 +316,7 @@ class Scheduler:
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
 
     def _make_room(self) -> None:
-        """Take places and memory from tenants that have more than their share, for the request that is next."""
+        """Take places and memory from tenants that have more than their share, for the next request."""
         for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
             self._preempt(request)
         if not self._sharing.note(self._running, self._num_places):
@@ -344,8 +343,8 @@ class Scheduler:
     def _admit(self, draft: PlanDraft, before: Request | None = None) -> None:
         """Admit waiting requests while budget, places and memory for their whole prompts last.
 
-        Nobody of a tenant passes one that finds no memory. Other tenants do until they have had as much as it will.
-        before: only those that go before this running prompt.
+        No request passes one of its own tenant that finds no memory. Other tenants' requests do until they have had as
+        much as it will. before: admit only requests that go before this running prompt.
         """
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
             return
@@ -391,8 +390,9 @@ class Scheduler:
     def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
         """Plan up to `limit` of the request's pending tokens: as many as fit into memory, preempting if none does.
 
-        The victim is the last request of the same rank. Without a victim the request waits for the others' memory. What
-        other tenants have cached within their shares is taken only for the one request that its tenant has there.
+        The victim is the last request of the same rank. Without a victim the request waits for memory of others.
+        Prefixes that other tenants have cached within their shares are evicted only for a tenant's single request on
+        the rank.
         """
         if limit <= 0:
             return
@@ -423,7 +423,7 @@ class Scheduler:
         return any(other.terms.tenant == request.terms.tenant for other in others)
 
     def _last_running(self, request: Request, *, of_tenant: bool) -> Request | None:
-        """Return the last request behind the given one on its rank that no plan names. of_tenant: of its tenant."""
+        """Return the last request after the given one on its rank that no plan names. of_tenant: only of its tenant."""
         for other in reversed(self._running):
             if other is request:
                 return None
@@ -433,10 +433,10 @@ class Scheduler:
         return None
 
     def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
-        """Plan the token that the plan before will sample for a request, if the request is sure to go on with it.
+        """Plan the token that the previous plan will sample for a request, if the request is sure to continue with it.
 
         Only for plain requests: bans, penalties and grammars depend on tokens that are not known yet. It never
-        preempts: after the commit the request has its turn like every other one.
+        preempts: after the commit the request has its turn like any other.
         """
         if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return
@@ -453,12 +453,12 @@ class Scheduler:
             self._tenants.charge(request, 1)
 
     def _outgrows(self, request: Request) -> bool:
-        """Return whether the request's next token needs all its keys rotated otherwise than they are."""
+        """Return whether the request's next token needs other rotary angles for all its keys."""
         switch = self._rope_switch
         return switch is not None and len(request.token_ids) > switch and not request.first_angle
 
     def _extend(self, request: Request) -> None:
-        """Have a waiting request rotated by the angles of extended contexts, whose KV is cached apart."""
+        """Switch a waiting request to the angles of extended contexts, whose KV is cached apart."""
         assert self._rope_switch is not None
         request.first_angle, request.namespace = self._rope_switch, request.namespace + APART
 
@@ -491,7 +491,7 @@ class Scheduler:
             memory.note_hit(request, num_tokens)
         if request.cache is None or not request.cache.report:
             return
-        # Behind tokens that the request computed itself a later match says nothing about its prompt.
+        # A match after tokens that the request computed itself says nothing about its prompt.
         if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
             request.miss = memory.explain(request)
 
@@ -528,13 +528,13 @@ class Scheduler:
 
 
 def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
-    """Append the token that was sampled behind a chunk of the request, and note whether it is the last one.
+    """Append the token that was sampled after a chunk of the request, and note whether it is the last one.
 
-    Return None where there is nothing to report, as in the middle of a prompt.
+    Return None if there is nothing to report, as in the middle of a prompt.
     """
     prompt_logprobs = computed.prompt_logprobs
     if prompt_logprobs is not None:
-        # A preemption makes the request compute some again that were reported before.
+        # After a preemption the request computes some of them again that were reported before.
         prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
         request.num_prompt_logprobs += len(prompt_logprobs)
     token_id = computed.token_id

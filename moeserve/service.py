@@ -1,4 +1,4 @@
-"""The engine around a rank: scheduler, caches, sockets and heartbeat, until it is told to stop."""
+"""The engine around a rank: scheduler, caches, sockets and heartbeat, until `stop` is set."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model that a process alone has loaded, before its first step.
+    """A model that a single process has loaded, before its first step.
 
-    can_be_copied: a fork of the process can serve as well as the process itself. threads: of torch, when it serves.
+    can_be_copied: True if a fork of the process can serve too. threads: of torch, when it serves.
     """
 
     rank: LoadedRank
@@ -47,13 +47,13 @@ class LoadedModel:
 def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedModel:
     """Load the model and tell `report` of progress.
 
-    to_copy: load it so that it can be copied, if it can: on a CPU, with all experts in memory. One thread loads it
-    then, because a pool of threads does not survive a fork.
-    Raises ModelError or ConfigError, one sentence each, for what cannot be served.
+    to_copy: load it so that it can be copied, if possible: on a CPU, with all experts in memory. Then a single thread
+    loads it, because a pool of threads does not survive a fork. Raise ModelError or ConfigError, one sentence each, if
+    it cannot be served.
     """
     directory, config = Path(context.model_dir), context.config
     plan = plan_model(directory, config)
-    # Its file may be wrong, which is to be known before weights are read.
+    # Its file may be wrong: find out before weights are read.
     plan_recording(config, directory, plan.spec)
     can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
     threads = config.threads or torch.get_num_threads()
@@ -70,7 +70,7 @@ def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedM
 def serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
     """Serve a loaded model until `stop` is set, and tell `report` of readiness.
 
-    Raises ModelError or ConfigError, one sentence each, for what cannot be served, or no longer.
+    Raise ModelError or ConfigError, one sentence each, if the model cannot be served, or no longer.
     """
     try:
         _serve_alone(context, loaded, report, stop)
@@ -92,8 +92,8 @@ def _serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop:
     )
     recorded = None if recording is None else ExpertRecording(recording)
     try:
-        # A device that computes behind the host's back may fail later than it was told what to do, and a step that has
-        # failed may have advanced recurrent states, which cannot be computed again.
+        # A device with a queue may fail later than the launch, and a failed step may have advanced recurrent states,
+        # which cannot be computed again.
         executor: Executor = LocalExecutor(rank.runner)
         if rank.depth == 0 and not rank.model.spec.state_layers:
             executor = ContainingExecutor(rank.runner, config.block_size)
@@ -112,10 +112,10 @@ def serve(
     sources: ExpertSources,
     observers: Sequence[RanksObserver] = (),
 ) -> None:
-    """Runs the engine over an executor until `stop` is set. rank: of this process.
+    """Run the engine over an executor until `stop` is set. rank: of this process.
 
-    recording: where the routing goes that the results carry, after the other `observers`. It is saved at the end.
-    sources: whom to ask about the experts.
+    recording: receives the routing in the results, after the other `observers`. It is saved at the end. sources: for
+    metrics and commands of the experts.
     """
     config, model = context.config, rank.model
     if recording is not None:

@@ -1,7 +1,7 @@
-"""How tenants share what is scarce: places in the queue, running places and blocks of KV memory.
+"""How tenants share scarce resources: places in the queue, running places and blocks of KV memory.
 
-A tenant with less than its share gets what it lacks from the one that has most beyond its own. Nobody's share is kept
-free: who is alone has all. Which tenant is next is another question (`moeserve.fair_queue`).
+A tenant with less than its share gets the rest from the tenant that holds most beyond its own share. No share is kept
+free: a tenant that is alone has everything. `moeserve.fair_queue` decides which tenant is next.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from radix_cache import PrefixCache
 
 
 class Sharing:
-    """Says which running requests give their places or memory to other tenants, and who finds a place.
+    """Chooses the running requests that give places or memory to other tenants, and the requests that find a place.
 
-    It moves no request: the scheduler does what it says. `note` is to be called as a step begins; `victims` and `sort`
-    go by what tenants held then.
+    It moves no request: the scheduler does. `note` is to be called as a step begins; `victims` and `sort` go by the
+    holdings at that time.
     """
 
     def __init__(self, tenants: Tenants, caches: Sequence[PrefixCache], max_num_seqs: int) -> None:
@@ -32,7 +32,7 @@ class Sharing:
         self._over: set[Tenant] = set()
 
     def note(self, running: Sequence[Request], num_places: int) -> bool:
-        """Note what the tenants' running requests hold. Return whether there are several tenants to share.
+        """Note the holdings of the tenants' running requests. Return whether there are several tenants to share.
 
         num_places: the requests that may run at once just now.
         """
@@ -46,15 +46,17 @@ class Sharing:
         return True
 
     def sort(self, running: list[Request]) -> None:
-        """Bring running requests into the order of service. Tenants that hold more than their share come last, and so
-        are the first to lose memory."""
+        """Sort running requests in the order of service.
+
+        Tenants that hold more than their share come last, and so are the first to lose memory.
+        """
         running.sort(key=lambda r: (r.priority, self._tenants.of(r) in self._over, r.arrival))
 
     def victims(self, waiting: WaitingQueue, *, is_full: bool, lacks_memory: bool) -> Iterator[Request]:
-        """Yield the running requests that give way to the one that is next, if its tenant has less than its share and
-        another one has more. The caller takes what each holds before it asks for the next.
+        """Yield running requests that give way to the next, if its tenant holds less and another more than its share.
 
-        is_full: every running place is taken. lacks_memory: a waiting request did not find the blocks for its tokens.
+        The caller takes each victim's holdings before it asks for the next. is_full: every running place is taken.
+        lacks_memory: a waiting request did not find the blocks for its tokens.
         """
         places, blocks = self._places, self._blocks
         if places is None or blocks is None or not len(waiting) or not (is_full or lacks_memory):
@@ -63,7 +65,7 @@ class Sharing:
         candidates = waiting.candidates()
         for request in candidates:
             if request.priority > candidates[0].priority:
-                # More urgent ones would have what is given for it.
+                # More urgent requests would take the memory that is given up for it.
                 break
             nexts.setdefault(self._tenants.of(request), request)
         for request in nexts.values():
@@ -76,20 +78,20 @@ class Sharing:
                 return
 
     def _givers(self, blocks: Holdings, wanted: int) -> Iterator[Request]:
-        """Yield victims until a rank has the wanted blocks, or nobody has more than its share."""
+        """Yield victims until a rank has the wanted blocks, or no tenant has more than its share."""
         while (victim := blocks.pop_victim()) is not None:
             yield victim
             if self._caches[victim.rank].num_available >= wanted:
                 return
 
     def may_run(self, terms: Terms, num_running: int) -> bool:
-        """Return whether a tenant with that many running requests may have another one."""
+        """Return whether a tenant with `num_running` running requests may have another."""
         return num_running < max(1, int(terms.running * self._max_num_seqs))
 
     def may_wait(self, terms: Terms, waiting: Iterable[Request], num_places: int) -> bool:
-        """Return whether a new request finds a place in the queue: a tenant always finds its share of them.
+        """Return whether a new request finds a place in the queue: a tenant always finds its share of the places.
 
-        Requests in the background have places of their own, as many.
+        Background requests have places of their own, equally many.
         """
         tenants = [other.terms.tenant for other in waiting if other.terms.background == terms.background]
         is_full = len(tenants) >= num_places
@@ -98,16 +100,16 @@ class Sharing:
 
 
 class Holdings:
-    """The tenants' holdings of something scarce, by their running requests: places, or blocks of memory.
+    """The tenants' holdings of a scarce resource, by their running requests: places, or blocks of memory.
 
-    It says who may have more and who has to give: no tenant gives below its share, and none takes beyond its own, so
-    nothing is taken back and forth. Background requests give first, and take from nobody.
+    It tells which tenants may take and which must give. No tenant gives below its share or takes beyond its share, so
+    nothing goes back and forth. Background requests give first, and take from no tenant.
     """
 
     def __init__(
         self, tenants: Tenants, running: Sequence[Request], amount: Callable[[Request], int], total: int
     ) -> None:
-        """running: the last ones give first. amount: what a request holds of `total`."""
+        """running: the last requests give first. amount: the part of `total` that a request holds."""
         self._tenants = tenants
         self._left = list(running)
         self._amount = amount
@@ -117,7 +119,7 @@ class Holdings:
             self._held[tenants.of(request)] += amount(request)
 
     def may_take(self, request: Request, amount: int) -> bool:
-        """Return whether a waiting request would stay within its tenant's share with that much."""
+        """Return whether the tenant of a waiting request would stay within its share with `amount` more."""
         tenant = self._tenants.of(request)
         fair = max(1.0, self._tenants.share(tenant.terms) * self._total)
         return not tenant.terms.background and self._held[tenant] + amount <= fair
@@ -127,7 +129,7 @@ class Holdings:
         return self._excess(tenant) > 0
 
     def pop_victim(self) -> Request | None:
-        """Return the request that gives next, and count it out; None if nobody holds more than its share."""
+        """Return the request that gives next, and count it out; None if no tenant holds more than its share."""
         most = max(self._held, key=self._excess, default=None)
         if most is None or self._excess(most) <= 0:
             return None
@@ -137,7 +139,7 @@ class Holdings:
         return victim
 
     def _excess(self, tenant: Tenant) -> float:
-        """Return how many times its share the tenant holds, less one."""
+        """Return the tenant's holding over its share, less one; inf for a background tenant that holds anything."""
         if tenant.terms.background:
             return inf if self._held[tenant] else 0.0
         return self._held[tenant] / max(1.0, self._tenants.share(tenant.terms) * self._total) - 1

@@ -62,18 +62,18 @@ class RanksObserver:
     """Observes the steps of all ranks in the engine's process. Steps end in the order in which they began."""
 
     def begin(self, plans: Sequence[StepPlan]) -> None:
-        """Observe that a step is about to be launched. The step before it may not have ended."""
+        """Observe that a step is about to be launched. The previous step may not have ended."""
 
     def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
-        """Observe the results of all ranks; results[r] is that of plans[r]."""
+        """Observe the results of all ranks; results[r] belongs to plans[r]."""
 
 
 class Steps:
     """Plans, launches and commits one step after another.
 
-    With depth 0 each step is planned when the step before it is committed. With depth 1 it is planned and launched
-    while the step before it is computed, so that a device never waits for the host; the tokens are the same and come
-    one turn later. The scheduler must run ahead by the same depth. step: the number of the last committed step.
+    With depth 0 each step is planned when the previous step is committed. With depth 1 it is planned and launched while
+    the previous step is computed, so that a device never waits for the host; the tokens are the same and come one turn
+    later. The scheduler must run ahead by the same depth. step: the number of the last committed step.
     """
 
     def __init__(

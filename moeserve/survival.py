@@ -1,9 +1,9 @@
-"""How long something lasts, learnt also from cases that were not seen to their end.
+"""How long something lasts, learnt also from cases whose end was not seen.
 
 A client whose answer was whole after 3 s would have waited for at least 3 s; an answer whose client left after 10
-tokens would have had at least 10. The share that lasts beyond a value follows from those that ended there among those
-that might have: the product-limit estimate (Kaplan and Meier, "Nonparametric Estimation from Incomplete Observations",
-1958). Pure.
+tokens would have had at least 10. The share that lasts beyond a value follows from the cases that ended there among the
+cases that might have ended there: the product-limit estimate (Kaplan and Meier, "Nonparametric Estimation from
+Incomplete Observations", 1958). Pure.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from operator import mul
 
 _NUM_BINS = 160
 _RESCALED_AT = 1e6
-# Cases that are thought to have lasted beyond every value, so that one that ends is not taken for all, and what was
-# learnt about values that no case reaches any more is doubted in time.
+# The number of imagined cases that last beyond every value. So one case that ends does not stand for all, and values
+# that no case reaches any more are doubted in time.
 _DOUBT = 1.0
 
 
 class Survival:
-    """Counts cases by their values, in bins each of which is a little longer than the one before."""
+    """Counts cases by their values, in bins that grow by a constant factor."""
 
     def __init__(self, shortest: float, growth: float, num_remembered: int) -> None:
-        """shortest, growth: of the bins. num_remembered: after so many more cases, one counts for a third."""
+        """shortest, growth: of the bins. num_remembered: the number of cases after which a case counts for a third."""
         self._shortest = shortest
         self._growth = growth
         self._forgotten = 1 / num_remembered
@@ -56,12 +56,12 @@ class Survival:
         return self._lasting()[self._place(value)]
 
     def longest(self, share: float) -> float:
-        """Return the value up to which more than a share of the cases last; inf if that is any."""
+        """Return the value up to which more than `share` of the cases last; inf if they last beyond every value."""
         place = bisect_left(self._lasting(), -share, key=lambda lasting: -lasting)
         return inf if place == _NUM_BINS else self._end_of(place - 1)
 
     def mean(self) -> float:
-        """Return how long a case lasts on average, as far as any was seen."""
+        """Return the mean duration of a case, cut at the longest that was seen."""
         if self._mean is None:
             # A case counts as the middle of its bin.
             ends = [0.0, *(self._end_of(place - 0.5) for place in range(self._most + 1))]

@@ -42,7 +42,7 @@ _T = TypeVar("_T")
 
 
 class DecodeError(ValueError):
-    """A frame that is no message of this protocol. It harms its sender alone."""
+    """A frame that is not a message of this protocol. It harms only its sender."""
 
 
 def encode(message: msgspec.Struct, incarnation: int) -> bytes:
@@ -51,7 +51,7 @@ def encode(message: msgspec.Struct, incarnation: int) -> bytes:
 
 
 def decode(frame: bytes, expected: Any) -> tuple[int, Any]:
-    """Return a frame's incarnation and its message of one of the `expected` types. Raises DecodeError for others."""
+    """Return a frame's incarnation and its message of one of the `expected` types. Raise DecodeError for others."""
 
     def open_frame(body: Any) -> tuple[int, Any]:
         if not isinstance(body, list) or len(body) != 2 or type(body[0]) is not int:
@@ -68,12 +68,12 @@ def pack(value: Any) -> bytes:
 
 
 def unpack(data: bytes, kind: type[_T]) -> _T:
-    """Return the value of type `kind` that `pack` made into `data`. Raises DecodeError for other bytes."""
+    """Return the value of type `kind` that `pack` made into `data`. Raise DecodeError for other bytes."""
     return _unpack(data, lambda body: msgspec.convert(body, kind))
 
 
 def _unpack(data: bytes, convert: Callable[[Any], _T]) -> _T:
-    """Raise DecodeError for bytes that are too large or no MessagePack, extension types, deep nesting, wrong fields."""
+    """Raise DecodeError for bytes too large or not MessagePack, extension types, deep nesting, wrong fields."""
     if len(data) > MAX_FRAME_BYTES:
         raise DecodeError(f"{len(data)} bytes exceed {MAX_FRAME_BYTES}")
     try:
@@ -100,7 +100,7 @@ def pack_token_ids(token_ids: list[int] | array[int]) -> bytes:
 
 
 def unpack_token_ids(data: bytes) -> array[int]:
-    """Return the token ids in int32 bytes. Raises DecodeError for a torn one."""
+    """Return the token ids in int32 bytes. Raise DecodeError for a torn one."""
     token_ids = array("i")
     if len(data) % token_ids.itemsize:
         raise DecodeError("token ids are not whole int32 values")
@@ -131,10 +131,10 @@ class Hello(Message):
 class Generate(Message):
     """Run one sequence. `token_ids` is the prompt as int32 bytes; `namespace` separates cached prefixes of tenants.
 
-    `arrived_at`: when the client's request came, in seconds of the machine's monotonic clock; None for now.
+    `arrived_at`: the arrival of the client's request, in seconds of the machine's monotonic clock; None for now.
 
-    A request that another life of the engine has begun goes on: `output_token_ids` (int32 bytes) are its output so far,
-    and `num_prompt_logprobs` log probabilities of its prompt are known already.
+    A request that another life of the engine has begun continues: `output_token_ids` (int32 bytes) are its output so
+    far, and `num_prompt_logprobs` log probabilities of its prompt are known already.
     """
 
     request_id: str
@@ -323,7 +323,7 @@ _WireWindow = tuple[int, bytes]
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
-    """`states`, `first_angles` and `windows`: one per chunk. A plan without any ends before them."""
+    """`states`, `first_angles` and `windows`: one per chunk. A plan without them ends before these fields."""
 
     step: int
     chunks: list[_WireChunk]
@@ -335,7 +335,7 @@ class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
 
 
 def encode_plan(plan: StepPlan) -> bytes:
-    """Return the bytes of a plan, which do not follow later changes of its block tables."""
+    """Return the bytes of a plan; later changes of its block tables do not affect them."""
     fields: list[Any] = [plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes()]
     windowed = bool(plan.zeroed_windows) or any(chunk.window is not None for chunk in plan.chunks)
     turned = windowed or any(chunk.first_angle for chunk in plan.chunks)
@@ -352,7 +352,7 @@ def encode_plan(plan: StepPlan) -> bytes:
 
 
 def decode_plan(data: bytes) -> StepPlan:
-    """Return the plan in the bytes of `encode_plan`. Raises DecodeError for other bytes."""
+    """Return the plan in the bytes of `encode_plan`. Raise DecodeError for other bytes."""
     wire = unpack(data, _WirePlan)
     chunks = [_unpack_chunk(chunk) for chunk in wire.chunks]
     for of_chunks in (wire.states, wire.first_angles, wire.windows):
@@ -450,7 +450,7 @@ def encode_result(result: StepResult) -> bytes:
 
 
 def decode_result(data: bytes) -> StepResult:
-    """Return the result in the bytes of `encode_result`. Raises DecodeError for other bytes."""
+    """Return the result in the bytes of `encode_result`. Raise DecodeError for other bytes."""
     wire = unpack(data, _WireResult)
     return StepResult(wire.step, [_unpack_result(chunk) for chunk in wire.chunks], wire.routing, wire.sent)
 
@@ -488,8 +488,8 @@ def _unpack_logprobs(wire: _WireLogprobs) -> TokenLogprobs:
 class EngineNews(msgspec.Struct):
     """News from the supervisor to a frontend, a line of JSON on a pipe: the incarnation of the engine's newest life.
 
-    None: there will be none any more, for this `reason`. `seconds`: how long a restart is likely to take.
-    `num_restarts`: the engines that have taken, or take, the place of one that had served.
+    None: no further life will follow, for this `reason`. `seconds`: the likely duration of a restart. `num_restarts`:
+    the number of engines that have replaced, or are replacing, an engine that had served.
     """
 
     incarnation: int | None
@@ -499,12 +499,12 @@ class EngineNews(msgspec.Struct):
 
 
 def encode_news(news: EngineNews) -> bytes:
-    """Return the line."""
+    """Return the news as a line of JSON."""
     return msgspec.json.encode(news) + b"\n"
 
 
 def decode_news(line: bytes) -> EngineNews:
-    """Return what `encode_news` made into a line. Raises msgspec.MsgspecError for another one."""
+    """Return the news in a line of `encode_news`. Raise msgspec.MsgspecError for any other line."""
     return msgspec.json.decode(line, type=EngineNews)
 
 
@@ -552,16 +552,16 @@ class RunContext:
 
     @property
     def frontend_failure(self) -> Path:
-        """The file that holds the sentence why the frontend could not start, if it could not."""
+        """The file with a sentence that says why the frontend could not start, if it failed to."""
         return Path(self.run_dir) / "frontend.failure"
 
     @property
     def shared_metrics(self) -> Path | None:
-        """The folder in which several frontends count together; None for a single one."""
+        """The folder in which several frontends count together; None for a single frontend."""
         return Path(self.run_dir) / "metrics" if self.config.num_frontends > 1 else None
 
     def peer_address(self, number: int) -> str:
-        """A frontend answers the others here; with a single one nobody binds it."""
+        """Return the address at which a frontend answers the others; a single frontend does not bind it."""
         return f"ipc://{self.run_dir}/frontend.{number}"
 
     @property

@@ -1,4 +1,4 @@
-"""Which KV block holds which tokens. `PrefixCache` is the only face."""
+"""Which KV block holds which tokens. `PrefixCache` is the only interface."""
 
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.listing import CachedPrefix

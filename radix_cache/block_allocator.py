@@ -3,12 +3,12 @@
 Attention reads a request's blocks without a copy when they form one run, so the allocator prefers contiguity:
 
 - A growing request (``after`` given) takes the ids right behind its last block while they are free.
-- The remaining ids come from the largest free extent (the lowest one among equals), so that the new run can grow.
+- The remaining ids come from the largest free extent (the lowest among equals), so that the new run can grow.
   It starts in the middle of that extent: the owner of the block just before the extent keeps half of the room to grow
   into, the new run gets the other half. An extent that starts at block 0 has no such owner: it is filled from there.
-- If no extent is large enough, the largest are used up one after the other.
+- If no extent is large enough, the largest are used up one after another.
 
-The outcome depends on the set of free ids and the arguments alone.
+The outcome depends only on the set of free ids and the arguments.
 """
 
 from collections.abc import Sequence
@@ -45,7 +45,7 @@ class BlockAllocator:
         """Take `count` free ids, if possible the ones that follow the allocated id `after`.
 
         Return the ids in the order in which the caller should use them, or None, with nothing changed, if fewer than
-        `count` are free. Raises ValueError if `count` is negative or `after` is not an allocated id.
+        `count` are free. Raise ValueError if `count` is negative or `after` is not an allocated id.
         """
         if count < 0:
             raise ValueError(f"count must not be negative, got {count}")
@@ -67,7 +67,7 @@ class BlockAllocator:
         return ids
 
     def free(self, ids: Sequence[int]) -> None:
-        """Return `ids` to the pool, in any order. Raises ValueError, with nothing changed, for one that is free."""
+        """Return `ids` to the pool, in any order. Raise ValueError, with nothing changed, if an id is free."""
         used = self._used
         for index, block in enumerate(ids):
             if not (0 <= block < self.num_blocks and used[block]):

@@ -2,11 +2,11 @@
 
 
 class LeaseError(RuntimeError):
-    """A lease was used after its release, or with a cache that did not hand it out."""
+    """A lease was used after its release, or with a cache that did not make it."""
 
 
 class BudgetError(ValueError):
-    """An account may not pin that many blocks: `num_wanted` more are asked for, `num_free` are left of its budget."""
+    """An account may not pin that many blocks: a call wants `num_wanted` more, its budget has `num_free` left."""
 
     def __init__(self, num_wanted: int, num_free: int) -> None:
         super().__init__(f"{num_wanted} blocks are asked for, but {num_free} are left of the budget")

@@ -1,9 +1,9 @@
 """Which prefixes were evicted: a bounded record, so that a miss can be told from a prompt that was never seen.
 
-Hashing what is evicted costs as much as evicting it, so the record of an account begins when it first asks.
+Hashing evicted blocks costs as much as evicting them, so the record of an account begins when it first asks.
 
-The digest of a prefix is chained block by block from the name of its namespace. It is a `hash()`, the cheapest there
-is, and differs from process to process: digests serve reports alone, no decision depends on them.
+The digest of a prefix is chained block by block from the name of its namespace. It is a `hash()`, the cheapest digest,
+and differs from process to process: digests serve only reports, no decision depends on them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EvictionRecord:
         self._incomplete: set[str] = set()
 
     def begin(self, account: str) -> None:
-        """Record what is evicted of an account from now on."""
+        """Record the evictions of an account from now on."""
         self._evicted.setdefault(account, OrderedDict())
 
     def add(self, node: Node, count: int) -> None:
@@ -48,11 +48,11 @@ class EvictionRecord:
         del digests[len(digests) - count :]
 
     def is_incomplete(self, account: str) -> bool:
-        """Return whether something of an account was evicted that its record does not have, or no more."""
+        """Return whether the record of an account lacks an eviction, or has forgotten one."""
         return account in self._incomplete
 
     def num_evicted(self, node: Node, data: bytes) -> int:
-        """Count the leading blocks of `data` (int32 ids, whole blocks) behind the end of `node` that were evicted."""
+        """Count the leading blocks of `data` (int32 ids, whole blocks) after the end of `node` that were evicted."""
         size = self._block_bytes
         record = self._evicted.get(account_of(node.namespace))
         if not record:

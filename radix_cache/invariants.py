@@ -38,7 +38,7 @@ def check_snapshots(tree: RadixTree, leases: Iterable[Lease], rows: range) -> No
 
 
 def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> array[int]:
-    """Return the ids of all blocks in the tree. Raises InvariantError at the first contradiction."""
+    """Return the ids of all blocks in the tree. Raise InvariantError at the first contradiction."""
     num_refs: dict[int, int] = {}
     for lease in leases:
         num_refs[lease.node.serial] = num_refs.get(lease.node.serial, 0) + 1

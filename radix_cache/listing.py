@@ -20,9 +20,9 @@ class CachedPrefix:
     """A run of the tree. `num_prefix_tokens` is the length of the prefix that it ends, its own tokens included.
 
     `hits` and `tokens_saved` count the requests whose match ended in this run. Ages and remaining times are in the
-    caller's time: `unused_for` since the last request that used it has ended (0: one uses it), `retained_for` from now
-    on (None: not retained by this run itself). `is_retained`: by this run's retention or one below it. `preview` are
-    the first tokens of the run.
+    caller's time: `unused_for` is the time since the last request that used it ended (0: a request uses it),
+    `retained_for` the time left (None: not retained by this run itself). `is_retained`: by the retention of this run or
+    of a run below it. `preview`: the first tokens of the run.
     """
 
     serial: int
@@ -46,7 +46,7 @@ def list_prefixes(
 ) -> tuple[list[CachedPrefix], int, bool]:
     """Return the prefixes of an account (None: of all) with the most tokens saved, the most recently used among equals.
 
-    Return also how many runs were visited, and whether the visit ended before all were.
+    Return also the number of visited runs, and whether the visit ended before all runs were visited.
     """
     visited: list[tuple[int, Node]] = []
     complete = True
@@ -78,7 +78,7 @@ def _runs(tree: RadixTree, account: str | None) -> Iterator[tuple[int, Node]]:
 
 
 def _latest_uses(visited: Sequence[tuple[int, Node]]) -> dict[Node, float]:
-    """Return the time of each run's latest use: whoever used a run below it used it, too. Parents are visited first."""
+    """Return the time of each run's latest use; the use of a run below it counts too. Parents are visited first."""
     latest = {node: node.used_at for _, node in visited}
     for _, node in reversed(visited):
         if node.parent in latest:

@@ -20,8 +20,8 @@ _MAX_SIBLINGS = 256
 _MAX_NAMESPACES = 256
 _MAX_VISITED = 4096
 _TOKENS_BEFORE, _TOKENS_AFTER = 12, 12
-# A head is volatile if it differs within the first tokens of a prompt, in no more than so many tokens, and as many as
-# _SAME_TOKENS behind it are the same again as in so many earlier prompts.
+# A head is volatile if a prompt diverges within its first _HEAD_TOKENS tokens, and after at most _MAX_DIFFERENT_TOKENS
+# different tokens it equals at least _MIN_WITNESSES earlier prompts again for _SAME_TOKENS tokens.
 _HEAD_TOKENS = 1024
 _MAX_DIFFERENT_TOKENS = 96
 _SAME_TOKENS = 24
@@ -48,11 +48,11 @@ class MissReason(StrEnum):
 class Miss:
     """Where and why a match ended. `num_matched_tokens` are in whole blocks.
 
-    `position` is the first token that is not in the nearest prefix (diverged, volatile head), else the first that did
-    not match. `nearest` are tokens of the nearest prefix, those from `nearest_start` on, with `position` among them.
-    `num_known_tokens`: of a prefix that was evicted, is cached under another salt, or lacks a state or a window, as far
-    as it equals the prompt.
-    `num_volatile_tokens` of the prompt differ in the head, as in `num_witnesses` other cached prompts.
+    `position`: the first token that is not in the nearest prefix (diverged, volatile head), else the first that did not
+    match. `nearest`: the tokens of the nearest prefix from `nearest_start` on, with `position` among them.
+    `num_known_tokens`: of a prefix that was evicted, is cached under another salt, or lacks a state or a window, the
+    number of leading tokens equal to the prompt. `num_volatile_tokens` of the prompt differ in the head, as in
+    `num_witnesses` other cached prompts.
     """
 
     reason: MissReason
@@ -68,9 +68,9 @@ class Miss:
 def explain_miss(
     tree: RadixTree, lease: Lease, tokens: array[int], block_size: int, lacking: MissReason = MissReason.NO_STATE
 ) -> Miss:
-    """Return why the lease, which covers what is cached of `tokens` in whole blocks, covers no more of them.
+    """Return why the lease, which covers the cached tokens of `tokens` in whole blocks, covers no more of them.
 
-    lacking: the reason where its KV goes on and something else is gone.
+    lacking: the reason if the KV continues and something else is missing.
     """
     matched = lease.num_published_tokens
     if not lease.use_cache:
@@ -110,7 +110,7 @@ def _visible_children(node: Node, namespace: str) -> Iterator[Node]:
 
 
 def _divergence(node: Node, tokens: array[int], matched: int, namespace: str) -> Miss | None:
-    """Return where the prompt leaves the nearest prefix that goes on behind `node`; None if none has a token more."""
+    """Return where the prompt diverges from the nearest prefix that continues after `node`; None without one."""
     rest = tokens[matched:]
     siblings = [
         (_num_common(array("i", bytes(child.tokens[: 4 * len(rest)])), rest), child)
@@ -145,7 +145,7 @@ def _num_common(one: array[int], other: array[int]) -> int:
 def _newest_tokens(node: Node, count: int, namespace: str) -> array[int]:
     """Return up to `count` tokens from the beginning of a run on.
 
-    It goes on with the newest child at each branch, of those that are public or of the namespace.
+    At each branch it continues with the newest child that is public or of the namespace.
     """
     found: array[int] = array("i")
     current: Node | None = node
@@ -156,7 +156,7 @@ def _newest_tokens(node: Node, count: int, namespace: str) -> array[int]:
 
 
 def _volatile(mine: array[int], siblings: list[Node], common: int, namespace: str) -> tuple[int, int]:
-    """Return how many leading tokens of `mine` differ before it equals siblings again, and how many siblings do so.
+    """Count the leading tokens of `mine` that differ before it equals siblings again, and count these siblings.
 
     The siblings' runs equal the prompt for their first `common` tokens.
     """

@@ -5,9 +5,10 @@ from __future__ import annotations
 from array import array
 
 NOT_QUEUED = -1
-# The namespace whose prefixes every other one may use. Its name is no account's: those are digests, or empty.
+# The namespace whose prefixes every other namespace may use. No account has this name: names of accounts are digests,
+# or empty.
 PUBLIC = "public"
-# Ends the name of a namespace that does not use the prefixes of PUBLIC: their KV is not as its own would be.
+# Ends the name of a namespace that does not use the prefixes of PUBLIC, because its own KV would differ from theirs.
 APART = "/apart"
 
 
@@ -17,14 +18,14 @@ class Node:
     `tokens` are native int32 ids as bytes, `blocks` the ids of the blocks that hold their KV. `refs` counts the leases
     that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node and its whole subtree
     are evictable exactly if `pins` is 0. `keeps` counts in the same way: retained children, plus one for `retention`,
-    the one that ends here. `queued` is the number of the node's entry in the eviction queue. `annotation` is opaque to
-    the tree and empty if there is none.
+    which ends here. `queued` is the number of the node's entry in the eviction queue. `annotation` is opaque to the
+    tree and empty if there is none.
 
     A node of the namespace PUBLIC may have children of other namespaces, each visible to its own namespace alone.
 
     `hits` counts the matches that ended in this run, `saved_tokens` the tokens that they found, `used_at` is the time
     of the last release. `digests`: of the prefixes that end with the first blocks of the run (`EvictionRecord`).
-    `snapshots`: by `offset`, at most one at a boundary.
+    `snapshots`: in the order of `offset`, at most one per boundary.
     """
 
     __slots__ = (
@@ -73,9 +74,9 @@ class Snapshot:
     """The recurrent state at a block boundary of the tree, in row `row` of the rank's pool of states.
 
     The boundary is the end of block number `offset - 1` of `node`, which is None once the snapshot has left the tree.
-    `pins` counts the requests that will go on from it, `uses` those that have. `worth` and `entry` place it in the
-    queue of victims; the worth follows from `since`, the age when it was made or used last, and `is_superseded`, its
-    only user has saved one behind it (`SnapshotTable`).
+    `pins` counts the requests that will continue from it, `uses` the requests that have. `worth` and `entry` place it
+    in the queue of victims. The worth follows from `since`, the age when it was made or used last, and from
+    `is_superseded`, True if its only user has saved a later one (`SnapshotTable`).
     """
 
     __slots__ = ("entry", "is_superseded", "node", "offset", "pins", "row", "since", "uses", "worth")
@@ -96,7 +97,7 @@ class Retention:
     """The wish to keep the prefix that ends with `node`; `node` is None once it has ended.
 
     It ends at `until` (0: no deadline) and begins anew for `ttl` with every hit, both in the caller's time. With
-    `is_pinned` it does not end by itself. `refreshed`: retentions that were refreshed longer ago have lower ones.
+    `is_pinned` it does not end by itself. `refreshed`: lower for retentions that were refreshed longer ago.
     """
 
     __slots__ = ("is_pinned", "node", "number", "refreshed", "ttl", "until")
@@ -114,7 +115,7 @@ class Lease:
     """One request's reference to KV blocks, made by `PrefixCache.match` and released exactly once.
 
     `block_ids` (int32) is the request's block table: block i holds tokens ``[i * block_size, (i + 1) * block_size)``.
-    It only grows, except that `publish` and `advance` may replace an id by another one of the same content. Its first
+    It only grows, except that `publish` and `advance` may replace an id by another id of the same content. Its first
     `num_published_tokens` tokens are in the tree. `num_cached_tokens` counts the tokens whose KV this request found in
     the cache instead of computing it. `owner` is the cache that made it, None once it was released. Only that cache
     writes the fields; copy `block_ids` rather than keep a view.
@@ -123,8 +124,9 @@ class Lease:
     None if the lease starts with nothing. `num_known_tokens` are the tokens whose KV the cache had at the last match,
     which may be more: prompts branch there.
 
-    Where layers have window blocks, the lease needs those of its blocks from number `first_window` on. `ends` are
-    boundaries, in blocks, where other prompts are likely to leave its own, and what window blocks before them gain.
+    Where layers have window blocks, the lease needs those of its blocks from number `first_window` on. `ends`:
+    boundaries, in blocks, where other prompts are likely to diverge from its own, with the gain of the window blocks
+    before them.
     """
 
     __slots__ = (

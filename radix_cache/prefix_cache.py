@@ -19,29 +19,28 @@ from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
 
-# Of all blocks: what `extend` with `sparing` leaves to accounts that hold less.
+# The share of all blocks that `extend` with `sparing` leaves to accounts that hold less.
 _SPARED_SHARE = 0.25
 
 
 class PrefixCache:
-    """All KV blocks of one rank: every one is free, cached, leased or a duplicate that waits for its `free`.
+    """All KV blocks of one rank: every block is free, cached, leased or a duplicate that waits for its `free`.
 
     Tokens are ``array('i')`` (int32). Equal tokens in different namespaces never share blocks. With ``caching=False``
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
 
-    A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; what is published in the namespace PUBLIC serves all others too,
-    but those whose names end with APART.
-    An account retains at most `retention_share` of all blocks, unless a call gives its share. Time is the caller's,
-    told by `tell_time`; there is no clock inside.
+    A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; prefixes published in the namespace PUBLIC serve all other
+    namespaces too, except those whose names end with APART. An account retains at most `retention_share` of all blocks,
+    unless a call gives its share. Time is the caller's, set by `tell_time`; there is no clock inside.
 
     Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that hold snapshots. Then a
-    prefix serves only up to a boundary with a snapshot; its KV behind that is computed again. The caller takes a row
+    prefix serves only up to a boundary with a snapshot; its KV after that is computed again. The caller takes a row
     (`take_snapshot`) when it plans a chunk that saves the state at a block boundary, and hands it over with that
     chunk's commit, after `publish`.
 
     Models with sliding windows give `num_window_blocks` and `window`, in tokens: layers with a window keep their KV in
-    window blocks, which a lease has for its new blocks and for the last ones before them. Then a prefix serves only up
-    to a boundary behind which the window is complete (`radix_cache.window_blocks`).
+    window blocks, which a lease has for its new blocks and for the last blocks before them. Then a prefix serves only
+    up to a boundary with a complete window (`radix_cache.window_blocks`).
 
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
@@ -75,8 +74,8 @@ class PrefixCache:
         num_window_blocks: int = 0,
         window: int = 0,
     ) -> None:
-        """snapshot_rows: None for models without recurrent states. num_window_blocks: 0 where all layers keep their KV
-        in the same blocks. window: the tokens that layers with window blocks see, the new one included."""
+        """snapshot_rows: None for models without recurrent states. num_window_blocks: 0 if all layers keep their KV in
+        the same blocks. window: the number of tokens that layers with window blocks see, the new token included."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -95,21 +94,21 @@ class PrefixCache:
 
     @property
     def num_free(self) -> int:
-        """Blocks that hold nothing."""
+        """The number of blocks that hold nothing."""
         return self._allocator.num_free
 
     @property
     def num_cached(self) -> int:
-        """Blocks that hold a cached prefix and are evictable: no lease protects them."""
+        """The number of blocks that hold a cached prefix and are evictable: no lease protects them."""
         return self._tree.num_evictable_blocks
 
     @property
     def num_available(self) -> int:
-        """Blocks that `extend` could give to a lease now."""
+        """The number of blocks that `extend` could give to a lease now."""
         return self._allocator.num_free + self._tree.num_evictable_blocks
 
     def num_available_to(self, namespace: str) -> int:
-        """Blocks that `extend` could give to a lease of a namespace now with `sparing`."""
+        """Count the blocks that `extend` with `sparing` could give to a lease of a namespace now."""
         num_evictable = self._tree.num_evictable_blocks
         num_spared = int(_SPARED_SHARE * self.num_blocks)
         if num_evictable and num_spared:
@@ -118,47 +117,47 @@ class PrefixCache:
 
     @property
     def windows(self) -> WindowBlocks | None:
-        """The window blocks, to read; None where all layers keep their KV in the same blocks."""
+        """The window blocks, read-only; None if all layers keep their KV in the same blocks."""
         return self._windows
 
     @property
     def num_leased(self) -> int:
-        """Blocks that at least one lease holds, a shared one counted once."""
+        """The number of blocks that at least one lease holds, a shared block counted once."""
         return self._tree.num_pinned_blocks + self._num_private_blocks
 
     @property
     def num_retained(self) -> int:
-        """Cached or leased blocks that a retention covers."""
+        """The number of cached or leased blocks that a retention covers."""
         return self._tree.ledger.num_blocks
 
     @property
     def num_pins(self) -> int:
-        """Pinned prefixes."""
+        """The number of pinned prefixes."""
         return self._tree.ledger.num_pins
 
     @property
     def num_lost(self) -> int:
-        """Retained blocks that were evicted because nothing else was left, since the start."""
+        """The number of retained blocks evicted since the start because nothing else was left."""
         return self._tree.ledger.num_lost_blocks
 
     @property
     def num_duplicates(self) -> int:
-        """Blocks that `publish` has returned and that were not given to `free` yet."""
+        """The number of blocks that `publish` has returned and `free` has not received yet."""
         return len(self._duplicates)
 
     @property
     def snapshots(self) -> SnapshotTable:
-        """The rows for snapshots, to read."""
+        """The rows for snapshots, read-only."""
         return self._tree.snapshots
 
     def match(self, tokens: array[int], namespace: str = "", *, use_cache: bool = True) -> Lease:
         """Lease the longest cached prefix of `tokens` in whole blocks, but never the last token: its logits are needed.
 
-        Where prefixes need states it ends at a snapshot, which is pinned (`Lease.snapshot`), and where they need
-        windows behind a complete one.
+        If prefixes need states, it ends at a snapshot, which is pinned (`Lease.snapshot`). If they need windows, it
+        ends where a window is complete.
 
         With ``use_cache=False`` the lease starts empty and `advance` adopts nothing, but its blocks may be published.
-        Raises ValueError if `tokens` are not ``array('i')``.
+        Raise ValueError if `tokens` are not ``array('i')``.
         """
         if tokens.typecode != "i":
             raise ValueError(f"tokens must be array('i'), got typecode {tokens.typecode!r}")
@@ -183,7 +182,7 @@ class PrefixCache:
         return lease
 
     def advance(self, lease: Lease, tokens: array[int]) -> int:
-        """Match again: adopt blocks of `tokens` that other leases have published behind this lease's published ones.
+        """Match again: adopt blocks of `tokens` that other leases have published after this lease's published blocks.
 
         An adopted id replaces the lease's own id at the same place, which is freed, or is appended. So the lease must
         have published every full block it has computed (a partly computed block is given up for the full one), and no
@@ -221,14 +220,13 @@ class PrefixCache:
         return lease.num_published_tokens
 
     def extend(self, lease: Lease, count: int, *, sparing: bool = False) -> list[int] | None:
-        """Append `count` blocks to the lease, evicting cached ones as needed: of the accounts that hold most (`share`),
-        the least recently used ones first.
+        """Append `count` blocks to the lease, evicting cached blocks as needed.
 
-        sparing: leave a quarter of all blocks to cached prefixes of accounts that hold less than the lease's, as far as
-        they have as many.
+        Victims come from the accounts that hold most (`share`), the least recently used first. sparing: leave a quarter
+        of all blocks to cached prefixes of accounts that hold less than the lease's, as far as they have as many.
 
         Return the new ids, or None with nothing changed if fewer than `count` blocks, or window blocks where there are
-        some, are available. Raises ValueError if `count` is negative.
+        some, are available. Raise ValueError if `count` is negative.
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -254,10 +252,10 @@ class PrefixCache:
     def publish(self, lease: Lease, tokens: array[int], num_computed_tokens: int) -> list[int]:
         """Insert the full blocks of ``tokens[:num_computed_tokens]`` into the tree, after the forward that wrote them.
 
-        Where another request was faster, the id in the tree replaces the lease's own one. Return the replaced ids; the
-        caller passes them to `free` once no plan in flight names them. Tokens that must not be cached (those after a
-        stop string, say) are excluded by a smaller `num_computed_tokens`. Raises ValueError if `tokens` or the leased
-        blocks are fewer than that.
+        If another request was faster, the id in the tree replaces the lease's own id. Return the replaced ids; the
+        caller passes them to `free` once no plan in flight names them. A smaller `num_computed_tokens` excludes tokens
+        that must not be cached (after a stop string, say). Raise ValueError if `tokens` or the leased blocks are fewer
+        than that.
 
         Window blocks that have left the window are no longer the lease's.
         """
@@ -293,7 +291,7 @@ class PrefixCache:
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
-        """Free duplicates that `publish` returned. Raises ValueError, with nothing changed, if an id is not one."""
+        """Free duplicates from `publish`. Raise ValueError, with nothing changed, if an id is not one of these."""
         unique = set(ids)
         if len(unique) != len(ids) or not unique <= self._duplicates:
             raise ValueError(f"not all of {list(ids)} are duplicates that wait for their release")
@@ -301,10 +299,10 @@ class PrefixCache:
         self._free(ids)
 
     def release(self, lease: Lease, keep_tokens: int | None = None) -> None:
-        """End the lease: free its unpublished blocks; the published ones stay cached and become evictable.
+        """End the lease: free its unpublished blocks; its published blocks stay cached and become evictable.
 
         With `keep_tokens`, published blocks that reach beyond that many tokens are freed too, as far as no other lease
-        and no cached continuation needs them: tokens behind a stop string, or KV that cannot be trusted (0).
+        and no cached continuation needs them: tokens after a stop string, or KV that cannot be trusted (0).
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -324,9 +322,9 @@ class PrefixCache:
         self._free(private)
 
     def expect(self, lease: Lease, num_tokens: int) -> None:
-        """Note that other prompts are likely to leave that of the lease behind its first `num_tokens`.
+        """Note that other prompts are likely to diverge from the lease's prompt after its first `num_tokens`.
 
-        Window blocks are kept there as at the end of a prompt. Does nothing without window blocks.
+        Window blocks are kept there as at the end of a prompt. Do nothing without window blocks.
         """
         if self._windows is not None:
             lease.ends.setdefault(num_tokens // self.block_size, AT_END)
@@ -341,7 +339,7 @@ class PrefixCache:
         return lease.snapshot.row
 
     def end_load(self, lease: Lease) -> None:
-        """Unpin the lease's snapshot, if it has one: the plan that loaded it is committed, or none will."""
+        """Unpin the lease's snapshot, if it has one: the plan that loads it is committed, or no plan will load it."""
         if lease.owner is not self:
             raise _not_leased()
         if lease.snapshot is not None:
@@ -349,7 +347,7 @@ class PrefixCache:
             lease.snapshot = None
 
     def take_snapshot(self, lease: Lease, num_tokens: int) -> int | None:
-        """Return a row for the state behind the first `num_tokens` of a lease, a block boundary it has not published.
+        """Return a row for the state after the first `num_tokens` of a lease, an unpublished block boundary.
 
         Return None if every other snapshot is pinned or worth more. The row is to be given to `keep_snapshot` or
         `drop_row`.
@@ -364,7 +362,7 @@ class PrefixCache:
         """Put the state in `row` at the end of the lease's published tokens, which are the first `num_tokens`.
 
         If they are not, or none are published, free the row and return None. To be called after the forward that wrote
-        the row. Return the snapshot, an older one if the boundary has one.
+        the row. Return the snapshot, or the older one if the boundary already has one.
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -374,11 +372,11 @@ class PrefixCache:
         return self._tree.snapshots.place(row, lease.node)
 
     def drop_row(self, row: int) -> None:
-        """Free a row that `take_snapshot` returned. Raises KeyError if it did not."""
+        """Free a row that `take_snapshot` returned. Raise KeyError if it did not."""
         self._tree.snapshots.give_back(row)
 
     def supersede(self, snapshot: Snapshot) -> None:
-        """Let a snapshot be evicted soon: its only user has saved one behind it. Does nothing if it is gone."""
+        """Let a snapshot be evicted soon: its only user has saved a later one. Do nothing if it is gone."""
         if snapshot.node is not None:
             self._tree.snapshots.supersede(snapshot)
 
@@ -390,8 +388,8 @@ class PrefixCache:
     def annotate(self, lease: Lease, annotation: bytes) -> None:
         """Attach `annotation` to the run of tokens that ends the lease's published tokens, while the run is cached.
 
-        The run begins at the last branch or annotated end before. A former annotation is replaced, and the run does
-        not grow any more; if it is split later, both parts have the annotation. Does nothing without a published token.
+        The run begins at the previous branch or annotated end. A former annotation is replaced, and the run does not
+        grow any more; if it is split later, both parts have the annotation. Do nothing without a published token.
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -411,19 +409,19 @@ class PrefixCache:
         return found[::-1]
 
     def peek(self, tokens: array[int], namespace: str = "") -> int:
-        """Count the tokens that `match` would find in the cache now. Changes nothing, not even their recency."""
+        """Count the tokens that `match` would find in the cache now. Change nothing, not even their recency."""
         return self._serving_depth(namespace, self._reusable(tokens, 0)) * self.block_size
 
     def share(self, namespace: str, weight: float, most: float) -> None:
-        """Set what the account of a namespace is worth among all when blocks are evicted; until then it is (1, 1).
+        """Set an account's weight among all accounts for evictions, and its limit `most`; both are 1 until then.
 
-        The next victim is of the account that holds most blocks by its weight. An account with more than `most` of all
-        blocks comes before those that keep to theirs.
+        The next victim is of the account that holds most blocks for its weight. Accounts with more than `most` of all
+        blocks come before accounts within their limits.
         """
         self._tree.victims.share(account_of(namespace), weight, inf if most >= 1 else most * self.num_blocks)
 
     def tell_time(self, now: float) -> None:
-        """Set the time, which must not go back; retentions that are over end."""
+        """Set the time, which must not go back, and end overdue retentions."""
         self._tree.tell_time(now)
 
     def note_hit(self, lease: Lease, num_tokens: int) -> None:
@@ -435,8 +433,8 @@ class PrefixCache:
     def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None) -> None:
         """Retain the first `num_tokens` of the lease's tokens for `ttl` from now on, as far as they are published.
 
-        Whole blocks only. Within the account's budget the retentions refreshed longest ago give way; what does not fit
-        even then is not retained. share: of the account, None for the cache's.
+        Whole blocks only. Within the account's budget the retentions refreshed longest ago give way; the rest that
+        still does not fit is not retained. share: of the account, None for the cache's.
         """
         if lease.owner is not self:
             raise _not_leased()
@@ -453,8 +451,8 @@ class PrefixCache:
     def pin(self, tokens: array[int], namespace: str = "", share: float | None = None) -> int:
         """Pin the whole blocks of `tokens`, if all of them are cached, until `unpin`.
 
-        Return the number of tokens that are cached: they are pinned if these are all whole blocks. Raises BudgetError,
-        with nothing changed, if the account's pins would exceed its budget; its other retentions give way. share: as in
+        Return the number of cached tokens: they are pinned if this covers all whole blocks. Raise BudgetError, with
+        nothing changed, if the account's pins would exceed its budget; its other retentions give way. share: as in
         `retain`.
         """
         tree, size = self._tree, self.block_size
@@ -490,7 +488,7 @@ class PrefixCache:
         )
 
     def unpin_serial(self, serial: int, account: str) -> bool:
-        """End the pin of the run that `prefixes` names `serial`. Return False if the account has none there."""
+        """End the pin of the run that `prefixes` names `serial`. Return False if the account has no pin there."""
         return self._unpin(account, lambda node: node.serial == serial)
 
     def drop(self, account: str) -> int:
@@ -500,7 +498,7 @@ class PrefixCache:
         return len(evicted)
 
     def budget(self, account: str, share: float | None = None) -> tuple[int, int, int]:
-        """Return the blocks that an account may retain, those it retains, and those of them that it has pinned."""
+        """Return the numbers of blocks that an account may retain, retains, and has pinned."""
         return self._budget(share), *self._account(account)
 
     def prefixes(self, account: str | None, limit: int) -> tuple[list[CachedPrefix], int, bool]:
@@ -527,7 +525,7 @@ class PrefixCache:
         return int((self._retention_share if share is None else share) * self.num_blocks)
 
     def _account(self, namespace: str) -> tuple[int, int]:
-        """Return the blocks that the namespace's account retains, and those that it has pinned."""
+        """Return the numbers of blocks that the namespace's account retains, and has pinned."""
         account = self._tree.ledger.account(account_of(namespace))
         return account.num_blocks, account.num_pinned_blocks
 
@@ -588,7 +586,7 @@ class PrefixCache:
 
     @property
     def _ends_at_borders(self) -> bool:
-        """True if a prefix serves only up to some of the boundaries of its blocks."""
+        """True if a prefix serves only up to certain boundaries of its blocks."""
         return self._stateful or self._windows is not None
 
     def _last_border(self, node: Node | None, depth: int, limit: int, path: array[int]) -> tuple[Snapshot | None, int]:
@@ -608,7 +606,7 @@ class PrefixCache:
             at = found
 
     def _serving_depth(self, namespace: str, data: bytes) -> int:
-        """Count the leading blocks of `data` (int32 ids) that would serve a request. Changes nothing."""
+        """Count the leading blocks of `data` (int32 ids) that would serve a request. Change nothing."""
         if not self._ends_at_borders:
             return self._tree.depth(namespace, data)
         node, depth, num_cached = self._tree.locate(namespace, data)
@@ -616,10 +614,10 @@ class PrefixCache:
         return self._last_border(node, depth, num_cached, path)[1]
 
     def _resume(self, lease: Lease, node: Node, path: array[int]) -> tuple[Node, int]:
-        """Return the node that ends where the prefix that ends with `node` serves last, and its depth in blocks.
+        """Return the node that ends where the prefix that ends with `node` last serves, and its depth in blocks.
 
-        Pin the snapshot for the lease, if it needs one. If that place is not behind the lease's published tokens,
-        return where these end. path: the blocks of the prefix. A run that reaches beyond the place is split there.
+        Pin the snapshot for the lease, if it needs one. If that place is not after the lease's published tokens, return
+        the end of these. path: the blocks of the prefix. A run that reaches beyond the place is split there.
         """
         first, depth = lease.num_published_tokens // self.block_size, len(path)
         snapshot, at = self._last_border(node, depth, depth, path)
@@ -638,7 +636,7 @@ class PrefixCache:
         self._allocator.free(blocks)
 
     def _choose_root(self, lease: Lease, tokens: array[int]) -> None:
-        """Let a lease without published tokens begin where its first block is now: it may have become public, or not.
+        """Let a lease without published tokens begin at the present root of its first block, which may have changed.
 
         A lease that starts anew below a public prefix holds none of its blocks.
         """

@@ -1,6 +1,6 @@
 """Retention: prefixes that clients wish to keep, within a budget of blocks per account.
 
-A retained block is evicted only when no other one is left, a pinned one only after all others. So a retention is a
+A retained block is evicted only when no other block is left, a pinned block only after all others. So a retention is a
 preference among victims and never keeps a request from its memory. It covers the whole prefix up to the node where it
 ends; a node is retained if a retention ends at it or below it.
 """
@@ -24,7 +24,7 @@ def account_of(namespace: str) -> str:
 class Account:
     """The retentions of one account by number, the one refreshed longest ago first.
 
-    `num_blocks`: what they cover, a block under several of them counted once.
+    `num_blocks`: the number of blocks that they cover, each counted once.
     """
 
     __slots__ = ("num_blocks", "retentions")
@@ -35,7 +35,7 @@ class Account:
 
     @property
     def num_pinned_blocks(self) -> int:
-        """Blocks that pins cover. Walks the pins."""
+        """The number of blocks that pins cover. Walks the pins."""
         return sum(self._pinned_runs().values())
 
     def num_unpinned_blocks(self, node: Node) -> int:
@@ -57,7 +57,7 @@ class Account:
 
 
 def _own_runs(node: Node) -> Iterator[Node]:
-    """Yield `node` and the runs above it, but for public ones, which belong to no account that goes on below them."""
+    """Yield `node` and the runs above it, except public runs, which belong to no account below them."""
     current: Node | None = node
     while current is not None and current.namespace == node.namespace:
         yield current
@@ -67,8 +67,8 @@ def _own_runs(node: Node) -> Iterator[Node]:
 class RetentionLedger:
     """All retentions of a tree and the blocks that each account retains. It neither splits nor removes nodes.
 
-    Time is the caller's: `end_overdue` is told what time it is. `num_lost_blocks` counts retained blocks that were
-    evicted, since the start.
+    Time is the caller's, an argument of `end_overdue`. `num_lost_blocks` counts retained blocks that were evicted,
+    since the start.
     """
 
     __slots__ = (
@@ -102,7 +102,7 @@ class RetentionLedger:
         return self._accounts
 
     def place(self, node: Node, ttl: float, now: float, *, pin: bool = False) -> None:
-        """Retain the prefix that ends with `node` until `now + ttl`, or pin it; what it is granted already stays."""
+        """Retain the prefix that ends with `node` until `now + ttl`, or pin it. A longer earlier grant stays."""
         retention = node.retention
         account = self._accounts.setdefault(account_of(node.namespace), Account())
         if retention is None:
@@ -130,7 +130,7 @@ class RetentionLedger:
             current = current.parent
 
     def unpin(self, node: Node, now: float) -> Node | None:
-        """Let a pinned retention end with its deadline. Return the node where one ended now, None if it goes on."""
+        """Let a pinned retention end with its deadline. Return the node where it ended now, None if it continues."""
         retention = node.retention
         assert retention is not None
         retention.is_pinned = False
@@ -146,7 +146,7 @@ class RetentionLedger:
         return node
 
     def oldest(self, account: str, spared: Node) -> Retention | None:
-        """Return the retention of an account that was refreshed longest ago, no pin and not the one of `spared`."""
+        """Return the retention of an account that was refreshed longest ago, except pins and that of `spared`."""
         retentions = self.account(account).retentions.values()
         return next((one for one in retentions if not one.is_pinned and one.node is not spared), None)
 
@@ -173,10 +173,10 @@ class RetentionLedger:
             self.num_lost_blocks += count
 
     def move_up(self, node: Node) -> None:
-        """Move the retention of `node`, which has lost its last block, to its parent, with the parent's own if any.
+        """Move the retention of `node`, which has lost its last block, to its parent, merged with the parent's.
 
-        To be called while `node.parent` is set. A retention of which no block is left ends. Of two the one refreshed
-        last stays, with the most that both were granted, so the order in which they meet does not matter.
+        To be called while `node.parent` is set. A retention without a block left ends. Of two retentions the one
+        refreshed last stays, with the larger of both grants, so the order in which they meet does not matter.
         """
         retention, parent = node.retention, node.parent
         assert retention is not None

@@ -1,13 +1,13 @@
-"""Snapshots of recurrent states at block boundaries of the tree, and which of them gives way to a new one.
+"""Snapshots of recurrent states at block boundaries of the tree, and which of them is evicted for a new one.
 
-A hybrid model goes on from a prefix only where both its KV and its recurrent state are there. A snapshot is one state,
-a row of the rank's pool of states. Rows are a budget apart from blocks: all cost the same, so the worth of a snapshot
-is the number of blocks that a request would compute again without it, and how recently it was of use. The victim is
-chosen by GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): worth is the gain added to the
-age at which the snapshot was made or used last, the least worth goes, and the age becomes what it was worth. So a
-snapshot that saves ten times as much stays about ten times as long, and none stays for ever. What a conversation has
-left behind is worth nothing, and what a client retains counts several times; it still gives way in the end, so that
-retentions cannot take all rows for ever.
+A hybrid model continues from a prefix only where both its KV and its recurrent state are cached. A snapshot is one
+state, a row of the rank's pool of states. Rows are a budget apart from blocks: all cost the same, so the worth of a
+snapshot is the number of blocks that a request would compute again without it, and how recently it was used. The victim
+is chosen by GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): worth is the gain added to
+the age at which the snapshot was made or used last, the least worth goes, and the age becomes its worth. So a snapshot
+that saves ten times as much stays about ten times as long, and none stays for ever. A snapshot that a conversation has
+left behind is worth nothing, and a snapshot that a client retains counts several times. It still gives way in the end,
+so that retentions cannot take all rows for ever.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _RETAINED_WEIGHT = 8
 
 
 class SnapshotTable:
-    """The rows for snapshots: each one is free, being written, or a snapshot in the tree.
+    """The rows for snapshots: each row is free, being written, or a snapshot in the tree.
 
     A snapshot leaves the tree when its row is wanted or when the block before its boundary goes. While it is pinned
-    neither happens: whoever pins it also holds a lease on its prefix. Gains and depths are in blocks.
+    neither happens, because its user also holds a lease on its prefix. Gains and depths are in blocks.
     """
 
     __slots__ = (
@@ -43,11 +43,12 @@ class SnapshotTable:
     )
 
     def __init__(self, rows: range) -> None:
-        """rows: the numbers of the rows, none where states are not kept."""
+        """rows: the numbers of the rows, empty if states are not kept."""
         self.rows = rows
         self._free = list(reversed(rows))
         self._written: set[int] = set()
-        # (worth, entry, snapshot) of those that are not pinned. An entry whose number is not the snapshot's is dead.
+        # (worth, entry, snapshot) of the snapshots that are not pinned. An entry whose number is not the snapshot's is
+        # dead.
         self._queue: list[tuple[int, int, Snapshot]] = []
         self._next_entry = 0
         self._age = 0
@@ -66,11 +67,11 @@ class SnapshotTable:
 
     @property
     def num_written(self) -> int:
-        """Rows that were taken and neither placed nor given back."""
+        """The number of rows that were taken and neither placed nor given back."""
         return len(self._written)
 
     def take(self, gain: int) -> int | None:
-        """Return a row to write a snapshot to that will save `gain` blocks; None if all others are worth more."""
+        """Return a row for a new snapshot that will save `gain` blocks; None if all others are worth more."""
         if not self._free:
             victim = self._first()
             if victim is None or victim.worth > self._age + gain:
@@ -83,12 +84,12 @@ class SnapshotTable:
         return row
 
     def give_back(self, row: int) -> None:
-        """Free a row that was taken. Raises KeyError if it was not."""
+        """Free a row that was taken. Raise KeyError if it was not."""
         self._written.remove(row)
         self._free.append(row)
 
     def place(self, row: int, node: Node) -> Snapshot:
-        """Put the state in a taken row at the end of `node`, a run of blocks. An older one there stays instead."""
+        """Put the state in a taken row at the end of `node`, a run of blocks. An older snapshot there stays instead."""
         at = len(node.blocks)
         if node.snapshots and node.snapshots[-1].offset == at:
             self.give_back(row)
@@ -113,17 +114,17 @@ class SnapshotTable:
             self._enqueue(snapshot)
 
     def note_use(self, snapshot: Snapshot) -> None:
-        """Count that a request goes on from a pinned snapshot, which is recent from now on."""
+        """Count that a request continues from a pinned snapshot, which makes it recent."""
         snapshot.uses += 1
         self.num_used += 1
         snapshot.since = self._age
         snapshot.is_superseded = False
 
     def supersede(self, snapshot: Snapshot) -> None:
-        """Let a snapshot in the tree go early, with those before it: its only user has saved one behind it.
+        """Let a snapshot in the tree go early, with those before it: its only user has saved a later one.
 
-        This holds up to the last place where prompts branch, whose snapshot may serve further ones, and not for
-        snapshots that several requests have used, nor in a retained run.
+        This holds back to the last place where prompts branch, whose snapshot may serve further prompts. It does not
+        hold for snapshots that several requests have used, or in a retained run.
         """
         found: list[Snapshot] = []
         node: Node | None = snapshot.node
@@ -151,21 +152,21 @@ class SnapshotTable:
         self._bound_queue()
 
     def cut(self, node: Node, num_left: int) -> None:
-        """Remove the snapshots of a node behind its first `num_left` blocks, which alone stay."""
+        """Remove the snapshots of a node after its first `num_left` blocks; only these blocks stay."""
         while node.snapshots and node.snapshots[-1].offset > num_left:
             self.remove(node.snapshots[-1])
 
     def queued_rows(self) -> list[int]:
-        """Return the rows of the snapshots in the queue. Raises InvariantError if dead entries pile up."""
+        """Return the rows of the snapshots in the queue. Raise InvariantError if dead entries pile up."""
         require(len(self._queue) <= 2 * self.num_cached + _HEAP_SLACK, "the queue of snapshots outgrew them")
         return [snapshot.row for _, entry, snapshot in self._queue if snapshot.entry == entry]
 
     def unused_rows(self) -> list[int]:
-        """Return the rows that are no snapshots in the tree: free ones and those being written."""
+        """Return the rows that hold no snapshot in the tree: free rows and rows being written."""
         return [*self._free, *self._written]
 
     def _first(self) -> Snapshot | None:
-        """Return the least worth of the snapshots that may go, None without any."""
+        """Return the snapshot of least worth among those that may go, None without any."""
         while self._queue:
             worth, entry, snapshot = self._queue[0]
             is_live = snapshot.entry == entry
@@ -191,7 +192,7 @@ class SnapshotTable:
 
 
 def _worth(snapshot: Snapshot) -> int:
-    """Return the worth of a snapshot now. It grows when the one before it goes, or when its prefix is retained."""
+    """Return the worth of a snapshot now. It grows when the previous snapshot goes, or when its prefix is retained."""
     node = snapshot.node
     assert node is not None
     if node.keeps:
@@ -226,7 +227,7 @@ def deepest_snapshot(node: Node | None, depth: int, limit: int) -> tuple[Snapsho
 
 
 def gain_of(snapshot: Snapshot) -> int:
-    """Count the blocks between a snapshot in the tree and the one before it in its prefix."""
+    """Count the blocks between a snapshot in the tree and the previous snapshot of its prefix."""
     node = snapshot.node
     assert node is not None
     place = node.snapshots.index(snapshot)

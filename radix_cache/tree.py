@@ -27,10 +27,10 @@ class RadixTree:
     recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes its stamp up.
 
     A namespace's prefixes lie below its root, or below a prefix of the namespace PUBLIC that they begin with: a match
-    follows public runs as far as it can, then the namespace's own. A namespace whose name ends with APART has its own
-    alone.
+    follows public runs as far as it can, then the namespace's own runs. A namespace whose name ends with APART has only
+    its own prefixes.
 
-    Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, told by
+    Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, set by
     `tell_time`.
     """
 
@@ -71,7 +71,7 @@ class RadixTree:
         return self.num_blocks - self.num_pinned_blocks
 
     def root(self, namespace: str) -> Node:
-        """Return the root of `namespace`, created if need be. The caller acquires it or a node below it at once."""
+        """Return the root of `namespace`, created if needed. The caller acquires it or a node below it at once."""
         root = self.roots.get(namespace)
         if root is None:
             root = self.roots[namespace] = self._new_node(namespace, None, bytearray(), array("i"))
@@ -85,13 +85,13 @@ class RadixTree:
         return self.roots.get(namespace)
 
     def depth(self, namespace: str, data: bytes) -> int:
-        """Count the leading blocks of `data` (int32 ids, whole blocks) that are cached. Changes nothing."""
+        """Count the leading blocks of `data` (int32 ids, whole blocks) that are cached. Change nothing."""
         return self.locate(namespace, data)[2]
 
     def locate(self, namespace: str, data: bytes) -> tuple[Node | None, int, int]:
-        """Return the last node that `data` reaches, the depth of its end, and how many blocks of `data` are cached.
+        """Return the last node that `data` reaches, the depth of its end, and the number of cached blocks of `data`.
 
-        Changes nothing.
+        Change nothing.
         """
         node = last = self.start(namespace, data)
         size, position, end = self._block_bytes, 0, len(data)
@@ -131,9 +131,9 @@ class RadixTree:
     def insert(self, start: Node, data: bytes, blocks: array[int], namespace: str) -> tuple[Node, array[int]]:
         """Insert `data` (int32 ids, whole blocks, one id in `blocks` each) below `start`, which one lease references.
 
-        namespace: of the lease; only its requests, or with PUBLIC all, will find what is new.
-        Return the node that ends with `data`, and the ids that the tree already had for its first blocks; as many
-        leading `blocks` were not inserted. The caller moves its reference to the node at once.
+        namespace: of the lease; only its requests, or with PUBLIC all requests, will find the new blocks. Return the
+        node that ends with `data`, and the ids that the tree already had for its first blocks; as many leading `blocks`
+        were not inserted. The caller moves its reference to the node at once.
         """
         canonical: array[int] = array("i")
         node = self.descend(start, data, canonical, namespace)
@@ -181,7 +181,7 @@ class RadixTree:
             self._drop_reference(source)
 
     def release(self, node: Node, namespace: str) -> None:
-        """Drop the reference that `acquire` added for a lease of a namespace, and make the node the one used last."""
+        """Drop the reference that `acquire` added for a namespace's lease, and make the node the most recently used."""
         self.victims.use(namespace)
         self._clock += 1
         node.last_used = self._clock
@@ -189,15 +189,15 @@ class RadixTree:
         self._drop_reference(node)
 
     def num_to_spare(self, account: str) -> int:
-        """Count the evictable blocks that an account would take from others which hold less than it."""
+        """Count the evictable blocks that an account would take from accounts that hold less than it."""
         accounts = self.ledger.accounts() if self.ledger.num_pins else {}
         return self.victims.num_to_spare(account, {name: one.num_pinned_blocks for name, one in accounts.items()})
 
     def evict(self, count: int, account: str | None = None) -> array[int]:
         """Remove `count` blocks, at most `num_evictable_blocks`, from the tails of leaves that no lease needs.
 
-        account: the one that takes them, None for nobody. See `Victims` for the order. Return the ids, which the caller
-        owns from now on.
+        account: the account that takes them, None without one. See `Victims` for the order. Return the ids, which the
+        caller owns from now on.
         """
         evicted: array[int] = array("i")
         for node, cut in self.victims.choose(count, account):
@@ -208,8 +208,8 @@ class RadixTree:
     def trim(self, node: Node, count: int, namespace: str) -> array[int]:
         """Remove up to `count` blocks upwards from the end of `node`, as far as no lease or child node needs them.
 
-        Blocks of another namespace than the given one stay: they are public. Return the ids of the others, which the
-        caller owns from now on.
+        Blocks of another namespace stay: they are public. Return the ids of the removed blocks, which the caller owns
+        from now on.
         """
         removed: array[int] = array("i")
         current: Node | None = node
@@ -272,9 +272,9 @@ class RadixTree:
             self._requeue(head)
 
     def make_room(self, node: Node, limit: int) -> None:
-        """End retentions of the account of `node`, but none at it, while they cover more than `limit` blocks.
+        """End retentions of the account of `node`, except at `node`, while they cover more than `limit` blocks.
 
-        The ones that were refreshed longest ago end first, pins never.
+        Retentions that were refreshed longest ago end first, pins never.
         """
         ledger, account = self.ledger, account_of(node.namespace)
         while ledger.account(account).num_blocks > limit and (oldest := ledger.oldest(account, node)) is not None:
@@ -312,7 +312,7 @@ class RadixTree:
         self._requeue(node)
 
     def tell_time(self, now: float) -> None:
-        """Set the time, which never goes back, and end the retentions that are over."""
+        """Set the time, which never goes back, and end overdue retentions."""
         self.now = now
         self.victims.tell_time(now)
         for node in self.ledger.end_overdue(now):
@@ -337,7 +337,7 @@ class RadixTree:
         return Node(namespace, self._serial, parent, tokens, blocks)
 
     def _num_common_blocks(self, run: bytearray, data: bytes, position: int) -> int:
-        """Count the blocks of `run` that equal `data` from `position` on; the first one is known to. Bisects memcmp."""
+        """Count the blocks of `run` that equal `data` from `position` on; the first is known to. Bisects memcmp."""
         size = self._block_bytes
         low, high = 1, min(len(run), len(data) - position) // size
         while low < high:
@@ -388,7 +388,7 @@ class RadixTree:
             self._became_leaf(node)
 
     def _protect(self, node: Node, change: int) -> None:
-        """Count blocks of a node that a lease protects from now on; negative: that none protects any more."""
+        """Count blocks of a node that a lease protects from now on; negative if no lease protects them any more."""
         if change:
             self.num_pinned_blocks += change
             self.victims.count_leased(node.namespace, change)
@@ -402,7 +402,7 @@ class RadixTree:
         self.victims.add(node)
 
     def _requeue(self, node: Node) -> None:
-        """Give a node in the eviction queue the place that its retention asks for now."""
+        """Move a node in the eviction queue to the place that its retention now gives it."""
         if node.queued != NOT_QUEUED:
             self.victims.add(node)
 

@@ -1,13 +1,13 @@
-"""Which leaf of the tree is evicted next: what accounts hold beyond their shares first, and of an account the oldest.
+"""Which leaf of the tree is evicted next: of the account that holds most beyond its share, the oldest.
 
-An account that fills the cache with prompts that nobody asks for again evicts its own. The next victim belongs to the
-account that holds most blocks, weight for weight, so an account never loses a block while it holds less than its share
-and another one holds more. This is max-min fairness over all blocks, those of running requests included. Accounts that
-come no more would hold their shares for ever, so what an account holds counts double for every `HALF_LIFE_S` since its
-last request. With one account the order is that of age alone.
+An account that fills the cache with prompts that are never used again evicts its own. The next victim belongs to the
+account that holds most blocks in proportion to its weight, so an account never loses a block while it holds less than
+its share and another account holds more. This is max-min fairness over all blocks, those of running requests included.
+Accounts without further requests would hold their shares for ever, so the blocks of an account count double for every
+`HALF_LIFE_S` since its last request. With one account the order is that of age alone.
 
 Blocks are evicted for an account, the taker. Its own leaves, and those of accounts that hold as much as it does, come
-before those of accounts that hold less; of the latter a part can be spared (`num_to_spare`).
+before leaves of accounts that hold less; a part of the latter can be spared (`num_to_spare`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _HEAP_SLACK = 64
 _USUAL = (1.0, inf)
 
 # (tier, rank of the retention, excess of the account with its sign turned, stamp, serial): the first victim has the
-# lowest. Tier 1: of accounts that hold less than the taker. Tier 2: pinned ones.
+# lowest. Tier 1: leaves of accounts that hold less than the taker. Tier 2: pinned leaves.
 Place = tuple[int, int, float, int, int]
 
 
@@ -33,12 +33,13 @@ _PINNED = 2
 
 
 class Holding:
-    """The blocks of an account: `num_blocks` in the tree, `num_leased` of them protected by leases, `num_private` that
-    its leases have beside the tree, and in `queue` its leaves that may go, the first victim first.
+    """The blocks of an account.
 
-    Entries of the queue are (rank of the retention, stamp, serial, entry, node). They have numbers; one whose number is
-    not the node's `queued` is dead. `used_at`: when a request of the account began, published or ended last. Beyond
-    `limit` blocks the account comes before all that are within theirs.
+    `num_blocks` are in the tree, `num_leased` of them protected by leases; its leases have `num_private` beside the
+    tree. `queue`: its leaves that may go, the first victim first, as (rank of the retention, stamp, serial, entry,
+    node). Entries have numbers; an entry whose number is not the node's `queued` is dead. `used_at`: when a request of
+    the account last began, published or ended. An account beyond `limit` blocks comes before all accounts within their
+    limits.
     """
 
     __slots__ = ("limit", "num_blocks", "num_leased", "num_private", "queue", "used_at", "weight")
@@ -70,7 +71,7 @@ class Holding:
         return None
 
     def excess(self, num_cut: int = 0) -> float:
-        """Return what the account holds once `num_cut` blocks are gone: a logarithm, to be compared."""
+        """Return a measure of the account's holding once `num_cut` blocks are gone: a logarithm, for comparisons."""
         num_held = self.num_blocks + self.num_private - num_cut
         if not num_held:
             return -inf
@@ -78,14 +79,14 @@ class Holding:
         return inf if num_held > self.limit else log2(num_held / self.weight) - self.used_at / HALF_LIFE_S
 
     def num_beyond(self, excess: float) -> int:
-        """Count the blocks that the account could lose, one after another, each while it holds that much or more."""
+        """Count the blocks that the account could lose one after another while its excess is at least `excess`."""
         num_held = self.num_blocks + self.num_private
         over_limit = min(max(0, num_held - int(min(self.limit, num_held))), self.num_blocks)
         level = excess + self.used_at / HALF_LIFE_S + log2(self.weight)
         if level > log2(num_held) + 1:
             return over_limit
         count = min(max(over_limit, int(num_held + 1 - 2.0**level)), self.num_blocks)
-        # The power is rounded: what counts is the comparison.
+        # The power is rounded, so the comparison decides.
         while count < self.num_blocks and self.excess(count) >= excess:
             count += 1
         while count > over_limit and self.excess(count - 1) < excess:
@@ -106,7 +107,7 @@ class Holding:
 
 
 class Taker:
-    """The account for which blocks are evicted; `excess` is what it holds before. It may hold nothing yet."""
+    """The account for which blocks are evicted; `excess` is its measure before. It may hold nothing yet."""
 
     __slots__ = ("excess", "holding")
 
@@ -122,7 +123,7 @@ class Victims:
 
     def __init__(self) -> None:
         self._holdings: dict[str, Holding] = {}
-        # (weight, limit) of the accounts that have others than _USUAL.
+        # (weight, limit) of the accounts whose terms are not _USUAL.
         self._terms: dict[str, tuple[float, float]] = {}
         self._next_entry = 0
         self.now = 0.0
@@ -132,7 +133,7 @@ class Victims:
         self.now = now
 
     def share(self, account: str, weight: float, limit: float) -> None:
-        """Set an account's weight among all, and how many blocks it may hold before it comes first."""
+        """Set an account's weight among all, and the number of blocks beyond which it comes first."""
         if (weight, limit) == self._terms.get(account, _USUAL):
             return
         self._terms[account] = (weight, limit)
@@ -147,20 +148,20 @@ class Victims:
             holding.used_at = self.now
 
     def count(self, namespace: str, change: int) -> None:
-        """Note how many blocks a namespace has more, or fewer, in the tree."""
+        """Note that a namespace has `change` more blocks, or fewer, in the tree."""
         holding = self._of(namespace)
         holding.count(blocks=change)
         self._close(namespace, holding)
 
     def count_private(self, namespace: str, change: int) -> None:
-        """Note how many blocks leases of a namespace have more, or fewer, beside the tree."""
+        """Note that leases of a namespace have `change` more blocks, or fewer, beside the tree."""
         if change:
             holding = self._of(namespace)
             holding.count(private=change)
             self._close(namespace, holding)
 
     def count_leased(self, namespace: str, change: int) -> None:
-        """Note how many blocks of a namespace in the tree leases protect more, or fewer."""
+        """Note that leases protect `change` more, or fewer, of a namespace's blocks in the tree."""
         self._holdings[account_of(namespace)].count(leased=change)
 
     def add(self, node: Node) -> None:
@@ -174,7 +175,8 @@ class Victims:
         holding.bound_queue()
 
     def num_to_spare(self, account: str, pinned: Mapping[str, int]) -> int:
-        """Count the blocks of other accounts that may go, and that a taker could leave them: each holds less than it.
+        """Count the evictable blocks left to other accounts once each has given blocks until it holds less than the
+        taker.
 
         pinned: blocks that retentions without end cover, by account. They are not counted.
         """
@@ -187,9 +189,10 @@ class Victims:
         return found
 
     def choose(self, count: int, account: str | None) -> Iterator[tuple[Node, int]]:
-        """Yield (leaf, number of blocks to remove from its tail), `count` blocks in all, for an account or for none.
+        """Yield (leaf, number of blocks to remove from its tail), `count` blocks in all. account: the taker, or None.
 
-        The caller removes them, with `count`, before it asks for the next. There must be as many that may go.
+        The caller removes them, and notes it with the method `count`, before it asks for the next. Enough blocks must
+        be evictable.
         """
         taker = Taker(None if account is None else self._holdings.get(account))
         while count:
@@ -220,19 +223,19 @@ class Victims:
         return [] if holding is None else [node for *_, entry, node in holding.queue if node.queued == entry]
 
     def num_blocks(self) -> dict[str, int]:
-        """Return how many blocks of the tree each account holds."""
+        """Return the number of blocks of the tree by account."""
         return {account: holding.num_blocks for account, holding in self._holdings.items()}
 
     def num_leased(self) -> int:
-        """Return how many blocks of the tree leases protect."""
+        """Return the number of blocks of the tree that leases protect."""
         return sum(holding.num_leased for holding in self._holdings.values())
 
     def num_private(self) -> int:
-        """Return how many blocks leases have beside the tree."""
+        """Return the number of blocks that leases have beside the tree."""
         return sum(holding.num_private for holding in self._holdings.values())
 
     def queued_serials(self) -> list[int]:
-        """Return the serials of the leaves that may go. Raises InvariantError if dead entries pile up."""
+        """Return the serials of the leaves that may go. Raise InvariantError if dead entries pile up."""
         for holding in self._holdings.values():
             require(len(holding.queue) <= 2 * holding.num_blocks + _HEAP_SLACK, "a queue of victims outgrew its blocks")
         return [node.serial for account in self._holdings for node in self.of(account)]
@@ -253,7 +256,7 @@ class Victims:
 def _num_blocks_to_cut(
     holding: Holding, node: Node, taker: Taker, count: int, following: tuple[Place, Holding] | None
 ) -> int:
-    """Return how many blocks of `node`, at most `count`, are removed before it is another account's turn."""
+    """Return the number of blocks of `node`, at most `count`, to remove before another account's turn."""
     most = min(count, len(node.blocks))
     if following is None:
         return most

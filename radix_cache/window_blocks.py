@@ -1,14 +1,14 @@
-"""Window blocks: the KV of layers that see only the last tokens, and which KV blocks have one.
+"""Window blocks: the KV of layers that see only the last tokens, and the map from KV blocks to them.
 
-Behind a block boundary a layer with a sliding window needs the KV of the `span` blocks before it and no more. So the KV
-of such layers lies in blocks of its own, fewer than the KV blocks of the other layers, and this map says which KV block
-has one. A lease needs those of its last blocks alone. A KV block whose window block went to somebody else stays cached
-for the other layers; a prefix serves up to a boundary behind `span` blocks that have theirs (compare the tombstones of
-SGLang's cache for sliding windows, and vLLM's hybrid KV cache manager).
+After a block boundary a layer with a sliding window needs only the KV of the `span` blocks before it. So the KV of such
+layers lies in blocks of its own, fewer than the KV blocks of the other layers, and this map tells which KV block has
+one. A lease needs only those of its last blocks. A KV block whose window block was taken away stays cached for the
+other layers; a prefix serves up to a boundary after `span` blocks that have theirs (compare the tombstones of SGLang's
+cache for sliding windows, and vLLM's hybrid KV cache manager).
 
 Of window blocks that no lease needs, those inside a run of tokens go first, the oldest first: a match ends there only
 if a prompt leaves the run at that place. Window blocks before the end of a run go by GreedyDual, as snapshots do
-(`radix_cache.snapshots`): the least worth first, and one that a client retains stays about eight times as long.
+(`radix_cache.snapshots`): the least worth first, and a block that a client retains stays about eight times as long.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import require
 from radix_cache.nodes import NOT_QUEUED, Lease
 
-# What a window block gains that no lease needs any more: inside a run, at its end, at the end of a retained prefix.
+# The gain of a window block that no lease needs any more: inside a run, at its end, at the end of a retained prefix.
 INSIDE, AT_END, RETAINED = 0, 1, 8
 
 _NONE = -1
@@ -29,21 +29,22 @@ _HEAP_SLACK = 64
 
 
 def blocks_before(window: int, block_size: int) -> int:
-    """Return how many blocks before a boundary a token behind it sees. window: in tokens, its own included."""
+    """Return the number of blocks before a boundary that a token after it sees. window: in tokens, its own included."""
     return -(-(window - 1) // block_size)
 
 
 def least_window_blocks(window: int, block_size: int) -> int:
-    """Return the window blocks of a request alone: those before its token, that of the token, and the next one."""
+    """Return the window blocks that a single request needs: those before its token, the token's, and the next."""
     return blocks_before(window, block_size) + 2
 
 
 class WindowBlocks:
-    """The window block of each KV block, how many leases need it, and the queue of those that may go.
+    """The window block of each KV block, the number of leases that need it, and the queue of evictable window blocks.
 
     A window block is free, held (leases need it), cached (none does), or waits with a duplicate for its `free`. A lease
-    holds those of its blocks from number `Lease.first_window` on; all of them have one. `span`: the blocks before a
-    boundary that are within the window there. `num_needed`: what a request needs to be computed step by step.
+    holds those of its blocks from number `Lease.first_window` on; all these blocks have one. `span`: the number of
+    blocks before a boundary that are within the window there. `num_needed`: the number that a request needs to be
+    computed step by step.
     """
 
     __slots__ = (
@@ -65,7 +66,7 @@ class WindowBlocks:
     def __init__(self, num_blocks: int, num_window_blocks: int, block_size: int, window: int) -> None:
         """num_blocks: of the KV blocks. window: in tokens, the new one included.
 
-        Raises ValueError if one request alone would not find enough window blocks.
+        Raise ValueError if a single request would not find enough window blocks.
         """
         self.span = blocks_before(window, block_size)
         self.num_needed = least_window_blocks(window, block_size)
@@ -75,7 +76,7 @@ class WindowBlocks:
         self._allocator = BlockAllocator(num_window_blocks)
         self._of = array("i", [_NONE]) * num_blocks
         self._holds = array("i", [0]) * num_blocks
-        # (worth, entry, KV block) of the cached ones. An entry whose number is not the block's is dead.
+        # (worth, entry, KV block) of cached window blocks. An entry whose number is not the block's is dead.
         self._queue: list[tuple[int, int, int]] = []
         self._entry = array("q", [NOT_QUEUED]) * num_blocks
         self._next_entry = 0
@@ -94,7 +95,7 @@ class WindowBlocks:
 
     @property
     def num_available(self) -> int:
-        """Window blocks that `grow` could give now."""
+        """The number of window blocks that `grow` could give now."""
         return self._allocator.num_free + self.num_cached
 
     def of(self, blocks: Iterable[int]) -> array[int]:
@@ -106,7 +107,7 @@ class WindowBlocks:
         return self._of[block] != _NONE
 
     def last_border(self, blocks: Sequence[int], limit: int) -> int:
-        """Return the last boundary within the first `limit` blocks of a prefix behind which windows are complete.
+        """Return the last boundary within the first `limit` blocks of a prefix at which windows are complete.
 
         blocks: the KV blocks of the prefix. 0 is always such a boundary.
         """
@@ -118,16 +119,16 @@ class WindowBlocks:
         return border
 
     def table(self, lease: Lease, num_tokens: int) -> tuple[int, array[int]]:
-        """Return what layers with windows need to compute the lease's tokens from number `num_tokens` on.
+        """Return the window table that layers with windows need for the lease's tokens from number `num_tokens` on.
 
-        These are the number of leading blocks that such a token does not see, and the window blocks of those behind
+        It is the number of leading blocks that such a token does not see, and the window blocks of the blocks after
         them.
         """
         first = max(0, num_tokens // self._block_size - self.span)
         return first, self.of(lease.block_ids[first:])
 
     def grow(self, blocks: Sequence[int], after: int | None) -> None:
-        """Give new KV blocks window blocks, which one lease needs. As many have to be available.
+        """Give new KV blocks window blocks, which one lease needs. Enough must be available.
 
         after: the KV block before them, None for none.
         """
@@ -143,7 +144,7 @@ class WindowBlocks:
         self.num_held += len(blocks)
 
     def adopt(self, lease: Lease, first: int) -> None:
-        """Hold the window before the end of a lease's published blocks; those from number `first` on are new."""
+        """Hold the window before the end of a lease's published blocks; blocks from number `first` on are new."""
         stop = lease.num_published_tokens // self._block_size
         first_window = max(lease.first_window, stop - self.span)
         self._hold(lease.block_ids[max(first, first_window) : stop])
@@ -156,9 +157,9 @@ class WindowBlocks:
             self._count_out(block)
 
     def exchange(self, duplicate: int, canonical: int) -> None:
-        """Let a lease that needs the window block of its own block need that of the one in the tree instead.
+        """Let a lease need the window block of the tree's block instead of that of its own duplicate.
 
-        If that has none, it gets the one of the duplicate, whose content is the same.
+        If the tree's block has no window block, it gets that of the duplicate, whose content is the same.
         """
         self._count_out(duplicate)
         if not self.has(canonical):
@@ -228,8 +229,8 @@ class WindowBlocks:
     def _let_go(self, lease: Lease, stop: int, gain: int) -> None:
         """Let go the window blocks of the lease's blocks before number `stop`.
 
-        Those of blocks in the tree may go from now on, others go at once. gain: of those that lie before no expected
-        end.
+        Window blocks of blocks in the tree become evictable, others are freed at once. gain: of the window blocks that
+        lie before no expected end.
         """
         num_published = lease.num_published_tokens // self._block_size
         for index in range(lease.first_window, stop):
@@ -243,7 +244,7 @@ class WindowBlocks:
         lease.first_window = max(lease.first_window, stop)
 
     def _count_out(self, block: int) -> bool:
-        """Count one lease less that needs the window block of a KV block. Return whether it was the last one."""
+        """Count one lease less that needs the window block of a KV block. Return whether it was the last lease."""
         self._holds[block] -= 1
         is_last = not self._holds[block]
         self.num_held -= is_last

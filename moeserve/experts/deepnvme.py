@@ -1,4 +1,4 @@
-"""`moeserve experts deepnvme`: compiles the faster reader of experts, once for an environment."""
+"""`moeserve experts deepnvme`: compile the faster reader of experts, once per environment."""
 
 from __future__ import annotations
 

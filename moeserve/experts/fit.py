@@ -1,4 +1,4 @@
-"""Fit gates to a model (`moeserve experts fit`): it reads text, and linear maps learn what its gates will choose."""
+"""Fit gates to a model (`moeserve experts fit`): the model reads text, and linear maps learn its gates' choices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from moeserve.plan import Chunk, StateUse
 _Key = TypeVar("_Key", bound=Hashable)
 
 DISTANCES = 3
-# Of a piece of text, which is read in one step.
+# The tokens of a piece of text, which the model reads in one step.
 PIECE_TOKENS = 256
 _BLOCK_SIZE = 16
 # Damping per token, in mean squares of a state's elements. Recall hardly depends on it between 0.01 and 1.
@@ -35,10 +35,10 @@ _RIDGE = 0.1
 
 
 class GateFit:
-    """Learns `FittedGates` by ridge regression: the difference from the plain gates.
+    """Learns `FittedGates` by ridge regression on the difference from the plain gates.
 
-    Sums the normal equations, so texts come one after the other and none is kept. Takes L (H + 1)² floats per tap, and
-    as many products per token.
+    It sums the normal equations, so texts come one after the other and none is kept. This takes L (H + 1)² floats per
+    tap, and as many products per token.
     """
 
     def __init__(self, max_distance: int) -> None:
@@ -48,8 +48,11 @@ class GateFit:
         self._products: dict[tuple[Tap, int, int], Tensor] = {}
 
     def add(self, states: Mapping[Tap, Sequence[Tensor]], scores: Sequence[Tensor]) -> None:
-        """states: by tap and layer [T, H], those of `LATE` of unit norm; the last layer's may be missing.
-        scores: [T, E] by layer, of each gate for its own input."""
+        """Add the tokens of a text.
+
+        states: by tap and layer [T, H], of unit norm at `LATE`; the last layer's may be missing. scores: by layer
+        [T, E], of each gate for its own input.
+        """
         self._num_tokens += len(scores[0])
         for tap, of_tap in states.items():
             for layer, state in enumerate(of_tap[: len(scores) - 1]):
@@ -59,10 +62,10 @@ class GateFit:
                     _add(self._products, (tap, layer, distance), x.T @ scores[layer + distance].float())
 
     def solve(self, plain: Mapping[tuple[Tap, int, int], Tensor]) -> FittedGates:
-        """The maps fitted to everything added, at least one token.
+        """Return the maps fitted to everything added, at least one token.
 
-        plain: by tap, layer and distance [E, H + 1], the later gate as it is. A map keeps to it in directions that the
-        texts have not shown, which on other texts recalls more than a map that knows nothing of them.
+        plain: by tap, layer and distance, the later gate as it is, [E, H + 1]. In directions that the texts have not
+        shown a map keeps to this gate, which recalls more on other texts than zeros there would.
         """
         found: dict[tuple[Tap, int], list[Tensor]] = {}
         for (tap, layer), squares in self._squares.items():
@@ -88,8 +91,10 @@ def _add(sums: dict[_Key, Tensor], key: _Key, value: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class TextRead:
-    """A text of T tokens as the model read it, by layer with experts. ids: [T, k]. states: [T, H] at each tap, those of
-    `LATE` of unit norm and without the last layer."""
+    """A text of T tokens as the model read it, by layer with experts.
+
+    ids: [T, k]. states: [T, H] at each tap; at `LATE` they have unit norm and the last layer is missing.
+    """
 
     token_ids: list[int]
     ids: list[Tensor]
@@ -115,7 +120,7 @@ class TextReader:
     """A model with experts, all of them in memory, that reads texts one by one, each in one step."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ModelError."""
+        """Raise ModelError."""
         spec, dtype = build_spec(load_config(folder)), torch.float32
         self._seen = _Seen()
         self.decoder = load_decoder(folder, spec, dtype=dtype, max_model_len=PIECE_TOKENS, observers=[self._seen])
@@ -151,7 +156,7 @@ class TextReader:
 
 
 def pieces(reader: TextReader, texts: Iterable[str], max_tokens: int) -> Iterator[list[int]]:
-    """The texts' first tokens in pieces that can be read, equally many of each text, as far as it has them."""
+    """Yield the first tokens of each text in pieces that can be read; all texts have an equal share of `max_tokens`."""
     encoded = [reader.encode(text) for text in texts]
     share = max(max_tokens // max(len(encoded), 1), 1)
     for token_ids in encoded:
@@ -161,7 +166,7 @@ def pieces(reader: TextReader, texts: Iterable[str], max_tokens: int) -> Iterato
 
 @torch.inference_mode()
 def fit_gates(reader: TextReader, texts: Iterable[list[int]]) -> FittedGates:
-    """Maps of both taps for one to three layers ahead, from all tokens of the texts, at least one."""
+    """Fit maps for both taps, one to three layers ahead, to all tokens of the texts, at least one."""
     layers, norms = zip(*reader.decoder.gated_blocks(), strict=True)
     fit = GateFit(DISTANCES)
     for token_ids in texts:
@@ -182,7 +187,7 @@ def _batch(token_ids: Sequence[int]) -> ForwardBatch:
 
 
 def half_of_topics(parity: int) -> list[str]:
-    """Every other topic of Python's documentation, from the first or (parity 1) the second on."""
+    """Return every other topic of Python's documentation, from the first (parity 0) or the second (parity 1) on."""
     from pydoc_data.topics import topics
 
     return [text for name in sorted(topics)[parity::2] if (text := topics[name].strip())]

@@ -41,7 +41,7 @@ class GpuResidentExperts:
         max_rows: int,
         observers: Sequence[AnyObserver] = (),
     ) -> None:
-        """experts: computes with the slots that the memory fills for this layer; has scratch for `max_rows` rows."""
+        """experts: computes with the slots that the memory fills for this layer. max_rows: the size of its scratch."""
         self._memory = memory
         self._layer = layer
         self._experts = experts
@@ -61,7 +61,7 @@ class GpuResidentExperts:
         if wanted:
             memory.access(layer, wanted)
         if self._observers:
-            # The missing experts are loading meanwhile.
+            # Meanwhile the missing experts load.
             here = (chosen >= 0).any(1)
             rows = here.nonzero().flatten().to(x.device) if some_elsewhere else slice(None)
             arrived = x[rows], chosen[here], weights[rows]
@@ -87,8 +87,8 @@ class GpuExpertSettings:
     """The service's settings for experts on a GPU.
 
     num_bytes: the memory for slots. host_bytes: the host memory that the experts of this GPU may take; if they need
-    more, they are read from disk. bandwidth: bytes per second of an emulated link, None for the real one. load: [L, E],
-    for a policy that goes by it.
+    more, they are read from disk. bandwidth: bytes per second of an emulated link, None for the real link. load:
+    [L, E], for a policy that uses it.
     """
 
     num_bytes: int
@@ -101,7 +101,7 @@ class GpuExpertSettings:
 
 @dataclass(frozen=True, slots=True)
 class GpuResidencyPlan:
-    """How the experts of a model that computes in `dtype` lie in slots, and how many slots there are.
+    """The layout of experts in slots for a model that computes in `dtype`, and the number of slots.
 
     held: the experts of each sparse layer that this rank computes.
     """

@@ -28,7 +28,7 @@ from moeserve.model.spec import ModelError, ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """How experts lie in slots, and how many slots there are. dtype: the dtype that the model computes in."""
+    """The layout of experts in slots, and the number of slots. dtype: the dtype in which the model computes."""
 
     layout: ExpertLayout
     dtype: torch.dtype
@@ -47,8 +47,8 @@ def plan_residency(
 ) -> ResidencyPlan | None:
     """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
 
-    find_layout: looks it up in the checkpoint. dtype: the dtype that the experts compute in. placement: None on a
-    single rank. Raise ConfigError if a layer could not hold the experts that one token may choose on a rank, and
+    find_layout: looks the layout up in the checkpoint. dtype: the dtype that the experts compute in. placement: None on
+    a single rank. Raise ConfigError if a layer could not hold the experts that one token may choose on a rank, and
     ModelError for a checkpoint whose experts cannot lie in slots.
     """
     if config.expert_memory is None:

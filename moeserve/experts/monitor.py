@@ -98,7 +98,7 @@ class ExpertMonitor:
     def command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any] | FileJob:
         """Carry out a command of `Control` and return its answer. Raise ExpertCommandError.
 
-        A job has yet to write its file, on a thread that may wait for a disk, and brings the answer.
+        A job has yet to write its file, on a thread that may wait for a disk, and then gives the answer.
         """
         match name:
             case "experts":
@@ -265,7 +265,7 @@ def _by_distance(ranks: Iterable[Sequence[int]]) -> list[list[str | int | float]
 def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
     """Return two shares of the needed experts, each by the distance in layers.
 
-    asked_for: the share that was asked for 1, 2, 3 layers ahead; None where nothing could be asked for. sources: the
+    asked_for: the share of experts requested 1, 2, 3 layers ahead; None where no request was possible. sources: the
     share that each source had ranked among its first k.
     """
     counters = stats.counters
@@ -292,7 +292,7 @@ def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:
 def expert_strategy(
     config: ServeConfig, prefetcher: Prefetching | None, dispatch: str | None = None, *, all_fit: bool = False
 ) -> dict[str, Any]:
-    """Describe what decides about evictions, prefetching, placement and dispatch now, as JSON for operators.
+    """Describe the present choices for evictions, prefetching, placement and dispatch, as JSON for operators.
 
     prefetcher: None where nothing is loaded ahead. dispatch: the shape of dispatch in use, None on a single rank.
     all_fit: whether `--expert-memory` holds all experts, so that nothing is evicted.

@@ -1,4 +1,4 @@
-"""The observers of a service's steps that only gather: routing, signatures of prefixes, rows sent between ranks.
+"""The observers of steps that only gather data: routing, signatures of prefixes, rows sent between ranks.
 
 `ExpertRecording` counts the experts that gates chose on all ranks. `PrefixSigner` describes cached prefixes on the rank
 that computed their tokens; the scheduler keeps the signatures. `SentCounter` puts a rank's counts of sent rows into its
@@ -43,9 +43,9 @@ from moeserve.steps import RanksObserver
 MAX_TRACE_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 64
 _ROWS_AT_ONCE = 1024
-# One signature describes at least so many tokens that a request computed one by one.
+# One signature describes at least this number of tokens that a request computed one by one.
 _DECODES_PER_SIGNATURE = 64
-# A request that no plan has named for so many steps is over, or will be matched with the cache anew.
+# A request that no plan has named for this number of steps is over, or will be matched with the cache anew.
 _FORGOTTEN_AFTER = 64
 
 
@@ -73,7 +73,7 @@ class RecordingPlan:
 
 @dataclass(frozen=True, slots=True)
 class _UncountedStep:
-    """A computed step of one rank. before: the step before it, which sampled the tokens that `plan` leaves open."""
+    """A computed step of one rank. before: the previous step, which sampled the tokens that `plan` leaves open."""
 
     rank: int
     plan: StepPlan
@@ -86,8 +86,8 @@ class ExpertRecording(RanksObserver):
     """Records the routing that the results of all ranks carry.
 
     It keeps the bytes of a few steps and then unpacks and counts them together: computing a step drives the code and
-    tables for counting out of the processor's caches, and so they are fetched once for all these steps. trace: records
-    a trace, None while no trace is recorded.
+    tables for counting out of the processor's caches, so they are then fetched once for several steps. trace: the
+    recorder of a trace, None while no trace is recorded.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class ExpertRecording(RanksObserver):
     def add(
         self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int], placement: Placement | None = None
     ) -> None:
-        """Count a rank's rows of one step: ids [L, T, k], token_ids [T]. placement: the one that the step ran with."""
+        """Count a rank's rows of one step: ids [L, T, k], token_ids [T]. placement: of the experts during the step."""
         for listener in self._listeners:
             listener.add(ids, token_ids)
         if placement is not None:
@@ -163,7 +163,7 @@ class ExpertRecording(RanksObserver):
     def ending_trace(self, path: Path) -> tuple[int, Callable[[], None]]:
         """End the trace. Return its number of tokens, and a function that writes it unless it is empty.
 
-        The function shares nothing with this recording, so any thread may call it. It raises OSError.
+        The function shares nothing with this recording, so any thread may call it. It may raise OSError.
         """
         recorder, self.trace = self.trace, None
         trace = None if recorder is None else recorder.trace()
@@ -176,7 +176,7 @@ class ExpertRecording(RanksObserver):
         self.saving()()
 
     def saving(self) -> Callable[[], None]:
-        """Return a function that writes the statistics as they are now, if there is a file. See `ending_trace`."""
+        """Return a function that writes the present statistics, if there is a file for them. See `ending_trace`."""
         if self.path is None:
             return lambda: None
         return partial(save_statistics, self.path, copy.deepcopy(self.statistics()), self.key)
@@ -287,7 +287,7 @@ class PrefixSigner(StepObserver[StepPlan, StepResult]):
     """Adds to results the signatures of the tokens that complete blocks.
 
     A chunk of a prompt is described once it ends a block. Tokens computed one by one are described together, once they
-    end a block and are many enough. A few tokens after the last whole block count with the tokens before it.
+    end a block and are numerous enough. A few tokens after the last whole block count with the tokens before it.
     """
 
     def __init__(self, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:

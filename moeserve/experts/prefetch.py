@@ -64,7 +64,7 @@ class GatedDecoder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Prefetching:
-    """asks: the observer that asks for experts. observers: all observers of prefetching with it, in their order."""
+    """asks: the observer that requests experts. observers: all observers of prefetching, in order, with `asks`."""
 
     asks: PrefetchObserver
     observers: Sequence[StepObserver[PlannedStep, object]]

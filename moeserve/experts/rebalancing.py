@@ -35,7 +35,7 @@ log = structlog.get_logger(__name__)
 
 
 class Rebalancing(RanksObserver):
-    """Gives a layer a new placement between two steps, when the rebalancer says so. Lives on rank 0.
+    """Gives a layer a new placement between two steps, when the rebalancer decides so. Lives on rank 0.
 
     On a device with a queue the changes of a switch come after the steps that are queued.
     """
@@ -57,7 +57,7 @@ class Rebalancing(RanksObserver):
 
     @property
     def window(self) -> LoadWindow:
-        """The load that the rebalancer goes by. `ExpertRecording` adds the routing of all steps as to any listener."""
+        """The load on which the rebalancer decides. As a listener of `ExpertRecording` it gets all routing."""
         return self._rebalancer.window
 
     def begin(self, plans: Sequence[StepPlan]) -> None:
@@ -66,7 +66,7 @@ class Rebalancing(RanksObserver):
         self._follow(self._rebalancer.begin_step(now))
 
     def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
-        """Take the time of a step. A step that began during the one before counts from the end of that one."""
+        """Measure the time of a step. A step that began during the previous step counts from the end of that step."""
         if outcome := self._migrator.outcome():
             self._rebalancer.loaded(0, outcome.version, outcome.error)
         started, self._ended = max(self._begun.popleft(), self._ended), self._clock()
@@ -109,7 +109,7 @@ def start_rebalancing(
 
 
 class RankMemories:
-    """The counters of all ranks' expert memories: those of rank 0 now, those of the others from their last beat."""
+    """The counters of all ranks' expert memories: of rank 0 as they are now, of other ranks from their last beat."""
 
     def __init__(self, own: Callable[[], ExpertMemoryStats], num_ranks: int, num_layers: int) -> None:
         self._own = own

@@ -29,7 +29,7 @@ class ReportError(Exception):
 
 
 def draw_report(statistics: RoutingStatistics, folder: Path) -> list[Path]:
-    """Write the pictures into a folder and return their paths. Raises ReportError without matplotlib."""
+    """Write the pictures into a folder and return their paths. Raise ReportError without matplotlib."""
     drawn = {
         "experts-load.png": _draw_load(statistics.load()),
         "experts-affinity.png": _draw_affinity(statistics),
@@ -44,7 +44,7 @@ def draw_report(statistics: RoutingStatistics, folder: Path) -> list[Path]:
 
 
 def _draw_load(load: NDArray[np.float32]) -> Figure:
-    """A heat map of the load relative to an even share of the layer. load: [L, E]."""
+    """Draw a heat map of the load relative to an even share of the layer. load: [L, E]."""
     mean = load.mean(axis=1, keepdims=True)
     relative = np.divide(load, mean, out=np.zeros_like(load), where=mean > 0)
     num_layers, num_experts = load.shape
@@ -59,7 +59,7 @@ def _draw_load(load: NDArray[np.float32]) -> Figure:
 
 
 def _draw_affinity(statistics: RoutingStatistics) -> Figure | None:
-    """P(expert of the next layer | expert), for a few layers from the first to the last."""
+    """Draw P(expert of the next layer | expert), for a few layers from the first to the last."""
     if 1 not in statistics.spec.distances():
         return None
     conditional = Affinity.of(statistics).conditional(1)
@@ -84,7 +84,7 @@ def _draw_affinity(statistics: RoutingStatistics) -> Figure | None:
 
 
 def _draw_balance(load: NDArray[np.float32]) -> Figure:
-    """Mean over maximum by layer: of the experts, and of ranks that hold them in order or placed by load."""
+    """Draw mean over maximum load by layer: of the experts, and of ranks that hold them in order or placed by load."""
     num_layers, num_experts = load.shape
     figure = _new_figure(8, 4)
     axes = figure.subplots()
@@ -109,7 +109,7 @@ def _draw_balance(load: NDArray[np.float32]) -> Figure:
 
 
 def _new_figure(width: float, height: float) -> Figure:
-    """Sizes in inches."""
+    """Return an empty figure. Sizes are in inches."""
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
@@ -118,7 +118,7 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def read_report_source(path: Path) -> RoutingStatistics:
-    """The statistics in a statistics file, or counted from a routing trace. Raises ReportError."""
+    """Return the statistics in a statistics file, or count those of a routing trace. Raise ReportError."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
@@ -135,7 +135,7 @@ def read_report_source(path: Path) -> RoutingStatistics:
 
 
 def count_trace(trace: RoutingTrace) -> RoutingStatistics:
-    """Every token of the trace, each counting the same."""
+    """Count every token of the trace, each with the same weight."""
     num_layers, num_tokens, top_k = trace.ids.shape
     spec = StatisticsSpec(num_layers, trace.num_experts, top_k, half_life=10**12)
     statistics = RoutingStatistics(spec)

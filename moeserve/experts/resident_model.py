@@ -1,7 +1,7 @@
 """A model with only some of its experts in the fast tier, on any device.
 
-`plan_slots` says how many slots of each layer `--expert-memory` pays for; `resident_model` puts the expert memory
-together.
+`plan_slots` computes the number of slots of each layer that `--expert-memory` pays for; `resident_model` puts the
+expert memory together.
 """
 
 from __future__ import annotations
@@ -66,10 +66,10 @@ def in_mib(num_bytes: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class ResidentModel(Generic[Layer]):
-    """The expert memory of a model and what computes with it.
+    """The expert memory of a model and the layers that compute with it.
 
-    layers: by their numbers in the model. tier, reads: for log lines, where the experts without a slot lie and how they
-    are read.
+    layers: by their numbers in the model. tier, reads: for log lines, the place of the experts without a slot and the
+    way in which they are read.
     """
 
     memory: ExpertMemory
@@ -98,7 +98,7 @@ def resident_model(
 ) -> ResidentModel[Layer]:
     """Open an expert memory that copies from `tier` into `slots` as the policy decides, and make its layers.
 
-    load: [L, E], for a policy that goes by it. layer_of(memory, number): makes a layer, by its number among the layers
+    load: [L, E], for a policy that uses it. layer_of(memory, number): makes a layer, by its number among the layers
     with experts.
     """
     assert spec.moe is not None

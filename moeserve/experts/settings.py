@@ -1,4 +1,4 @@
-"""The settings of the experts: check them, and read the statistics and choose the placement that they ask for."""
+"""The settings of the experts: check them, read the statistics and choose the placement that they ask for."""
 
 from __future__ import annotations
 

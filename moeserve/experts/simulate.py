@@ -40,8 +40,8 @@ _FIGURES = ("misses", "stall/step", "saved", "loaded", "useful", "late", "wasted
 
 @dataclass(frozen=True, slots=True)
 class SimulatedRun:
-    """One policy with one predictor, or with demand loads alone. stall_saved: share of the stall of the same policy on
-    demand, None for the run on demand itself. recall: by distance."""
+    """One policy with one predictor, or with demand loads alone. stall_saved: the share of the stall that the same
+    policy has on demand, None for the run on demand itself. recall: by distance."""
 
     policy: str
     predictor: str | None
@@ -51,7 +51,7 @@ class SimulatedRun:
 
 
 def first_requests(trace: RoutingTrace, max_tokens: int) -> RoutingTrace:
-    """Whole requests from the start of the trace, at least two, with at most `max_tokens` tokens together."""
+    """Return whole requests from the start of the trace, at least two, with at most `max_tokens` tokens together."""
     requests, first, counts = np.unique(trace.requests, return_index=True, return_counts=True)
     order = np.argsort(first)
     fits = np.cumsum(counts[order]) <= max_tokens
@@ -62,7 +62,7 @@ def first_requests(trace: RoutingTrace, max_tokens: int) -> RoutingTrace:
 def run_all(
     trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[str], predictors: Sequence[str]
 ) -> list[SimulatedRun]:
-    """Run each policy on demand and with each predictor. ValueError for a trace of one request or unknown names."""
+    """Run each policy on demand and with each predictor. Raise ValueError for a single request or unknown names."""
     learning, held_out = trace.split()
     if not len(held_out.requests):
         raise ValueError("the trace has one request, and none would be held out to be measured")
@@ -79,7 +79,7 @@ def run_all(
 
 
 def as_json(runs: Sequence[SimulatedRun]) -> list[dict[str, object]]:
-    """One object per run, counts and seconds as measured; NaN becomes null."""
+    """Return one object per run, with counts and seconds as measured; NaN becomes null."""
     return [
         {
             "policy": run.policy,
@@ -106,7 +106,7 @@ def as_json(runs: Sequence[SimulatedRun]) -> list[dict[str, object]]:
 
 
 def as_table(runs: Sequence[SimulatedRun]) -> Table:
-    """Bytes are per step."""
+    """Return a table with a row per run. Bytes are per step."""
     table = Table(box=None, header_style="bold")
     for name in ("policy", "predictor"):
         table.add_column(name)

@@ -41,7 +41,7 @@ class ManifestError(ModelError):
 
 
 class OtherBuilderError(ManifestError):
-    """The folder was made by another builder than the one asked for."""
+    """The folder was made by another builder than the requested one."""
 
 
 def ensure_built(
@@ -58,7 +58,7 @@ def ensure_built(
 
     builder: name and version of what `build` makes; a folder of another builder is rebuilt. bytes_needed: free disk
     space that a build demands. refuse_damaged: a file of the folder; while it exists, a broken folder is refused, not
-    rebuilt. advice: what to do where the folder cannot be written. Raises ModelError if the folder is refused, cannot
+    rebuilt. advice: for the user, if the folder cannot be written. Raise ModelError if the folder is refused, cannot
     be written or does not fit on the disk, and whatever `build` raises; the temporary folder is removed.
     """
     report = progress or silent
@@ -103,7 +103,7 @@ def _build(target: Path, builder: str, build: Build, report: Progress) -> None:
         build(fresh, report)
         write_manifest(fresh, builder=builder, progress=report)
         report("write to disk", 0, 0)
-        # The verdict trusts file times from here on, so the content must not be lost in a power failure.
+        # From here on the verdict trusts file times, so the content must survive a power failure.
         for path in fresh.rglob("*"):
             _sync(path)
         _sync(fresh)
@@ -192,9 +192,9 @@ def write_manifest(folder: Path, *, builder: str, progress: Progress | None = No
 def verify(
     folder: Path, *, builder: str | None = None, thorough: bool = False, progress: Progress | None = None
 ) -> Manifest:
-    """Check `folder` against its manifest and return it. Raises ManifestError, which names the first difference.
+    """Check `folder` against its manifest and return it. Raise ManifestError, which names the first difference.
 
-    builder: the folder must come from this one, if given. thorough: hash even where an earlier verdict still holds.
+    builder: the folder must come from this builder, if given. thorough: hash even where an earlier verdict still holds.
     Files that the manifest does not name are ignored.
     """
     raw, manifest = _read_manifest(folder)
@@ -218,7 +218,7 @@ def verify(
 
 
 def record(folder: Path, progress: Progress | None = None) -> Manifest:
-    """Write the manifest of a folder that was not built here. Raises ModelError, also where another's file is there."""
+    """Write the manifest of a folder that was not built here. Raise ModelError, also for another builder's."""
     path = folder / MANIFEST_NAME
     try:
         if path.exists() and not is_recorded(folder):
@@ -229,7 +229,7 @@ def record(folder: Path, progress: Progress | None = None) -> Manifest:
 
 
 def is_recorded(folder: Path) -> bool:
-    """Return whether the folder's manifest is one of `record`."""
+    """Return whether `record` wrote the folder's manifest."""
     try:
         return _read_manifest(folder)[1].builder == RECORDED
     except ManifestError:

@@ -1,6 +1,6 @@
-"""Which tensors of a safetensors checkpoint a decoder reads, planned from the headers before any memory is taken.
+"""The tensors of a safetensors checkpoint that a decoder reads, planned from the headers before any memory is taken.
 
-Torch-free: `read_index` lists what the files hold, `plan_weights` finds there what a DecoderSpec needs.
+Torch-free: `read_index` lists the tensors of the files, `plan_weights` finds the tensors that a DecoderSpec needs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TensorInfo:
 def read_index(directory: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in ``directory`` by its name, from the headers alone.
 
-    Raises CheckpointError if files are missing, truncated or not safetensors, or if the index names a tensor that its
+    Raise CheckpointError if files are missing, truncated or not safetensors, or if the index names a tensor that its
     file does not hold.
     """
     if (directory / _INDEX).is_file():
@@ -131,13 +131,13 @@ def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
 OwnedExperts = Callable[[int], Sequence[int]]
 
 _LAYER = re.compile(r"(?:model\.)?(?:language_model\.)?layers\.(\d+)\.")
-# Rotation tables of old exports, extra modules that predict further tokens, and what reads images.
+# Rotation tables of old exports, extra modules that predict further tokens, and modules that read images.
 _IGNORED = re.compile(r"rotary_emb\.|^(?:model\.)?(?:mtp[._]|visual\.)")
-# Of the decoder's tensors; the last where it is a part of a vision-language model.
+# Prefixes of the decoder's tensors; the last one is for a decoder inside a vision-language model.
 _PREFIXES = ("model.", "", "model.language_model.")
 _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
-# Matrices stored so stay in bfloat16 where products in float32 read 16-bit weights as they are. FP8 numbers times their
-# scales are rounded to it, which is exact for scales that are powers of two.
+# Matrices stored in these dtypes stay in bfloat16 where products in float32 read 16-bit weights as they are. FP8
+# numbers times their scales are rounded to bfloat16, which is exact for scales that are powers of two.
 KEPT_IN_BFLOAT16 = frozenset(("BF16", "F8_E4M3"))
 
 
@@ -187,7 +187,7 @@ class WeightPlan:
         """Return the bytes of the loaded weights at ``item_size`` bytes per number.
 
         narrow: keep in 16 bits the matrices that the checkpoint holds in bfloat16, FP8 or MXFP4. Loading needs room for
-        one layer more. Tied embeddings count twice, because the output projection is packed.
+        another layer. Tied embeddings count twice, because the output projection is packed.
         """
         total = sum(loaded_bytes(tensor, item_size, narrow) for tensor in self.outer.values())
         for layer in self.layers:
@@ -202,7 +202,7 @@ def plan_weights(
 ) -> WeightPlan:
     """Find every tensor of the model in the checkpoint. owned_experts: default is all.
 
-    Raises CheckpointError for a tensor that is missing, that has another shape than the configuration says or a dtype
+    Raise CheckpointError for a tensor that is missing, that has another shape than the configuration says or a dtype
     that cannot be read, or that the model does not have.
     """
     matcher = _Matcher(spec, index)
@@ -220,7 +220,7 @@ def plan_weights(
 def plan_experts(
     spec: DecoderSpec, index: Mapping[str, TensorInfo], layer: int, experts: Sequence[int] | None
 ) -> ExpertsPlan:
-    """Find the tensors of some experts of one layer, None for all. `plan_weights` has accepted the checkpoint."""
+    """Find the tensors of some experts of one layer, None for all, in a checkpoint that `plan_weights` has accepted."""
     owned = None if experts is None else lambda _: experts
     return _Matcher(spec, index).match_experts(layer, _owned(spec, layer, owned))
 
@@ -253,7 +253,7 @@ def _loaded_expert_bytes(experts: ExpertsPlan, item_size: int, narrow: bool) -> 
                 count = 2 * prod(tensor.shape) * (2 if narrow else item_size)
             else:
                 count = loaded_bytes(tensor, item_size, narrow)
-            # The first dimension of a tensor of all experts counts them.
+            # The first dimension of a tensor of all experts counts experts.
             total += count if experts.storage == "split" else count * len(experts.owned) // tensor.shape[0]
     return total
 
@@ -269,7 +269,7 @@ def _owned(spec: DecoderSpec, layer: int, owned_experts: OwnedExperts | None) ->
 
 
 class _Matcher:
-    """Finds needed tensors in an index, and keeps which were found."""
+    """Finds needed tensors in an index, and records the tensors found."""
 
     def __init__(self, spec: DecoderSpec, index: Mapping[str, TensorInfo]) -> None:
         self._spec = spec
@@ -353,7 +353,7 @@ def fp8_tensor(
     shape: tuple[int, ...],
     quantization: QuantizationSpec | None,
 ) -> StoredTensor:
-    """Return a matrix in FP8 with its block scales. shape: as it is used. Raises CheckpointError if they do not fit."""
+    """Return a matrix in FP8 with its block scales. shape: as it is used. Raise CheckpointError if they do not fit."""
     scale = f"{name}_scale_inv"
     if quantization is None or quantization.kind != "fp8":
         raise CheckpointError(f"{name} is stored in FP8, but the configuration gives no block size for its scales.")
@@ -390,7 +390,7 @@ Tensors = dict[str, TensorRef]
 
 
 def outer_tensors(spec: DecoderSpec) -> Tensors:
-    """Return what lies outside the layers. A tied output projection is the embedding once more."""
+    """Return the tensors outside the layers. A tied output projection is the embedding again."""
     vocab, hidden = spec.vocab_size, spec.hidden_size
     head = "embed_tokens.weight" if spec.tie_embeddings else "lm_head.weight"
     tensors = {
@@ -403,7 +403,7 @@ def outer_tensors(spec: DecoderSpec) -> Tensors:
 
 
 def layer_tensors(spec: DecoderSpec, layer: int) -> Tensors:
-    """Return everything of one layer but its experts."""
+    """Return the tensors of one layer except its experts."""
     prefix = f"layers.{layer}"
     tensors = _norm(spec, "input_norm", f"{prefix}.input_layernorm")
     tensors |= _norm(spec, "post_norm", f"{prefix}.post_attention_layernorm")
@@ -525,7 +525,7 @@ def _split_expert_tensors(spec: DecoderSpec, layer: int, expert: int) -> Tensors
 def fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     """Return the tensors that hold all experts of a layer: ``gate_up`` [E, 2I, H] and ``down`` [E, H, I].
 
-    Where the spec says so they are transposed with alternating gate and up channels: [E, H, 2I] and [E, I, H].
+    If the spec says so, they are transposed with alternating gate and up channels: [E, H, 2I] and [E, I, H].
     """
     moe = spec.moe
     assert moe is not None

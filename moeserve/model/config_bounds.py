@@ -1,4 +1,4 @@
-"""Bounds on the numbers of a configuration, checked before anything is sized by them."""
+"""Bounds on the numbers of a configuration, checked before they size anything."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def check_tree(config: Mapping[str, Any]) -> None:
 def check_counts(config: Mapping[str, Any]) -> None:
     """Raise ModelError for a whole number, at any depth, that is above its bound or counts too many layers or experts.
 
-    For configurations of any type: what a number may be else is for its own class to check.
+    For configurations of any type: their own classes check the other limits of a number.
     """
     for name, value in config.items():
         if isinstance(value, Mapping):

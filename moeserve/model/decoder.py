@@ -1,4 +1,4 @@
-"""The generic decoder: every supported model on every device is this one, assembled as its DecoderSpec says.
+"""The generic decoder: assembled as a DecoderSpec says, it is every supported model on every device.
 
 It computes through `kernels.ops.Ops`, whose bodies were chosen for the device when its weights were packed.
 """
@@ -170,9 +170,9 @@ class ForwardBatch:
     """The rows of one step, one request's chunk after another.
 
     token_ids, positions: [T] int64; positions are rows of `RopeTable`. attention: for the operations of the decoder's
-    device. window_attention: the same for layers with window blocks, None where these keep their KV as the others do.
-    logit_rows: [S] int64, the rows whose logits are wanted; None for all. num_valid: int32 scalar on the device, from
-    which row on the batch is padding; None for none. states: of the recurrent layers, None for a model without any.
+    device. window_attention: the same for layers with window blocks, None if no layer has window blocks. logit_rows:
+    [S] int64, the rows that need logits; None for all. num_valid: int32 scalar on the device, the first row of padding;
+    None without padding. states: of the recurrent layers, None for a model without recurrent layers.
     """
 
     token_ids: Tensor
@@ -185,7 +185,7 @@ class ForwardBatch:
 
 
 class StepDecoder(Protocol):
-    """A loaded model that computes steps: `Decoder`, or one on transformers' modelling code."""
+    """A loaded model that computes steps: `Decoder`, or a decoder on transformers' modelling code."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -200,9 +200,9 @@ class StepDecoder(Protocol):
     def max_model_len(self) -> int: ...
 
     def settle(self, begin_step: Callable[[int], None]) -> None:
-        """Choose how steps are computed by computing a few, before the first one. All ranks do so together.
+        """Choose how steps are computed by computing a few, before the first real step. All ranks do so together.
 
-        begin_step: is told each step's number of rows. Raises ModelError for a model that cannot be served after all.
+        begin_step: receives each step's number of rows. Raise ModelError for a model that cannot be served after all.
         """
 
     @property
@@ -213,7 +213,7 @@ class StepDecoder(Protocol):
         """See `Decoder.gated_blocks`; empty where the gates cannot be asked ahead."""
 
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
-        """Return the pools as `states` takes them, those of `spec.kv_layers` and the states of `spec.state_layers`."""
+        """Return the pools of `spec.kv_layers` and the states of `spec.state_layers`, as `states` takes them."""
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
         """See `Decoder.forward`."""
@@ -234,11 +234,11 @@ KvPools = Sequence[tuple[Tensor, Tensor | None]]
 
 
 class RopeTable:
-    """Cosines and sines of all positions up to ``max_model_len``, made once: looking an angle up gives the same bits
-    in every batch, computing it might not.
+    """Cosines and sines of all positions up to ``max_model_len``, made once: looking an angle up gives the same bits in
+    every batch, which computing it might not.
 
-    If frequencies change beyond `rope_switch` tokens, the angles of these first positions come first, then, from row
-    `rope_switch` on, those of all positions of extended contexts.
+    If frequencies change beyond `rope_switch` tokens, the first `rope_switch` rows are the angles of these positions.
+    The rows after them are the angles of all positions of extended contexts.
     """
 
     __slots__ = ("_cos", "_sin")
@@ -282,10 +282,10 @@ class DecoderLayer:
 
 
 class Decoder:
-    """A loaded model. Holds weights and tables only; whatever belongs to requests comes with each call.
+    """A loaded model. It holds weights and tables only; the data of requests comes with each call.
 
-    embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation.
-    observers: hear of each layer with experts but the last one when it is computed; a replayed graph tells nothing.
+    embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation. observers:
+    hear of each layer with experts, except the last layer, when it is computed; a replayed graph tells nothing.
     """
 
     def __init__(
@@ -308,11 +308,11 @@ class Decoder:
         self.ops = ops
         self._embedding = embedding
         self._layers = tuple(layers)
-        # What follows each layer's second sum.
+        # The norm after each layer's second sum.
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), norm)
         self._lm_head = lm_head
         self._rope = RopeTable(spec.rope, max_model_len, torch.float32 if ops.wide_angles else dtype, ops.device)
-        # Of the layers with experts but the last layer, their places among those.
+        # By number of a layer with experts, except the last layer: its place among the layers with experts.
         self._observed = {layer: place for place, layer in enumerate(spec.moe_layers) if layer != spec.num_layers - 1}
         self._observers = observers
 
@@ -325,7 +325,7 @@ class Decoder:
         return [layer.block.experts for layer in self._layers if isinstance(layer.block, MoeLayer)]
 
     def gated_blocks(self) -> list[tuple[MoeLayer, Tensor]]:
-        """The blocks with experts, and the weight [hidden] of the norm in front of each."""
+        """Return the blocks with experts, each with the weight [hidden] of the norm before it."""
         return [(layer.block, layer.post_norm.weight) for layer in self._layers if isinstance(layer.block, MoeLayer)]
 
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
@@ -333,7 +333,7 @@ class Decoder:
         return pools_by_layer(self.spec, kv_layers, state_pool)
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
-        """Logits [S, vocab] of the wanted rows, in the model's dtype. See `states`."""
+        """Return the logits [S, vocab] of the rows that need them, in the model's dtype. See `states`."""
         return self.logits(self.states(batch, kv_pools))
 
     def logits(self, states: Tensor) -> Tensor:
@@ -342,12 +342,13 @@ class Decoder:
         return logits if self.spec.logit_divisor == 1.0 else logits.div_(self.spec.logit_divisor)
 
     def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
-        """[S, hidden] of the wanted rows behind the last norm.
+        """Return the states [S, hidden] after the last norm, of the rows that need logits.
 
         Call it under ``torch.inference_mode``. Mutates ``kv_pools``: the rows' keys and values are stored at their
         slots, and the states of recurrent layers advance. Positions must lie below ``max_model_len``. The last layer's
-        feed-forward block runs on the wanted rows only. On a GPU it waits for nothing and allocates only what the
-        caching allocator holds, so that a graph can record it; rows with slot -1 come out as noise.
+        feed-forward block runs only on the rows that need logits. On a GPU the call waits for nothing and allocates
+        only memory that the caching allocator holds, so that a graph can record it; rows with slot -1 come out as
+        noise.
         """
         spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
         residual = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
@@ -376,7 +377,7 @@ class Decoder:
         return normed
 
     def serve_others(self) -> Tensor:
-        """A step in which this rank has no rows: its experts compute those of other ranks. Returns no rows."""
+        """Compute rows of other ranks with local experts, in a step without rows of this rank. Return [0, hidden]."""
         no_rows = torch.empty((0, self.spec.hidden_size), dtype=self.dtype, device=self.device)
         for layer in self._layers:
             _serve_others(layer, no_rows)

@@ -55,8 +55,8 @@ class GatedDeltaNet:
 def by_part(spec: DeltaNetSpec) -> Tensor:
     """Return the order of rows that turns projections stored by key head into queries, keys, values, gate, beta, decay.
 
-    Stored are, per key head: query, key, the values and the gates of its value heads; behind these per key head the
-    betas and the decays of its value heads.
+    The stored order is, per key head: query, key, the values and the gates of its value heads; after these, per key
+    head, the betas and the decays of its value heads.
     """
     group = spec.num_value_heads // spec.num_key_heads
     values = group * spec.value_dim

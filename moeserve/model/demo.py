@@ -34,8 +34,8 @@ def ensure_demo(
 ) -> Path:
     """Return the folder of the demo checkpoint below `root` (default: `cache_root()`). Build it if missing or broken.
 
-    out: the folder itself; one that holds anything but a demo is left alone. Raises ModelError if the source package is
-    missing, the disk too small, the folder not writable or not a demo's, or the split not exact.
+    out: the folder itself; a folder that holds anything but a demo is left alone. Raise ModelError if the source
+    package is missing, the disk is too small, the folder is not writable or not a demo's, or the split is not exact.
     """
     check_counts(experts, top_k)
 
@@ -69,7 +69,7 @@ def check_replaceable(folder: Path) -> None:
 
 
 def locate_gguf() -> Path:
-    """Return the path of the GGUF in the installed package. Raises ModelError that says what to install.
+    """Return the path of the GGUF in the installed package. Raise ModelError that says what to install.
 
     The package is not imported: that would pull in a model runtime of its own.
     """

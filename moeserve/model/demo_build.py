@@ -46,7 +46,7 @@ _LAYER_NAMES = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-# What SmolLM2's model card recommends. At temperature 1 so small a model soon loses the thread.
+# SmolLM2's model card recommends these. At temperature 1 so small a model soon loses the thread.
 _SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 
 # Returns the weights of the layer of an index by their name within it; called once per layer, in order.
@@ -81,7 +81,7 @@ def build_demo(out_dir: Path, *, experts: int = 8, top_k: int = 2, progress: Pro
     """Write the demo mixture with `experts` experts per layer, `top_k` active, into the empty or new `out_dir`.
 
     One pass over the layers dequantises each, runs it on the calibration text, splits and writes it, so memory stays
-    near one shard. Raises ModelError if the source package is missing, ValueError for a split that is not exact.
+    near one shard. Raise ModelError if the source package is missing, ValueError for a split that is not exact.
     """
     report = progress or silent
     report("read source", 0, 0)
@@ -146,7 +146,7 @@ def write_checkpoint(
 
 
 def _shards(source: GgufSource, layers: Layers, report: Progress) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of one file after the other, so that memory holds a single file's."""
+    """Yield the tensors of one file after another, so that memory holds those of a single file."""
     total = source.shape.num_layers
     shard = {"model.embed_tokens.weight": source.embedding()}
     for index in range(total):
@@ -221,7 +221,7 @@ def gate_centroids(ffn_inputs: Tensor, groups: int, *, generator: torch.Generato
     """Return directions [groups, hidden] that tell the kinds of tokens in `ffn_inputs` [tokens, hidden] float32 apart.
 
     They come from spherical k-means of the centred inputs. The gate has no bias and sees inputs that are not centred,
-    so the direction of the mean is projected out of the centroids: then the choice depends on how tokens differ, and
+    so the direction of the mean is projected out of the centroids. Then the choice depends on how tokens differ, and
     the scores of groups lie far apart relative to their size, which keeps ties rare in low precision.
     """
     mean = ffn_inputs.mean(0)
@@ -349,7 +349,7 @@ class GgufSource:
             num_kv_heads=self._field("llama.attention.head_count_kv"),
             head_dim=self._field("llama.rope.dimension_count"),
             max_positions=self._field("llama.context_length"),
-            # Stored as float32: the shortest decimal is the one meant.
+            # Stored as float32: the shortest decimal is the intended value.
             rms_norm_eps=float(f"{self._field('llama.attention.layer_norm_rms_epsilon'):.6g}"),
             rope_theta=float(self._field("llama.rope.freq_base")),
         )
@@ -371,7 +371,7 @@ class GgufSource:
         )
 
     def embedding(self) -> Tensor:
-        """Token embedding, also the output head (tied): [vocab, hidden] bfloat16."""
+        """Return the token embedding, also the output head (tied): [vocab, hidden] bfloat16."""
         return self._read("token_embd.weight")
 
     def final_norm(self) -> Tensor:
@@ -379,7 +379,7 @@ class GgufSource:
         return self._read("output_norm.weight")
 
     def layer(self, index: int) -> dict[str, Tensor]:
-        """Weights of one layer in bfloat16 under their transformers names (`self_attn.q_proj.weight`, ...)."""
+        """Return one layer's weights in bfloat16 under their transformers names (`self_attn.q_proj.weight`, ...)."""
         weights = {}
         for gguf_name, name in _LAYER_NAMES.items():
             weight = self._read(f"blk.{index}.{gguf_name}.weight")

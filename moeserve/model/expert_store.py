@@ -30,7 +30,7 @@ class ExpertStore:
 
 
 def stored_experts(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> StoredExperts:
-    """Return the experts of the checkpoint in `directory`, to compute in `dtype`. Raises ModelError."""
+    """Return the experts of the checkpoint in `directory`, to compute in `dtype`. Raise ModelError."""
     if isinstance(spec, DecoderSpec):
         return NativeExperts(read_index(directory), spec, dtype)
     from moeserve.model.hf.expert_weights import open_experts  # Imported late: it loads modelling code.
@@ -44,12 +44,12 @@ def layout_in_store(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> Exp
 
 
 def common_layout(index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
-    """See `layout_of`; of a model on our own code."""
+    """See `layout_of`; for a model on our own code."""
     return layout_of(NativeExperts(index, spec, dtype))
 
 
 def layout_of(stored: StoredExperts) -> ExpertLayout:
-    """Return the layout of the experts on a CPU. Raises ModelError if layers of the checkpoint differ."""
+    """Return the layout of the experts on a CPU. Raise ModelError if layers of the checkpoint differ."""
     shapes = stored.shapes()
     if len(shapes) > 1:
         raise ModelError("The checkpoint's experts are stored in several precisions: --expert-memory needs one.")
@@ -66,9 +66,9 @@ def ensure_expert_store(
 ) -> ExpertStore:
     """Return the expert file of the checkpoint in `directory`, below `root` (default: the cache). Build it if missing.
 
-    num_experts: of each layer. packing: of the stored experts; `layout_in_store` gives that of a CPU. Raises ModelError
-    if the file cannot be built or is damaged: a file of many gigabytes that changed under its name is for its owner to
-    look at.
+    num_experts: of each layer. packing: of the stored experts; `layout_in_store` gives the packing of a CPU. Raise
+    ModelError if the file cannot be built or is damaged: a file of many gigabytes that changed is for its owner to
+    inspect.
     """
     source, num_layers = _source(directory, stored.index, packing), len(stored.layers)
 
@@ -96,7 +96,7 @@ def ensure_expert_store(
 
 
 def _source(directory: Path, index: Mapping[str, TensorInfo], packing: ExpertPacking) -> bytes:
-    """Hash the configuration, and name, size and time of the weight files: to read them all would take too long."""
+    """Hash the configuration, and name, size and time of the weight files: reading them would take too long."""
     digest = hashlib.sha256(f"{VERSION} {packing.name} {packing.num_bytes}\n".encode())
     digest.update((directory / "config.json").read_bytes())
     for file in sorted({info.file for info in index.values()}):

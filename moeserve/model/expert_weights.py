@@ -48,7 +48,7 @@ class LayerExperts(Protocol):
 
 
 class StoredExperts(Protocol):
-    """The experts of a checkpoint, whichever code computes the model. layers: those with experts, in order.
+    """The experts of a checkpoint, whichever code computes the model. layers: the layers with experts, in order.
 
     All methods raise CheckpointError for tensors that are missing or of another shape.
     """
@@ -69,7 +69,7 @@ class StoredExperts(Protocol):
         """Return the reader for `layer`. total_bytes, progress: see `TensorReader`."""
 
     def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> LayerExperts:
-        """Return what reads the owned experts of a layer, None for all of them."""
+        """Return the reader of a layer's owned experts. owned: None for all of them."""
 
 
 class NativeExperts:
@@ -187,7 +187,7 @@ def _kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:
 
 
 def _halves(rows: Tensor) -> Tensor:
-    """[2I, ...] as [2, I, ...]: the gate half and the up half."""
+    """Return [2I, ...] as [2, I, ...]: the gate half and the up half."""
     return rows.view(2, -1, *rows.shape[1:])
 
 
@@ -195,20 +195,20 @@ TakenT = TypeVar("TakenT")
 
 
 class Rereader(Generic[TakenT]):
-    """Reads single experts of a checkpoint that has been loaded before. Layers are those with experts."""
+    """Reads single experts of a checkpoint that has been loaded before. Numbers count only layers with experts."""
 
     def __init__(
         self, stored: Callable[[], StoredExperts], owned: OwnedExperts, take: Callable[[LayerExperts], TakenT]
     ) -> None:
-        """stored: looks the checkpoint up, once. owned: what was loaded. take: how it was, from a reader with one
-        expert, into memory of its own."""
+        """stored: looks the checkpoint up, once. owned: the experts that were loaded. take: takes the only expert of a
+        reader into memory of its own, as at loading."""
         self._look_up = stored
         self._owned = owned
         self._take = take
         self._stored: StoredExperts | None = None
 
     def __call__(self, number: int, expert: int) -> TakenT:
-        """Raises CheckpointError."""
+        """Raise CheckpointError."""
         stored = self._stored = self._stored or self._look_up()
         layer = stored.layers[number]
         with stored.reader(0) as reader:

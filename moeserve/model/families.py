@@ -43,7 +43,7 @@ OWN_MODEL_TYPES = frozenset(("moeserve_demo",))
 def load_config(directory: Path) -> dict[str, Any]:
     """Return the folder's ``config.json`` with every default of its model type filled in.
 
-    Raises UnsupportedModel for a type that is not served, ModelError for a file that is missing or not valid. Only the
+    Raise UnsupportedModel for a type that is not served, ModelError for a file that is missing or not valid. Only the
     configuration classes of transformers are used. Code in the folder never runs: ``model_type`` chooses among the
     installed classes, and ``auto_map`` is ignored.
     """
@@ -70,7 +70,7 @@ def load_config(directory: Path) -> dict[str, Any]:
 
 
 def read_model_type(directory: Path) -> object:
-    """Return what the folder's ``config.json`` gives as model_type. Raises ModelError for a missing or invalid file."""
+    """Return the model_type in the folder's ``config.json``. Raise ModelError for a missing or invalid file."""
     path = directory / "config.json"
     if not path.exists():
         raise ModelError(f"There is no config.json in {directory}.")
@@ -87,7 +87,7 @@ def is_native(model_type: object, model_impl: str) -> bool:
 
 
 def check_model_type(model_type: object) -> str:
-    """Return a type that is served. Raises UnsupportedModel, which names the type, for any other."""
+    """Return the type if it is served. Raise UnsupportedModel, which names the type, for any other."""
     if isinstance(model_type, str) and model_type in _BUILDERS:
         return model_type
     if not isinstance(model_type, str) or not model_type:
@@ -104,7 +104,7 @@ def check_model_type(model_type: object) -> str:
 def build_spec(config: Config) -> DecoderSpec:
     """Return the description of the model. config: complete, with all defaults filled in.
 
-    Raises UnsupportedModel for a type, activation, rope kind or quantisation that is not served, ModelError for a
+    Raise UnsupportedModel for a type, activation, rope kind or quantisation that is not served, ModelError for a
     configuration that lacks a value or contradicts itself.
     """
     model_type = check_model_type(config.get("model_type"))
@@ -155,7 +155,7 @@ def _check(spec: DecoderSpec) -> None:
 
 
 def _check_whole_numbers(model_type: str, part: Any) -> None:
-    """Raise ModelError for a field of a spec that must be a whole number and is none; a part may be None."""
+    """Raise ModelError if a field of a spec that must be a whole number is not one; a part may be None."""
     for known in () if part is None else fields(part):
         value = getattr(part, known.name)
         if known.type == "int" and type(value) is not int:
@@ -190,7 +190,7 @@ def _qwen_layers(c: Config) -> Callable[[int], bool]:
 
 
 def _qwen_moe(c: Config, activation: Activation, renormalise: bool) -> MoeSpec:
-    """Return experts beside a shared one that a gate of its own scales."""
+    """Return experts beside a shared expert that a gate of its own scales."""
     return MoeSpec(
         _num_experts(c),
         c["moe_intermediate_size"],
@@ -341,7 +341,7 @@ def _inside(build: Callable[[Config], DecoderSpec]) -> Callable[[Config], Decode
 
 
 def _moeserve_demo(c: Config) -> DecoderSpec:
-    """A dense model whose neurons are split: the shared expert always runs, chosen experts are added unweighted."""
+    """Return a dense model whose neurons are split: the shared expert always runs, chosen experts add unweighted."""
     spec = _base(c)
     moe = MoeSpec(
         c["num_local_experts"],
@@ -559,8 +559,8 @@ def _token_ids(value: Any) -> tuple[int, ...]:
 
 
 def quantization_spec(config: Config | None) -> QuantizationSpec | None:
-    """Return how a configuration's `quantization_config` compresses weights, None without one. Raises UnsupportedModel
-    for a way that cannot be read."""
+    """Return the compression of weights in a configuration's `quantization_config`, None without one. Raise
+    UnsupportedModel for a compression that cannot be read."""
     if not config:
         return None
     method = config.get("quant_method")
@@ -574,7 +574,7 @@ def quantization_spec(config: Config | None) -> QuantizationSpec | None:
     raise UnsupportedModel(f"Weights quantised with {method!r} are not supported.")
 
 
-# What requests may ask: (least, most). Of those in _ABOVE the least itself is refused.
+# The bounds of requests: (least, most). For the names in _ABOVE the least value itself is refused.
 _SAMPLING_BOUNDS = {
     "temperature": (0.0, 2.0),
     "top_p": (0.0, 1.0),
@@ -588,9 +588,9 @@ _MAX_END_TOKENS = 1024
 
 @dataclass(frozen=True, slots=True)
 class GenerationDefaults:
-    """EOS ids, and sampling values for requests that give none. Both are empty where the file names none.
+    """EOS ids, and sampling values for requests that give none. Both are empty if the file names none.
 
-    left_out: the sampling values of the file that no request could ask for, as `name=value`.
+    left_out: the sampling values of the file that are out of the bounds for requests, as `name=value`.
     """
 
     eos_token_ids: tuple[int, ...] = ()
@@ -599,11 +599,11 @@ class GenerationDefaults:
 
 
 def load_generation_defaults(directory: Path) -> GenerationDefaults:
-    """Read the folder's ``generation_config.json``, if it has one. Raises ModelError if the file is not valid.
+    """Read the folder's ``generation_config.json``, if it has one. Raise ModelError if the file is not valid.
 
-    A sampling value out of its bounds, NaN too, is left out: the client, who has not given it, could not do anything
-    about it. ``do_sample: false`` does not mean greedy decoding here: clients of chat protocols expect sampling unless
-    they ask otherwise.
+    A sampling value out of its bounds, or NaN, is left out: the client has not given it and could not change it.
+    ``do_sample: false`` does not mean greedy decoding here: clients of chat protocols expect sampling unless they ask
+    otherwise.
     """
     path = directory / "generation_config.json"
     if not path.exists():

@@ -11,7 +11,7 @@ from typing import Any
 from moeserve.model.spec import ModelError
 
 _MIB = 2**20
-# A file that is read whole, by its name or ending, and its most bytes: several times the largest known of real models.
+# By name or ending of a file that is read whole, its most bytes: several times the largest known of real models.
 _BOUNDS = {
     "manifest.json": 16 * _MIB,
     ".verified.json": 16 * _MIB,
@@ -30,7 +30,7 @@ def size_bound(path: Path) -> int | None:
 
 
 def check_file(path: Path) -> int:
-    """Return the size of a regular file. Raises ModelError for everything else: no pipe or device is ever opened."""
+    """Return the size of a regular file. Raise ModelError for everything else: no pipe or device is ever opened."""
     try:
         status = path.stat()
     except OSError as error:
@@ -39,15 +39,15 @@ def check_file(path: Path) -> int:
 
 
 def read_file(path: Path) -> bytes:
-    """Return the content of a regular file within its bound. Raises ModelError before anything large is read."""
+    """Return the content of a regular file within its bound. Raise ModelError before anything large is read."""
     bound = size_bound(path)
     assert bound is not None, f"{path.name} has no bound"
     try:
-        # Whoever swaps the file for a pipe cannot make this wait.
+        # Do not wait if the file has been swapped for a pipe.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
             size = _check(path, os.fstat(descriptor))
-            # One byte more than may be there: a file can grow meanwhile.
+            # One byte more than allowed: a file can grow meanwhile.
             content = file.read(bound + 1) if size <= bound else b""
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}).") from None
@@ -58,7 +58,7 @@ def read_file(path: Path) -> bytes:
 
 
 def read_text(path: Path) -> str:
-    """Return the text of a file within its bound. Raises ModelError, also where it is not UTF-8."""
+    """Return the text of a file within its bound. Raise ModelError, also where it is not UTF-8."""
     try:
         return read_file(path).decode("utf-8")
     except UnicodeDecodeError as error:
@@ -66,7 +66,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file within its bound. Raises ModelError, also for NaN and for endless nesting."""
+    """Return the JSON object in a file within its bound. Raise ModelError, also for NaN and for endless nesting."""
     try:
         content = json.loads(read_file(path).decode("utf-8"), parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:

@@ -27,8 +27,8 @@ from moeserve.model.step_arrays import ExtendLimits, StepArrays, share_prompts
 _TABLE_STEP = 16
 # The number of SMs that the interpreter splits work for; a GPU reports its own.
 _INTERPRETED_SMS = 4
-# Short append-prefills of one step may fill so many waves of programs: with more, splitting costs scratch and gains
-# nothing.
+# Short append-prefills of one step may fill this number of waves of programs: with more, splitting costs scratch and
+# gains nothing.
 _EXTEND_WAVES = 4
 
 
@@ -39,8 +39,8 @@ Works = dict[int | None, SplitWork]
 class AttentionLimits:
     """The sizes for attention's scratch and work lists.
 
-    dtype: of the activations. tuned: measured configurations, None for the table's. kv_dtype: of the KV pools, None for
-    `dtype`. windows_apart: whether layers with a window have blocks of their own.
+    dtype: of the activations. tuned: measured configurations, None for the built-in table. kv_dtype: of the KV pools,
+    None for `dtype`. windows_apart: True if layers with a window have blocks of their own.
     """
 
     spec: DecoderSpec
@@ -70,7 +70,7 @@ class AttentionLimits:
         return {window: self._work(max_seqs, max_seqs, config, window) for window in set(self.spec.windows)}
 
     def extend_works(self, max_seqs: int) -> Works:
-        """Return a work list per window length for short append-prefills; empty if none is computed as such."""
+        """Return a work list per window length for short append-prefills; empty if no prompt is computed as such."""
         config, limits = self.configs.extend(), self.extends(max_seqs)
         if limits is None:
             return {}
@@ -80,7 +80,7 @@ class AttentionLimits:
         }
 
     def extends(self, max_seqs: int) -> ExtendLimits | None:
-        """Return what counts as a short append-prefill in steps of up to `max_seqs` sequences; None if nothing does."""
+        """Return the limits of short append-prefills in steps of up to `max_seqs` sequences; None if there are none."""
         config, group = self.configs.extend(), self.shape.group
         if not config.max_query_len:
             return None
@@ -132,8 +132,8 @@ class StepBatches:
     def make(self, arrays: StepArrays, logit_rows: Sequence[int], drawn: Tensor | None) -> ForwardBatch:
         """Copy `arrays` to the device and launch the kernels that fill the work lists.
 
-        logit_rows: the rows whose logits are wanted. drawn: the previous step's tokens [S] int64 on the device, needed
-        if rows read them.
+        logit_rows: the rows that need logits. drawn: the previous step's tokens [S] int64 on the device, needed if rows
+        read them.
         """
         device = self._limits.device
         every = len(logit_rows) == arrays.num_rows
@@ -154,7 +154,7 @@ class StepBatches:
         return replace(sequences, slots=to_device(arrays.window_slots, device), block_table=table)
 
     def _states(self, arrays: StepArrays, sequences: Sequences) -> StateRows:
-        """Return the slots of the sequences' states. Sequences without any, as when starting up, advance none."""
+        """Return the slots of the sequences' states. Sequences without slots, as at the start, advance no state."""
         slots = arrays.state_slots or array("q", [-1] * len(arrays.seq_lens))
         return StateRows(sequences.query_starts, to_device(slots, self._limits.device), arrays.max_query_len)
 
@@ -197,7 +197,7 @@ class DecodeTensors:
         self.positions = ints(max_seqs)
         self.slots = ints(max_seqs) - 1
         self.block_table = ints(max_seqs, limits.table_width, dtype=torch.int32)
-        # Of layers with window blocks. Without any the tensors of the others stand in.
+        # For layers with window blocks. Without such layers the tensors of the other layers stand in.
         apart = limits.windows_apart
         self.window_slots = ints(max_seqs) - 1 if apart else self.slots
         self.window_table = torch.zeros_like(self.block_table) if apart else self.block_table
@@ -240,7 +240,7 @@ class DecodeBatch:
         )
 
     def load(self, arrays: StepArrays, drawn: Tensor | None) -> None:
-        """Copy a step's rows into the tensors, and make the rows after them padding, without length and slot."""
+        """Copy a step's rows into the tensors, and make the rows after them padding, without length or slot."""
         count, batch, sequences = arrays.num_rows, self.batch, self._sequences
         if count:
             self._load_rows(arrays, drawn)

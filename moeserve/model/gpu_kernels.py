@@ -1,4 +1,4 @@
-"""The GPU kernels of a model: shapes of its attention and experts, measured configurations where there are any, and
+"""The GPU kernels of a model: shapes of its attention and experts, measured configurations if there are any, and
 scratch."""
 
 from __future__ import annotations
@@ -16,29 +16,29 @@ from moeserve.config import ConfigError, cache_root
 from moeserve.model.spec import DecoderSpec, MlaSpec
 
 _QUANTISED: dict[str, WeightFormat] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
-# Of values that share an int4 scale, the first that the model's sizes allow.
+# The numbers of values that may share an int4 scale; the first that the model's sizes allow is used.
 _GROUP_SIZES = (128, 64, 32)
 
 
 def tuned_folder() -> Path:
-    """Where `moeserve tune` writes for this user."""
+    """Return the folder into which `moeserve tune` writes for this user."""
     return cache_root() / "tuned"
 
 
 def platform_of(device: torch.device) -> Platform:
-    """Return the key of tuned files; a name that no GPU has where there is none."""
+    """Return the key of tuned files; without a GPU, a name that no GPU has."""
     return Platform(torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter", triton.__version__)
 
 
 def moe_configs(shape: MoeShape, device: torch.device) -> MoeConfigs:
-    """The user's tuned files before those of the package."""
+    """Return the configurations for a shape; the user's tuned files go before those of the package."""
     return MoeConfigs(shape, device_of(device), platform_of(device), (tuned_folder(), PACKAGED))
 
 
 def triton_moe(
     configs: MoeConfigs, device: torch.device, dtype: torch.dtype, max_tokens: int, num_slots: int | None = None
 ) -> TritonMoe:
-    """The kernels of all layers of the configurations' shape on one stream, with scratch for steps of max_tokens rows.
+    """Return the kernels for all layers of the configurations' shape on one stream, with scratch for `max_tokens` rows.
 
     dtype: of the activations. num_slots: the most experts that a layer holds here, default all.
     """
@@ -56,17 +56,18 @@ def triton_moe(
 
 
 def rows_at_once(num_rows: int, max_rows: int) -> int:
-    """How many of arrived rows are computed together, with scratch for `max_rows`: all ranks may send theirs at once.
+    """Return the number of arrived rows to compute at once, with scratch for `max_rows`.
 
-    All parts begin at multiples of 16 bytes, as kernels are compiled for.
+    More rows than that can arrive, as all ranks may send theirs at once. All parts begin at multiples of 16 bytes, as
+    the compiled kernels expect.
     """
     return num_rows if num_rows <= max_rows else max(1, max_rows - max_rows % 4)
 
 
 def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "none") -> WeightStorage:
-    """How a model's experts are kept: in `dtype`, or as `--expert-quantization` says.
+    """Return the storage of a model's experts: in `dtype`, or as `--expert-quantization` says.
 
-    Raises ConfigError for a model that has no experts to quantise or whose sizes no group divides.
+    Raise ConfigError for a model that has no experts to quantise or whose sizes no group divides.
     """
     if quantization == "none":
         return WeightStorage(FORMAT_OF[dtype])
@@ -83,7 +84,7 @@ def expert_storage(spec: DecoderSpec, dtype: torch.dtype, quantization: str = "n
 
 
 def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.device) -> MoeConfigs | None:
-    """How the model's experts, kept in `storage`, are computed by number of tokens; None for a model without any."""
+    """Return the kernel configurations, by number of tokens, for experts kept in `storage`; None without experts."""
     moe = spec.moe
     if moe is None:
         return None
@@ -94,7 +95,7 @@ def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.devi
 def attention_shape(
     spec: DecoderSpec, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
 ) -> AttentionShape:
-    """With keys and values stored as `kv_dtype`, default `dtype`.
+    """Return the shape of attention, with keys and values stored as `kv_dtype`, default `dtype`.
 
     Latent attention has one KV head, whose values are part of its keys.
     """
@@ -114,5 +115,5 @@ def kv_dtype_of(name: str) -> torch.dtype | None:
 
 
 def tuned_attention(shape: AttentionShape, device: torch.device) -> AttentionConfigs:
-    """The user's tuned files before those of the package."""
+    """Return the measured configurations; the user's tuned files go before those of the package."""
     return AttentionConfigs.find(shape, platform_of(device), (tuned_folder(), PACKAGED))

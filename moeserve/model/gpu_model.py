@@ -36,8 +36,9 @@ from moeserve.model.token_masks import MaskSource
 class GpuSettings:
     """The service's settings for a GPU.
 
-    kv_cache_memory: bytes, None for what is left. kv_dtype: of the KV blocks, None for the model's dtype.
-    expert_quantization: see `expert_storage`. states: what recurrent layers ask of this memory, None without any.
+    kv_cache_memory: bytes, None for all memory that is left. kv_dtype: of the KV blocks, None for the model's dtype.
+    expert_quantization: see `expert_storage`. states: the demand of recurrent layers on this memory, None without such
+    layers.
     """
 
     block_size: int
@@ -53,7 +54,7 @@ class GpuSettings:
 
 
 def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
-    """Share `memory` bytes out into recurrent states, if there are any, and KV blocks.
+    """Divide `memory` bytes between recurrent states, if there are any, and KV blocks.
 
     Return the blocks and their bytes. Raise ConfigError if too few fit.
     """
@@ -88,8 +89,7 @@ def make_runner(
     """Allocate the KV memory; on a GPU compile all kernels and, unless eager, capture the decode steps.
 
     configs: the kernel configurations of the decoder's experts. peers: the other ranks, which must do the same at the
-    same time. tap: observes the decoder's gates. grammars: enforces the
-    grammars of requests.
+    same time. tap: observes the decoder's gates. grammars: enforces the grammars of requests.
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
@@ -146,7 +146,7 @@ def allocated_bytes(device: torch.device) -> int:
 
 
 def forget_peak(device: torch.device) -> None:
-    """Reset the allocator's peak: memory that loading used for a while, as for quantising, is free for KV."""
+    """Reset the allocator's peak: memory that loading used temporarily, as for quantising, is free for KV."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 

@@ -1,7 +1,7 @@
 """Compute plans on a GPU: steps with prompts launch each kernel, decode steps replay a captured graph.
 
 `launch` returns as soon as the step is on the device's queue. The next plan may be launched before the results of this
-one are read: it takes the sampled tokens from the device.
+plan are read: it takes the sampled tokens from the device.
 
 A replay costs one launch instead of hundreds. It uses the kernel variants of the captured size and pads the step's rows
 to it. All graphs share one memory pool, so the largest is captured first. With several ranks a graph contains the
@@ -68,7 +68,7 @@ class LaunchedStep:
 class GpuModelRunner:
     """Owns a decoder, its KV memory and the memory of recurrent states.
 
-    What is in there only a plan says, but for the tokens that the last step sampled.
+    Only plans tell their contents, except for the tokens that the last step sampled.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GpuModelRunner:
     ) -> None:
         """computes: a decoder over `kv_pool` and `state_pool`, which is None without recurrent layers. decode: batches
         for decode steps; None launches every step's kernels (`--enforce-eager`). wait: among several ranks, a wait with
-        a time limit. grammars: without any, a request that has a grammar fails.
+        a time limit. grammars: if None, a request that has a grammar fails.
         """
         self._computes = computes
         self._kv_pool = kv_pool
@@ -175,7 +175,7 @@ class StepRouting:
 
 @dataclass(frozen=True, slots=True)
 class Computed:
-    """The outputs of a forward on the device, for the rows whose logits are wanted.
+    """The outputs of a forward on the device, for the rows that need logits.
 
     states: [S, H], after the last norm. logits: [S, vocab], None if the sampler computes them for a few states at a
     time. routing: None without a tap.

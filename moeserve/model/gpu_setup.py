@@ -125,9 +125,9 @@ class StepLimits:
 class LaunchVariants:
     """The variants of attention and experts that the steps of a model launch if they are not captured.
 
-    prefill: the key for the longest prompt of a step that is no short append-prefill. experts: the key for the rows of
-    a step, None for a model without experts. extends: which prompts are short append-prefills, None if none are.
-    sparse_layers: whether each layer has experts.
+    prefill: the key for the longest prompt of a step that is not a short append-prefill. experts: the key for the rows
+    of a step, None for a model without experts. extends: the limits of short append-prefills, None if there are none.
+    sparse_layers: by layer, True if it has experts.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class LaunchVariants:
         self._all_rows, self._wanted_rows = any(sparse_layers[:-1]), sparse_layers[-1]
 
     def of_step(self, shape: StepShape) -> frozenset[Hashable]:
-        """Return the variants of a step. Experts of the last layer compute only rows whose logits are wanted."""
+        """Return the variants of a step. Experts of the last layer compute only rows that need logits."""
         found: set[Hashable] = set()
         if shape.num_decodes:
             found.add("decode")
@@ -172,11 +172,11 @@ class LaunchVariants:
         return chosen
 
     def _simple_steps(self) -> Iterator[StepShape]:
-        """Yield steps whose variants are those of all steps: every variant depends on one number alone.
+        """Yield steps that together have the variants of all steps: every variant depends on one number alone.
 
-        These are one decode, prompts as long as can be of every number of tokens, and as many prompts of one token as
-        can be, which are more than short append-prefills take. If only the last layer has experts, all rows' logits are
-        wanted.
+        These are one decode, the longest possible prompts for every number of tokens, and as many prompts of one token
+        as possible, which are too many for short append-prefills. If only the last layer has experts, all rows need
+        logits.
         """
         limits = self._limits
         yield StepShape(1, (), 1)

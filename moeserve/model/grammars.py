@@ -1,7 +1,7 @@
 """The grammars of a rank's requests: one matcher per request, and the masks of a step, made while it is computed.
 
-A mask is a function of the grammar and the output so far, which both are in the plan. What is kept here only saves
-time: a matcher that does not fit (after a preemption, or lost) is made again from them.
+A mask is a function of the grammar and the output so far, which are both in the plan. Matchers are kept here only to
+save time: a matcher that does not fit (after a preemption, or lost) is made again from the plan.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _KEPT_MATCHERS = 64
 
 @dataclass(slots=True)
 class _Held:
-    """A request's matcher and the tokens that it has consumed. shared: its lexer is that of other requests too."""
+    """A request's matcher and the tokens that it has consumed. shared: True if other requests use the same lexer."""
 
     matcher: LLMatcher
     grammar: str
@@ -40,7 +40,7 @@ class _Held:
 
 
 class Grammars:
-    """Makes the masks of one rank's steps on a thread of its own, which alone touches grammars."""
+    """Makes the masks of one rank's steps on a thread of its own; only this thread touches grammars."""
 
     def __init__(self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
         """vocab_size: of the logits, which may be wider than the tokenizer, or narrower. Reads the file on the thread;
@@ -65,7 +65,7 @@ class Grammars:
                 self._held.pop(chunk.request_id, None)
                 errors[place] = f"{GRAMMAR_FAILED}{error}"
             except Exception as error:
-                # A fault of the library's, or of this code, is no other request's.
+                # A fault of the library, or of this code, must not fail another request.
                 log.error("grammar_fault", request_id=chunk.request_id, exc_info=error)
                 self._held.pop(chunk.request_id, None)
                 errors[place] = f"its grammar's mask could not be made: {type(error).__name__}"
@@ -75,7 +75,7 @@ class Grammars:
         return TokenMasks(rows, allowed[:, : self._num_words].contiguous(), errors)
 
     def _mask(self, chunk: Chunk) -> Tensor:
-        """Return the words of one row. Raises GrammarError."""
+        """Return the words of one row. Raise GrammarError."""
         assert chunk.sampling is not None
         assert chunk.sampling.grammar is not None
         assert chunk.extras is not None
@@ -85,7 +85,7 @@ class Grammars:
         held = self._caught_up(chunk.request_id, tokens, grammar, output)
         mask = _mask_of(held.matcher, tokens)
         if held.shared and _has_full_lexer(held.matcher):
-            # Requests that share a lexer fill it together, but no request may fail for another one.
+            # Requests that share a lexer fill it together, but no request may fail because of another one.
             self._compiled.pop(grammar, None)
             held = self._held[chunk.request_id] = _Held(compile_grammar(tokens, grammar), grammar, output, shared=False)
             held.matcher.consume_tokens(output.tolist())
@@ -97,7 +97,7 @@ class Grammars:
         return torch.from_numpy(_without(mask, chunk.extras.banned_token_ids).view(np.int32))
 
     def _caught_up(self, request_id: str, tokens: LLTokenizer, grammar: str, output: array[int]) -> _Held:
-        """Return a matcher that has consumed the output, or failed at it, as the latest of those that are kept."""
+        """Return a matcher that has consumed the output, or failed at it, now the most recently used one."""
         held = self._held.pop(request_id, None)
         if held is None or held.grammar != grammar or output[: len(held.consumed)] != held.consumed:
             held = _Held(self._compile(tokens, grammar).deep_copy(), grammar, array("i"), shared=True)
@@ -119,7 +119,7 @@ class Grammars:
 
 
 def _has_full_lexer(matcher: LLMatcher) -> bool:
-    """Return whether a matcher has failed at a limit of its lexer, and not of its own parser."""
+    """Return whether a matcher has failed at a limit of its lexer, not of its own parser."""
     return matcher.is_error() and matcher.get_error().startswith("lexer error")
 
 
@@ -134,7 +134,7 @@ def _mask_of(matcher: LLMatcher, tokens: LLTokenizer) -> np.ndarray[tuple[int], 
 def _without(
     mask: np.ndarray[tuple[int], np.dtype[np.uint32]], banned: Sequence[int]
 ) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
-    """Return the mask without banned tokens; as it is, if they are all that it allows."""
+    """Return the mask without banned tokens; unchanged if it allows only banned tokens."""
     kept = mask.copy()
     for token in banned:
         if token // 32 < len(kept):

@@ -1,4 +1,4 @@
-"""The memory that KV blocks live in. Which block holds what is not known here; `PrefixCache` decides it."""
+"""The memory of KV blocks. `PrefixCache` decides which block holds which tokens; the memory does not know."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from moeserve.model.spec import KvLayerSpec
 class KVPool:
     """Keys and values of every layer: pools [num_heads, num_slots, dim], slot = block id * block_size + offset.
 
-    Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy.
-    Where a layer's values are a prefix of its keys (`value_dim` 0) there is None in their place. On a CPU the memory is
-    taken when it is first written.
+    Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy. If a
+    layer's values are a prefix of its keys (`value_dim` 0), None takes their place. On a CPU the memory is taken when
+    it is first written.
 
     With `num_window_blocks` layers with a window have that many blocks of their own, which window tables name.
     """
@@ -46,9 +46,9 @@ class KVPool:
             self.layers.append((keys, values))
 
     def zero_blocks(self, block_ids: array[int], window_ids: Sequence[int] = ()) -> None:
-        """Clears blocks that changed hands, so that nothing of a former owner, not even a NaN, is ever read.
+        """Clear blocks that changed hands, so that no number of a former owner, not even a NaN, is ever read.
 
-        window_ids: of the window blocks among them.
+        window_ids: the ids of window blocks to clear.
         """
         device = self.layers[0][0].device
         ids, own = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (block_ids, window_ids))
@@ -64,7 +64,7 @@ class KVPool:
 def kv_pool_bytes(
     layers: Sequence[KvLayerSpec], num_blocks: int, num_window_blocks: int, block_size: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of a pool of so many blocks. num_window_blocks: of the layers with a window, 0 where they have none."""
+    """Return the bytes of a pool. num_window_blocks: for layers with a window, 0 without blocks of their own."""
     with_window = windowed(layers) if num_window_blocks else ()
     of_windows = kv_block_bytes(with_window, block_size, dtype)
     return num_blocks * (kv_block_bytes(layers, block_size, dtype) - of_windows) + num_window_blocks * of_windows
@@ -73,7 +73,7 @@ def kv_pool_bytes(
 def window_demand(
     layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype, max_num_seqs: int, step_tokens: int
 ) -> WindowDemand | None:
-    """Return what the layers with a window ask of memory, None without such layers."""
+    """Return the memory demand of the layers with a window, None without such layers."""
     with_window = windowed(layers)
     if not with_window:
         return None
@@ -87,7 +87,7 @@ def windowed(layers: Sequence[KvLayerSpec]) -> list[KvLayerSpec]:
 
 
 def kv_block_bytes(layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+    """Return the bytes of one block over all layers."""
     return block_size * dtype.itemsize * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers)
 
 

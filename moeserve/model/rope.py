@@ -32,7 +32,7 @@ def parse_rope(
 ) -> RopeSpec:
     """Read the ``rope_parameters`` of a configuration.
 
-    Raises UnsupportedModel for a kind of scaling that is not served, ModelError for one that lacks a value.
+    Raise UnsupportedModel for a kind of scaling that is not served, ModelError if a value is missing.
     """
     kind = parameters.get("rope_type") or "default"
     if kind not in _KINDS:
@@ -74,9 +74,9 @@ def parse_rope(
 
 
 def rope_frequencies(rope: RopeSpec, *, extended: bool = False) -> Frequencies:
-    """Return the frequencies of a request. extended: of one with more tokens than `rope_switch`.
+    """Return the frequencies of a request. extended: True if it has more tokens than `rope_switch`.
 
-    Dynamic scaling stays the default up to the context it starts from.
+    Dynamic scaling equals the default up to the context at which it starts.
     """
     return _longrope(rope, extended=True) if extended else _KINDS[rope.kind](rope)
 

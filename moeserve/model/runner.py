@@ -24,7 +24,7 @@ _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 
 
 class ModelRunner:
-    """Owns a decoder, its KV memory and the memory of recurrent states. What is in there only a plan says."""
+    """Owns a decoder, its KV memory and the memory of recurrent states. Only plans tell their contents."""
 
     def __init__(
         self,
@@ -34,8 +34,8 @@ class ModelRunner:
         grammars: MaskSource | None = None,
         state_pool: StatePool | None = None,
     ) -> None:
-        """tap: observes the decoder's gates; results carry what it heard. grammars: without any, a request that has one
-        fails. state_pool: None for a model without recurrent layers."""
+        """tap: observes the decoder's gates; results carry its observations. grammars: if None, a request that has a
+        grammar fails. state_pool: None for a model without recurrent layers."""
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._state_pool = state_pool
@@ -64,7 +64,7 @@ class ModelRunner:
         return sample_step(self._decoder, plan.chunks, places, states, masks=allowed).results()
 
     def _states(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
-        """Return [S, hidden] of the wanted rows, behind the last norm."""
+        """Return [S, hidden] after the last norm, of the rows that need logits."""
         if self._state_pool is not None:
             self._state_pool.begin(chunks)
         states = self._decoder.states(self._make_batch(chunks, logit_rows), self._pools)
@@ -74,15 +74,13 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
-        """Has the decoder settle, and computes a few steps of usual sizes, for which the matrix library prepares itself
-        once.
+        """Let the decoder settle, and compute a few steps of usual sizes, for which the matrix library prepares once.
 
-        `begin_step` is told each step's number of rows. Several ranks warm up together.
+        begin_step: receives each step's number of rows. Several ranks warm up together.
 
-        Writes into state slot 0 and into blocks from 0 on, as many as `max_num_tokens` tokens need or there are; nobody
-        may hold them yet.
-        Raises ModelError for a model that cannot be served, and CheckpointError if logits are not finite, after the
-        last step, which other ranks wait for.
+        Write into state slot 0 and into blocks from 0 on, as many as `max_num_tokens` tokens need or as exist; no
+        request may hold them yet. Raise ModelError for a model that cannot be served. Raise CheckpointError if logits
+        are not finite, but only after the last step, which other ranks wait for.
         """
         self._decoder.settle(begin_step)
         finite = True
@@ -92,7 +90,7 @@ class ModelRunner:
         largest = min(max_num_tokens, capacity, self._decoder.max_model_len)
         block_table = array("i", range(num_blocks))
         for count in sorted({min(size, largest) for size in (*_WARM_UP_SIZES, largest)}):
-            # Spread over the vocabulary, so that the gate spreads them over the experts.
+            # Spread tokens over the vocabulary, so that the gate spreads them over the experts.
             vocab_size = self._decoder.spec.vocab_size
             token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
             begin_step(count)

@@ -1,6 +1,6 @@
 """Tokens and log probabilities of a step: a pure function of logits, sampling data, seed and position.
 
-Everything is launched at once and waits for nothing; results are read when they are asked for.
+Everything is launched at once and waits for nothing; results are read on demand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeserve.model.token_masks import TokenMasks, forbid
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
-# Rows of logits that a prompt's log probabilities are made of together.
+# Rows of logits that are scored together for a prompt's log probabilities.
 SCORED_AT_ONCE = 256
 # Rows that are penalised together: counts of every token of the vocabulary are kept for each.
 _PENALISED_AT_ONCE = 32
@@ -39,7 +39,7 @@ class SampledStep:
     prompt_logprobs: dict[int, ScoredTokens]
 
     def results(self) -> list[ChunkResult]:
-        """One per chunk, after the device is done."""
+        """Return one result per chunk, after the device is done."""
         drawn = iter(() if self.drawn is None else self.drawn.results())
         results = []
         for number, chunk in enumerate(self.chunks):
@@ -58,10 +58,10 @@ def sample_step(
     logits: Tensor | None = None,
     masks: TokenMasks | None = None,
 ) -> SampledStep:
-    """Launches what the chunks want of states [S, H] of the wanted rows.
+    """Launch sampling and scoring for the chunks, from states [S, H] of the rows that need logits.
 
-    places: of each chunk among them. logits: [S, vocab] of the states if they are there; otherwise few rows of logits
-    are there at a time. masks: what grammars allow the sampled chunks.
+    places: each chunk's range of these rows. logits: [S, vocab] of the states; None to compute only a few rows of
+    logits at a time. masks: the tokens that grammars allow the sampled chunks.
     """
     drawing = [chunk for chunk in chunks if chunk.sampling is not None]
     drawn = None
@@ -81,12 +81,12 @@ def sample_step(
 
 
 def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks | None = None) -> Drawn:
-    """Launches the draws for logits [S, V] (any float dtype), row i being that of `chunks[i]`, which has `sampling`."""
+    """Launch the draws for logits [S, V] (any float dtype). Row i belongs to `chunks[i]`, which has `sampling`."""
     draws = [_draw_of(chunk) for chunk in chunks]
     adjusted = adjusted_logits(logits, chunks, masks)
     token_ids, largest = ops.sample(adjusted, draws)
     if adjusted is not logits:
-        # A banned token may be the only one that is finite; what counts is what the model said.
+        # A banned token may be the only finite one, so check the model's own logits.
         largest = logits.float().amax(-1)
     rows_of: dict[int, list[int]] = {}
     for row, chunk in enumerate(chunks):
@@ -114,9 +114,11 @@ def _draw_of(chunk: Chunk) -> Draw:
 
 @dataclass(slots=True)
 class Drawn:
-    """Tokens [S] int64 of a step on the device, for the next one, and their copies [S] on the host with what goes with
-    them: the rows' largest logits [S] fp32, and for rows that want log probabilities these with their places in them.
-    errors: of rows whose token means nothing.
+    """The drawn tokens of a step.
+
+    They lie on the device [S] int64 for the next step, and are copied to the host [S] with the rows' largest logits [S]
+    fp32. Rows that want log probabilities have these too, with their places in them. errors: of rows whose token has no
+    meaning.
     """
 
     token_ids: Tensor
@@ -126,7 +128,7 @@ class Drawn:
     errors: dict[int, str]
 
     def results(self) -> list[ChunkResult]:
-        """One result per sampled chunk, after the device is done. A row that is not finite fails alone."""
+        """Return one result per sampled chunk, after the device is done. A row that is not finite fails alone."""
         results = []
         for row, (token_id, largest) in enumerate(zip(self.home.tolist(), self.largest.tolist(), strict=True)):
             if not math.isfinite(largest):
@@ -142,7 +144,7 @@ class Drawn:
 
 
 class Logprobs:
-    """Log probabilities of one token per row of logits, with the likeliest of each row, on their way to the host."""
+    """Log probabilities of one token per row of logits and of the row's likeliest tokens, on their way to the host."""
 
     def __init__(self, logits: Tensor, token_ids: Tensor, num_top: int) -> None:
         """logits [S, V], token_ids [S] int64 on the same device."""
@@ -151,7 +153,7 @@ class Logprobs:
         self._top = tuple(to_host(part) for part in logprobs.topk(min(num_top, logits.shape[1]))) if num_top else None
 
     def of_row(self, row: int) -> TokenLogprobs:
-        """After the device is done."""
+        """Return a row's result, after the device is done."""
         value = float(self._chosen[row])
         if self._top is None:
             return TokenLogprobs(value)
@@ -160,7 +162,7 @@ class Logprobs:
 
 
 class ScoredTokens:
-    """Log probabilities of the tokens that follow some states: few rows of logits are there at a time."""
+    """Log probabilities of the tokens that follow some states; only a few rows of logits exist at a time."""
 
     def __init__(
         self, logits_of: Callable[[Tensor], Tensor], states: Tensor, token_ids: array[int], num_top: int
@@ -173,13 +175,16 @@ class ScoredTokens:
         ]
 
     def all(self) -> list[TokenLogprobs]:
-        """After the device is done."""
+        """Return all results, after the device is done."""
         return [found.of_row(row) for count, found in self._parts for row in range(count)]
 
 
 def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks | None = None) -> Tensor:
-    """A copy of logits [S, V] in fp32 with the penalties, then the biases, then the bans that `chunks`, one per row,
-    wish, and at last the masks; the same tensor if no row wishes any. A row's bits do not depend on the others."""
+    """Return a copy of logits [S, V] in fp32, adjusted as `chunks`, one per row, and `masks` ask.
+
+    Penalties come first, then biases, then bans, at last the masks. If no row asks for any, return the same tensor. A
+    row's bits do not depend on other rows.
+    """
     penalised = [row for row, chunk in enumerate(chunks) if chunk.extras is not None and chunk.extras.history]
     places, biases, banned = _changes(chunks, logits.shape[1])
     if not (penalised or places or banned) and masks is None:
@@ -200,7 +205,7 @@ def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks |
 
 
 def _changes(chunks: Sequence[Chunk], vocab_size: int) -> tuple[array[int], array[float], array[int]]:
-    """Biased places among all rows' logits, their biases, and banned places: masks of grammars hold their own bans."""
+    """Return biased places among all rows' logits, their biases, and banned places; masks hold bans of their own."""
     places, biases, banned = array("q"), array("f"), array("q")
     for row, chunk in enumerate(chunks):
         first = row * vocab_size
@@ -213,7 +218,7 @@ def _changes(chunks: Sequence[Chunk], vocab_size: int) -> tuple[array[int], arra
 
 
 def _penalise(flat: Tensor, vocab_size: int, rows: Sequence[int], chunks: Sequence[Chunk]) -> None:
-    """Changes logits [S * V] of tokens that occurred in the histories (prompt, then output) of some rows.
+    """Change the logits [S * V] of tokens that occurred in the histories (prompt, then output) of some rows.
 
     Repetition (Keskar et al., 2019) divides positive and multiplies negative logits of every token seen; presence and
     frequency subtract once, or once per occurrence, for tokens of the output.
@@ -248,5 +253,5 @@ def _penalise(flat: Tensor, vocab_size: int, rows: Sequence[int], chunks: Sequen
     places = to_device(array("q", rows), device)[row_of] * vocab_size + token_ids
     found = flat[places]
     found = torch.where(found > 0, found / repetition, found * repetition)
-    # Where a token occurs several times the same value is written each time.
+    # If a token occurs several times, the same value is written each time.
     flat.index_copy_(0, places, torch.where(counts > 0, found - (presence + frequency * counts), found))

@@ -1,4 +1,4 @@
-"""How large a model is by its configuration alone: its parameters, and the tensors that a checkpoint would hold."""
+"""The size of a model by its configuration alone: its parameters, and the tensors that a checkpoint would hold."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from moeserve.model.checkpoint import (
 from moeserve.model.spec import DecoderSpec, QuantizationSpec
 
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-# Of quantised checkpoints, these projections stay as they were trained.
+# In quantised checkpoints, these projections stay as they were trained.
 _NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate", "conv"})
 _NOWHERE = Path("config.json")
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterCount:
-    """total: all numbers of the checkpoint; tied embeddings count once. active: of them, those that compute one token:
-    all but the experts that its gates do not choose; None if not known. experts: of all experts of all layers."""
+    """Numbers of parameters.
+
+    total: all numbers of the checkpoint; tied embeddings count once. active: the numbers that compute one token, all
+    but the experts that its gates do not choose; None if not known. experts: of all experts of all layers.
+    """
 
     total: int
     active: int | None
@@ -51,7 +54,7 @@ def count_parameters(spec: DecoderSpec) -> ParameterCount:
 
 
 def stored_dtype(named: object) -> str | None:
-    """Return how safetensors names the dtype that a configuration names; None if it names none that is plain."""
+    """Return safetensors' name for the dtype that a configuration names; None if it names no plain dtype."""
     return _STORED.get(str(named).removeprefix("torch."))
 
 

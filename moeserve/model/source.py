@@ -1,4 +1,4 @@
-"""From what the user wrote as MODEL to a checked folder on this machine: a local one, the hub's, or the demo's.
+"""From the user's MODEL to a checked folder on this machine: a local folder, the hub's, or the demo's.
 
 Of a hub model only configs, tokenizers, templates and safetensors weights are fetched, into the hub library's own
 cache: never code, never pickles.
@@ -44,7 +44,7 @@ def resolve_model(
     """Return the folder that holds `model`: a local folder, a model of the hub, or for None the demo model.
 
     cache_dir: where to build the demo or keep hub models; the default is the cache of each. offline: use only what is
-    on this machine. Raises ModelError.
+    on this machine. Raise ModelError.
     """
     report = progress or silent
     if model is None:
@@ -65,7 +65,7 @@ def resolve_model(
 def resolve_config(model: str, *, revision: str | None = None, offline: bool = False) -> Path:
     """Return a folder that holds the `config.json` of `model`, a local folder or a model of the hub, and perhaps more.
 
-    Of a hub model nothing else is fetched. Raises ModelError.
+    Of a hub model nothing else is fetched. Raise ModelError.
     """
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
@@ -92,7 +92,8 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
 
 
 def _is_path(model: str) -> bool:
-    """Tell a path from a hub name, which has at most one slash and never starts like a path. What exists is a path."""
+    """Tell a path from a hub name, which has at most one slash and never starts like a path. Anything that exists is a
+    path."""
     return (
         model.startswith(("/", "./", "../", "~"))
         or model in ("", ".", "..")
@@ -119,7 +120,7 @@ def _refuse_revision(revision: str | None, what: str) -> None:
 def check_folder(folder: Path) -> Path:
     """Return `folder` if it holds a config, safetensors weights (all shards of the index) and a tokenizer.
 
-    Do not read weights. Raises ModelError, which names the first thing that is missing.
+    Do not read weights. Raise ModelError, which names the first thing that is missing.
     """
     try:
         if not folder.is_dir():
@@ -150,7 +151,7 @@ def _check_encodable(folder: Path) -> None:
 
 
 def _check_files_of(folder: Path) -> None:
-    """Raise ModelError for a file that would be read but is no regular file, too large or not readable.
+    """Raise ModelError for a file that would be read but is not a regular file, is too large or not readable.
 
     Nothing is read, so a pipe or an endless file costs nothing.
     """
@@ -202,7 +203,7 @@ def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Pat
     """Return the folder of a hub model at `revision` (default: the main branch). Fetch what is missing.
 
     Resume an interrupted download. Without a network, or with `offline` or HF_HUB_OFFLINE, a complete copy in the cache
-    is enough. cache_dir: default is the hub library's. Raises ModelError.
+    is enough. cache_dir: the hub library's by default. Raise ModelError.
     """
     from huggingface_hub import constants
 
@@ -237,7 +238,7 @@ def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]
 
 
 def _check_files(model: str, info: "ModelInfo", cache: Path) -> int:
-    """Return the bytes still to be fetched. Raises ModelError if the repository cannot be served at all."""
+    """Return the bytes still to be fetched. Raise ModelError if the repository cannot be served at all."""
     from huggingface_hub import try_to_load_from_cache
 
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
@@ -352,7 +353,7 @@ def _progress_bar_class(report: Progress, total: int) -> type:
         def update(self, n: float | None = 1) -> None:
             if not self._counts_bytes:
                 return
-            # The library counts bytes received and bytes written on two bars; the one further on is the truth.
+            # The library counts bytes received and bytes written on two bars; the larger count is right.
             with lock:
                 arrived[id(self)] = arrived.get(id(self), 0) + int(n or 0)
                 report("download", min(max(arrived.values()), total), total)

@@ -1,4 +1,4 @@
-"""A decoder described by data, and how the preparation of a model tells its caller of progress and of errors."""
+"""A decoder described by data, and the progress and errors that the preparation of a model reports."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class DecoderSpec:
 
     sparse_layers, windows: one entry per layer. A sparse layer has experts. With a window of n a query sees the last n
     positions, its own included; with None it sees all. recurrent_layers: one entry per layer, or empty for none; a
-    recurrent layer has `delta_net` in place of attention. max_position: the longest context, in tokens, that the
-    position embedding is meant for. intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one
-    plus the stored weight.
+    recurrent layer has `delta_net` in place of attention. max_position: the longest context, in tokens, for which the
+    position embedding is meant. intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one plus
+    the stored weight.
     """
 
     model_type: str
@@ -79,7 +79,7 @@ class DecoderSpec:
 
     @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
-        """Return the state of a request in each recurrent layer: inputs of the convolution, and a matrix per head."""
+        """The states of a request in each recurrent layer: inputs of the convolution, and a matrix per head."""
         net = self.delta_net
         if net is None:
             return ()
@@ -94,9 +94,9 @@ class DecoderSpec:
 class AttentionSpec:
     """Multi-head attention with shared key and value heads.
 
-    qk_norm: RMS norm of queries and keys, per ``head`` or over the ``flat`` projection.
-    clip_qkv: bound on the projections. sinks: one learned logit per head takes part in the softmax. gated: the output
-    is multiplied by the sigmoid of one more projection, stored head by head behind the queries.
+    qk_norm: RMS norm of queries and keys, per ``head`` or over the ``flat`` projection. clip_qkv: bound on the
+    projections. sinks: one learned logit per head takes part in the softmax. gated: the output is multiplied by the
+    sigmoid of one more projection, stored head by head behind the queries.
     """
 
     num_heads: int
@@ -194,9 +194,9 @@ class SharedExpertSpec:
 class KvLayerSpec:
     """The KV cache of one layer.
 
-    Per token it holds ``num_heads * key_dim`` numbers and ``num_heads * value_dim`` more. value_dim is 0 where the
-    values are a prefix of the keys. window: how many tokens a token sees, its own included; None where it sees all, or
-    where what it does not see cannot be left out.
+    Per token it holds ``num_heads * key_dim`` numbers and ``num_heads * value_dim`` more. value_dim is 0 if the values
+    are a prefix of the keys. window: the number of tokens that a token sees, itself included; None if it sees all, or
+    if the tokens that it does not see cannot be left out.
     """
 
     num_heads: int
@@ -223,9 +223,9 @@ class QuantizationSpec:
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """Everything that decides the rotation of a position.
+    """The facts that decide the rotation of a position.
 
-    rotary_dim: how many channels are rotated, from the first on; even. interleaved: pairs are (0, 1), (2, 3), ...
+    rotary_dim: the number of rotated channels, from the first on; even. interleaved: pairs are (0, 1), (2, 3), ...
     instead of (i, i + rotary_dim / 2). keep_fp32: rotate in fp32 also in models of lower precision.
     original_max_position: the context length before any extension. Each other field belongs to some kinds only.
     """
@@ -255,8 +255,8 @@ class ModelSpec(Protocol):
     """The facts about a model that the service needs, whichever code computes it.
 
     moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. last_layer_is_partial: the
-    last layer has experts, and they see only the rows whose logits are wanted. keeps_snapshots: a request's states can
-    be copied.
+    last layer has experts, and they see only the rows that need logits. keeps_snapshots: a request's states can be
+    copied.
     """
 
     @property
@@ -314,7 +314,7 @@ class CheckpointError(ModelError):
     """The weight files are missing, damaged or do not fit the configuration."""
 
 
-# Of weights that load and still compute nothing.
+# The message for weights that load but compute no finite numbers.
 NO_NUMBERS = "The model's answer to a first prompt is not finite numbers: its weights are damaged."
 
 

@@ -1,4 +1,4 @@
-"""The memory that recurrent states live in. Which row belongs to whom is not known here; the scheduler decides it."""
+"""The memory of recurrent states. The scheduler decides which row belongs to which request or snapshot."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class StatePool:
             self.layers.append(tuple(states))
 
     def begin(self, chunks: Sequence[Chunk]) -> None:
-        """Fill the chunks' slots: from a snapshot where the plan names one, with zeros at the start of a request."""
+        """Fill the chunks' slots: from a snapshot if the plan names one, with zeros at the start of a request."""
         for chunk in chunks:
             use = chunk.state
             assert use is not None, "a plan for a model with recurrent layers names the state of every chunk"
@@ -66,7 +66,7 @@ class StatePool:
 
 
 def state_rows(chunks: Sequence[Chunk]) -> StateRows:
-    """Return which rows of a step go with which slot."""
+    """Return the rows of a step by slot."""
     bounds, slots = [0], []
     for chunk in chunks:
         assert chunk.state is not None
@@ -76,14 +76,14 @@ def state_rows(chunks: Sequence[Chunk]) -> StateRows:
 
 
 def state_row_bytes(layers: Sequence[Sequence[StateShape]], dtype: torch.dtype) -> int:
-    """Bytes of one slot or snapshot over all recurrent layers."""
+    """Return the bytes of one slot or snapshot over all recurrent layers."""
     return sum(_layout(state, dtype)[1] for shapes in layers for state in shapes)
 
 
 def pools_by_layer(
     spec: DecoderSpec, kv_layers: Sequence[tuple[Tensor, Tensor | None]], state_pool: StatePool | None
 ) -> LayerPools:
-    """Return the pools of every layer of a decoder, in its order. kv_layers: those of the layers with attention."""
+    """Return the pools of every layer of a decoder, in its order. kv_layers: the pools of the layers with attention."""
     if state_pool is None:
         return list(kv_layers)
     kv, states = iter(kv_layers), iter(state_pool.layers)
@@ -98,6 +98,6 @@ def pools_by_layer(
 
 
 def _layout(state: StateShape, dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """Return the dtype of a state, and its bytes up to where the next one begins."""
+    """Return the dtype of a state, and its bytes up to the start of the next state."""
     dtype = torch.float32 if state.keep_fp32 else dtype
     return dtype, -(-prod(state.shape) * dtype.itemsize // _ALIGNMENT) * _ALIGNMENT

@@ -1,4 +1,4 @@
-"""A plan's chunks as plain arrays, and the sizes decode batches are padded to. No torch here."""
+"""A plan's chunks as plain arrays, and the sizes to which decode batches are padded. No torch here."""
 
 from __future__ import annotations
 
@@ -21,17 +21,21 @@ def _int32() -> array[int]:
 
 @dataclass(frozen=True, slots=True)
 class ExtendLimits:
-    """Which prompts attention computes as short extends: at most `max_query_len` new tokens each, and all of a step
-    together at most `max_tiles` tiles of `tokens_per_tile`."""
+    """The limits of prompts that attention computes as short extends.
+
+    Each has at most `max_query_len` new tokens, and all of a step together take at most `max_tiles` tiles of
+    `tokens_per_tile` tokens.
+    """
 
     max_query_len: int
     tokens_per_tile: int
     max_tiles: int
 
     def run(self, query_lens: Sequence[int]) -> tuple[int, int]:
-        """The most neighbours that are computed so, the first such: places first ... end - 1; equal for none.
+        """Return the places first, end of the longest run of neighbours computed as short extends; equal for none.
 
-        One run, because each is two launches per layer; the prompts beside it are computed as long ones are.
+        It is the first such run. There is only one, because each run is two launches per layer; other prompts are
+        computed like long ones.
         """
         best = (0, 0)
         first = tiles = 0
@@ -52,14 +56,14 @@ class ExtendLimits:
 
 
 def share_prompts(prompt_lens: Sequence[int], extends: ExtendLimits | None) -> tuple[tuple[int, int] | None, int]:
-    """Return the places (first, end) of prompts computed as short extends, None for none, and the longest other one."""
+    """Return the places (first, end) of prompts computed as short extends, or None, and the longest other length."""
     first, end = (0, 0) if extends is None else extends.run(prompt_lens)
     return (first, end) if first < end else None, max([*prompt_lens[:first], *prompt_lens[end:]], default=0)
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Sequences with one new token each, then prompts. The logits of `num_logits` rows, the last ones, are wanted."""
+    """Sequences with one new token each, then prompts. The last `num_logits` rows need logits."""
 
     num_decodes: int
     prompt_lens: tuple[int, ...]
@@ -74,12 +78,12 @@ class StepShape:
 class StepArrays:
     """Rows of a step, one chunk after another.
 
-    Per row: token_ids, positions (rows of the table of rotary angles), slots. sources: the place among the previous
-    step's drawn tokens that holds the row's token, -1 where `token_ids` does; empty if no row has one. Per chunk:
-    seq_lens (with the new tokens), query_starts (one more), block_tables; state_slots, empty for a model without
-    recurrent states. The first `num_decodes` chunks have one token each. window_slots and window_tables are slots and
-    block_tables for layers with window blocks, empty for a model without; entries of blocks that no row sees repeat the
-    first one that some row does.
+    Per row: token_ids, positions (rows of the table of rotary angles), slots. sources: the place of the row's token
+    among the previous step's drawn tokens, -1 if `token_ids` holds the token; empty if no row has such a place. Per
+    chunk: seq_lens (with the new tokens), query_starts (one entry more), block_tables; state_slots, empty for a model
+    without recurrent states. The first `num_decodes` chunks have one token each. window_slots and window_tables are
+    slots and block_tables for layers with window blocks, empty for a model without. Entries of blocks that no row sees
+    repeat the first block that some row sees.
     """
 
     token_ids: array[int] = field(default_factory=_int64)
@@ -101,7 +105,7 @@ class StepArrays:
 
     @property
     def prompt_lens(self) -> list[int]:
-        """New tokens of the chunks behind the decodes."""
+        """The numbers of new tokens of the chunks after the decodes."""
         starts = self.query_starts[self.num_decodes :]
         return [end - start for start, end in pairwise(starts)]
 
@@ -144,12 +148,12 @@ def _add_slots(slots: array[int], table: array[int], first: int, last: int, bloc
 
 
 def capture_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """Batch sizes to capture: 1, 2, 4, then every eighth up to 256, every sixteenth beyond, and `max_num_seqs`."""
+    """Return the batch sizes to capture: 1, 2, 4, then multiples of 8 up to 256, of 16 beyond, and `max_num_seqs`."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, max_num_seqs + 1, 16), max_num_seqs}
     return tuple(sorted(size for size in sizes if size <= max_num_seqs))
 
 
 def padded_size(count: int, sizes: Sequence[int]) -> int | None:
-    """The smallest of `sizes` (ascending) that `count` fits into; None if none does."""
+    """Return the smallest of `sizes` (ascending) that is at least `count`; None for a count of 0 or above all sizes."""
     place = bisect_left(sizes, count)
     return sizes[place] if count and place < len(sizes) else None

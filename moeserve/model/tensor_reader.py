@@ -91,7 +91,7 @@ class TensorReader:
     def read_biases(
         self, tensors: Mapping[str, StoredTensor], keys: Sequence[str], dtype: torch.dtype
     ) -> Tensor | None:
-        """Return the biases of projections one after another, zeros for one without, or None if all are without."""
+        """Return the biases of projections one after another, zeros for a missing one, or None if all are missing."""
         found = [self.read_optional(tensors, f"{key}.bias", dtype) for key in keys]
         if all(bias is None for bias in found):
             return None

@@ -1,4 +1,4 @@
-"""Which tokens grammars allow in the rows of a step, as bits, and how logits heed them. Knows no grammars."""
+"""The tokens that grammars allow in the rows of a step, as bits, and their effect on logits. Knows no grammars."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class TokenMasks:
     """The allowed tokens of some rows of a step.
 
     rows: their places among the step's sampled chunks. allowed: [len(rows), W] int32 on the host; bit b of word w
-    stands for token 32 w + b, and tokens beyond the last word are forbidden. errors: by place, of rows whose grammar
-    has failed, which are not among `rows`.
+    stands for token 32 w + b, and tokens beyond the last word are forbidden. errors: by place, for rows whose grammar
+    has failed; these are not among `rows`.
     """
 
     rows: array[int]
@@ -39,8 +39,7 @@ class MaskSource(Protocol):
 
 
 def begin_masks(source: MaskSource | None, chunks: Sequence[Chunk]) -> Future[TokenMasks] | None:
-    """Begin the masks of a step; None if no chunk of it has a grammar. Without a source all chunks that have one
-    fail."""
+    """Begin the masks of a step; None if no chunk has a grammar. Without a source, all chunks with a grammar fail."""
     constrained = []
     place = 0
     for chunk in chunks:
@@ -78,6 +77,6 @@ def forbid(logits: Tensor, masks: TokenMasks) -> None:
 
 @cache
 def _changes_of_byte(device: torch.device) -> Tensor:
-    """[256, 8] fp32: what a byte of a mask adds to the logits of its eight tokens."""
+    """Return [256, 8] fp32: the numbers that a byte of a mask adds to the logits of its eight tokens."""
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return torch.where(bits == 1, 0.0, -torch.inf).to(device)

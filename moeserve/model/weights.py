@@ -1,6 +1,6 @@
 """Loading a checkpoint into a Decoder, layer by layer, so that no second copy of the model is ever in memory.
 
-What is read goes to the device of the operations that the decoder computes with, one layer's tensors at a time.
+Tensors go to the device of the decoder's operations, one layer at a time.
 """
 
 from __future__ import annotations
@@ -53,9 +53,8 @@ def load_decoder(
 
     ops: of the device, default those of the CPU. max_model_len: longest context to serve, the model's own if None.
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
-    others. observers: of all steps. progress(done_bytes, total_bytes).
-    Every tensor's name and shape is checked before memory is taken: raises CheckpointError. How much memory that
-    will be, ``WeightPlan.loaded_num_bytes`` tells beforehand.
+    others. observers: of all steps. progress(done_bytes, total_bytes). Check every tensor's name and shape before
+    memory is taken; raise CheckpointError. ``WeightPlan.loaded_num_bytes`` tells the needed memory beforehand.
     """
     ops = ops or CpuOps()
     index = read_index(directory)
@@ -78,7 +77,7 @@ def load_decoder(
 
 
 class _Loader:
-    """Knows which tensors each part of a decoder is made of, reads them and has `ops` pack them."""
+    """Knows the tensors of each part of a decoder, reads them and has `ops` pack them."""
 
     def __init__(
         self,
@@ -93,7 +92,7 @@ class _Loader:
         self._dispatch_of, self._observers = dispatch_of, observers
 
     def embedding(self, stored: StoredTensor) -> Tensor:
-        """Rows are widened when looked up, so a table of 16-bit numbers need not take 32."""
+        """Load the table. Rows are widened when looked up, so a table of 16-bit numbers need not take 32 bits."""
         narrow = self._ops.keeps_narrow and self._dtype == torch.float32
         return self._tensor(stored, _NARROW.get(stored.dtype, self._dtype) if narrow else self._dtype)
 
@@ -112,8 +111,10 @@ class _Loader:
     def linear(
         self, tensors: Tensors, *keys: str, dtype: torch.dtype | None = None, order: Tensor | None = None
     ) -> Linear:
-        """One projection out of those of ``keys``, their rows one below the other. dtype: of its input, default the
-        model's. order: which of these rows come first; None for as they are."""
+        """Load one projection from those of ``keys``, their rows one below the other.
+
+        dtype: of its input, default the model's. order: a new order of these rows, None to keep it.
+        """
         dtype = dtype or self._dtype
         rows, biases = self._rows([tensors[key] for key in keys], dtype), self._biases(tensors, keys, dtype)
         if order is not None:
@@ -185,7 +186,7 @@ class _Loader:
         )
 
     def _gated(self, tensors: Tensors, prefix: str) -> GatedBlock:
-        """A dense block of the tensors whose names begin with ``prefix``."""
+        """Load a dense block from the tensors whose names begin with ``prefix``."""
         gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
         dtype = self._kept_dtype([tensors[key] for key in (gate, up, down)], self._dtype)
         return self._ops.pack_gated(
@@ -198,7 +199,7 @@ class _Loader:
         )
 
     def _moe(self, tensors: Tensors, plan: ExpertsPlan, number: int) -> MoeLayer:
-        """The block of experts of layer ``number``."""
+        """Load the block of experts of layer ``number``."""
         moe = self._spec.moe
         assert moe is not None
         gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
@@ -220,7 +221,7 @@ class _Loader:
 
     def _norm_weight(self, stored: StoredTensor) -> Tensor:
         if self._spec.zero_centred_norms:
-            # Added to one, a weight of 16 bits would lose most of them.
+            # Added to one in 16 bits, a weight would lose most of its bits.
             return self._tensor(stored, torch.float32) + 1.0
         return self._tensor(stored)
 
@@ -231,7 +232,7 @@ class _Loader:
         return self._tensor(tensors[key], dtype) if key in tensors else None
 
     def _rows(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> Tensor:
-        """Weights of a projection that computes in ``dtype``, one below the other."""
+        """Return the weights of a projection that computes in ``dtype``, one below the other."""
         return self._reader.read_rows(parts, self._kept_dtype(parts, dtype)).to(self._ops.device)
 
     def _biases(self, tensors: Tensors, keys: Sequence[str], dtype: torch.dtype) -> Tensor | None:
@@ -239,7 +240,7 @@ class _Loader:
         return None if found is None else found.to(self._ops.device)
 
     def _kept_dtype(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> torch.dtype:
-        """bfloat16 where products in float32 read such weights as they are, else ``dtype``."""
+        """Return bfloat16 if products in float32 read such weights as they are, else ``dtype``."""
         narrow = self._ops.keeps_narrow and dtype == torch.float32
         return torch.bfloat16 if narrow and all(part.dtype in KEPT_IN_BFLOAT16 for part in parts) else dtype
 

@@ -2,8 +2,8 @@
 
 Ranks that one supervisor started read everything from their run context. Otherwise rank 0 announces its sockets in
 torchrun's store. Anybody who reaches the store's port can write to it, so between nodes only the key decides: ranks
-talk to holders of the same key and to nobody else. The key encrypts their messages (ZeroMQ CURVE); one key pair serves
-both ends. It does not cover tensors, which travel through torch's own collectives. Addresses are IPv4.
+talk only to holders of the same key. The key encrypts their messages (ZeroMQ CURVE); one key pair serves both ends. It
+does not cover tensors, which travel through torch's own collectives. Addresses are IPv4.
 """
 
 from __future__ import annotations

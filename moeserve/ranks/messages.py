@@ -17,7 +17,7 @@ class RankError(Exception):
 
 
 class Joined(Message):
-    """A rank's process runs, on a machine named `node`. `software` and `model_hash` must equal those of rank 0.
+    """A rank's process runs on a machine named `node`. `software` and `model_hash` must equal those of rank 0.
 
     `pid` has a meaning only for a receiver with the same `machine` (`moeserve.ranks.meeting.machine_id`).
     """
@@ -41,8 +41,8 @@ class Setup(Message):
 
     settings: the settings of rank 0, JSON of a `ServeConfig` without API keys. pid: the process of rank 0. num_blocks:
     the KV blocks of each rank, like the other numbers of `moeserve.device.KvBudget`. placement[layer][expert]: the
-    ranks that hold the expert (`experts.placement`). expert_slots: the number of slots of each layer on each rank, None
-    where a rank keeps all its experts in memory.
+    ranks that hold the expert (`experts.placement`). expert_slots: by layer, the number of slots on each rank; None if
+    every rank keeps all its experts in memory.
     """
 
     settings: bytes

@@ -162,7 +162,7 @@ class RankSteps:
             self._link.receive()
 
     def _next(self) -> Any:
-        """Return the next message of rank 0. Meanwhile finish steps; rank 0 bounds how long that may take."""
+        """Return the next message of rank 0. Meanwhile finish steps; rank 0 bounds the time that they may take."""
         while self._in_flight:
             if self._in_flight[0].done:
                 self._finish(self._in_flight.popleft())

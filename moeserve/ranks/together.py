@@ -1,6 +1,6 @@
 """How ranks begin a step together: all replay a captured graph of one size, or each computes its own rows.
 
-Ranks need not agree on that by messages: it follows from the numbers of rows of all ranks, which each rank knows.
+Ranks need no messages to agree: the choice follows from the numbers of rows of all ranks, which each rank knows.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class StepRows:
     """The rows of one step on all ranks.
 
     num_rows[r]: the rows of rank r in all layers but the last. num_logit_rows[r]: its rows in the last layer.
-    only_decodes: whether every chunk of every rank is one token whose logits are wanted.
+    only_decodes: True if every chunk of every rank is one token that needs logits.
     """
 
     num_rows: Sequence[int]

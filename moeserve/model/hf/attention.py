@@ -1,7 +1,7 @@
 """Attention of a ragged step under transformers' attention modules, through its attention interface.
 
-The module has projected and rotated the rows; their keys and values are in the KV memory by now. What a module computes
-in the common way is computed by our paged kernel; any other form by the module's own function, one lane after another.
+The module has projected and rotated the rows, and their keys and values are already in the KV memory. Our paged kernel
+computes attention of the common forms; the module's own function computes any other form, one lane after another.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class PagedAttention:
         self._takes_kernel = form is not None and not hasattr(module, "expand_kv")
 
     def __call__(self, query: Tensor, key: Tensor, mask: RowMask, scale: float, options: dict[str, Any]) -> Tensor:
-        """query [1, H, T, D] -> [1, T, H, Dv]. key: of the step's rows, as a layer's cache returned it."""
+        """query [1, H, T, D] -> [1, T, H, Dv]. key: the keys of the step's rows, as a layer's cache returned them."""
         step = self._step
         kind = step.kind_of(mask)
-        # A layer may attend over the keys of another one.
+        # A layer may attend over the keys of another layer.
         _, memory = step.written.get(id(key), (key, self._memory))
         keys, values = step.pools[memory.pools["keys"]], memory.pools.get("values")
         if not (self._takes_kernel and kind.causal and values is not None and options.get("position_bias") is None):
@@ -71,7 +71,7 @@ class PagedAttention:
         keys_pool: Tensor,
         values_pool: Tensor | None,
     ) -> Tensor:
-        """The module's own function over each request's gathered keys and values, which are in `memory`."""
+        """Call the module's own function on each request's keys and values, gathered from `memory`."""
         eager = _eager_of(type(self._module).__module__)
         parts = []
         for lane in self._step.lanes:
@@ -103,7 +103,7 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention interface; `key` and `value` are those of the step's rows, which the pools have."""
+    """Implement transformers' attention interface. The pools already hold `key` and `value` of the step's rows."""
     options.pop("dropout", None)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return getattr(module, _ATTRIBUTE)(query, key, attention_mask, scale, options), None
@@ -120,7 +120,7 @@ def _eager_of(module_name: str) -> Any:
 def _form_of(module_name: str) -> str | None:
     """Return `plain` or `sinks` if modules of this file attend in the way of llama or gpt-oss, else None.
 
-    transformers copies one function into the file of every model: what it is, is told by its text.
+    transformers copies one function into the file of every model, so the text of the function tells its form.
     """
     text = _text(module_name)
     if text == _text(modeling_llama.__name__):

@@ -1,4 +1,4 @@
-"""Transformers' caches over our memory: they write rows into their slots, and show a mixer what it may see."""
+"""Transformers' caches over our memory: they write rows into their slots, and show a mixer the rows it may see."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class _StepLayer(DynamicLayer):
 class _StepStateLayer(LinearAttentionLayer, _StepLayer):  # type: ignore[misc,override]
     """The layer of a step of many requests that keeps states.
 
-    It has no state and takes none, so that a mixer computes as it would without a past; `moeserve.model.hf.scans` knows
-    the states of the requests.
+    It holds no state and stores none, so a mixer computes as if there were no past; `moeserve.model.hf.scans` reads and
+    updates the states of the requests.
     """
 
     def __init__(self, memory: LayerMemory, step: Step) -> None:
@@ -59,7 +59,7 @@ class _StepStateLayer(LinearAttentionLayer, _StepLayer):  # type: ignore[misc,ov
 
 
 class LaneLayer(DynamicLayer):
-    """One request's keys and values, and keys of an indexer, to a mixer that sees that request alone."""
+    """One request's keys, values and indexer keys, for a mixer that sees only that request."""
 
     indexer_position_ids = None
 
@@ -102,7 +102,7 @@ class StateLayer(LinearAttentionLayer):
     """The states of some requests (dimension 0), as views of their slots or gathered from them."""
 
     def __init__(self, states: Mapping[str, Tensor], *, started: bool) -> None:
-        """states: by `NamedState.name`. started: they hold the states behind earlier tokens."""
+        """states: by `NamedState.name`. started: True if they hold the states after earlier tokens."""
         places = [(name, *name.split(".")) for name in states]
         super().__init__(number_of_states=_num_states(states))
         for name, kind, number in places:
@@ -116,7 +116,7 @@ class StateLayer(LinearAttentionLayer):
 
 
 class LaneStateLayer(StateLayer, LaneLayer):  # type: ignore[misc,override]
-    """A layer that keeps both, rows of tokens and states."""
+    """A layer that keeps both rows of tokens and states."""
 
     def __init__(self, memory: LayerMemory, step: Step, lane: Lane, states: Mapping[str, Tensor]) -> None:
         StateLayer.__init__(self, states, started=lane.start > 0)
@@ -144,7 +144,7 @@ def step_cache(geometry: Geometry, step: Step) -> Cache:
 
 
 def cache_of(cls: type[Cache], layers: list[Any]) -> Cache:
-    """Return a cache of a class of transformers with layers of ours."""
+    """Return a cache of the transformers class `cls` with our `layers`."""
     cache = cls.__new__(cls)
     Cache.__init__(cache, layers=layers)
     return cache

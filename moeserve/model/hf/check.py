@@ -1,7 +1,7 @@
 """The check at load: which ways of calling mixers give the numbers of the model's own forward.
 
-A few requests of some dozen tokens go through the loaded model, each by itself as transformers would generate, and then
-in steps of ours. Faults of modelling code show here, whichever type it is of.
+A few requests of up to two dozen tokens go through the loaded model: first each by itself as transformers would
+generate, then in our steps. This finds faults in the modelling code of any model type.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moeserve.model.spec import ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.state_pool import StatePool
 
 _BLOCK_SIZE = 4
-# Of the prompts, and of what follows token by token.
+# The lengths of the prompts, and the number of tokens that follow one by one.
 _PROMPTS, _MORE = (19, 7, 12), 3
 # (request, tokens) of each step: chunks of several sizes, lone tokens of a prompt, requests that join and leave.
 _ALONE_IN_CHUNKS = (((0, 8),), ((0, 1),), ((0, 10),), ((0, 1),), ((0, 1),), ((0, 1),))
@@ -49,7 +49,7 @@ _TOLERANCES = {torch.float32: 2e-3, torch.float16: 0.2, torch.bfloat16: 0.4}
 
 
 class CheckedDecoder(Protocol):
-    """What the check asks of `moeserve.model.hf.decoder.TransformersDecoder`, which describes these methods."""
+    """The part of `moeserve.model.hf.decoder.TransformersDecoder` that the check uses; see there for the methods."""
 
     @property
     def spec(self) -> ModelSpec: ...
@@ -70,13 +70,13 @@ class CheckedDecoder(Protocol):
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools: ...
 
 
-# Tells other ranks, which compute the same, how many rows the next step has.
+# Tells the other ranks, which compute the same, the number of rows of the next step.
 BeginStep = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Texts, and the logits [_MORE + 1, vocab] behind each one's prompt and further tokens."""
+    """Texts, and for each text the logits [_MORE + 1, vocab] after its prompt and after each further token."""
 
     texts: Sequence[Sequence[int]]
     wanted: Sequence[Tensor]
@@ -84,9 +84,9 @@ class _Case:
 
 @torch.inference_mode()
 def choose_ways(decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None) -> Ways:
-    """Call the decoder's mixers in the cheapest ways that pass; return them. Several ranks do so together.
+    """Set the decoder to the cheapest ways that pass, and return them. Several ranks do so together.
 
-    Raises UnsupportedModel, whose sentence names what goes wrong, if none do.
+    Raise UnsupportedModel, whose sentence names the fault, if no ways pass.
     """
     case = _own_answers(decoder, begin_step)
     faults = []
@@ -98,7 +98,7 @@ def choose_ways(decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None)
         if fault is None:
             return ways
         faults.append(fault)
-    # Of the ways that got furthest the first.
+    # The first of the ways that got furthest.
     _, scene, seen = max(faults, key=lambda fault: fault[0])
     raise UnsupportedModel(
         f"Models of type {decoder.spec.model_type!r} cannot be served: with transformers' code {scene} gets other "
@@ -122,14 +122,14 @@ def _own_answers(decoder: CheckedDecoder, begin_step: BeginStep) -> _Case:
 
 
 def _fault(decoder: CheckedDecoder, case: _Case, begin_step: BeginStep) -> tuple[int, str, str] | None:
-    """Return the place of the first scene that fails, its name, and what was seen; None if all pass."""
+    """Return the index of the first scene that fails, its name and the fault; None if all pass."""
     for place, (steps, name) in enumerate(_SCENES):
         try:
             played = _play(decoder, steps, case, begin_step)
             worst = max((found - wanted).abs().max().item() for found, wanted in played)
-        except (CollectiveError, ExpertStoreError, ModelError):  # These say nothing of its ways.
+        except (CollectiveError, ExpertStoreError, ModelError):  # Not faults of the ways.
             raise
-        except Exception as error:  # Modelling code raises anything.
+        except Exception as error:  # Modelling code may raise any exception.
             return place, name, " ".join(f"{type(error).__name__}: {error}".split())[:200]
         spread = max(wanted.float().std().item() for wanted in case.wanted)
         if not worst <= _TOLERANCES[decoder.dtype] * max(spread, 1e-3):
@@ -140,7 +140,7 @@ def _fault(decoder: CheckedDecoder, case: _Case, begin_step: BeginStep) -> tuple
 def _play(
     decoder: CheckedDecoder, steps: Sequence[Sequence[tuple[int, int]]], case: _Case, begin_step: BeginStep
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the logits that steps give behind prompts and further tokens, with those wanted."""
+    """Yield the logits that steps give after prompts and further tokens, each with the expected logits."""
     memory = _Memory(decoder, case.texts)
     done = [0] * len(case.texts)
     for step in steps:
@@ -171,7 +171,7 @@ class _Memory:
         self.pools = decoder.arrange_pools(kv.layers, states)
 
     def batch(self, chunks: Sequence[tuple[int, int, int]]) -> ForwardBatch:
-        """chunks: (request, first token, end). Logits are wanted of each one's last row."""
+        """chunks: (request, first token, end). The last row of each chunk needs logits."""
         tokens: list[int] = []
         positions: list[int] = []
         slots: list[int] = []

@@ -1,7 +1,7 @@
-"""A decoder on transformers' modelling code, behind the face of `moeserve.model.decoder.Decoder`.
+"""A decoder on transformers' modelling code, with the interface of `moeserve.model.decoder.Decoder`.
 
-Modelling code computes one text of all rows of a step; what mixes tokens is computed per request, over the paged
-memory (`moeserve.model.hf.attention`).
+Modelling code computes all rows of a step as one text; modules that mix tokens work per request, over the paged memory
+(`moeserve.model.hf.attention`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,12 @@ log = structlog.get_logger(__name__)
 
 
 class TransformersDecoder:
-    """A loaded model. Holds weights only; whatever belongs to requests comes with each call.
+    """A loaded model.
 
-    step: what all parts of `code` see of the step. routed: the experts that our kernels compute, layer by layer.
-    serves_others: whether other dispatches of theirs than those of a single rank are used.
+    It holds weights only; the data of requests comes with each call, except for opaque layers (`LayerMemory`).
+
+    step: the present step, as all parts of `code` see it. routed: by layer, the experts that our kernels compute.
+    serves_others: True if their dispatch is not that of a single rank.
     """
 
     def __init__(
@@ -61,12 +63,12 @@ class TransformersDecoder:
         self._mixers = Mixers(code, spec.geometry, step, ops)
         self._mixers.use(Ways())
         self._head = Head(code)
-        # A body that could leave out rows must not.
+        # A body that can leave out rows must compute all of them.
         takes = inspect.signature(code.body.forward).parameters
         self._all_rows = {"logits_to_keep": None} if "logits_to_keep" in takes else {}
 
     def settle(self, begin_step: BeginStep) -> None:
-        """See `StepDecoder.settle`. Raises UnsupportedModel where no way to call the mixers gives the right numbers."""
+        """See `StepDecoder.settle`. Raise UnsupportedModel if no way to call the mixers gives the right numbers."""
         layers = [layer for layer in self._code.body.modules() if isinstance(layer, GradientCheckpointingLayer)]
         pairs = ((layer, part) for layer in layers for part in layer.modules() if isinstance(part, ExpertLayer))
         with GateSearch(dict(pairs), 0 if self.spec.moe is None else self.spec.moe.num_experts) as search:
@@ -84,7 +86,7 @@ class TransformersDecoder:
         return self._gates
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
-        """Logits [S, vocab] of the wanted rows. See `states`."""
+        """Return the logits [S, vocab] of the rows that need them. See `states`."""
         return self.logits(self.states(batch, kv_pools))
 
     def logits(self, states: Tensor) -> Tensor:
@@ -92,9 +94,9 @@ class TransformersDecoder:
         return self._head(states)
 
     def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
-        """[S, hidden] of the wanted rows behind the last norm. Like `Decoder.states`.
+        """Return the states [S, hidden] after the last norm, of the rows that need logits. Like `Decoder.states`.
 
-        kv_pools: those of `spec.kv_layers`, then the states of all layers in order, [num_rows, ...] each.
+        kv_pools: the pools of `spec.kv_layers`, then the states of all layers in order, [num_rows, ...] each.
         """
         pools = [keys for keys, _ in kv_pools]
         num_kv = len(self.spec.kv_layers)
@@ -131,7 +133,7 @@ class TransformersDecoder:
             yield out.last_hidden_state[0]
 
     def can_use(self, ways: Ways) -> bool:
-        """Return whether some mixer of this model would be called otherwise than in cheaper ways."""
+        """Return whether these ways would call some mixer of this model differently than cheaper ways do."""
         if ways.scans:
             return True
         return self.spec.geometry.has_states if ways.singly else self._mixers.has_scans
@@ -147,11 +149,11 @@ class TransformersDecoder:
 
     @property
     def num_mixers(self) -> tuple[int, int]:
-        """The number of mixers called together, and of those called apart."""
+        """The number of mixers called together, and the number called apart."""
         return self._mixers.num_together, self._mixers.num_apart
 
     def serve_others(self) -> Tensor:
-        """A step in which this rank has no rows: its experts compute those of other ranks. Returns no rows."""
+        """Compute rows of other ranks with local experts, in a step without rows of this rank. Return [0, hidden]."""
         moe = self.spec.moe
         if self._serves_others and moe is not None:
             no_rows = torch.empty((0, moe.hidden_size or self.spec.hidden_size), dtype=self.dtype)
@@ -161,9 +163,9 @@ class TransformersDecoder:
 
 
 class Head:
-    """From the last states to logits, as the outer model computes them: projection, scale, cap.
+    """Computes logits from the last states as the outer model does: projection, scale, cap.
 
-    The outer model runs with a body that answers with given states.
+    The outer model runs with a body that returns the given states.
     """
 
     def __init__(self, code: ModellingCode) -> None:
@@ -182,7 +184,7 @@ class Head:
 
 
 class _States(BaseModelOutputWithPast):
-    """The answer of a body that has nothing to say but its last states, whatever else the outer model looks at."""
+    """The output of a body with only its last states; any other attribute that the outer model reads is None."""
 
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):

@@ -1,4 +1,4 @@
-"""What a model on transformers' code consists of, counted on its empty modules: parameters and kinds of layers."""
+"""The composition of a model on transformers' code, counted on its empty modules: parameters and kinds of layers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moeserve.model.hf.geometry import Geometry, LayerMemory
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.sizes import ParameterCount
 
-# Layers that are a feed-forward block alone, as configurations name them; then mixers have none beside them.
+# The names that configurations give to layers that are only a feed-forward block; mixers then have none beside them.
 _BLOCKS = frozenset(("mlp", "moe"))
 
 
@@ -23,7 +23,7 @@ def layers_of(code: ModellingCode) -> list[nn.Module]:
 
 
 def count_parameters(code: ModellingCode, top_k: int | None) -> ParameterCount:
-    """Count what a checkpoint holds of an empty model. top_k: experts per token, None where it is not known."""
+    """Count the parameters that a checkpoint of an empty model holds. top_k: experts per token, None if unknown."""
     state, tied = code.outer.state_dict(), code.outer.all_tied_weights_keys
     total = sum(tensor.numel() for name, tensor in state.items() if name not in tied)
     experts = chosen = 0
@@ -46,14 +46,14 @@ def count_parameters(code: ModellingCode, top_k: int | None) -> ParameterCount:
 
 
 def num_experts(module: nn.Module) -> int:
-    """Return how many experts a module holds in matrices [experts, rows, columns]; 0 for any other module."""
+    """Return the number of experts that a module holds in matrices [experts, rows, columns]; 0 for any other module."""
     if not type(module).__name__.endswith("Experts"):
         return 0
     return min((p.shape[0] for p in module.parameters(recurse=False) if p.dim() == 3), default=0)
 
 
 def kinds_of_layers(code: ModellingCode, geometry: Geometry, top_k: int | None) -> tuple[tuple[int, str], ...]:
-    """Return (number of layers, kind) of mixers, then of feed-forward blocks, each the most frequent first."""
+    """Return (number of layers, kind) of mixers, then of feed-forward blocks, both with the most frequent first."""
     kinds = Counter(_mixers(code, geometry))
     blocks = Counter(_blocks(code, top_k))
     return tuple((number, kind) for kind, number in (*kinds.most_common(), *blocks.most_common()))
@@ -108,14 +108,14 @@ def _blocks(code: ModellingCode, top_k: int | None) -> Iterator[str]:
 
 
 def _names_of_layers(config: Any, count: int) -> Sequence[str | None]:
-    """Return what the configuration calls each of `count` layers, None where it does not."""
+    """Return the configuration's names for `count` layers; all None if it does not name each of them."""
     names = list(_value(config, "layer_types") or ())
     return names if len(names) == count else [None] * count
 
 
 def _value(config: Any, name: str) -> Any:
-    """Return a value of a configuration, None where it has none, or another one for each layer."""
+    """Return a value of a configuration; None if it has none, or if the value differs between layers."""
     try:
         return getattr(config, name)
-    except Exception:  # Configurations of several kinds of layers raise one of their own.
+    except Exception:  # Configurations of several kinds of layers have an exception of their own.
         return None

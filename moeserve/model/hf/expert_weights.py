@@ -1,4 +1,4 @@
-"""Single experts of a checkpoint for transformers' modelling code: a conversion gets the tensors of one alone."""
+"""Single experts of a checkpoint for transformers' modelling code: a conversion gets the tensors of one expert."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ from moeserve.model.tensor_reader import Progress, TensorReader
 class MappedModel:
     """An empty model and where its parameters lie.
 
-    experts: of the modules of experts that our kernels compute the names in `code.outer`, by layer. modules: these.
+    experts: by layer, the name in `code.outer` of the module of experts that our kernels compute. modules: these
+    modules, by name.
     """
 
     code: ModellingCode
@@ -53,7 +54,7 @@ class MappedModel:
 
 
 def map_model(directory: Path) -> MappedModel:
-    """Map the checkpoint in `directory` from its headers alone. Raises ModelError."""
+    """Map the checkpoint in `directory` from its headers alone. Raise ModelError."""
     config = read_hf_config(directory)
     code, quantization = empty_model(config), quantization_of(config)
     layer_of = {module: layer for layer, module in experts_by_layer(code).items()}
@@ -67,7 +68,7 @@ class TransformersExperts:
     """The experts of a model on transformers' code. See `moeserve.model.expert_weights.StoredExperts`."""
 
     def __init__(self, model: MappedModel, dtype: torch.dtype) -> None:
-        """dtype: in which the experts compute."""
+        """dtype: the dtype in which the experts compute."""
         self._model, self._dtype = model, dtype
 
     @property
@@ -99,7 +100,7 @@ class TransformersExperts:
 
 
 def open_experts(directory: Path, dtype: torch.dtype) -> TransformersExperts:
-    """Return the experts of the checkpoint in `directory`, to compute in `dtype`. Raises ModelError."""
+    """Return the experts of the checkpoint in `directory`, to compute in `dtype`. Raise ModelError."""
     return TransformersExperts(map_model(directory), dtype)
 
 
@@ -109,7 +110,7 @@ class ExpertParameters:
     def __init__(
         self, model: MappedModel, name: str, reader: TensorReader, owned: Sequence[int] | None, dtype: torch.dtype
     ) -> None:
-        """name: of the module of experts. owned: None for all. dtype: in which they compute."""
+        """name: of the module of experts. owned: None for all experts. dtype: the dtype in which they compute."""
         self._name, self._weights, self._reader, self._code = name, model.weights, reader, model.code
         self._module = model.modules[name]
         self._num_experts = model.num_experts(name)
@@ -170,7 +171,7 @@ class ExpertParameters:
 
 
 class _OneExpert:
-    """The model of a conversion that gets the tensors of one expert: parameters of experts have a single one."""
+    """Stands for the model in a conversion of one expert's tensors: parameters of experts hold a single expert."""
 
     def __init__(self, weights: WeightMap) -> None:
         self._weights = weights

@@ -1,4 +1,4 @@
-"""The experts of one layer of transformers' modelling code, computed by ours; the gate stays in its code."""
+"""The experts of one layer of transformers' modelling code, computed by our kernels; the gate stays in its code."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kernels.activation import Activation, activate
 from kernels.specs import ActivationKind
 
 _TRIED_ROWS, _TRIED_WIDTH = 5, 16
-# Of the tried rows, and the largest number of a module that may be a limit.
+# The scales of the rows for the trial, and the largest number of a module that may be a limit.
 _SCALES, _LARGEST = (3.0, 30.0, 1000.0), 1000.0
 
 
 class ExpertLayer(nn.Module):
-    """Stands where a module of experts was: sends rows to the experts that the model's own gate chose."""
+    """Replaces a module of experts: sends rows to the experts that the model's own gate chose."""
 
     def __init__(self, routed: RoutedExperts) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class ExpertLayer(nn.Module):
 def activation_of(module: Any) -> Activation | None:
     """Return the activation of an empty module of experts; None for experts that our kernels do not compute.
 
-    The module's own one is tried on random rows against each activation of ours.
+    The module's own activation is compared with each of our activations on random rows.
     """
     if module.has_post_expert_norm:
         return None
@@ -45,7 +45,7 @@ def activation_of(module: Any) -> Activation | None:
         order = order.view(2, -1).T.flatten()
     try:
         wanted = module._apply_gate(merged[:, order]) if module.has_gate else module.act_fn(merged)
-    except Exception:  # One with weights of its own, which are not there yet.
+    except Exception:  # An activation with weights, which are not loaded yet.
         return None
     for activation in _gated(module) if module.has_gate else (Activation("relu2"),):
         if torch.allclose(activate(merged.clone(), activation), wanted, rtol=1e-4, atol=1e-4):
@@ -54,7 +54,7 @@ def activation_of(module: Any) -> Activation | None:
 
 
 def _gated(module: Any) -> Iterator[Activation]:
-    """Yield the gated activations of ours, with the numbers that the module has."""
+    """Yield our gated activations, with numbers of the module as their parameters."""
     kinds: tuple[ActivationKind, ...] = ("silu", "gelu", "gelu_tanh", "relu")
     numbers = [float(value) for value in vars(module).values() if type(value) in (int, float) and 0 < value < _LARGEST]
     for limit in (0.0, *numbers):

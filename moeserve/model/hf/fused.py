@@ -1,8 +1,8 @@
 """Attention modules of common forms, computed by our kernels from the projections on.
 
-transformers copies the text of a forward from model to model. A module whose forward and whose rotation say the same as
-those of llama or qwen3 gets one of ours in their place: norms of heads, rotation and storing are one kernel there, and
-most of the small operations between them are not.
+transformers copies the text of a forward from model to model. A module gets our forward if its own has the text of
+llama's or qwen3's, and its rotation that of llama's or glm4_moe's. Our forward computes head norms, rotation and
+storing in one kernel, without most of the small operations between them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moeserve.model.hf.step import RowMask, Step
 
 
 class FusedAttention:
-    """Stands in for the forward of an attention module; what is not of the common form is left to the module."""
+    """Stands in for the forward of an attention module; calls of other forms go to the module's own forward."""
 
     __slots__ = (
         "_eps",
@@ -45,7 +45,7 @@ class FusedAttention:
     )
 
     def __init__(self, module: Any, memory: LayerMemory, step: Step, norms: tuple[Norm, Norm] | None) -> None:
-        """norms: of the heads of queries and keys."""
+        """norms: the norms of query heads and of key heads, None without."""
         self._forward, self._step = module.forward, step
         self._project = _together([_product(module, name) for name in ("q_proj", "k_proj", "v_proj")])
         self._out = _product(module, "o_proj")
@@ -88,7 +88,7 @@ class FusedAttention:
 
 
 def fuse(module: Any, memory: LayerMemory, step: Step) -> FusedAttention | None:
-    """Return our forward of an attention module over the pools of its layer, None for one of another form."""
+    """Return our forward of an attention module over the pools of its layer, None for a module of another form."""
     form = _form_of(type(module).__module__, type(module).__name__)
     if form is None or memory.pools.keys() != {"keys", "values"}:
         return None
@@ -129,7 +129,7 @@ def _form_of(module_name: str, class_name: str) -> str | None:
 
 
 def _text(function: Any) -> str:
-    """Return what a function says, without decorators, comments, annotations, and the window that a mask has, too."""
+    """Return a function's text without decorators, comments, annotations, and the window that the mask also has."""
     try:
         (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
     except (OSError, SyntaxError, TypeError):

@@ -1,7 +1,7 @@
 """The gates of transformers' modelling code as maps that can be asked ahead of time.
 
-Code does not say which module is the gate and how its scores become a choice. Whatever could be one is tried on the
-rows of a first forward: the candidate that ranks highest what the model has chosen is the gate, if there is one.
+The code does not say which module is the gate or how its scores become a choice. Every candidate is tried on the rows
+of a first forward. The gate is the candidate with the best recall of the model's choices, at least `_LEAST_RECALL`.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ class FoundGate:
 
 @dataclass(slots=True)
 class _SeenLayer:
-    """A first forward of one layer. x [T, H]: of its experts. ids [T, k]: chosen. norm: what has answered with x.
+    """The tensors of one layer's first forward.
 
-    answers: of norms before the experts were called.
+    x: [T, H], the input of its experts. ids: [T, k], the chosen experts. norm: the norm whose output is x. answers: the
+    outputs of norms before the experts were called.
     """
 
     x: Tensor | None = None
@@ -54,10 +55,10 @@ class _SeenLayer:
 
 
 class GateSearch:
-    """Context manager: listens to the first forward inside it. layers: those with experts, in their order."""
+    """Context manager: listens to the first forward inside it. layers: the layers with experts, in order."""
 
     def __init__(self, layers: Mapping[nn.Module, ExpertLayer], num_experts: int) -> None:
-        """layers: the experts in each layer."""
+        """layers: by layer, its experts."""
         self._layers, self._num_experts = layers, num_experts
         self._seen = {layer: _SeenLayer() for layer in layers}
         self._hooks: list[Any] = []
@@ -104,7 +105,7 @@ class GateSearch:
 
 def _projections(layer: nn.Module, num_experts: int, width: int) -> Iterator[Callable[[Tensor], Tensor]]:
     for module in layer.modules():
-        # A gate derived from `nn.Linear` may answer with more than the product.
+        # A gate derived from `nn.Linear` may return more than the product.
         if type(module) is nn.Linear or isinstance(module, Projection):
             if (module.out_features, module.in_features) == (num_experts, width):
                 yield module
@@ -114,7 +115,7 @@ def _projections(layer: nn.Module, num_experts: int, width: int) -> Iterator[Cal
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """A product with a weight [E, H] that a module has beside a forward of its own."""
+    """The product with a weight [E, H] of a module whose forward computes something else."""
 
     weight: Tensor
 
@@ -123,7 +124,7 @@ class _Product:
 
 
 def _norm_weight(norm: nn.Module | None, x: Tensor) -> Tensor:
-    """Return what a norm multiplies rows by; ones for none."""
+    """Return the factors [H] by which a norm multiplies rows; ones without a norm."""
     if norm is not None:
         weight: Tensor = norm(torch.ones((1, 1, x.shape[1]), dtype=x.dtype)).flatten()
         if weight.isfinite().all() and weight.abs().max() > 0:

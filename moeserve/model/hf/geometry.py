@@ -26,7 +26,8 @@ from transformers.cache_utils import (
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.spec import KvLayerSpec, UnsupportedModel
 
-# Attributes of a cache's layer that hold a row per token, and the dimension of the tokens. Heads are the other one.
+# Attributes of a cache's layer that hold a row per token, and the dimension of the tokens. Dimension 2 leaves dimension
+# 1 for heads.
 _TOKEN_ROWS = {"keys": 2, "values": 2, "indexer_keys": 1, "idx_keys": 2}
 _STATE_KINDS = ("conv_states", "recurrent_states")
 _PROBE_TOKENS = 9
@@ -50,9 +51,9 @@ class NamedState:
 class LayerMemory:
     """The memory of one layer.
 
-    pools: for each kind of row per token its place in the KV memory. states: of fixed size. plain: the layer keeps keys
-    and values that attention alone reads. opaque: transformers keeps it in a form of its own, which cannot be paged.
-    windowed: transformers itself keeps the rows of the last tokens alone.
+    pools: by kind of row per token, its index in the KV memory. states: the states of fixed size. plain: True if the
+    layer keeps keys and values that only attention reads. opaque: True if transformers keeps the memory in a form of
+    its own, which cannot be paged. windowed: True if transformers itself keeps only the rows of the last tokens.
     """
 
     pools: Mapping[str, int] = field(default_factory=dict)
@@ -64,8 +65,8 @@ class LayerMemory:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """layers: by the number that transformers' cache gives them. kv_layers: the KV memory, which `LayerMemory.pools`
-    numbers. cache_class: of the cache that the model makes for itself."""
+    """layers: by their numbers in transformers' cache. kv_layers: the KV memory, indexed by `LayerMemory.pools`.
+    cache_class: the class of the cache that the model makes for itself."""
 
     layers: tuple[LayerMemory, ...]
     kv_layers: tuple[KvLayerSpec, ...]
@@ -73,11 +74,11 @@ class Geometry:
 
     @property
     def has_states(self) -> bool:
-        """True if some layer keeps more of a request than rows of tokens."""
+        """True if some layer keeps more than rows of tokens."""
         return any(layer.states or layer.opaque for layer in self.layers)
 
     def name_states(self, pools: Sequence[Tensor]) -> list[dict[str, Tensor]]:
-        """Return the states of each layer by name. pools: all of them in order."""
+        """Return the states of each layer by name. pools: of all states, in order."""
         remaining = iter(pools)
         return [{state.name: next(remaining) for state in layer.states} for layer in self.layers]
 
@@ -95,9 +96,9 @@ def new_cache(cls: type[Cache], config: Any) -> Cache:
 
 
 def find_geometry(code: ModellingCode) -> Geometry:
-    """Run a few tokens through the empty model and look at what its cache keeps.
+    """Run a few tokens through the empty model and describe the contents of its cache.
 
-    A model that cannot be run so keeps everything in a form of its own.
+    If the model cannot run like this, all its layers are opaque.
     """
     try:
         cache = run_empty(code)
@@ -113,7 +114,7 @@ def find_geometry(code: ModellingCode) -> Geometry:
 
 @torch.no_grad()
 def run_empty(code: ModellingCode) -> Any:
-    """Run a prompt and one more token through an empty model; return the cache. Raises UnsupportedModel."""
+    """Run a prompt and one more token through an empty model; return the cache. Raise UnsupportedModel."""
     positions = torch.arange(_PROBE_TOKENS, device="meta")[None]
     try:
         # torch's own module of settings gets `patch` when it is imported.
@@ -122,7 +123,7 @@ def run_empty(code: ModellingCode) -> Any:
             cache = code.body(input_ids=positions, position_ids=positions, use_cache=True).past_key_values
             one = torch.full((1, 1), _PROBE_TOKENS, device="meta")
             code.body(input_ids=one, position_ids=one, past_key_values=cache, use_cache=True)
-    except Exception as error:  # Modelling code raises anything.
+    except Exception as error:  # Modelling code may raise any exception.
         reason = " ".join(str(error).split())
         raise UnsupportedModel(
             f"Models of type {code.config.model_type!r} are not supported: a first forward fails with {reason}"
@@ -137,7 +138,7 @@ def is_experts(module: nn.Module) -> bool:
 
 @contextmanager
 def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
-    """Let modules that mix no tokens answer with their input where the meta device cannot compute them.
+    """Let modules that mix no tokens return their input where the meta device cannot compute them.
 
     Experts look for the rows that chose them, and on the meta device no row has chosen any.
     """
@@ -157,9 +158,9 @@ def _no_work_without_tokens(body: nn.Module) -> Iterator[None]:
 
 
 class _Lenient:
-    """Stands in for a module in a forward on the meta device, of which only the memory of the layers is wanted.
+    """Stands in for a module in a forward on the meta device, which serves only to find the memory of the layers.
 
-    Experts are passed by. A forward that fails there, because it needs numbers, gives rows of the input's shape.
+    It skips experts. If a forward fails because it needs numbers, it returns rows of the input's shape.
     """
 
     def __init__(self, module: nn.Module) -> None:

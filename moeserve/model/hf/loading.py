@@ -47,9 +47,9 @@ def load_transformers_decoder(
     observers: Sequence[AnyObserver] = (),
     progress: Progress | None = None,
 ) -> TransformersDecoder:
-    """Load the checkpoint in `directory` as `dtype`; see `moeserve.model.weights.load_decoder`. Raises ModelError.
+    """Load the checkpoint in `directory` as `dtype`; see `moeserve.model.weights.load_decoder`. Raise ModelError.
 
-    `TransformersDecoder.settle` has to follow.
+    Call `TransformersDecoder.settle` next.
     """
     ops = ops or CpuOps()
     assert isinstance(spec, TransformersSpec)
@@ -59,7 +59,7 @@ def load_transformers_decoder(
     num_bytes = sum(map(weights.num_stored_bytes, weights.sources.values())) + stored.num_bytes(owned_experts)
     with stored.reader(num_bytes, progress) as reader:
         filler = _Filler(code, weights, reader, ops, dtype)
-        # Only now: the model was run on the meta device as a whole.
+        # Not earlier: before, the model runs with all its tensors on the meta device.
         _fill_buffers(code)
         for place, layer in enumerate(stored.layers):
             experts = stored.layer(layer, None if owned_experts is None else owned_experts(layer), reader)
@@ -78,14 +78,14 @@ def load_transformers_decoder(
 
 
 def exchange_projections(code: ModellingCode) -> dict[str, Projection]:
-    """Put shells in place of the plain projections of an empty model, but of those whose weights its code reads."""
+    """Replace the plain projections of an empty model with shells, except those whose weights its code reads."""
     linears = dict(replaceable_linears(code.outer))
     shells = {name: Projection(linear) for name, linear in linears.items()}
     for name, shell in shells.items():
         replace_module(code.outer, name, shell)
     try:
         run_empty(code)
-    except UnsupportedModel:  # Nothing is known of what its code reads.
+    except UnsupportedModel:  # It is not known which weights its code reads.
         for name, linear in linears.items():
             replace_module(code.outer, name, linear)
         return {}
@@ -135,7 +135,7 @@ class _Filler:
         self, code: ModellingCode, weights: WeightMap, reader: TensorReader, ops: Ops, dtype: torch.dtype
     ) -> None:
         self._code, self._weights, self._reader, self._ops, self._dtype = code, weights, reader, ops, dtype
-        # Of projections that wait for all of their tensors: by the module's name, those that came.
+        # By module name, the tensors that have arrived for projections that wait for more.
         self._waiting: dict[str, dict[str, Tensor]] = {}
         self._projections: dict[str, tuple[Projection, frozenset[str]]] = {}
         for name, shell in exchange_projections(code).items():

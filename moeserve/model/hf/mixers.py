@@ -35,9 +35,9 @@ from moeserve.model.hf.step import PAGED, Lane, RowMask, Step
 class Ways:
     """A choice of how mixers are called.
 
-    together: those that keep keys and values alone, in one call. scans: those that keep states which our kernels know,
-    in one call. whole_angles: a mixer apart gets the rotary angles of all tokens of its request, not only of the new
-    ones. singly: other mixers that keep states take a continuation one by one.
+    together: mixers that keep only keys and values take all rows in one call. scans: mixers whose states our kernels
+    know take all rows in one call. whole_angles: a mixer that is called apart gets the rotary angles of all tokens of
+    its request, not only of the new tokens. singly: other mixers that keep states take a continuation token by token.
     """
 
     together: bool = True
@@ -147,7 +147,7 @@ class PerLane(list[Any]):
 
 @dataclass(slots=True)
 class _Opaque:
-    """The cache of one request in a form of transformers' own, behind `num_tokens` tokens; None for a broken one."""
+    """The cache of one request in a form of transformers' own, after `num_tokens` tokens; None if it is broken."""
 
     cache: Cache
     num_tokens: int | None
@@ -166,14 +166,14 @@ class _Apart:
         cache_class: type[Cache],
         ways: Ways,
     ) -> None:
-        """number: of its layer in caches. cache_class: of the cache that the model makes for itself."""
+        """number: the layer's number in caches. cache_class: the class of the cache that the model makes for itself."""
         self._code, self._step, self._ways, self._number = code, step, ways, number
         self._cache_class = cache_class
         self._memory = memory
         self._forward = mixer.forward
         self._signature = inspect.signature(mixer.forward)
         self._dtype = next((p.dtype for p in mixer.parameters() if p.is_floating_point()), torch.float32)
-        # Of layers that transformers keeps in a form of its own: what it keeps of each request, by state slot.
+        # For an opaque layer: each request's cache, by state slot.
         self._opaque: dict[int, _Opaque] = {}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +193,7 @@ class _Apart:
             config._attn_implementation_internal = PAGED
 
     def _one(self, arguments: Mapping[str, Any], place: int, lane: Lane) -> Any:
-        """The answer to one request's rows. place: among the step's lanes."""
+        """Return the output for one request's rows. place: the index of its lane in the step."""
         continues = lane.start > 0 and lane.count > 1
         if self._ways.singly and continues and (self._memory.states or self._memory.opaque):
             rows = range(lane.first, lane.last)
@@ -212,7 +212,7 @@ class _Apart:
         return answer
 
     def _cache_of(self, lane: Lane) -> Cache:
-        """Return the cache that the mixer sees of one request."""
+        """Return the cache that shows the mixer one request."""
         states = {
             shape.name: self._step.state_pools[self._number][shape.name][lane.state : lane.state + 1]
             for shape in self._memory.states
@@ -220,9 +220,9 @@ class _Apart:
         return cache_of(Cache, [None] * self._number + [lane_layer(self._memory, self._step, lane, states)])
 
     def _opaque_of(self, lane: Lane) -> _Opaque:
-        """Return the cache that transformers keeps of a request; until the lane is computed nothing is known of it.
+        """Return transformers' own cache of a request. It counts as broken until the lane is computed.
 
-        Raises RuntimeError unless it is that of the tokens before the lane. The engine then starts again, and computes
+        Raise RuntimeError unless it covers exactly the tokens before the lane. The engine then restarts, and computes
         its open requests anew.
         """
         if lane.start == 0:
@@ -236,7 +236,7 @@ class _Apart:
         return opaque
 
     def _with_shared_decodes(self, arguments: Mapping[str, Any], lanes: Sequence[Lane]) -> Any:
-        """Layers of states only: all requests that continue with one token are the rows of one batch."""
+        """Compute a layer that keeps only states: all requests that continue with one token form one batch."""
         decodes = [place for place, lane in enumerate(lanes) if lane.count == 1 and lane.start > 0]
         answers: dict[int, Any] = {}
         if len(decodes) > 1:
@@ -253,7 +253,7 @@ class _Apart:
         return _join([answers[p] if p in answers else self._one(arguments, p, lane) for p, lane in enumerate(lanes)])
 
     def _part(self, value: Any, place: int, lane: Lane, cache: Cache) -> Any:
-        """A lane's part of an argument."""
+        """Return a lane's part of an argument."""
         if isinstance(value, Cache):
             return cache
         if isinstance(value, RowMask):
@@ -265,7 +265,7 @@ class _Apart:
             return value[place]
         if isinstance(value, Tensor):
             return _rows_of(value, lane, self._step.num_rows)
-        if isinstance(value, Mapping) and not value:  # What layers tell each other within one forward.
+        if isinstance(value, Mapping) and not value:  # Layers pass data to each other within one forward.
             return lane.shared.setdefault("told", type(value)())
         if isinstance(value, dict):
             return {name: self._part(part, place, lane, cache) for name, part in value.items()}
@@ -274,7 +274,7 @@ class _Apart:
         return value
 
     def _batch(self, value: Any, rows: Tensor, cache: Cache) -> Any:
-        """Rows of a ragged [1, T, ...] as a batch [B, 1, ...]."""
+        """Return rows of a ragged [1, T, ...] as a batch [B, 1, ...]."""
         if isinstance(value, Cache):
             return cache
         if isinstance(value, RowMask):
@@ -303,7 +303,7 @@ def _row(out: Any, number: int) -> Any:
 
 
 def _join(parts: list[Any]) -> Any:
-    """Put the answers to lanes together, [1, t, ...] each, into one [1, T, ...]."""
+    """Join the outputs for lanes, [1, t, ...] each, into one [1, T, ...]."""
     first = parts[0]
     if isinstance(first, tuple):
         return tuple(_join(list(column)) for column in zip(*parts, strict=True))

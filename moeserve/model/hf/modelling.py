@@ -42,7 +42,7 @@ class ModellingCode:
 
 
 def read_hf_config(directory: Path) -> Any:
-    """Return the configuration object of a model folder. Raises ModelError, UnsupportedModel for an unknown type."""
+    """Return the configuration object of a model folder. Raise ModelError, UnsupportedModel for an unknown type."""
     path = directory / "config.json"
     if not path.exists():
         raise ModelError(f"There is no config.json in {directory}.")
@@ -79,7 +79,7 @@ def _without(value: Any, names: frozenset[str]) -> Any:
 
 
 def empty_model(config: Any) -> ModellingCode:
-    """Build the model on the meta device. Raises UnsupportedModel if transformers has no text decoder of this type."""
+    """Build the model on the meta device. Raise UnsupportedModel if transformers has no text decoder of this type."""
     cls = _model_class(config)
     try:
         with warnings.catch_warnings(), _META, no_init_weights():
@@ -132,7 +132,7 @@ def _generates_with(cls: Any, config: Any) -> bool:
 
 
 def _drop_other_towers(outer: nn.Module, body: nn.Module, head: nn.Module) -> None:
-    """Remove what a text never passes: the modules beside the body on the way from `outer` to it, but the head."""
+    """Remove the modules that text never passes: all beside the body on the way to it from `outer`, but the head."""
     parent = outer
     while parent is not body:
         on_the_way = None

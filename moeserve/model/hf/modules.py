@@ -22,11 +22,11 @@ _TRIED_ROWS = 3
 class Projection(nn.Module):
     """`nn.Linear` over a packed weight, which `fill` brings.
 
-    It has no weight of its own: `is_read` tells whether modelling code has asked for it.
+    It has no weight of its own: `is_read` tells whether modelling code has asked for one.
     """
 
     def __init__(self, linear: nn.Linear) -> None:
-        """linear: the one to stand in for, on the meta device."""
+        """linear: the module to stand in for, on the meta device."""
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.has_bias, self.is_read = linear.bias is not None, False
@@ -35,7 +35,7 @@ class Projection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """A tensor without data: its dtype and shape are what some code asks for."""
+        """A tensor without data, for code that asks for its dtype and shape."""
         self.is_read = True
         return torch.empty((self.out_features, self.in_features), dtype=self._dtype, device="meta")
 
@@ -50,13 +50,13 @@ class Projection(nn.Module):
 
     @property
     def packed(self) -> Linear:
-        """The product of contiguous rows alone, [T, in_features] -> [T, out_features]."""
+        """The bare product for contiguous rows, [T, in_features] -> [T, out_features]."""
         assert self._packed is not None
         return self._packed
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if self._packed is None:  # On the meta device, where shapes alone are of interest.
+        if self._packed is None:  # On the meta device, where only shapes matter.
             return x.new_empty((*x.shape[:-1], self.out_features))
         rows = x.reshape(-1, self.in_features)
         if rows.stride(1) != 1:
@@ -79,7 +79,7 @@ class Norm(nn.Module):
     """An RMS norm over the last dimension by our kernel."""
 
     def __init__(self, weight: Any, multiplier: Tensor, eps: float) -> None:
-        """multiplier: what a normalised row is multiplied by, which the weight may be or not."""
+        """multiplier: the factors of a normalised row, which may differ from the weight."""
         super().__init__()
         self.multiplier, self.eps = multiplier, eps
         # Modelling code may read it.
@@ -103,7 +103,7 @@ def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
 
 @torch.no_grad()
 def exchange_norms(model: nn.Module, dtype: torch.dtype) -> None:
-    """Exchange every norm that is an RMS norm with a weight w or 1 + w, which its answer to random rows tells."""
+    """Exchange every RMS norm that multiplies by its weight w or by 1 + w, as its output for random rows shows."""
     draw = torch.Generator().manual_seed(0)
     for name, module in list(model.named_modules()):
         if not _may_be_norm(module) or dtype != torch.float32:

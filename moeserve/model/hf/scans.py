@@ -1,9 +1,9 @@
 """Mixers that keep states, in one call for all requests of a step, with our kernels for what tokens do to a state.
 
 transformers reaches fast kernels through functions of other packages (causal_conv1d, fla, mamba_ssm) and brings a body
-in torch for each. A forward is run here as it would compute a prompt without a past, and in the places of such
-functions stand ours, which know the step's requests and their states. What a mixer computes row by row around them
-stays its own. Whether the numbers are right, the check at load tells.
+in torch for each. Here a forward runs as if on a prompt without a past, with our functions in place of theirs; ours
+know the step's requests and their states. The mixer's own code still does the computation row by row around them. The
+check at load tells whether the numbers are right.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ScannedMixer:
     __slots__ = ("_forward", "_scan", "_step")
 
     def __init__(self, module: nn.Module, step: Step, functions: Mapping[str, Callable[..., Any]]) -> None:
-        """functions: what stands in the places of global names of its forward."""
+        """functions: replacements for global names in its forward."""
         self._step, self._forward = step, module.forward
         self._scan = MethodType(_with_globals(_own_forward(module), functions), module)
 
@@ -43,7 +43,7 @@ class ScannedMixer:
 
 
 def scan(module: nn.Module, number: int, memory: LayerMemory, step: Step, ops: Ops) -> ScannedMixer | None:
-    """Return our forward of a mixer over the states of layer `number`; None for one that changes them otherwise."""
+    """Return our forward of a mixer over the states of layer `number`; None if it changes them in another way."""
     ours = _Functions(number, step, ops)
     by_kind: dict[str, dict[str, Callable[..., Any]]] = {
         _CONVOLUTION: {"causal_conv1d_fn": ours.convolve},
@@ -74,7 +74,7 @@ def _own_forward(module: nn.Module) -> FunctionType:
 
 
 def _package_function(function: Any) -> str | None:
-    """Return the name of the function of another package for which transformers has this one; None if it has no such.
+    """Return the name of another package's function for which this one of transformers stands; None without one.
 
     transformers' decorator keeps the name in a variable.
     """
@@ -94,8 +94,8 @@ def _with_globals(function: FunctionType, others: Mapping[str, Callable[..., Any
 class _Functions:
     """The functions of other packages, over the rows [1, T, ...] of all requests of a step.
 
-    They take what these packages take, and change the states of one layer. What they do not know raises
-    NotImplementedError.
+    They take the arguments that these packages take, and change the states of one layer. They raise NotImplementedError
+    for cases that they do not know.
     """
 
     __slots__ = ("_number", "_ops", "_rate", "_step", "_weight")

@@ -1,4 +1,4 @@
-"""How large the weights of a model on transformers' code are, by a checkpoint's headers or by config.json alone."""
+"""The sizes of the weights of a model on transformers' code, by a checkpoint's headers or by config.json alone."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _NOWHERE = Path("config.json")
 class SizedModel:
     """A model and its weights.
 
-    experts: how many experts there are in each module of experts that our kernels compute, by its name. embedding: the
-    name of the table of tokens. assumptions: what is not known of the weights, in sentences.
+    experts: by name of a module of experts that our kernels compute, its number of experts. embedding: the name of the
+    table of tokens. assumptions: sentences about facts of the weights that are not known.
     """
 
     spec: TransformersSpec
@@ -40,9 +40,10 @@ class SizedModel:
         return num_loaded_bytes(self.weights, dtype.itemsize, narrow=narrow, num_owned=self.experts)
 
     def read_per_token(self, dtype: torch.dtype, *, narrow: bool) -> int | None:
-        """Return the bytes read for one token: chosen experts, and all others but the embedding, of which it is a row.
+        """Return the bytes of the weights read for one token: chosen experts, and all others but the embedding.
 
-        None if it is not known how much of the experts one token reads.
+        The embedding is left out because a token reads only one row of it. None if it is not known how much of the
+        experts one token reads.
         """
         moe = self.spec.moe
         if moe is None and self.spec.parameters.active != self.spec.parameters.total:
@@ -58,7 +59,7 @@ class SizedModel:
 
 
 def size_model(folder: Path) -> SizedModel:
-    """Describe the model of a folder that holds config.json and perhaps weights. Raises ModelError."""
+    """Describe the model of a folder that holds config.json and perhaps weights. Raise ModelError."""
     config = read_hf_config(folder)
     with _quiet():
         code = empty_model(config)
@@ -89,7 +90,7 @@ def size_model(folder: Path) -> SizedModel:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep transformers from advising about kernels that nothing is computed with here."""
+    """Keep transformers from giving advice about kernels, as nothing is computed here."""
     before = logging.get_verbosity()
     logging.set_verbosity_error()
     try:

@@ -1,4 +1,4 @@
-"""What the service needs to know of a model on transformers' code."""
+"""The facts about a model on transformers' code that the service needs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_conf
 from moeserve.model.sizes import ParameterCount
 from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape, UnsupportedModel
 
-# Rotary embeddings that turn all tokens of a text otherwise once it is longer than the model was trained for.
+# Rotary embeddings that change the angles of all tokens once a text is longer than the model was trained for.
 _SWITCHING_ROPE = ("dynamic", "longrope")
 
 
@@ -26,9 +26,9 @@ _SWITCHING_ROPE = ("dynamic", "longrope")
 class TransformersSpec:
     """A model on transformers' code, as `moeserve.model.spec.ModelSpec` describes models.
 
-    geometry: what its layers keep of a request. max_position: the longest context, in tokens; of a rotary embedding
-    that changes with the length of the text it is the length up to which it does not. kinds: number of layers and what
-    they have. parameters: of the text decoder.
+    geometry: the memory that its layers keep for a request. max_position: the longest context, in tokens; for a rotary
+    embedding that changes with the length of the text, the length up to which it does not change. kinds: (number of
+    layers, kind), as `kinds_of_layers` returns them. parameters: of the text decoder.
     """
 
     model_type: str
@@ -60,7 +60,7 @@ class TransformersSpec:
 
     @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
-        """The states of each layer that has some. Layers in a form of their own need the number of a slot alone."""
+        """The states of each layer that has some. Opaque layers need only the number of a slot."""
         shapes = tuple(
             tuple(StateShape(state.shape, keep_fp32=state.is_sum) for state in layer.states)
             for layer in self.geometry.layers
@@ -70,7 +70,7 @@ class TransformersSpec:
 
 
 def read_transformers_spec(directory: Path) -> TransformersSpec:
-    """Read a model folder's configuration. Raises ModelError or UnsupportedModel."""
+    """Read a model folder's configuration. Raise ModelError or UnsupportedModel."""
     config = read_hf_config(directory)
     return describe(empty_model(config), config)
 
@@ -78,16 +78,16 @@ def read_transformers_spec(directory: Path) -> TransformersSpec:
 def describe(code: ModellingCode, config: Any) -> TransformersSpec:
     """Describe an empty model. config: the folder's own, of which the body's may be a part.
 
-    Raises ModelError or UnsupportedModel.
+    Raise ModelError or UnsupportedModel.
     """
     try:
         return _describe(code, config)
     except ModelError:
         raise
-    except AttributeError as error:  # A configuration without what those of text decoders have.
+    except AttributeError as error:  # A configuration without an attribute that text decoders have.
         reason = " ".join(str(error).split())
         raise UnsupportedModel(f"Models of type {config.model_type!r} are not supported: {reason}.") from error
-    except Exception as error:  # Values of other types than code that reads them expects.
+    except Exception as error:  # Values of types that modelling code does not expect.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise ModelError(f"The configuration of this {config.model_type} model is not valid: {reason}") from error
 
@@ -115,7 +115,7 @@ def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
 
 
 def quantization_of(config: Any) -> QuantizationSpec | None:
-    """Return how the weights are compressed. config: the folder's own. Raises UnsupportedModel for a way that cannot be
+    """Return the compression of the weights. config: the folder's own. Raise UnsupportedModel for one that cannot be
     read."""
     return quantization_spec(getattr(config, "quantization_config", None))
 
@@ -123,8 +123,7 @@ def quantization_of(config: Any) -> QuantizationSpec | None:
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:
     """Return the modules of experts that our kernels compute, by their layers' numbers in the body.
 
-    None are returned where layers have several modules of experts, or experts of another shape or activation than other
-    layers.
+    Return none if a layer has several modules of experts, or if shapes or activations of experts differ between layers.
     """
     found: dict[int, nn.Module] = {}
     for number, layer in enumerate(layers_of(code)):
@@ -161,7 +160,7 @@ def _moe(text: Any, layers: Mapping[int, nn.Module], top_k: int | None) -> MoeSp
 
 
 def top_k_of(text: Any) -> int | None:
-    """Return how many experts a token chooses, None if the configuration does not say it."""
+    """Return the number of experts that a token chooses, None if the configuration does not state it."""
     for name in ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts", "moe_top_k"):
         value = getattr(text, name, None)
         if isinstance(value, Sequence):

@@ -1,6 +1,6 @@
 """The rows of the step that is being computed, as transformers' modelling code meets them: masks, slots, lanes.
 
-A lane is one request's chunk. Modelling code sees all lanes as one text of T tokens; whatever mixes tokens looks here.
+A lane is one request's chunk. Modelling code sees all lanes as one text of T tokens; modules that mix tokens look here.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moeserve.model.hf.geometry import LayerMemory
 # The name under which transformers finds our attention and masks.
 PAGED = "moeserve_paged"
 
-# Places around which a mask is tried out, so that its kind is known: the first ones, and those around its window.
+# A mask is tried out at this number of positions from the start and around its window, to find its kind.
 _NEAR = 24
 
 
@@ -29,9 +29,10 @@ _NEAR = 24
 class Lane:
     """Rows first..last - 1 of a step, which are its request's tokens from position `start` on.
 
-    slots: [start + count] int64, of all its tokens so far, those of this step included. state: its state slot. shared:
-    what layers of this request tell each other during the step. window_slots: as slots, of layers with window blocks,
-    None without any; tokens that no row of the lane sees have those of others.
+    slots: [start + count] int64, of all tokens so far, those of this step included. state: the request's state slot.
+    shared: data that layers of this request pass to each other during the step. window_slots: like `slots`, for layers
+    with window blocks; None without such layers. Where no row of the lane sees a token, its entry belongs to another
+    token.
     """
 
     first: int
@@ -64,11 +65,11 @@ class Lane:
 class Step:
     """The step that a decoder computes now; its decoder fills it in and all parts of the model look here.
 
-    attention: the rows' places in the KV memory. windows: those of layers with window blocks, None without. pools: the
-    KV memory [heads, num_slots, dim], as `LayerMemory.pools` numbers it. state_pools: of each layer its states
-    [num_rows, ...] by name. state_rows: which rows of the step belong to which of these, None without states. written:
-    the layer that stored keys, by their identity. angles: those of rotary embeddings as our kernels take them, by the
-    identity of theirs. kinds: what is known of masks.
+    attention: the rows' places in the KV memory. windows: the rows' places for layers with window blocks, None without.
+    pools: the KV memory [heads, num_slots, dim], as `LayerMemory.pools` numbers it. state_pools: by layer and name,
+    states [num_rows, ...]. state_rows: which rows of the step belong to which states, None without states. written: by
+    id of a layer's keys, the keys and the memory of the layer that stored them. angles: by id of rotary embeddings, the
+    embeddings and their angles as our kernels take them. kinds: by key of a mask, its kind.
     """
 
     attention: PagedRows = field(
@@ -133,10 +134,10 @@ class Step:
         return self.kinds[mask.key]
 
     def angles_of(self, embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
-        """Return cos, sin [T, R/2] of embeddings [1, T, R] that hold each angle twice; None for any other."""
+        """Return cos, sin [T, R/2] of embeddings [1, T, R] that hold each angle twice; None for other embeddings."""
         known = self.angles.get(id(embeddings[0]))
         if known is None:
-            # The embeddings are kept, so that no other ones get their identity.
+            # Keep the embeddings, so that no others get their id.
             known = self.angles[id(embeddings[0])] = embeddings[0], _halves(embeddings)
         return known[1]
 
@@ -158,7 +159,7 @@ class MaskKind:
 class RowMask:
     """Stands for the mask of a step on its way through modelling code.
 
-    function(batch, head, query, key) says by absolute positions of one request which keys a query sees.
+    function(batch, head, query, key) tells whether a query sees a key, by their absolute positions in one request.
     """
 
     def __init__(self, function: Callable[..., Tensor], local_size: int | None) -> None:
@@ -166,13 +167,13 @@ class RowMask:
         self.key = _identity(function, local_size)
 
     def seen(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """[Q] and [K] int64 positions -> [1, 1, Q, K] bool."""
+        """Return which keys each query sees: [Q] and [K] int64 positions -> [1, 1, Q, K] bool."""
         zero = torch.zeros((1, 1, 1, 1), dtype=torch.int64)
         seen: Tensor = self.function(zero, zero, queries[None, None, :, None], keys[None, None, None, :])
         return seen.expand(1, 1, len(queries), len(keys))
 
     def additive(self, lane: Lane, dtype: torch.dtype, first_key: int = 0) -> Tensor:
-        """[1, 1, rows of the lane, keys] to be added to scores. first_key: the position of the first key."""
+        """Return [1, 1, rows of the lane, keys] to be added to scores. first_key: the position of the first key."""
         seen = self.seen(torch.arange(lane.start, lane.end), torch.arange(first_key, lane.end))
         return torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
 
@@ -188,7 +189,7 @@ def _halves(embeddings: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor] | None:
 
 
 def _make_mask(mask_function: Callable[..., Tensor], local_size: int | None = None, **_: Any) -> RowMask:
-    """Transformers' mask interface."""
+    """Implement transformers' mask interface."""
     return RowMask(mask_function, local_size)
 
 
@@ -211,7 +212,7 @@ def _try_out(mask: RowMask) -> MaskKind:
 
 
 def _identity(function: Any, local_size: int | None) -> object | None:
-    """Return a key that is equal for functions of the same code over the same numbers; None for one over tensors."""
+    """Return a key that is equal for functions of the same code over the same numbers; None if one is over tensors."""
     parts: list[object] = [getattr(function, "__code__", None), local_size]
     for cell in getattr(function, "__closure__", None) or ():
         content = cell.cell_contents

@@ -28,7 +28,7 @@ _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF
 _FLOATS |= {"F8_E4M3": torch.bfloat16, "MXFP4": torch.bfloat16}
 _NARROW = KEPT_IN_BFLOAT16 | {"MXFP4"}
 _WHOLE_NUMBERS = ("I", "U", "BOOL")
-# Ends of the names of what compressed tensors consist of.
+# Endings of the names of the parts of compressed tensors.
 _BLOCKS, _SCALES, _FP8_SCALE = "_blocks", "_scales", "_scale_inv"
 
 
@@ -48,11 +48,10 @@ class Source:
 class WeightMap:
     """The parameters of a model and the stored tensors that they come from.
 
-    index, quantization: of the checkpoint. tensors: that it holds, by name; one that it holds as blocks and scales has
-    the name and the shape without compression. shapes: of all parameters and buffers that a checkpoint holds, by name.
-    sources: of those outside experts.
-    expert_sources: of the parameters of experts, whose first dimension counts them. tied: parameters that are another
-    one once more.
+    index, quantization: of the checkpoint. tensors: its tensors by name; a tensor stored as blocks and scales has the
+    name and the shape without compression. shapes: by name, of all parameters and buffers that a checkpoint holds.
+    sources: of the parameters and buffers outside experts. expert_sources: of the parameters of experts, whose first
+    dimension counts experts. tied: parameters that share the tensor of another parameter.
     """
 
     index: Mapping[str, TensorInfo]
@@ -64,20 +63,20 @@ class WeightMap:
     tied: Mapping[str, str]
 
     def is_narrow(self, source: Source) -> bool:
-        """Return whether all that is read is stored in bfloat16, or in fewer bits."""
+        """Return whether all tensors of `source` are stored in bfloat16 or in fewer bits."""
         return all(self.tensors[name].dtype in _NARROW for name in source.names)
 
     def num_stored_bytes(self, source: Source) -> int:
-        """Return the bytes to read for all that a conversion reads."""
+        """Return the stored bytes of all tensors that a conversion reads."""
         return sum(self.tensors[name].num_bytes for name in source.names)
 
 
 def map_weights(
     code: ModellingCode, directory: Path, experts: Sequence[str], quantization: QuantizationSpec | None = None
 ) -> WeightMap:
-    """Plan from the headers alone. experts: the names of the modules of experts in `code.outer`, which is empty.
+    """Map the parameters from the headers alone. experts: the modules of experts in `code.outer`, which is empty.
 
-    Raises CheckpointError for a parameter without stored tensors.
+    Raise CheckpointError for a parameter without stored tensors.
     """
     index, state = read_index(directory), code.outer.state_dict()
     tensors = _stored_tensors(index, quantization)
@@ -134,7 +133,7 @@ def convert(weights: WeightMap, target: str, reader: TensorReader, code: Modelli
 def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_owned: Mapping[str, int]) -> int:
     """Return the bytes of the loaded weights at `item_size` bytes per number.
 
-    narrow: matrices stored in bfloat16 stay so. num_owned: how many experts of a module, by its name, are loaded.
+    narrow: matrices stored in bfloat16 stay so. num_owned: by module name, the number of its experts that are loaded.
     """
     total = 0
     for name, shape in weights.shapes.items():
@@ -142,7 +141,7 @@ def num_loaded_bytes(weights: WeightMap, item_size: int, *, narrow: bool, num_ow
         source = weights.sources.get(name) or weights.expert_sources.get(name)
         if source is None and name in weights.tied:
             source = weights.sources.get(weights.tied[name])
-        # Of experts the first dimension counts them, and biases are never narrow.
+        # The first dimension of expert tensors counts experts. Biases are never narrow.
         matrix = len(shape) > (2 if name in weights.expert_sources else 1)
         stays = narrow and matrix and source is not None and weights.is_narrow(source)
         count = prod(shape)
