@@ -23,9 +23,9 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from experts.errors import CollectiveError
 
-# Ranks arrive from loading at different times.
+# Time to meet: ranks end loading at different times.
 _SECONDS_TO_MEET = 60
-# NCCL ends the whole process of a rank that has waited so long; `DeviceWaits` names the missing rank before that.
+# NCCL ends the whole process of a rank that has waited this long; `DeviceWaits` raises an error long before.
 _NCCL_SECONDS = 3600
 # A missing rank must be noticed before the device's queue of about a thousand launches is full, which would block the
 # host for good; a mark stands for up to twenty launches.
@@ -36,9 +36,9 @@ _POLL_SECONDS = 20e-6
 class Collectives:
     """All ranks call the same methods in the same order, with sizes that agree. Tensors are contiguous, on `device`.
 
-    On a GPU a call returns once it is queued on the current stream; the host waits in `waits` alone. `num_entered`
-    counts the calls: of ranks that wait for one another the one at fault has entered the fewest. `bytes_to[r]` counts
-    the bytes handed over for rank r, none for this rank.
+    On a GPU a call returns once it is queued on the current stream; the host waits only in `waits`. `num_entered`
+    counts the calls: among ranks that wait for one another, the rank at fault has entered the fewest. `bytes_to[r]`
+    counts the bytes handed over for rank r, none for this rank.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class Collectives:
     ) -> None:
         """Meet the other ranks in a file on this machine, or in torchrun's store if `rendezvous` is None.
 
-        Raises CollectiveError. timeout: seconds a rank waits in a collective for the others. interface: the only
-        network that is listened on; traffic there is neither encrypted nor authenticated. device: this
-        rank's GPU, made current before, for NCCL; by default the CPU, for gloo.
+        Raises CollectiveError. timeout: seconds that a rank waits in a collective for the others. interface: the only
+        network interface that is listened on; its traffic is neither encrypted nor authenticated. device: this rank's
+        GPU, which must be current, for NCCL; by default the CPU, for gloo.
         """
         self.device = device or torch.device("cpu")
         self._on_gpu = self.device.type == "cuda"
@@ -68,8 +68,8 @@ class Collectives:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         # Registering the buffers of a captured collective is an exchange among the hosts without a time limit.
         os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
-        # The shared-memory operations are compiled at the first use, which takes a minute, and none is called here. A
-        # look at the table of what can be compiled would fill it, by trying compilers for half a second.
+        # The shared-memory operations are compiled at their first use, which takes a minute, and none is called here.
+        # Reading the table of compatible operations normally would fill it by trying compilers for half a second.
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         before = _threads()
@@ -91,7 +91,7 @@ class Collectives:
             _let_senders_finish(_threads() - before)
 
     def be_patient(self, seconds: float) -> None:
-        """Set how long a rank waits for the others."""
+        """Set the seconds that a rank waits for the others."""
         self.waits.seconds = seconds
         _set_pg_timeout(timedelta(seconds=_NCCL_SECONDS if self._on_gpu else seconds))
 
@@ -107,7 +107,7 @@ class Collectives:
         return received
 
     def all_gather(self, rows: Tensor) -> Tensor:
-        """Return the `rows` [N, ...] of every rank, N being the same for all: [num_ranks * N, ...] in rank order.
+        """Return the `rows` [N, ...] of all ranks, [num_ranks * N, ...] in rank order. N is the same on all ranks.
 
         At the sizes of a step gloo's own all-gather takes longer than an all-to-all of copies.
         """
@@ -122,10 +122,10 @@ class Collectives:
         return self.all_to_all(torch.cat([rows] * self.num_ranks), sizes, sizes)
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Sum over ranks the part that each has for this rank: `parts` [num_ranks * N, ...] -> [N, ...].
+        """Sum the parts that all ranks have for this rank: `parts` [num_ranks * N, ...] -> [N, ...].
 
-        The sum runs in rank order, so that a row has the same bits wherever it stands. The reduce-scatters of gloo and
-        NCCL promise no order; gloo's, at the sizes of a step, takes longer than this all-to-all too.
+        The sum runs in rank order, so that a row has the same bits at any position. The reduce-scatters of gloo and
+        NCCL guarantee no order; at the sizes of a step gloo's is also slower than this all-to-all.
         """
         num_rows = parts.shape[0] // self.num_ranks
         sizes = [num_rows] * self.num_ranks
@@ -165,12 +165,12 @@ def _threads() -> set[int]:
 def _let_senders_finish(threads: set[int]) -> None:
     """Keep gloo's threads, its event loop above all, from taking the core of a thread that is sending.
 
-    Woken while another thread has the connection locked, the loop asks again and again until it is free. On the same
-    core that thread cannot go on meanwhile, and both lose a time slice of 3 to 4 ms, in about every third exchange on
-    two cores. Threads of the batch class wait until the core is free instead.
+    If the loop wakes while another thread has the connection locked, it polls until the connection is free. On the same
+    core the other thread cannot go on meanwhile, and both lose a time slice of 3 to 4 ms, in about every third exchange
+    on two cores. Threads of the batch class wait until the core is free instead.
     """
     for thread in threads:
-        # A thread may have ended, and a sandbox may forbid it: then exchanges take longer, and that is all.
+        # A thread may have ended, or a sandbox may forbid the call: then exchanges only take longer.
         with suppress(OSError):
             os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
@@ -182,7 +182,7 @@ def _first_line(error: RuntimeError) -> str:
 class DeviceWaits:
     """Waits for a GPU, bounded in time: the device itself may wait for a rank that never comes.
 
-    Does nothing on a CPU, whose collectives are over when they return. seconds: how long a wait may take; may change.
+    Does nothing on a CPU, whose collectives are over when they return. seconds: the bound of a wait; may change.
     """
 
     def __init__(self, device: torch.device, seconds: float) -> None:
@@ -191,7 +191,7 @@ class DeviceWaits:
         self._marks: deque[torch.cuda.Event] = deque()
 
     def mark(self) -> None:
-        """Mark a place in the device's queue, and wait for the place of some marks before. Raises CollectiveError."""
+        """Mark a place in the device's queue, and wait for the mark `_MARKS_AHEAD` before. Raises CollectiveError."""
         if not self._marking:
             return
         event = torch.cuda.Event()
@@ -202,7 +202,7 @@ class DeviceWaits:
 
     @contextmanager
     def without_marks(self) -> Iterator[None]:
-        """For capturing a graph: work queued then does not run, so a mark behind it is never reached."""
+        """Set no marks inside, to capture a graph: captured work does not run, so a mark behind it is never reached."""
         before, self._marking = self._marking, False
         try:
             yield
@@ -226,9 +226,9 @@ class DeviceWaits:
 
 
 class RecordedTraffic:
-    """Counts what a captured graph sends to other ranks at every replay, when the host calls no collective.
+    """Counts the traffic of a captured graph at every replay, in which the host calls no collective.
 
-    A replay counts as all of the graph's collectives, and is marked in the device's queue as one.
+    A replay counts as all of the graph's collectives, and sets one mark in the device's queue.
     """
 
     def __init__(self, collectives: CountedCollectives, exchange: CountedRows) -> None:
@@ -239,7 +239,7 @@ class RecordedTraffic:
 
     @contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record the collectives captured inside: nothing is sent yet, and nothing can be waited for."""
+        """Record the collectives captured inside. Nothing is sent yet, and the host must not wait for the device."""
         collectives, exchange = self._collectives, self._exchange
         before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
         zeros = [0] * len(collectives.bytes_to)

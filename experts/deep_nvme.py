@@ -25,7 +25,7 @@ from experts.tiers import FileReads, PositionedReads
 
 _BLOCK_BYTES = 128 * 2**10
 _QUEUE_DEPTH = 16
-_NAME = "async_io"  # Of the operator, as DeepSpeed calls it.
+_NAME = "async_io"  # DeepSpeed's name of the operator.
 _TORCH_FOLDER = "TORCH_EXTENSIONS_DIR"
 
 
@@ -36,7 +36,7 @@ class DeepNvme:
         self._operator = operator
 
     def open(self, path: Path) -> FileReads:
-        """Reads of a file; `PositionedReads` where the file system refuses DeepNVMe's."""
+        """Return reads of a file; `PositionedReads` if the file system refuses DeepNVMe's."""
         reads = NvmeReads(path, self._handle())
         try:
             reads.read(0, memoryview(mmap.mmap(-1, PAGE_BYTES)))
@@ -50,12 +50,12 @@ class DeepNvme:
         return memory
 
     def _handle(self) -> Any:
-        # Reads are issued by one thread, one after the other, so nothing is gained from threads of the handle's own.
+        # Reads are issued by one thread, one after the other, so threads of the handle's own would gain nothing.
         return self._operator.aio_handle(_BLOCK_BYTES, _QUEUE_DEPTH, False, True, 1)
 
 
 class NvmeReads:
-    """Reads of one file through a handle of its own: waiting waits for all reads of a handle."""
+    """Reads of one file through a handle of its own, since a wait covers all reads of its handle."""
 
     description = "DeepNVMe"
 
@@ -81,8 +81,8 @@ class NvmeReads:
 def deep_nvme(num_locked: int) -> DeepNvme:
     """Load the operator that `compile_deep_nvme` left. Never compiles, which takes minutes. Raises DeepNvmeError.
 
-    num_locked: bytes that are to be locked. Into other memory everything would be copied once more, which is slower
-    than plain reads.
+    num_locked: bytes to be locked. Reads into memory that is not locked copy everything once more, which is slower than
+    plain reads.
     """
     _require_libaio()
     if not _may_lock(num_locked):
@@ -97,7 +97,7 @@ def deep_nvme(num_locked: int) -> DeepNvme:
         operator = module_from_spec(spec)
         spec.loader.exec_module(operator)
     except (OSError, ImportError) as error:
-        # For example while another process compiles it.
+        # For example because another process is compiling it.
         raise DeepNvmeError(f"{library} cannot be loaded: `moeserve experts deepnvme` compiles it.") from error
     return DeepNvme(operator)
 
@@ -114,17 +114,17 @@ def compile_deep_nvme() -> Path:
         with extensions_kept_in(extensions_folder()) as folder:
             builder.load(verbose=False)
     except (OSError, RuntimeError, ImportError) as error:
-        # The last where a compilation was broken off earlier in this process: torch takes it for done.
+        # ImportError if a compilation was aborted earlier in this process: torch takes it for done.
         raise DeepNvmeError(f"DeepNVMe cannot be compiled: {str(error).partition(chr(10))[0]}") from error
     return folder / _NAME / f"{_NAME}.so"
 
 
 @contextmanager
 def extensions_kept_in(folder: Path) -> Iterator[Path]:
-    """Torch finds and keeps compiled extensions in `folder`, for one process after the other. Raises OSError.
+    """Make torch find and keep compiled extensions in `folder`, one process at a time. Raises OSError.
 
-    Torch's own lock is a file: a process that is killed leaves it behind, and all later ones wait for it without end.
-    The process that holds the lock here knows that no other is at work.
+    Torch's own lock is a file: a process that is killed leaves it behind, and all later ones wait for it forever. The
+    process that holds the lock of this function knows that no other is compiling, and removes such files.
     """
     before = os.environ.get(_TORCH_FOLDER)
     folder.mkdir(parents=True, exist_ok=True)
@@ -142,10 +142,10 @@ def extensions_kept_in(folder: Path) -> Iterator[Path]:
 
 
 def extensions_folder() -> Path:
-    """A folder of this environment, beside torch's folders of extensions.
+    """Return a folder of this environment, beside torch's folders of extensions.
 
-    The compiler is told the folders of torch and DeepSpeed. Another environment has others, and with one folder for all
-    a start in another environment would load what does not fit it.
+    An extension is compiled against the environment's torch and DeepSpeed. With one folder for all environments,
+    another environment would load an extension that does not fit it.
     """
     from torch.utils.cpp_extension import get_default_build_root  # Slow to import, and not needed without libaio.
 
@@ -156,7 +156,7 @@ def extensions_folder() -> Path:
 
 
 def _require_libaio() -> None:
-    # Spares those without it imports that take seconds.
+    # Without libaio this spares imports that take seconds.
     if find_library("aio") is None:
         raise DeepNvmeError("DeepNVMe needs libaio: install libaio-dev and run `moeserve experts deepnvme`.")
 

@@ -14,7 +14,7 @@ from experts.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, Slot
 from experts.placement import Placement, Ranks, refilled
 from kernels.activation import Activation
 
-# The experts of a layer as those hold them who compute: packed on a CPU, tensors of a GPU.
+# The experts of a layer as the kernels take them: packed on a CPU, tensors on a GPU.
 Experts = TypeVar("Experts")
 # As `kernels.moe.moe_experts_partial`: (x, slots, weights, experts, activation) -> [M, H] fp32.
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
@@ -38,12 +38,12 @@ class ExpertParallel(Generic[Experts]):
         local_of: Callable[[int], Compute[Experts]] | None = None,
         for_devices: bool = False,
     ) -> None:
-        """moe_layers: the decoder's layers that the layers of the placement are. last_layer: the decoder's last.
+        """moe_layers: the number in the decoder of each layer of the placement. last_layer: the decoder's last layer.
 
-        compute: what computes the experts that are here, each in a slot of its own, in the order of the placement.
-        local_of: computes those of a layer of the decoder instead, where these are found by their numbers in the model.
-        for_devices: exchanges rows the way that suits a GPU; they stay on the device of the collectives.
-        All ranks do the same.
+        compute: computes the local experts, each in a slot of its own, in the order of the placement. local_of: returns
+        the function that computes a decoder layer's local experts instead; it finds experts by their ids in the model.
+        for_devices: exchange rows as suits a GPU; they stay on the device of the collectives. All ranks have to agree
+        on it.
         """
         self._collectives = collectives
         self._last_layer = last_layer
@@ -75,18 +75,18 @@ class ExpertParallel(Generic[Experts]):
         return self._placement
 
     def experts_here(self, layer: int) -> Collection[int]:
-        """The experts of a layer that this rank holds now."""
+        """Return the experts of a layer that this rank holds now."""
         return self._here[layer]
 
     def num_rows_elsewhere(self, layer: int) -> int:
-        """How many rows other ranks have in a layer of the placement, in this step."""
+        """Return the number of rows that other ranks have in a layer of the placement in this step."""
         num_rows = self._num_logit_rows if layer == self._last_placed else self._num_rows
         return sum(num_rows) - num_rows[self._collectives.rank]
 
     def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> dict[int, int]:
-        """The slots of this rank that another expert gets once the layer is placed so, and which.
+        """Return the new expert of each slot of this rank that changes if the layer is placed on `ranks`.
 
-        None where experts are found by their numbers: whoever computes them has them brought when rows come.
+        Empty if experts are found by their ids: then they are loaded when rows come.
         """
         if self._local_of is not None:
             return {}
@@ -96,9 +96,9 @@ class ExpertParallel(Generic[Experts]):
         return {slot: expert for slot, expert in enumerate(after) if expert != before[slot]}
 
     def place(self, layer: int, ranks: tuple[Ranks, ...]) -> None:
-        """Places a layer anew, from the next step on. Every rank does so before that step, with its arrivals there.
+        """Place a layer on other ranks from the next step on. All ranks do so before that step, after their arrivals.
 
-        Tables stay where they are, and are written in the order of the stream: graphs captured before go by them.
+        Tables keep their addresses and are written in the order of the stream, so captured graphs use the new ones.
         """
         self._placement = self._placement.with_layer(layer, ranks)
         if self._local_of is None:
@@ -111,11 +111,11 @@ class ExpertParallel(Generic[Experts]):
 
     @property
     def num_rows_sent(self) -> int:
-        """Rows sent to others, padding included."""
+        """The number of rows sent to other ranks, padding included."""
         return sum(self._rows_to)
 
     def sent(self) -> list[int]:
-        """Rows sent to each rank, then bytes handed over for each rank, both ways and counts included."""
+        """Return the rows sent to each rank, then the bytes handed over for each rank, both ways and with counts."""
         return [*self._rows_to, *self._collectives.bytes_to]
 
     @property
@@ -123,20 +123,20 @@ class ExpertParallel(Generic[Experts]):
         return [sum(counts) for counts in zip(*(shape.rows_to for shape in self._exchanges.values()), strict=True)]
 
     def use(self, shape: str) -> None:
-        """Takes the shape `allgather` or `alltoall`, from the next step on."""
+        """Use the shape `allgather` or `alltoall` from the next step on."""
         self._exchange = self._exchanges[shape]
 
     def traffic(self) -> RecordedTraffic:
-        """For a graph to be captured with the shape in use."""
+        """Return the counter for a graph that is captured with the shape in use."""
         return RecordedTraffic(self._collectives, self._exchange)
 
     def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
-        """Tells how many rows each rank has in this step, and in its last layer."""
+        """Set the number of rows that each rank has in this step, and in its last layer."""
         self._num_rows = num_rows
         self._num_logit_rows = num_logit_rows
 
     def dispatch_of(self, layer: int) -> Compute[Experts]:
-        """The dispatch of a layer; the last one computes only rows whose logits are wanted."""
+        """Return the dispatch of a layer; the last layer computes only sampled rows."""
         is_last = layer == self._last_layer
         placed_layer = self._placed_layer[layer]
         compute = self._compute if self._local_of is None else self._local_of(layer)
@@ -163,7 +163,7 @@ class ExpertParallel(Generic[Experts]):
         return frozenset(self._placement.experts_on(layer, self._collectives.rank))
 
     def forget_counts(self) -> None:
-        """Starts counting rows at zero again."""
+        """Start counting rows and bytes at zero again."""
         for exchange in self._exchanges.values():
             exchange.rows_to = [0] * self._collectives.num_ranks
         self._collectives.bytes_to = [0] * self._collectives.num_ranks
@@ -176,11 +176,11 @@ class ExpertParallel(Generic[Experts]):
         experts: Sequence[Experts] = (),
         activation: Activation | None = None,
     ) -> dict[str, float]:
-        """Seconds that each shape takes for one layer of a small step: medians, their mean over ranks, known to all.
+        """Measure the seconds that each shape takes for one layer of a small step: the mean over ranks of medians.
 
-        experts: of each placed layer those that are here. They compute in between, one layer after another, so that
-        weights come from memory and ranks wait for the slower one, as in a step. Without them rows are only carried.
-        All ranks call it together. Counted rows start at zero again.
+        experts: the local experts of each placed layer. They compute in between, one layer after another, so that
+        weights come from memory and ranks wait for the slowest one, as in a step. Without them rows are only exchanged.
+        All ranks call it together and get the same result. Counts start at zero again.
         """
         device = self._collectives.device
         random = torch.Generator().manual_seed(self._collectives.rank)
@@ -203,6 +203,6 @@ class ExpertParallel(Generic[Experts]):
                 if round_number >= _WARM_UP_ROUNDS:
                     seconds[round_number - _WARM_UP_ROUNDS, number] = time.perf_counter() - started
         self.forget_counts()
-        # A process that takes the core in between costs milliseconds, to whichever shape it happens.
+        # Medians, because another process that takes the core in between costs either shape milliseconds.
         means = self._collectives.all_gather(seconds.median(0, keepdim=True).values.to(device)).mean(0)
         return dict(zip(self._exchanges, means.tolist(), strict=True))

@@ -6,8 +6,8 @@ class CollectiveError(RuntimeError):
 
 
 class ExpertStoreError(RuntimeError):
-    """Weights of experts cannot be had from where they are stored; the message is one sentence for the user."""
+    """Weights of experts cannot be read from their store; the message is one sentence for the user."""
 
 
 class DeepNvmeError(Exception):
-    """DeepNVMe cannot be used, or not be compiled; one sentence says why."""
+    """DeepNVMe cannot be used or compiled; the message is one sentence."""

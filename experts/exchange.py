@@ -1,9 +1,9 @@
 """Two ways for rows to reach the ranks that own their experts and to come back, behind the same two functions.
 
 `dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings their results home. Each
-rank sums, by weight, what its experts give to a row before it travels back; at home these parts are added in rank
-order, in fp32. So both shapes give the same bits, and a row's bits depend on no other row: only on the placement and,
-where experts have replicas, on the row's home, which decides among them.
+rank sums its experts' weighted results for a row before it sends the sum back; the home rank adds these parts in rank
+order, in fp32. So both ways give the same bits. A row's bits depend on no other row, only on the placement and, if
+experts have replicas, on the row's home rank, which selects the replica.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from experts.collectives import Collectives
 
 @dataclass(slots=True)
 class Arrived:
-    """Rows [M, H] that this rank's experts are to compute, of all ranks in rank order.
+    """Rows [M, H] of all ranks, in rank order, for this rank's experts to compute.
 
     slots: [M, k] int64, this rank's expert slots, -1 for experts that other ranks compute. weights: [M, k] fp32.
-    num_from[r]: how many rows came from rank r. of_home[r]: the numbers of this rank's rows that went to rank r. The
-    last two are empty where all sizes follow from the plan.
+    num_from[r]: the number of rows that came from rank r. of_home[r]: the indices of this rank's rows that went to rank
+    r. The last two are empty if all sizes follow from the plan.
     """
 
     rows: Tensor
@@ -37,14 +37,14 @@ class Arrived:
 
 
 class Exchange(Protocol):
-    """A shape of dispatch. `rows_to[r]` counts the rows that this rank sent to rank r on the way out."""
+    """A shape of dispatch. `rows_to[r]`: the number of rows that this rank has dispatched to rank r."""
 
     rows_to: list[int]
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
     ) -> Arrived:
-        """x [T, H], expert_ids [T, k] int64, weights [T, k] fp32. `num_rows[r]` is the T of rank r, known to all."""
+        """Send x [T, H], expert_ids [T, k] int64, weights [T, k] fp32. num_rows[r]: the T of rank r, known to all."""
 
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
         """partial [M, H] fp32, one row per arrived row -> [T, H] fp32."""
@@ -102,7 +102,7 @@ class AllToAll:
 class DeviceAllToAll:
     """`AllToAll` for rows on a GPU, with the same bits: the host waits once a layer, for the numbers of rows.
 
-    Rows that stay take part in the exchange, which for them is a copy, so that what arrives is in order.
+    Rows that stay take part in the exchange, which only copies them, so that all rows arrive in order.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -115,7 +115,7 @@ class DeviceAllToAll:
         slots = tables.slots_on_ranks(expert_ids)
         num_ranks, num_here, top_k = slots.shape
         reached = (slots >= 0).any(2)
-        # All (rank, row) pairs, rank by rank; the padding behind them is cut off once the numbers are known.
+        # All (rank, row) pairs, rank by rank; the padding behind them is cut off once the counts are known.
         pairs = reached.flatten().nonzero_static(size=num_ranks * num_here).flatten()
         num_to, num_from = self._exchange_counts(reached.sum(1))
         pairs = pairs[: sum(num_to)]
@@ -134,12 +134,12 @@ class DeviceAllToAll:
         parts = self._collectives.all_to_all(partial, arrived.num_from, num_to).split(num_to)
         out = partial.new_zeros((num_rows[self._collectives.rank], partial.shape[1]))
         for rows, part in zip(arrived.of_home, parts, strict=True):
-            # Each rank has a row at most once, so no two additions meet.
+            # Each rank has a row at most once, so no two additions collide.
             out.index_add_(0, rows, part)
         return out
 
     def _exchange_counts(self, num_to: Tensor) -> tuple[list[int], list[int]]:
-        """Return how many rows go to each rank, and how many come from it."""
+        """Return the number of rows that go to each rank, and the number that come from it."""
         ones = [1] * len(num_to)
         num_from = self._collectives.all_to_all(num_to, ones, ones)
         counts = torch.stack((num_to, num_from))
@@ -149,10 +149,10 @@ class DeviceAllToAll:
 
 
 class AllGather:
-    """Every row goes to every rank, padded to the longest rank's number: all sizes follow from the plan.
+    """Every row goes to every rank, padded to the largest number of rows of a rank: all sizes follow from the plan.
 
-    Where the ranks have equally many rows nothing depends on the step, so a graph can capture it. Rows whose experts
-    are -1 meet no expert.
+    If all ranks have equally many rows, nothing depends on the step, so a graph can capture it. No expert computes rows
+    whose experts are -1.
     """
 
     def __init__(self, collectives: Collectives) -> None:
@@ -165,7 +165,7 @@ class AllGather:
         longest = max(num_rows)
         packed = pack_rows(x, expert_ids, weights)
         if len(packed) < longest:
-            # Every bit set is expert -1, which is nowhere; the rest of such a row is not read.
+            # With every bit set an expert id is -1, which no rank holds; the rest of such a row is not read.
             packed = torch.cat((packed, packed.new_full((longest - len(packed), packed.shape[1]), 255)))
         me = self._collectives.rank
         self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
@@ -178,12 +178,11 @@ class AllGather:
 
 @dataclass(frozen=True, slots=True)
 class SlotTables:
-    """A layer's placement as the tables in which rank `here` looks experts up; the first two [R, E + 1] int64, -1 for
-    "not there".
+    """A layer's placement as tables for rank `here`; the first two are [R, E + 1] int64, -1 for "not there".
 
     to_ranks[r, e]: the slot on rank r that serves expert e for tokens at home here.
     from_homes[h, e]: the slot here that serves expert e for tokens at home on rank h.
-    The last column is -1 throughout, for expert -1 of a padding row. homes: [R, 1], 0 to R - 1.
+    The last column is all -1, for expert -1 of a padding row. homes: [R, 1], 0 to R - 1.
     """
 
     to_ranks: Tensor
@@ -198,7 +197,7 @@ class SlotTables:
         here: int,
         device: torch.device | None = None,
     ) -> SlotTables:
-        """destinations: as `Placement.destinations`. experts_of[rank][slot]: the expert in a rank's slot."""
+        """Make the tables. destinations: see `Placement.destinations`. experts_of[rank][slot]: the expert in a slot."""
         num_ranks = len(destinations)
         slots = np.full(destinations.shape, -1, np.int64)
         for of_rank, experts in zip(slots, experts_of, strict=True):
@@ -212,28 +211,28 @@ class SlotTables:
         )
 
     def become(self, other: SlotTables) -> None:
-        """Take over another placement in place, so that captured graphs which read these tables follow it."""
+        """Copy the tables of another placement in place, so that captured graphs that read these tables follow it."""
         self.to_ranks.copy_(other.to_ranks)
         self.from_homes.copy_(other.from_homes)
 
     def slots_on_ranks(self, expert_ids: Tensor) -> Tensor:
-        """Ids [T, k] of tokens at home here -> [R, T, k]."""
+        """Ids [T, k] of tokens at home here -> slots [R, T, k]."""
         return self.to_ranks[:, expert_ids]
 
     def slots_here(self, expert_ids: Tensor) -> Tensor:
-        """Ids [R * T, k], T tokens of each home in rank order -> [R * T, k]."""
+        """Ids [R * T, k], T tokens of each home rank in rank order -> slots [R * T, k]."""
         of_homes = expert_ids.view(len(self.from_homes), -1)
         return self.from_homes[self.homes, of_homes].view(expert_ids.shape)
 
 
 def pack_rows(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """[T, bytes]: each row with its experts (or slots) and their weights, to travel in one collective."""
+    """[T, bytes] uint8: each row with its experts (or slots) and their weights, for one collective."""
     parts = (x.contiguous(), weights.contiguous(), ids.to(torch.int16))
     return torch.cat([part.view(torch.uint8) for part in parts], 1)
 
 
 def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
     sizes = [like.shape[1] * like.element_size(), 4 * top_k, 2 * top_k]
-    # `contiguous` would leave a single row with its stride, at an offset that may be no multiple of its numbers' size.
+    # `contiguous` would keep the stride of a single row, at an offset that may be no multiple of its element size.
     rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
     return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)

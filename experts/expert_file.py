@@ -43,12 +43,12 @@ class ExpertFileHeader:
 
     @property
     def num_bytes(self) -> int:
-        """Size of the header in whole pages."""
+        """The size of the header in whole pages."""
         return _header_bytes(self.num_layers * self.num_experts)
 
     @property
     def record_bytes(self) -> int:
-        """An expert and the rest of its last page."""
+        """The size of a record: an expert in whole pages."""
         return round_to_page(self.expert_bytes)
 
     @property
@@ -89,7 +89,7 @@ def write_expert_file(
 
 
 def read_header(path: Path, source: bytes) -> ExpertFileHeader:
-    """Raises ExpertStoreError, one sentence, for a file that is torn, damaged, foreign or not of `source`."""
+    """Read the header. ExpertStoreError, one sentence, for a file that is torn, damaged, foreign or not of `source`."""
     try:
         with path.open("rb") as file:
             size = os.fstat(file.fileno()).st_size

@@ -68,14 +68,14 @@ class ExpertMemory:
         return ready
 
     def release(self, layer: int, experts: Sequence[int]) -> None:
-        """Let the slots of these experts of the event, which are computed, be filled with others."""
+        """Release computed experts of the event, so that their slots can be filled with others."""
         self._arena.after_use(layer)
         with self._changed:
             self._control.release(layer, experts)
             self._wake_copier()
 
     def turns(self, layer: int, experts: Collection[int]) -> Iterator[list[int]]:
-        """Yield the event's `experts` in turns as they come; each turn is released when the next one is asked for."""
+        """Yield the event's `experts` in turns as they become ready; the next turn releases the experts of the last."""
         left = set(experts)
         while left:
             ready = self.wait_ready(layer, left)
@@ -96,27 +96,27 @@ class ExpertMemory:
             self._wake_copier()
 
     def loads_per_layer(self) -> float:
-        """How many experts the link brings while one layer is computed, as measured."""
+        """Return the number of experts that the link loads while one layer is computed, as measured."""
         return self._pace.loads_per_layer
 
     def costs(self) -> tuple[float, float, int]:
-        """Seconds waited for experts and spent on predictions, and the experts that events asked for, so far."""
+        """Return the seconds waited for experts, the seconds spent on predictions, and the experts of all events."""
         counters = self._control.counters
         num_experts = counters.num_hits + counters.num_late + counters.num_misses
         return self.stall_seconds, self.predictor_seconds, num_experts
 
     def contents(self, layer: int) -> list[int]:
-        """The expert that is ready in each slot, -1 for none."""
+        """Return the expert that is ready in each slot, -1 for none."""
         with self._changed:
             return self._control.layers[layer].contents()
 
     def num_waiting(self, layer: int) -> int:
-        """Experts of the current event that wait for a slot."""
+        """Return the number of experts of the current event that wait for a slot."""
         return self._control.layers[layer].num_waiting
 
     @property
     def slot_bytes(self) -> int:
-        """The size of one expert."""
+        """The size of one slot: an expert in whole pages."""
         return self._arena.slot_bytes
 
     def num_slots(self, layer: int) -> int:
@@ -150,7 +150,7 @@ class ExpertMemory:
         self._tier.close()
 
     def _wake_copier(self) -> None:
-        """Wake the copier if it has work: waking for nothing, it would hold the interpreter against the computation."""
+        """Wake the copier if it has work; without work it would only keep the interpreter from the computation."""
         if self._control.has_waiting:
             self._changed.notify_all()
 
@@ -177,7 +177,7 @@ class ExpertMemory:
                 self._changed.notify_all()
 
     def _next(self) -> Transfer | None:
-        """Wait for the next transfer to copy. None at the end."""
+        """Wait for the next transfer to copy; return None when the memory closes."""
         with self._changed:
             while not self._closing:
                 if (transfer := self._control.next_transfer()) is not None:
@@ -215,13 +215,13 @@ class Pace:
 
     @property
     def loads_per_layer(self) -> float:
-        """Experts that the link brings while one layer is computed; 1 until both were observed."""
+        """The number of experts that the link loads while one layer is computed; 1 until both were measured."""
         if self._layer_seconds is None or self._seconds_per_byte is None:
             return 1.0
         return self._layer_seconds / (self._seconds_per_byte * self._expert_bytes)
 
     def access(self, now: float) -> None:
-        """A layer's event begins. now: seconds, waiting for experts subtracted."""
+        """Record that a layer's event begins. now: seconds, without the waiting for experts."""
         if self._last_access is not None:
             self._layer_seconds = _smoothed(self._layer_seconds, now - self._last_access)
         self._last_access = now

@@ -1,4 +1,4 @@
-"""Ask the gates of later layers about the state at an earlier one: plain gates, or maps fitted to them."""
+"""Apply the gates of later layers to the state at an earlier layer: plain gates, or maps fitted to them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Float = NDArray[np.float32]
 # (distances, state [T, H]) -> [D, T, E]: the scores of the gates at these distances.
 _Judge = Callable[[range, Tensor], Float]
 
-# A norm's weight below this share of the largest cannot be taken back out of the state.
+# A norm's weight below this share of the largest is too small to divide the state by.
 _LEAST_SHARE = 1e-3
 _EPSILON = 1e-5
 
@@ -41,12 +41,12 @@ class MappedGate(Protocol):
 
 
 class GatePreview:
-    """Has the gate of layer l + d judge the state at layer l (Eliseev and Mazur, arXiv 2312.17238).
+    """Applies the gate of layer l + d to the state at layer l (Eliseev and Mazur, arXiv 2312.17238).
 
     The state of the tap `EARLY` is the input of the gate of layer l: a norm of the residual stream, scaled by the
-    weights of that layer's norm. That of `LATE` is the residual stream after layer l. Both are scaled by the weights of
-    the norm at layer l + d. The layers in between have not added their part yet: `fitted` has learnt it, as far as it
-    is linear in the state, and judges in place of the gate at the same cost.
+    weights of that layer's norm. The state of `LATE` is the residual stream after layer l. Both are scaled by the
+    weights of the norm at layer l + d. The layers in between have not added their part yet. `fitted` has learnt that
+    part, as far as it is linear in the state, and replaces the gate at the same cost.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class GatePreview:
             self._judges = _maps(fitted, tap, max_distance, len(layers), norms)
 
     def __call__(self, layer: int, distances: range, state: Tensor) -> Float:
-        """state [T, H] -> [D, T, E], the larger the likelier, for layers at consecutive distances, all of which must
+        """state [T, H] -> [D, T, E], the larger the likelier, for layers at consecutive distances, which must all
         exist. Fitted gates compute all distances in one product.
         """
         x = state if self.tap is Tap.EARLY else unit_norm(state)
@@ -88,8 +88,8 @@ def scale_between(norms: Sequence[Tensor], layer: int, distance: int, tap: Tap) 
 def plain_maps(
     layers: Sequence[MappedGate], norms: Sequence[Tensor], max_distance: int
 ) -> dict[tuple[Tap, int, int], Tensor]:
-    """By tap, layer and distance [E, H + 1] float32: the gates as maps of the state, the constant last. Zeros for a
-    gate that is no linear map.
+    """Return the gates as maps of the state, by tap, layer and distance: [E, H + 1] float32, the constant last. Zeros
+    for a gate that is no linear map.
     """
     found = {}
     for later, layer_ahead in enumerate(layers):
@@ -141,7 +141,7 @@ def _stacked(maps: Sequence[Tensor]) -> _Judge:
 
 
 def _on_host(x: Tensor) -> Float:
-    """As float32 on the host. Most calls are on a CPU between two layers, where a conversion to the same type costs."""
+    """Return x as float32 on the host. Most calls come between two layers on a CPU, where any conversion costs."""
     if x.dtype is torch.float32 and x.device.type == "cpu":
         return x.numpy()
     return x.float().cpu().numpy()
@@ -153,7 +153,7 @@ def _ratio(wanted: Tensor, given: Tensor) -> Tensor:
 
 
 class GatesAhead:
-    """Asks the gates of all layers within reach. name: of the preview's tap as a source of predictions."""
+    """Applies the gates of all layers within reach. name: the name of the preview's tap as a source of predictions."""
 
     def __init__(self, preview: GatePreview, num_layers: int) -> None:
         self._preview = preview
@@ -161,7 +161,7 @@ class GatesAhead:
         self.name = f"gate-{preview.tap.value}"
 
     def __call__(self, layer: int, state: Tensor) -> list[tuple[int, NDArray[np.float32]]]:
-        """Distances and logits [T, E] for a state [T, H] at the layer, T > 0."""
+        """Return distances and logits [T, E] for a state [T, H] at the layer, T > 0."""
         distances = range(1, min(self._preview.max_distance, self._num_layers - 1 - layer) + 1)
         if not distances:
             return []
@@ -169,23 +169,23 @@ class GatesAhead:
 
 
 class FittedGatesError(Exception):
-    """A file of fitted gates that cannot serve; the message is one sentence for the operator."""
+    """A file of fitted gates that cannot be used; the message is one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittedGates:
-    """Linear maps from the state at one layer to what the gate of a later one will say, learnt from text.
+    """Linear maps from the state at one layer to the scores of a later layer's gate, learnt from text.
 
     maps[tap, distance]: [L - distance, E, H + 1] float; map l gives the scores of layer l + distance, its last column
-    is the constant. A map is as wide as the gate it stands for, so a fitted preview costs what a plain one does.
-    num_tokens: learnt from.
+    is the constant. A map is as wide as the gate that it replaces, so a fitted preview costs as much as a plain one.
+    num_tokens: the number of tokens that the maps were learnt from.
     """
 
     maps: Mapping[tuple[Tap, int], NDArray[np.floating]]
     num_tokens: int
 
     def max_distance(self, tap: Tap) -> int:
-        """How far ahead there are maps of this tap, without a gap from 1 on; 0 without any."""
+        """Return the largest distance of this tap such that all distances from 1 on have maps; 0 without maps."""
         distance = 0
         while (tap, distance + 1) in self.maps:
             distance += 1
@@ -205,7 +205,7 @@ def save_fitted_gates(path: Path, fitted: FittedGates, key: str) -> None:
 
 
 def load_fitted_gates(path: Path, key: str) -> FittedGates:
-    """The maps in the file. FittedGatesError if it is missing, torn, of another model or of another format."""
+    """Return the maps in the file. FittedGatesError if it is missing, torn, of another model or of another format."""
     return _KIND.load(path, _restore, key)
 
 

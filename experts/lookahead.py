@@ -1,4 +1,4 @@
-"""The cheapest prefetching: apply the gate of a later layer to the present state, and load what it chooses."""
+"""The cheapest prefetching: apply the gate of a later layer to the present state, and load the experts it chooses."""
 
 from __future__ import annotations
 

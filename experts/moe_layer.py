@@ -14,7 +14,7 @@ from kernels.ops import Experts, GatedBlock, Ops
 from kernels.specs import GateSpec
 
 # How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor
-# unless T is 0. One that reaches other ranks is called in every layer of every step, with no rows if need be.
+# unless T is 0. A dispatch to other ranks is called in every layer of every step, with no rows if need be.
 Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 # Computes rows with the local experts: as `kernels.moe.moe_experts_partial`.
@@ -22,10 +22,10 @@ LocalExperts = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 
 class RoutedExperts:
-    """The experts of one layer, behind any gate: observers hear its choice, then rows go to their experts.
+    """The experts of one layer, behind any gate: observers get its choice, then rows go to their experts.
 
-    experts: the local ones; a migration puts others in their slots, between two steps. dispatch: reaches all experts.
-    place: of the layer among those with experts.
+    experts: the local experts; a migration puts others in their slots, between two steps. dispatch: reaches all
+    experts. place: the layer's number among the layers with experts.
     """
 
     __slots__ = ("_activation", "_dispatch", "_observers", "_place", "experts")
@@ -49,7 +49,7 @@ class RoutedExperts:
         return self._dispatch(x, ids, weights, self.experts, self._activation)
 
     def serve_others(self, no_rows: Tensor, top_k: int) -> None:
-        """Have the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
+        """Compute the rows that other ranks send while this rank has none. no_rows: [0, H]."""
         ids = torch.empty((0, top_k), dtype=torch.int64, device=no_rows.device)
         self(no_rows, ids, ids.float())
 
@@ -57,10 +57,10 @@ class RoutedExperts:
 class MoeLayer:
     """Applies the chosen experts to every token and adds the shared expert, if there is one.
 
-    gate: the projection to E logits, for inputs of `gate_dtype`, fp32 where the model asks for that. correction_bias:
-    [E] fp32, for the choice only. shared_gate: projection [1, H] whose sigmoid scales the shared expert. dispatch:
-    None while all experts are here; a rank that owns only some passes one that reaches the rest. place: of the layer
-    among those with experts; observers hear it.
+    gate: the projection to E logits, for inputs of `gate_dtype`, fp32 if the model asks for that. correction_bias:
+    [E] fp32, for the choice only. shared_gate: projection [1, H] whose sigmoid scales the shared expert. dispatch: None
+    if all experts are local; a rank that holds only some passes a dispatch that reaches all. place: the layer's number
+    among the layers with experts, for observers.
     """
 
     __slots__ = (
@@ -107,12 +107,12 @@ class MoeLayer:
 
     @property
     def num_experts(self) -> int:
-        """The experts that the gate chooses from."""
+        """The number of experts that the gate chooses from."""
         return self._gate.out_features
 
     def __call__(self, x: Tensor, num_valid: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], a new tensor. T is at least 1. Rows from `num_valid` (int32 scalar on the device) on are
-        padding and meet no expert."""
+        padding, which no expert computes."""
         ops = self._ops
         logits = self._gate(x if x.dtype is self._gate_dtype else x.to(self._gate_dtype))
         ids, weights = ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
@@ -125,7 +125,7 @@ class MoeLayer:
         return out
 
     def serve_others(self, no_rows: Tensor) -> None:
-        """Has the experts compute what other ranks send while this one has nothing. no_rows: [0, H]."""
+        """Compute the rows that other ranks send while this rank has none. no_rows: [0, H]."""
         if self._serves_others:
             self._routed.serve_others(no_rows, self._gate_spec.top_k)
 
@@ -139,9 +139,9 @@ class MoeLayer:
         return scores.add_(self._correction_bias)
 
     def gate_map(self, dtype: torch.dtype) -> Tensor | None:
-        """[E, H + 1] float32: the gate as one linear map, the constant last. None where it does not rank by that alone.
+        """[E, H + 1] float32: the gate as one linear map, the constant last. None if it does not rank by a linear map.
 
-        dtype: of its input.
+        dtype: the dtype of its input.
         """
         if self._correction_bias is not None:
             return None

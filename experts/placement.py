@@ -1,4 +1,4 @@
-"""Placements: which ranks hold which experts, and what that costs on recorded routing. Torch-free."""
+"""Placements: which ranks hold which experts, and their costs on recorded routing. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ Ranks = tuple[int, ...]
 
 
 class PlacementError(ValueError):
-    """A placement that cannot be; the message is one sentence for the operator."""
+    """An invalid or impossible placement; the message is one sentence for the operator."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
     """ranks[layer][expert]: the ranks that hold the expert, its default rank first.
 
-    Layers are the layers with experts, in the model's order. Every expert has a rank and is never twice on one, and
-    within a layer all ranks hold equally many: their expert memory is one array. PlacementError otherwise.
+    Layers are the layers with experts, in the model's order. Every expert has a rank, and no rank holds it twice. All
+    ranks hold equally many experts of a layer, because their expert memory is one array. PlacementError otherwise.
     """
 
     num_ranks: int
@@ -47,11 +47,11 @@ class Placement:
         return len(self.ranks[0]) if self.ranks else 0
 
     def slots_per_rank(self, layer: int) -> int:
-        """Experts of the layer on each rank, replicas included."""
+        """Return the number of experts of the layer on each rank, replicas included."""
         return sum(map(len, self.ranks[layer])) // self.num_ranks
 
     def experts_on(self, layer: int, rank: int) -> tuple[int, ...]:
-        """The experts of the layer on the rank, ascending."""
+        """Return the experts of the layer on the rank, ascending."""
         return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)
 
     def first_ranks(self) -> NDArray[np.int64]:
@@ -72,15 +72,15 @@ class Placement:
 
 
 def refilled(slots: Sequence[int], held: Collection[int]) -> tuple[int, ...]:
-    """The experts of a rank's slots once it holds `held`: experts that stay keep their slots, the others fill the rest.
+    """Return the expert of each slot once a rank holds `held`: experts that stay keep their slots, others fill up.
 
-    slots[s]: the expert in slot s now; as many slots as experts in `held`.
+    slots[s]: the expert in slot s now. There are as many slots as experts in `held`.
     """
     arriving = iter(sorted(set(held) - set(slots)))
     return tuple(expert if expert in held else next(arriving) for expert in slots)
 
 
-# Cached, as are the destinations: while serving, all layers but one stay when a placement changes.
+# Cached like the destinations: while serving, a change of the placement leaves all layers but one as they are.
 @lru_cache(maxsize=1024)
 def _check_layer(layer: int, experts: tuple[Ranks, ...], num_ranks: int) -> None:
     held = [0] * num_ranks
@@ -98,24 +98,24 @@ def _check_layer(layer: int, experts: tuple[Ranks, ...], num_ranks: int) -> None
 
 @lru_cache(maxsize=4096)
 def destinations_of(ranks: Ranks, num_ranks: int) -> tuple[int, ...]:
-    """For each home the rank that serves an expert held by `ranks`."""
+    """Return, for each home rank, the rank that serves an expert held by `ranks`."""
     turns = iter(range(num_ranks))
     return tuple(home if home in ranks else ranks[next(turns) % len(ranks)] for home in range(num_ranks))
 
 
 def from_first_ranks(first_ranks: NDArray[np.integer], num_ranks: int) -> Placement:
-    """Without replicas. first_ranks: [L, E]."""
+    """Return a placement without replicas. first_ranks: [L, E]."""
     return Placement(num_ranks, tuple(tuple((rank,) for rank in experts) for experts in first_ranks.tolist()))
 
 
 def contiguous(num_layers: int, num_experts: int, num_ranks: int) -> Placement:
-    """The first E / R experts on rank 0, the next on rank 1, and so on."""
+    """Place the first E / R experts on rank 0, the next on rank 1, and so on."""
     share = _share(num_experts, num_ranks)
     return _same_in_all_layers(num_layers, num_ranks, (expert // share for expert in range(num_experts)))
 
 
 def round_robin(num_layers: int, num_experts: int, num_ranks: int) -> Placement:
-    """Expert e on rank e mod R."""
+    """Place expert e on rank e mod R."""
     _share(num_experts, num_ranks)
     return _same_in_all_layers(num_layers, num_ranks, (expert % num_ranks for expert in range(num_experts)))
 
@@ -146,10 +146,10 @@ def remote_ranks(routing: Ids, homes: Ids, placement: Placement) -> Float:
 
 
 def hops(first_choices: Ids, placement: Placement) -> float:
-    """The share of layer transitions in which a token's first choice lies on another rank than the one before.
+    """Return the share of layer transitions in which a token's first choice lies on another rank than the one before.
 
-    ExFlow's metric (arXiv 2401.08383), for routing in which a token stays on its expert's rank. Where it returns
-    home after every layer, as with data-parallel attention, count `remote_ranks`. first_choices: [L, T].
+    ExFlow's metric (arXiv 2401.08383), for routing in which a token stays on its expert's rank. If tokens return home
+    after every layer, as with data-parallel attention, use `remote_ranks`. first_choices: [L, T].
     """
     ranks = np.take_along_axis(placement.first_ranks(), first_choices.astype(np.int64), axis=1)
     return float((ranks[1:] != ranks[:-1]).mean())

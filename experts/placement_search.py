@@ -28,23 +28,23 @@ Ids = NDArray[np.integer]
 Load = NDArray[np.floating]
 # [E] or [L, E]: the rank of each expert.
 RankOf = NDArray[np.int64]
-# The heaviest load afterwards, and which ranks hold each expert: [E, R].
+# The heaviest load afterwards, and [E, R]: True where the rank holds the expert.
 Move = tuple[float, NDArray[np.bool_]]
 
-# By name: placements that need no statistics, and placements that are learnt from them.
+# The names of placements that need no statistics, and of placements learnt from them.
 PLAIN: Final = ("contiguous", "round-robin")
 LEARNT: Final = ("balanced", "coactivation", "affinity")
 
-# Exchanges within a layer that affinity considers at a time.
+# The number of exchanges within a layer that affinity considers at a time.
 _NUM_EXCHANGES = 32
-# Exchanges that co-activation makes beyond the best placement found.
+# Co-activation stops after this many exchanges without a better placement.
 _PATIENCE = 8
-# Of the held-out tokens, which are compared in runs because neighbours choose alike.
+# Held-out tokens are compared in this many runs, because neighbours choose alike.
 _NUM_RUNS = 16
 _STANDARD_ERRORS = 2.0
 # Gains are whole tokens, computed in floating point.
 _ONE_TOKEN = 0.5
-# What a unit of load above the bound weighs, in tokens.
+# The cost of a unit of load above the bound, in tokens.
 _OVERLOAD = 1e3
 
 
@@ -57,13 +57,13 @@ def choose_placement(
     num_groups: int = 1,
     statistics: RoutingStatistics | None = None,
 ) -> Placement:
-    """The placement `name` of PLAIN or LEARNT.
+    """Return the placement `name`, one of PLAIN or LEARNT.
 
     sizes: layers with experts, experts, ranks. num_redundant: replicas per layer, of the busiest experts.
 
-    num_nodes, num_groups: see `load_balanced`; the other placements do not look at them.
+    num_nodes, num_groups: see `load_balanced`; the other placements ignore them.
 
-    Without statistics all experts count as equally busy. PlacementError where the sizes do not divide, or where the
+    Without statistics all experts count as equally busy. PlacementError if the sizes do not divide, or if the
     statistics are missing, empty or of other sizes.
     """
     num_layers, num_experts, num_ranks = sizes
@@ -109,12 +109,12 @@ def load_balanced(
     """Give the ranks equal loads, as far as possible, with replicas of the busiest experts.
 
     The three greedy steps of EPLB (github.com/deepseek-ai/EPLB): groups of experts to nodes, replicas to experts within
-    a node, replicas to ranks. Unlike there, a rank never holds an expert twice, and the order of an expert's ranks
-    spreads the homes that have no replica.
+    a node, replicas to ranks. Unlike in EPLB, a rank never holds an expert twice, and the order of an expert's ranks
+    spreads the load of home ranks that lack the expert.
 
-    load: [L, E]. num_redundant: replicas per layer beyond the E first ones. num_nodes: the ranks are split evenly over
-    them; num_groups: experts of a group (equal runs of ids) stay in one node, if the nodes can share the groups.
-    PlacementError if the sizes do not divide.
+    load: [L, E]. num_redundant: replicas per layer beyond the first copy of each expert. num_nodes: nodes with equally
+    many ranks. num_groups: groups of experts (equal runs of ids); a group stays on one node, if the nodes can share the
+    groups equally. PlacementError if the sizes do not divide.
     """
     num_experts = load.shape[1]
     slots, rest = divmod(num_experts + num_redundant, num_ranks)
@@ -152,7 +152,7 @@ def with_replicas(placement: Placement, load: Load, num_redundant: int) -> Place
 
 
 def ordered_ranks(held: Sequence[Sequence[int]], load: Load, num_ranks: int) -> tuple[Ranks, ...]:
-    """Order each expert's ranks so that homes left over by turns go to the ranks that are lightest so far."""
+    """Order each expert's ranks, the lightest so far first: the first ranks get the homes that do not divide evenly."""
     total = np.zeros(num_ranks)
     ordered: list[Ranks] = [()] * len(held)
     for expert in sorted(range(len(held)), key=lambda candidate: (-float(load[candidate]), candidate)):
@@ -199,7 +199,7 @@ def _layer(load: Load, num_ranks: int, slots: int, num_nodes: int, num_groups: i
 
 
 def _pack(weights: Load, num_packs: int) -> NDArray[np.int64]:
-    """The pack of each item: heaviest first, into the lightest pack that has room; all packs get equally many."""
+    """Return the pack of each item: the heaviest first, into the lightest pack with room. Packs have equal sizes."""
     room = np.full(num_packs, len(weights) // num_packs)
     total = np.zeros(num_packs)
     pack_of = np.empty(len(weights), np.int64)
@@ -212,7 +212,7 @@ def _pack(weights: Load, num_packs: int) -> NDArray[np.int64]:
 
 
 def _replicas(load: Load, num_slots: int, most: int) -> NDArray[np.int64]:
-    """Copies of each expert: one more for the one with the highest load per copy, at most `most`."""
+    """Return the copies of each expert, at most `most`: each slot goes to the highest load per copy so far."""
     counts = np.ones(len(load), np.int64)
     for _ in range(num_slots - len(load)):
         counts[np.where(counts < most, load / counts, -1.0).argmax()] += 1
@@ -220,7 +220,7 @@ def _replicas(load: Load, num_slots: int, most: int) -> NDArray[np.int64]:
 
 
 def _spread(copies: list[tuple[float, int]], num_ranks: int, slots: int) -> list[set[int]]:
-    """The experts on each rank. copies: (load, expert), together as many as there are slots."""
+    """Return the experts on each rank. copies: (load, expert), num_ranks * slots of them."""
     held: list[set[int]] = [set() for _ in range(num_ranks)]
     total = [0.0] * num_ranks
     share_of = {expert: share for share, expert in copies}
@@ -237,7 +237,10 @@ def _spread(copies: list[tuple[float, int]], num_ranks: int, slots: int) -> list
 
 
 def _exchange(held: list[set[int]], total: list[float], share_of: dict[int, float], room: int, expert: int) -> int:
-    """Every rank with room holds the expert: another gives one of its own to `room`, the lightest that may go there."""
+    """Make room for `expert`, which all ranks with room already hold, and return the rank that has room then.
+
+    That rank gives another expert to the rank `room`, the lightest that may go there. Mutates `held` and `total`.
+    """
     share, rank, given = min(
         (share_of[other], rank, other)
         for rank, experts in enumerate(held)
@@ -256,17 +259,17 @@ def coactivation_placement(
 ) -> Placement:
     """Place experts that tokens choose together on one rank, each layer by itself. Deterministic.
 
-    A token costs one row per rank that it touches, so the number of distinct ranks is minimised, home excluded. A
-    placement has to be better on tokens that it was not fitted to, and no rank may be busier than it would be anyway:
-    in skewed routing the popular experts on one rank would be the cheapest placement and the slowest.
+    A token costs one row per rank that it touches, so the number of distinct ranks is minimised, home excluded. The
+    load of a rank is bounded: with skewed routing, all popular experts on one rank would be the cheapest placement and
+    the slowest.
 
-    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). homes: [T]; useful where
-    requests that choose alike live together; otherwise a home says nothing about experts. max_load: bound of a rank's
-    load in units of the mean, or the best balance known where that is above it. None: what the busiest rank has in the
-    plain placement, contiguous or round-robin, that touches fewer ranks.
+    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). homes: [T], the home rank of each
+    token; useful only if requests that choose alike have the same home. max_load: bound of a rank's load in units of
+    the mean load; a layer that `load_balanced` leaves above it is bounded by the balanced load. None: the bound is the
+    busiest rank's load in the plain placement, contiguous or round-robin, that touches fewer ranks.
 
-    First it is learnt on half of the tokens. Where the other half does not show that it saves ranks, that plain
-    placement is the answer.
+    A placement is first learnt on half of the tokens. If it does not save ranks on the other half, the plain placement
+    is returned.
     """
     plain = _better_plain(routing, num_experts, num_ranks, homes)
     half = routing.shape[1] // 2
@@ -297,7 +300,7 @@ def _touches(rank_of: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -
 
 
 def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> bool:
-    """Tell whether the learnt placement touches fewer ranks by more than chance explains."""
+    """Return True if the learnt placement touches fewer ranks by more than chance explains."""
     saved = _touches(plain, routing, num_ranks, homes) - _touches(learnt, routing, num_ranks, homes)
     of_runs = np.array([run.mean() for run in np.array_split(saved, _NUM_RUNS)])
     return float(of_runs.mean()) > _STANDARD_ERRORS * float(of_runs.std(ddof=1)) / _NUM_RUNS**0.5
@@ -306,7 +309,7 @@ def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: I
 def _fewest_remote_ranks(
     routing: Ids, plain: RankOf, start: RankOf, num_ranks: int, homes: Ids | None, max_load: float | None
 ) -> RankOf:
-    """[L, E]: layer by layer the best that exchanges lead to, from `start` and from balanced loads."""
+    """[L, E]: for each layer the best placement that exchanges reach from `start` or from balanced loads."""
     num_experts = plain.shape[1]
     load = np.stack([np.bincount(ids.reshape(-1), minlength=num_experts) for ids in routing]).astype(np.float64)
     balanced = load_balanced(load, num_ranks).first_ranks()
@@ -324,7 +327,7 @@ def _fewest_remote_ranks(
 
 
 def _refined(rank_of: RankOf, sets: TokenSets, bound: float) -> RankOf:
-    """Exchanges, and where homes matter renaming of ranks, until neither gains."""
+    """Exchange experts, and rename ranks if homes are known, until neither gains."""
     if not (sets.homes >= 0).any():
         return fewest_ranks(sets, rank_of, bound, _PATIENCE)
     touched = sets.ranks_touched(rank_of)
@@ -337,7 +340,7 @@ def _refined(rank_of: RankOf, sets: TokenSets, bound: float) -> RankOf:
 
 
 def _with_ranks_named(rank_of: RankOf, sets: TokenSets) -> RankOf:
-    """Give each group of experts the rank where most of its tokens live. Exact."""
+    """Assign the groups of experts to ranks so that the most tokens find a group at home. Exact."""
     visited = sets.on_rank(rank_of)
     visited[np.arange(len(sets.homes)), sets.homes] -= 1
     at_home = np.eye(sets.num_ranks)[sets.homes] * sets.weight[:, None]
@@ -363,7 +366,7 @@ class TokenSets:
         return summed_at(self.ids, self.weight, self.num_experts)
 
     def on_rank(self, rank_of: RankOf) -> NDArray[np.int64]:
-        """[N, R]: how many of a set's experts are on a rank, its home counted as one more."""
+        """[N, R]: the number of a set's experts on each rank; a known home counts as one more."""
         size = len(self.ids) * self.num_ranks
         rows = np.arange(len(self.ids))[:, None] * self.num_ranks
         found = np.bincount((rows + rank_of[self.ids]).reshape(-1), minlength=size).reshape(-1, self.num_ranks)
@@ -372,21 +375,21 @@ class TokenSets:
         return found
 
     def ranks_touched(self, rank_of: RankOf) -> float:
-        """Distinct ranks, summed over tokens; the home counts where it is known."""
+        """Return the number of distinct ranks, summed over tokens; a known home counts."""
         return float(self.weight @ (self.on_rank(rank_of) > 0).sum(axis=1))
 
 
 def token_sets(
     ids: NDArray[np.integer], num_experts: int, num_ranks: int, homes: NDArray[np.integer] | None = None
 ) -> TokenSets:
-    """ids: [T, k], distinct within a token. homes: [T]."""
+    """Return the sets of tokens. ids: [T, k], distinct within a token. homes: [T]."""
     keyed = np.column_stack([np.sort(ids, axis=1).astype(np.int64), np.full(len(ids), -1) if homes is None else homes])
     distinct, counts = np.unique(keyed, axis=0, return_counts=True)
     return TokenSets(num_experts, num_ranks, distinct[:, :-1], counts.astype(np.float64), distinct[:, -1])
 
 
 def summed_at(cells: NDArray[np.int64], weight: Float, size: int) -> Float:
-    """[size]: the weights of the rows [N] in whose cells [N, M] the place occurs."""
+    """[size]: at each place the summed weight [N] of the rows of `cells` [N, M] that contain the place."""
     return np.bincount(cells.reshape(-1), np.repeat(weight, cells.shape[1]), size).astype(np.float64, copy=False)
 
 
@@ -397,8 +400,8 @@ class Exchanges:
     The gains of all pairs are exact, and kept up to date by looking at no more than the tokens that choose one of the
     two experts (Fiduccia and Mattheyses' gains, for Kernighan and Lin's exchanges).
 
-    alone_with[e, f]: tokens with both of which e is the only thing on its rank; the diagonal is what e's leaving saves.
-    arriving[e, r]: tokens of e that touch nothing on rank r yet.
+    _alone_with[e, f]: tokens that choose e and f and touch e's rank for e alone; the diagonal is the saving if e
+    leaves its rank. _arriving[e, r]: tokens that choose e and do not touch rank r yet.
     """
 
     def __init__(self, sets: TokenSets, rank_of: RankOf) -> None:
@@ -415,7 +418,7 @@ class Exchanges:
     def gain(self) -> Float:
         """[E, E]: rank touches saved if e and f change places; meaningless within a rank.
 
-        A token with both touches the same ranks afterwards: what leaving seemed to save there is taken back.
+        A token that chooses both touches the same ranks afterwards, so `_alone_with` takes its saving back.
         """
         half = self._alone_with.diagonal()[:, None] - self._arriving[:, self.rank_of] - self._alone_with
         return half + half.T
@@ -432,7 +435,7 @@ class Exchanges:
         self._count(chosen, 1.0)
 
     def _count(self, chosen: NDArray[np.int64], sign: float) -> None:
-        """Adds what these sets contribute to both tables, or takes it away."""
+        """Add the contribution of these sets to both tables, or subtract it (sign -1.0)."""
         size, num_ranks = self._sets.num_experts, self._sets.num_ranks
         ids, weight = self._sets.ids[chosen], sign * self._sets.weight[chosen]
         on_rank = self._on_rank[chosen]
@@ -445,10 +448,10 @@ class Exchanges:
 
 
 def fewest_ranks(sets: TokenSets, start: RankOf, bound: float, patience: int) -> RankOf:
-    """The best placement [E] on the way from `start`, which ends `patience` exchanges after it.
+    """Return the best placement [E] on a path of exchanges from `start`, which ends `patience` exchanges after it.
 
     The best exchange is made even if it loses, and its experts then rest for some steps (Glover's tabu search).
-    bound: of the load of a rank. Load above it weighs more than any rank touched, so it is removed first if possible.
+    bound: the bound of a rank's load. Load above it costs more than ranks touched, so it is removed first if possible.
     """
     exchanges = Exchanges(sets, start)
     load = sets.load()
@@ -475,7 +478,7 @@ def fewest_ranks(sets: TokenSets, start: RankOf, bound: float, patience: int) ->
 
 
 def cost(sets: TokenSets, rank_of: RankOf, bound: float) -> float:
-    """The quantity that `fewest_ranks` minimises."""
+    """Return the quantity that `fewest_ranks` minimises."""
     total = np.bincount(rank_of, sets.load(), sets.num_ranks)
     return sets.ranks_touched(rank_of) + _OVERLOAD * float(np.maximum(total - bound, 0).sum())
 
@@ -494,14 +497,14 @@ def affinity_placement(
     """Place a token's next expert where its last one was, as often as possible. Deterministic.
 
     ExFlow's objective (arXiv 2401.08383): the fewest transitions between ranks, with equally many experts per rank and
-    layer. It is summed over pair counts, so that the work does not depend on how many tokens were seen. Two moves take
-    turns until neither gains: while its neighbours stay, the best ranks of one layer are an exact assignment; and the
-    best chain of single exchanges in all layers is found by dynamic programming. The objective says nothing about load,
-    nor about serving in which tokens return home after every layer.
+    layer. It is summed over pair counts, so the work does not depend on the number of tokens. Two steps alternate until
+    neither gains: an exact assignment of one layer's experts to ranks while its neighbours stay, and the best chain of
+    single exchanges over all layers, by dynamic programming. The objective ignores load, and it does not fit serving in
+    which tokens return home after every layer.
 
-    transitions: [L - 1, E, E] counts of expert i at layer l and j at l + 1. num_starts: placements grown from different
-    layers, of which the best is taken further. num_kicks: how often a random run of layers is made anew, and kept if it
-    is no worse. PlacementError if the ranks cannot share the experts equally.
+    transitions: [L - 1, E, E] counts of expert i at layer l and j at l + 1. num_starts: placements grown from random
+    layers; the best one is improved further. num_kicks: attempts to rebuild a random run of layers; an attempt is kept
+    if it is no worse. PlacementError if the ranks cannot share the experts equally.
     """
     counts = transitions.astype(np.float64)
     num_layers, num_experts = len(counts) + 1, counts.shape[1]
@@ -521,13 +524,13 @@ def affinity_placement(
 
 
 def staying(rank_of: RankOf, transitions: NDArray[np.floating]) -> float:
-    """The count of transitions within a rank. rank_of: [L, E]."""
+    """Return the count of transitions within a rank. rank_of: [L, E]."""
     same = rank_of[:-1, :, None] == rank_of[1:, None, :]
     return float((transitions * same).sum())
 
 
 def _renewed(rank_of: RankOf, begin: int, end: int, counts: Counts, random: np.random.Generator) -> RankOf:
-    """Make layers begin … end - 1 anew: one at random, the others outwards from it, then all in turns."""
+    """Rebuild layers begin … end - 1: one at random, the others outwards from it, then improve all in turns."""
     found = rank_of.copy()
     origin = int(random.integers(begin, end))
     found[origin] = random.permutation(found[origin])
@@ -549,8 +552,8 @@ def _renewed(rank_of: RankOf, begin: int, end: int, counts: Counts, random: np.r
 def _exchange_along(rank_of: RankOf, begin: int, end: int, counts: Counts) -> RankOf:
     """[end - begin, E]: the best of all placements that differ by at most one exchange in each of these layers.
 
-    Experts that follow each other have to move together, which no layer does by itself. Of each layer the exchanges
-    that cost least there are considered, and the best chain of them is found by dynamic programming.
+    Experts that follow each other have to move together, which steps on single layers cannot do. Each layer offers the
+    exchanges that cost least there, and dynamic programming finds the best chain of them.
     """
     num_ranks = int(rank_of[0].max()) + 1
     options = [_exchanges(rank_of[layer], _gain(rank_of, layer, counts)) for layer in range(begin, end)]
@@ -573,7 +576,7 @@ def _exchange_along(rank_of: RankOf, begin: int, end: int, counts: Counts) -> Ra
 
 
 def _exchanges(rank_of: RankOf, gain: Counts) -> RankOf:
-    """[N, E]: the placement as it is, then those after the exchanges that cost least while the neighbours stay."""
+    """[N, E]: the placement as it is, then placements after the cheapest exchanges while the neighbours stay."""
     here = np.take_along_axis(gain, rank_of[:, None], axis=1)
     there = gain[:, rank_of]
     cost = here + here.T - there - there.T
@@ -589,7 +592,7 @@ def _exchanges(rank_of: RankOf, gain: Counts) -> RankOf:
 
 
 def _gain(rank_of: RankOf, layer: int, counts: Counts, *, before: bool = True, after: bool = True) -> Counts:
-    """[E, R]: transitions from the layer before and to the one after that stay, for each rank of each expert."""
+    """[E, R]: transitions from the layer before and to the layer after that stay on rank r if expert e is there."""
     num_ranks = int(rank_of[0].max()) + 1
     gain = np.zeros((rank_of.shape[1], num_ranks))
     if before and layer > 0:
@@ -600,12 +603,12 @@ def _gain(rank_of: RankOf, layer: int, counts: Counts, *, before: bool = True, a
 
 
 def balanced_assignment(gain: Gain, start: RankOf) -> RankOf:
-    """The rank_of [E] that maximises the sum of gain[e, rank_of[e]] with E / R items on each of R ranks. Exact.
+    """Return the rank_of [E] that maximises the sum of gain[e, rank_of[e]], with E / R items on each of R ranks. Exact.
 
     gain: [E, R]. start: [E], any balanced assignment; the closer to the best, the faster. An assignment is optimal if
     no cyclic exchange among ranks gains (Klein's cycle cancelling for transportation problems; Ahuja, Magnanti and
-    Orlin, "Network Flows", section 9.6), and for a cycle only the best mover between each two ranks matters, so the
-    search is over R nodes.
+    Orlin, "Network Flows", section 9.6). For a cycle only the best mover between each two ranks matters, so the search
+    is over R nodes.
     """
     rank_of = start.astype(np.int64, copy=True)
     tolerance = 1e-9 * max(1.0, float(np.abs(gain).max(initial=0.0)))
@@ -619,7 +622,7 @@ def balanced_assignment(gain: Gain, start: RankOf) -> RankOf:
 
 
 def _best_moves(gain: Gain, rank_of: RankOf) -> tuple[Gain, RankOf]:
-    """[R, R]: what moving one item from a rank to another gains at best, and which item that is."""
+    """[R, R] each: the best gain of moving one item from a rank to another, and that item."""
     num_ranks = gain.shape[1]
     items = np.argsort(rank_of, kind="stable")
     delta = gain[items] - gain[items, rank_of[items]][:, None]
@@ -638,7 +641,7 @@ def _exchange_of_two(moves: Gain, tolerance: float) -> list[int]:
 
 
 def _improving_cycle(moves: Gain, tolerance: float) -> list[int]:
-    """A cycle of ranks with a positive sum of moves, or none (Bellman and Ford, from every node at once)."""
+    """Return a cycle of ranks with a positive sum of moves, or [] (Bellman and Ford, from every node at once)."""
     num_ranks = len(moves)
     reached = np.zeros(num_ranks)
     before = np.zeros(num_ranks, np.int64)
@@ -670,13 +673,14 @@ def load_shares(ranks: Sequence[Ranks], num_ranks: int) -> Float:
 
 
 def evened_out(ranks: Sequence[Ranks], load: NDArray[np.floating], num_ranks: int, max_moves: int) -> tuple[Ranks, ...]:
-    """The ranks of each expert after at most `max_moves` moves, each of which lowers the heaviest rank's load.
+    """Return the ranks of each expert after at most `max_moves` moves, each of which lowers the heaviest rank's load.
 
     For a service that has to load every expert that moves; `load_balanced` would move most of a layer each time. The
-    heaviest rank exchanges an expert with another rank, or is relieved by a replica that replaces another one.
+    heaviest rank exchanges an expert with another rank, or another rank replaces a replica by a replica of one of the
+    heaviest rank's experts.
 
-    load: [E]. Ranks hold as many experts as before, and every expert stays somewhere. A replica is taken to bear an
-    equal part of its expert's load. The input itself if no move helps.
+    load: [E]. Ranks hold as many experts as before, and every expert stays somewhere. All replicas of an expert are
+    assumed to bear equal parts of its load. The input is returned if no move helps.
     """
     held = np.zeros((len(ranks), num_ranks), np.bool_)
     for expert, held_by in enumerate(ranks):
@@ -700,7 +704,7 @@ def _totals(held: NDArray[np.bool_], weight: Float) -> Float:
 
 
 def _relieving_exchange(held: NDArray[np.bool_], weight: Float) -> Move | None:
-    """The exchange of two experts that lowers the heaviest rank most: (heaviest load of the two afterwards, held)."""
+    """Return the exchange of experts that relieves the heaviest rank most: (heavier load of both ranks after, held)."""
     share = weight / held.sum(axis=1)
     totals = share @ held
     heavy = int(totals.argmax())
@@ -725,7 +729,7 @@ def _relieving_exchange(held: NDArray[np.bool_], weight: Float) -> Move | None:
 
 
 def _relieving_replica(held: NDArray[np.bool_], weight: Float, best: Move | None) -> Move | None:
-    """The move that replaces a replica by one of an expert of the heaviest rank, if it is better than `best`."""
+    """Return the best move that replaces a replica by one of an expert of the heaviest rank, or `best` if better."""
     totals = _totals(held, weight)
     heavy = int(totals.argmax())
     bound = totals[heavy] * (1 - 1e-9) if best is None else best[0]

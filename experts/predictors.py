@@ -1,7 +1,7 @@
 """Predict which experts a step needs one to three layers ahead, from what the gates have chosen so far. Torch-free.
 
-`AffinityPredictor` knows the tokens of a step and everything chosen for them. `RankPredictor` adds, on one rank of
-several, the rows that other ranks send. Both learn while serving. `RecallSample` counts how good a prediction was.
+`AffinityPredictor` knows the tokens of a step and all their choices. `RankPredictor` adds, on one rank of several, the
+rows that other ranks send. Both learn while serving. `RecallSample` measures predictions.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from experts.routing import Affinity, RoutingStatistics
 Float = NDArray[np.float32]
 Ids = NDArray[np.integer]
 
-# The layer "before" the first: what is known of a step when its tokens are.
+# The layer "before" the first: only the tokens of the step are known.
 BEFORE = -1
-# Farther ahead nobody predicts.
+# The largest distance at which anything is predicted.
 MAX_DISTANCE = 3
-# How many layers back affinity looks, for whoever makes the statistics.
+# The `max_distance` that routing statistics need for affinity.
 AFFINITY_SPAN = 6
 
 _FIRST_REFRESH = 16
-# Tokens that the popularity of the first layer's experts is worth against what a token id was seen to choose.
+# The weight, in tokens, of the popularity of the first layer's experts against the observed choices of a token id.
 _TOKEN_PSEUDO_COUNTS = np.float32(1.0)
-# What rows of other ranks choose is known as if so many had been seen to choose what local rows do.
+# The prior of other ranks' rows: as if this many of them had chosen like local rows.
 _PRIOR_ROWS = 8.0
 
 
 class Predictor(Protocol):
     """Follows a step layer by layer.
 
-    Calls within a step: `begin`, then for each layer in order `observe`, then `end_step`. `predict` comes any time
-    after the `observe` of its layer, and `predict(BEFORE, …)` after `begin`. Arrays belong to the caller and are copied
-    if kept. A layer may be left out; its choices are then unknown.
+    Calls within a step: `begin`, then for each layer in order `observe`, then `end_step`. `predict` may be called any
+    time after the `observe` of its layer, and `predict(BEFORE, …)` after `begin`. Arrays belong to the caller and are
+    copied if kept. A layer may be left out; its choices are then unknown.
     """
 
     def begin(self, token_ids: Ids) -> None:
-        """A step of T tokens begins. token_ids: [T]."""
+        """Begin a step of T tokens. token_ids: [T]."""
 
     def observe(self, layer: int, expert_ids: Ids) -> None:
-        """The gate of a layer chose. expert_ids: [T, k], distinct within a token.
+        """Observe the choice of a layer's gate. expert_ids: [T, k], distinct within a token.
 
-        A layer that computes only some rows (the last one, where only sampled rows count) counts as left out.
+        A layer that computes only some rows (the last one computes only sampled rows) counts as left out.
         """
 
     def predict(self, layer: int, distance: int) -> Float:
@@ -58,7 +58,7 @@ class Predictor(Protocol):
 class LearntAffinity:
     """Estimates from routing statistics which experts come next. The caller gathers the statistics.
 
-    The affinity is computed anew at growing intervals of at most `refresh_steps`; the caller reports each step by
+    The affinity is recomputed at growing intervals of at most `refresh_steps`; the caller reports each step by
     `step_done`.
     """
 
@@ -78,7 +78,7 @@ class LearntAffinity:
 
     @property
     def steps_until_refresh(self) -> int:
-        """`current` stays what it is until so many more steps are done."""
+        """The number of steps until `current` changes."""
         return self._due_in
 
     def step_done(self) -> None:
@@ -92,8 +92,8 @@ class LearntAffinity:
     def of_token_ids(self, token_ids: Ids, layer: int) -> Float | None:
         """[T, E]: the probability that a token chooses each expert of `layer`, by its id alone.
 
-        Beyond the first layer, the experts expected there stand in for chosen ones. None farther than the statistics
-        reach.
+        For later layers, the experts expected in the first layer replace chosen ones. None if the layer is farther than
+        the statistics reach.
         """
         first = self._first_experts(token_ids)
         if layer == 0:
@@ -106,14 +106,13 @@ class LearntAffinity:
     def of_choices(self, chosen: Mapping[int, Ids], layer: int, distance: int) -> Float | None:
         """[T, E]: the probability that a token chooses each expert of layer + distance; a row sums to about k.
 
-        chosen[l]: [T, k], the experts that the tokens chose in layer l. None if `layer` is not among these, or farther
-        than the statistics reach.
+        chosen[l]: [T, k], the experts that the tokens chose in layer l. None if `layer` is not in `chosen`, or if the
+        statistics do not reach so far.
 
-        Each chosen expert, of `layer` and of the layers before it that lie within the statistics' reach, multiplies an
-        expert's popularity by how much likelier it makes it (`Affinity.log_lifts`, so that layers that say nothing add
-        no noise). A statistic over several layers sums over all routes between them. The k factors of a layer overlap,
-        so each counts with exponent k^-½: less than if they were independent, more than their mean. Layers count as if
-        they were independent.
+        Each expert chosen in `layer`, or in an earlier layer within the statistics' reach, multiplies an expert's
+        popularity by a lift (`Affinity.log_lifts`, so that uninformative layers add no noise). A statistic over several
+        layers sums over all routes between them. The k factors of a layer overlap, so each counts with exponent k^-½:
+        less than if they were independent, more than their mean. Layers count as if they were independent.
         """
         distances = self._affinity.distances()
         if layer not in chosen or distance not in distances:
@@ -132,9 +131,9 @@ class LearntAffinity:
         return np.minimum(odds, 1, out=odds)
 
     def _logarithms(self, layer: int, distance: int) -> tuple[Float, Float]:
-        """[E] of popularity at layer + distance and [E, E] of what an expert of `layer` multiplies it by.
+        """Logarithms of the popularity [E] at layer + distance and of its lifts [E, E] by the experts of `layer`.
 
-        They are taken when first asked for, so that no step pays for all of a new affinity.
+        They are computed on first use, so that no step pays for all of a new affinity.
         """
         found = self._lifts.get((layer, distance))
         if found is None:
@@ -143,7 +142,7 @@ class LearntAffinity:
         return found
 
     def _first_experts(self, token_ids: Ids) -> Float:
-        """[T, E]."""
+        """[T, E]: the probability that a token id chooses each expert of the first layer."""
         popularity = self._affinity.popularity()[0]
         top_k = np.float32(self.statistics.spec.top_k)
         found = np.empty((len(token_ids), len(popularity)), np.float32)
@@ -158,10 +157,10 @@ class LearntAffinity:
 
 
 class AffinityPredictor:
-    """A `Predictor` that goes by `LearntAffinity`: an expert is needed if any token chooses it.
+    """A `Predictor` by `LearntAffinity`: an expert is needed if any token chooses it.
 
-    Of a step longer than `max_rows` an even sample is followed, so that its cost is bounded; the sampled tokens then
-    stand for the others. recall: counts what is predicted, as source `affinity`.
+    A step longer than `max_rows` is predicted from an even sample of its tokens, so that the cost is bounded; the
+    sample stands for all tokens. recall: measures the predictions, as source `affinity`.
     """
 
     __slots__ = ("_chosen", "_learnt", "_max_rows", "_num_experts", "_num_rows", "_recall", "_rows", "_token_ids")
@@ -223,16 +222,16 @@ class RankShare(Protocol):
     """A rank's part in each layer with experts (`experts.dispatch.ExpertParallel`)."""
 
     def experts_here(self, layer: int) -> Collection[int]:
-        """The experts that this rank holds now."""
+        """Return the experts of the layer that this rank holds now."""
 
     def num_rows_elsewhere(self, layer: int) -> int:
-        """How many rows other ranks have in this step."""
+        """Return the number of rows that other ranks have in the layer in this step."""
 
 
 class RemoteRowShares:
-    """By layer, which share of the rows of other ranks comes for each expert here. Older rows count less.
+    """The share of other ranks' rows that chooses each local expert, by layer. Older rows count less.
 
-    A row counts for an expert only if it was computed while the expert was here.
+    A row counts for an expert only if it was computed while the expert was local.
     """
 
     __slots__ = ("_chosen", "_half_life", "_rows")
@@ -244,7 +243,7 @@ class RemoteRowShares:
         self._rows: Float = np.zeros((num_layers, num_experts), np.float32)
 
     def add(self, layer: int, num_rows: int, chosen: NDArray[np.integer], here: NDArray[np.bool_]) -> None:
-        """Other ranks had `num_rows` rows, of which chosen[e] came for expert e. here: [E], is it held here."""
+        """Count `num_rows` rows of other ranks. chosen[e]: the rows that chose expert e. here: [E], True if local."""
         fade = np.float32(2 ** (-num_rows / self._half_life))
         self._chosen[layer] *= fade
         self._rows[layer] *= fade
@@ -252,18 +251,17 @@ class RemoteRowShares:
         self._rows[layer] += np.where(here, np.float32(num_rows), 0)
 
     def of(self, layer: int, popularity: Float) -> Float:
-        """[E]: the share that comes for each expert. popularity: [E], what is thought before any has been seen."""
+        """[E]: the share of rows that chooses each expert. popularity: [E], the prior share."""
         prior = np.float32(_PRIOR_ROWS)
         found: Float = (self._chosen[layer] + prior * popularity) / (self._rows[layer] + prior)
         return found
 
 
 class RankPredictor:
-    """A `Predictor` for one rank of several, which expects no expert that the rank does not hold.
+    """A `Predictor` for one rank of several. It predicts only experts that the rank holds.
 
-    Everything is known of the local rows. Of the rows of other ranks it sees in each layer only which local experts
-    they come for, so they are expected to go on choosing what such rows have chosen so far. In each layer
-    `observe_computed` is to be called once, before `observe`.
+    All choices of local rows are known. Of remote rows only the choices of local experts are known, so remote rows are
+    predicted by the past choices of such rows. In each layer `observe_computed` must be called once, before `observe`.
     """
 
     __slots__ = ("_has_rows", "_here", "_learnt", "_local", "_num_experts", "_share", "_shares")
@@ -276,7 +274,7 @@ class RankPredictor:
         self._share = share
         self._num_experts = spec.num_experts
         self._shares = RemoteRowShares(spec.num_layers, spec.num_experts)
-        # By layer what `share.experts_here` said last, and the same as [E].
+        # By layer the latest `share.experts_here`, and the same as a mask [E].
         self._here: dict[int, tuple[Collection[int], NDArray[np.bool_]]] = {}
         self._has_rows = False
 
@@ -286,9 +284,9 @@ class RankPredictor:
             self._local.begin(token_ids)
 
     def observe_computed(self, layer: int, local: Ids, computed: Ids) -> None:
-        """The gate of a layer chose. local: [T, k], for the local rows. computed: [M, k], for the rows that come for
-        experts here, local ones among them; -1 for experts elsewhere."""
-        # Local rows are served here wherever they can be.
+        """Observe a layer's choices. local: [T, k], of the local rows. computed: [M, k], of the rows that this rank
+        computes, local ones included; -1 for remote experts."""
+        # A local expert always computes the local rows that choose it.
         remote = self._count(computed) - self._count(local)
         self._shares.add(layer, self._share.num_rows_elsewhere(layer), remote, self._is_here(layer))
 
@@ -309,11 +307,11 @@ class RankPredictor:
             self._local.end_step()
 
     def _count(self, expert_ids: Ids) -> NDArray[np.int64]:
-        """[E]: how many rows chose each expert."""
+        """[E]: the number of rows that chose each expert."""
         return np.bincount(expert_ids.ravel() + 1, minlength=self._num_experts + 1)[1:]
 
     def _is_here(self, layer: int) -> NDArray[np.bool_]:
-        """[E]. Layers are placed anew between steps."""
+        """[E]: True for local experts, which a migration may change between steps."""
         experts = self._share.experts_here(layer)
         known = self._here.get(layer)
         if known is None or known[0] is not experts:
@@ -325,8 +323,8 @@ class RankPredictor:
 
 @dataclass(frozen=True, slots=True)
 class SourceRecall:
-    """num_chosen: experts that tokens chose in layers that `source` had ranked `distance` layers before; num_recalled:
-    how many of them were among the k that it thought likeliest for the same token."""
+    """num_chosen: experts that tokens chose in layers that `source` had ranked `distance` layers before. num_recalled:
+    the number of these experts among the k that it ranked highest for the same token."""
 
     source: str
     distance: int
@@ -342,10 +340,10 @@ def num_recalled(scores: NDArray[np.floating], chosen: Ids) -> int:
 
 
 class RecallSample:
-    """Counts one step in `interval`, and `max_rows` tokens of it, so that it costs little however much is predicted.
+    """Counts one step in `interval`, and at most `max_rows` of its tokens, so that it costs little.
 
-    Sources of predictions are told apart by name. A layer that a source ranks twice from the same distance counts as
-    it was ranked last. `counts` may be called by another thread.
+    Sources of predictions are identified by name. If a source ranks a layer twice from the same distance, the last
+    ranking counts. Another thread may call `counts`.
     """
 
     __slots__ = ("_counts", "_interval", "_max_rows", "_num_rows", "_num_steps", "_ranked", "_sampled")
@@ -354,25 +352,25 @@ class RecallSample:
         self._interval = interval
         self._max_rows = max_rows
         self._num_steps = 0
-        # The latest number of rows, which is the same all through a step, and those of them that are counted.
+        # The latest number of rows, which is the same throughout a step, and the rows that are counted.
         self._num_rows = 0
         self._sampled: NDArray[np.int64] = np.empty(0, np.int64)
-        # By source, distance and target: how many rows there were, and the scores of the sampled ones.
+        # By source, distance and target layer: the number of rows, and the scores of the sampled rows.
         self._ranked: dict[tuple[str, int, int], tuple[int, NDArray[np.floating]]] = {}
         self._counts: dict[tuple[str, int], tuple[int, int]] = {}
 
     @property
     def is_counting(self) -> bool:
-        """True if the running step is of the sample; without it nobody needs to report rankings and choices."""
+        """True if the running step is counted; else rankings and choices need not be reported."""
         return self._num_steps % self._interval == 0
 
     def rank(self, source: str, layer: int, distance: int, scores: NDArray[np.floating]) -> None:
-        """A source was asked at `layer` for layer + distance. scores: [T, E], the higher the likelier; copied."""
+        """Record a source's scores at `layer` for layer + distance. scores: [T, E], the higher the likelier; copied."""
         if self.is_counting:
             self._ranked[source, distance, layer + distance] = len(scores), scores[self._rows(len(scores))]
 
     def end_step(self, chosen: Mapping[int, Ids]) -> None:
-        """chosen[layer]: [T, k], -1 for none, of what was ranked; layers that computed fewer tokens are left out."""
+        """Count the step. chosen[layer]: [T, k], -1 for none; layers with another T than their ranking are left out."""
         found: dict[tuple[str, int], list[tuple[NDArray[np.floating], Ids]]] = {}
         for (source, distance, target), (num_rows, scores) in self._ranked.items():
             ids = chosen.get(target)
@@ -386,7 +384,7 @@ class RecallSample:
         self._num_steps += 1
 
     def counts(self) -> list[SourceRecall]:
-        """Since the start, by source and distance."""
+        """Return the counts since the start, by source and distance."""
         return [SourceRecall(*key, *count) for key, count in sorted(self._counts.copy().items())]
 
     def forget(self) -> None:

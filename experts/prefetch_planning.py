@@ -1,4 +1,4 @@
-"""Decide which predicted experts are asked for, and whether prefetching pays at all. Torch-free."""
+"""Decide which predicted experts to ask for, and whether prefetching pays at all. Torch-free."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from experts.residency import Affinity, Priority, ResidencyControl
 Float = NDArray[np.float32]
 # Seconds waited for experts, seconds spent on predictions, and experts that events asked for, so far.
 Costs = tuple[float, float, int]
-# Steps without prefetches, to know what waiting costs then.
+# Steps without prefetches, to measure the waiting without them.
 _REFERENCE_STEPS = 32
 
 
@@ -24,9 +24,9 @@ _REFERENCE_STEPS = 32
 class PrefetchRules:
     """When an absent expert is worth a prefetch.
 
-    min_probability: of an absent expert. keep_probability: of one that is on its way, so that a prediction that
-    wavers does not undo what was begun. margin: by how much an expert must be likelier than the one it evicts.
-    max_bytes: what one plan may ask for, None for as much as can be on time.
+    min_probability: the least probability to begin a prefetch. keep_probability: the least probability to go on with
+    one, lower so that a wavering prediction does not undo copies. margin: by how much an expert must be likelier than
+    the expert it evicts. max_bytes: the bytes that one plan may ask for, None for as many as can arrive on time.
     """
 
     max_distance: int = 3
@@ -38,10 +38,10 @@ class PrefetchRules:
 
 @dataclass(slots=True)
 class _Target:
-    """A layer ahead. scores: of all experts; lists, since there are few and each is looked at several times.
+    """A layer ahead. scores: of all experts; a list, since there are few and each is read several times.
 
-    ready: resident. begun: on their way, and likely enough to go on. absent: worth a copy. wanted: of these, those to
-    ask for, the likeliest first.
+    ready: resident experts. begun: experts on their way that are likely enough to go on. absent: experts worth a copy.
+    wanted: the absent experts to ask for, the likeliest first.
     """
 
     layer: int
@@ -53,7 +53,7 @@ class _Target:
 
 
 class PrefetchPlanner:
-    """Tells a `ResidencyControl` what a `Predictor` expects. The caller runs both through the step.
+    """Tells a `ResidencyControl` which experts a `Predictor` expects. The caller runs both through the step.
 
     Experts are unit jobs on one link, and each layer ahead is a deadline. Taking the likeliest first as long as all
     taken can still be on time is optimal for such jobs (the greedy rule of a scheduling matroid).
@@ -69,7 +69,7 @@ class PrefetchPlanner:
         rules: PrefetchRules,
         rated: list[Affinity] | None = None,
     ) -> None:
-        """rated: the eviction policy of each layer, if it is the one that wants scores."""
+        """rated: the eviction policy of each layer if that is `Affinity`, which needs scores; else None."""
         self._predictor = predictor
         self._control = control
         self._expert_bytes = expert_bytes
@@ -88,16 +88,16 @@ class PrefetchPlanner:
     def request(self, layer: int, expected: list[Float], loads_per_layer: float) -> None:
         """Tell the control what `expect` found; the caller holds the lock that guards the control.
 
-        Where nothing at all is expected of a layer, nothing is known of it yet: earlier requests stay.
+        A layer whose scores are all 0 is not known yet: earlier requests stay.
 
-        loads_per_layer: how many experts the link can bring while one layer is computed, as measured.
+        loads_per_layer: the number of experts that the link loads while one layer is computed, as measured.
         """
         ahead = [self._look(layer + distance, scores.tolist()) for distance, scores in enumerate(expected, start=1)]
         self._take(ahead, loads_per_layer)
         for distance, target in enumerate(ahead, start=1):
             if not any(target.scores):
                 continue
-            # Experts likelier than this may not make room for `wanted`.
+            # Experts likelier than this are not evicted for `wanted`.
             least = min(map(target.scores.__getitem__, target.wanted), default=1.0) - self.rules.margin
             kept = [expert for expert in target.ready if target.scores[expert] > least]
             named = target.wanted + kept + target.begun
@@ -147,10 +147,10 @@ class PrefetchPlanner:
 
 
 class LookaheadPlanner:
-    """Asks for the k experts that each token's preview ranks first, those that most tokens want before the others.
+    """Asks for the k experts that each token's preview ranks first, the experts that most tokens want first.
 
-    Every second layer looks, at two layers each, so that each layer is predicted once for half as many looks; the first
-    one looks at all that are near.
+    Every second layer looks ahead, at two layers, so each layer is predicted once with half as many looks. The first
+    layer looks at all near layers.
     """
 
     __slots__ = ("_control", "_experts_here", "_max_distance", "_top_k")
@@ -162,18 +162,21 @@ class LookaheadPlanner:
         max_distance: int,
         experts_here: Callable[[int], Collection[int]] | None = None,
     ) -> None:
-        """experts_here: the experts of a layer that this rank holds now, None if all."""
+        """experts_here: returns the experts of a layer that this rank holds now; None if it holds all."""
         self._experts_here = experts_here
         self._control = control
         self._top_k = top_k
         self._max_distance = max_distance
 
     def reach(self, loads_per_layer: float) -> int:
-        """How far a step looks: as many layers as a load takes, one more, and the layer that does not look itself."""
+        """Return the largest distance of a step's looks: the layers computed during one load, plus two.
+
+        One of the two is a reserve, the other makes up for the layer that does not look.
+        """
         return min(ceil(1 / loads_per_layer) + 2, self._max_distance)
 
     def distances(self, layer: int, reach: int) -> range:
-        """How far ahead the layers are that `layer` looks at, without a gap; empty if it does not look."""
+        """Return the consecutive distances of the layers that `layer` looks at; empty if it does not look."""
         between = min(reach, 2)
         if layer % between:
             return range(0)
@@ -181,7 +184,7 @@ class LookaheadPlanner:
         return range(nearest, min(reach, len(self._control.layers) - 1 - layer) + 1)
 
     def ask(self, layer: int, distances: range, logits: NDArray[np.floating]) -> None:
-        """Ask for the experts that gates choose. logits: [D, T, E], of the gates at layer + each of the D distances.
+        """Ask for the experts that gates choose. logits: [D, T, E], of the gate at layer + each of the D distances.
 
         The caller holds the lock that guards the control.
         """
@@ -192,7 +195,7 @@ class LookaheadPlanner:
             self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
 
     def _wanted(self, logits: NDArray[np.floating]) -> list[list[int]]:
-        """For each distance the experts, most wanted first."""
+        """Return the experts for each distance, most wanted first."""
         top_k = self._top_k
         if logits.shape[1] == 1:
             ranked: list[list[int]] = logits[:, 0].argsort(axis=1)[:, : -top_k - 1 : -1].tolist()
@@ -202,9 +205,10 @@ class LookaheadPlanner:
 
 
 class PrefetchJudge:
-    """Measures how much less steps wait with prefetches than without, and lets the switch decide.
+    """Measures how much waiting prefetches save, and lets the switch decide.
 
-    Waiting without prefetches is known per expert that a step needs, from the first steps and from the switch's rests.
+    The waiting without prefetches is measured per expert that a step needs, in the first steps and in the switch's
+    rests.
     """
 
     __slots__ = ("_before", "_on", "_reference_left", "_stall_per_expert", "_switch")
@@ -217,7 +221,7 @@ class PrefetchJudge:
         self._before: Costs = (0.0, 0.0, 0)
 
     def begin_step(self, costs: Costs) -> bool:
-        """Tell if this step prefetches."""
+        """Return True if this step prefetches."""
         self._on = self._reference_left == 0 and self._switch.on
         self._before = costs
         return self._on
@@ -230,7 +234,7 @@ class PrefetchJudge:
             self._reference_left -= 1
         else:
             assert self._stall_per_expert is not None
-            # In seconds: the waiting that prefetches saved, against the time of predicting.
+            # In seconds: the waiting that prefetches saved, against the time that predictions took.
             self._switch.step_done(gain=self._stall_per_expert * num_experts - stall, cost=prediction)
 
     def _refer(self, stall_per_expert: float) -> None:
@@ -270,7 +274,7 @@ class PrefetchSwitch:
         return self._resting == 0
 
     def step_done(self, gain: float, cost: float) -> None:
-        """A step ended. While off, gain and cost are ignored."""
+        """Record the end of a step. While off, gain and cost are ignored."""
         if not self.on:
             self._resting -= 1
             return

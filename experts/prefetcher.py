@@ -1,4 +1,4 @@
-"""Observers that ask for experts ahead of their use, and what depends on whether they ask.
+"""Observers that ask for experts ahead of their use, and observers that depend on them.
 
 `Prefetcher` follows a predictor, on a single rank directly and among several ranks through `RankPrefetcher`.
 `GateRecall` counts how well gates predict on one rank of several. `PrefixWarmer` asks for the experts of cached
@@ -24,9 +24,9 @@ from experts.prefix_warmth import PrefixWarmth
 from experts.routing import NOT_COMPUTED, RoutingRecorder
 from experts.signatures import decode_signature
 
-# A request that no plan has named for so many steps is over, or will be matched with the cache anew.
+# A request that no plan has named for this many steps is over, or will be matched with the cache anew.
 _FORGOTTEN_AFTER = 64
-# Rows of a step that `GateRecall` looks at.
+# The most rows of a step that `GateRecall` counts.
 _MAX_ROWS = 8
 
 
@@ -79,7 +79,10 @@ class Prefetcher(PrefetchObserver):
         self.follow(layer, expert_ids)
 
     def follow(self, layer: int, expert_ids: Tensor) -> None:
-        """Observe that a gate chose expert_ids [T, k] for the rank's own rows, and ask. Layers come in order."""
+        """Observe that a gate chose expert_ids [T, k] for the rank's own rows, and ask for experts of later layers.
+
+        Layers come in order.
+        """
         started = time.perf_counter()
         chosen = expert_ids.cpu().numpy()
         if len(chosen) == len(self._token_ids):

@@ -82,7 +82,7 @@ class PrefixWarmth:
 
     @property
     def is_idle(self) -> bool:
-        """True if the coming step has no use for the calls."""
+        """True if the coming step needs no calls."""
         return not (self._rates or self._asked or self._num_asked)
 
     def remember(self, request: Hashable, rates: Float) -> None:

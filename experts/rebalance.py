@@ -1,8 +1,8 @@
-"""Place layers anew while serving: when to do so, each rank's part in it, and what placements cost. Torch-free.
+"""Migrate layers to better placements while serving: when, each rank's part, and counts of rows sent. Torch-free.
 
-One layer at a time, in three steps: every rank loads the experts that it is to hold next, beside those it computes
-with; once all have them, all switch before the same step; then the experts that have left are dropped. A rank that
-cannot load ends the attempt, and the placement in use stays.
+One layer migrates at a time, in three steps. Every rank loads the experts that it will hold, beside the experts in use.
+Once all ranks have loaded, all switch before the same step. Then the experts that have left are dropped. If a rank
+cannot load, the attempt ends and the placement in use stays.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from experts.placement_search import evened_out, load_shares
 Weights = TypeVar("Weights")
 
 _MAX_MOVES = 8
-# Below this many choices per expert a window says more about chance than about experts.
+# A window with fewer choices per expert says more about chance than about experts.
 _CHOICES_PER_EXPERT = 8
 _LAYERS_TRIED_AT_ONCE = 4
 _STEPS_REMEMBERED = 4096
@@ -30,7 +30,7 @@ _STEPS_REMEMBERED = 4096
 
 @dataclass(frozen=True, slots=True)
 class Migration:
-    """A layer to be placed anew. `version` numbers the attempts."""
+    """A layer's new placement. `version` numbers the attempts."""
 
     version: int
     layer: int
@@ -39,21 +39,21 @@ class Migration:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Every rank is to load the experts that the migration gives it."""
+    """The order to every rank to load the experts that the migration gives it."""
 
     migration: Migration
 
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """All ranks have loaded: they compute with the migration from the step on that begins now."""
+    """The order to use the migration from the step that begins now, since all ranks have loaded."""
 
     migration: Migration
 
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The attempt has failed; the experts loaded for it can go."""
+    """The order to drop the experts loaded for an attempt, since it has failed."""
 
     version: int
 
@@ -62,9 +62,9 @@ class Drop:
 class RebalanceStats:
     """Counts and times of migrations, for operators.
 
-    seconds_since_success: None before the first. last_gain: balancedness of the layer as predicted, before and after.
-    num_experts_loaded: by all ranks, of successful attempts. layer_in_progress: None between attempts. The two p99 are
-    seconds, of the latest steps without and with a migration under way; None before the first such step.
+    seconds_since_success: None before the first. last_gain: the predicted balancedness of the layer, before and after.
+    num_experts_loaded: by all ranks, in successful attempts. layer_in_progress: None between attempts. steady_step_p99,
+    migrating_step_p99: seconds, of the latest steps without and with a migration; None before the first such step.
     """
 
     num_migrations: int = 0
@@ -82,7 +82,7 @@ class Rebalancer:
     """Decides on rank 0 when a layer migrates. Reads no clock: all times are seconds of one steady clock."""
 
     def __init__(self, placement: Placement, policy: RebalancePolicy, *, interval: int, timeout: float) -> None:
-        """interval: steps between two decisions. timeout: how long ranks may load."""
+        """interval: steps between two decisions. timeout: seconds that ranks may load."""
         self.placement = placement
         self.window = LoadWindow(placement.num_layers, placement.num_experts)
         self._policy = policy
@@ -103,7 +103,7 @@ class Rebalancer:
         return self._attempt is not None
 
     def begin_step(self, now: float) -> Load | Switch | Drop | None:
-        """Return what all ranks are to do before the step that begins."""
+        """Return the order to all ranks before the step that begins, None without one."""
         self._num_steps += 1
         self._was_migrating = self.is_migrating
         if self._attempt is not None:
@@ -113,11 +113,11 @@ class Rebalancer:
         return None
 
     def end_step(self, seconds: float) -> None:
-        """The step took `seconds`, with all that was to be done before it."""
+        """Record the seconds of a step, including the work that was ordered before it."""
         self._step_seconds[self._was_migrating or self.is_migrating].append(seconds)
 
     def loaded(self, rank: int, version: int, error: str | None) -> None:
-        """A rank has loaded its part of an attempt, or could not. Earlier attempts are ignored."""
+        """Record that a rank has loaded its part of an attempt, or why it could not. Earlier attempts are ignored."""
         attempt = self._attempt
         if attempt is None or version != attempt.migration.version:
             return
@@ -192,13 +192,13 @@ class Choice:
 
 
 class LoadWindow:
-    """Recent choices per layer and expert: every `fade` halves the older ones."""
+    """Recent choices per layer and expert; every `fade` halves the counts."""
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         self.load = np.zeros((num_layers, num_experts))
 
     def add(self, ids: NDArray[np.int16], token_ids: Sequence[int] = ()) -> None:
-        """ids: [L, T, k], -1 where a layer did not compute a token. token_ids are ignored."""
+        """Count choices. ids: [L, T, k], -1 where a layer did not compute a token. token_ids are ignored."""
         num_layers, num_experts = self.load.shape
         cells = ids + np.arange(num_layers)[:, None, None] * num_experts
         self.load += np.bincount(cells[ids >= 0], minlength=self.load.size).reshape(self.load.shape)
@@ -207,12 +207,12 @@ class LoadWindow:
         self.load /= 2
 
     def is_full(self) -> bool:
-        """True if enough choices were counted to decide by."""
+        """Return True if enough choices were counted for a decision."""
         return bool(self.load.sum() >= _CHOICES_PER_EXPERT * self.load.size)
 
 
 class RebalancePolicy:
-    """Chooses the layer that is worst balanced, if it can be balanced better by more than `threshold`."""
+    """Chooses a badly balanced layer whose balancedness can be raised by more than `threshold`."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -220,7 +220,7 @@ class RebalancePolicy:
         self._shares: dict[int, tuple[Sequence[Ranks], NDArray[np.float64]]] = {}
 
     def choose(self, load: NDArray[np.floating], placement: Placement) -> Choice | None:
-        """None if no layer gains enough. load: [L, E]. Layers that did not gain come last in later calls."""
+        """Try untried layers, the worst balanced first; return None if none gains enough. load: [L, E]."""
         before = np.array([self._balancedness(load[layer], placement, layer) for layer in range(placement.num_layers)])
         worth_trying = [layer for layer in np.argsort(before, kind="stable") if 1 - before[layer] > self._threshold]
         if self._tried.issuperset(worth_trying):
@@ -261,7 +261,7 @@ class PlacedExperts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How reading for an attempt has ended; `error` is None if all experts were read."""
+    """The result of reading for an attempt; `error` is None if all experts were read."""
 
     version: int
     error: str | None
@@ -282,11 +282,11 @@ class Migrator(Protocol):
 
 
 class ExpertMigrator(Generic[Weights]):
-    """A rank's part in migrations: reads arriving experts beside the steps, then puts them in place at once.
+    """A rank's part in migrations: reads arriving experts beside the steps, then installs them all at once.
 
-    Double-buffered: until the switch the rank computes with the experts it had, so a reader that is slow or fails costs
-    nothing but the attempt. Used by the thread that computes the steps; reads in a thread of its own. Layers are those
-    of the placement.
+    Double-buffered: until the switch the rank computes with its old experts, so a slow or failing reader costs only the
+    attempt. Used by the thread that computes the steps; reads in a thread of its own. Layers are numbered as in the
+    placement.
     """
 
     def __init__(
@@ -306,13 +306,13 @@ class ExpertMigrator(Generic[Weights]):
         self._told = True
 
     def begin(self, migration: Migration) -> None:
-        """Start to read the experts that the migration brings here, and drop an earlier one."""
+        """Start to read the experts that the migration brings to this rank, and drop an earlier migration."""
         arrivals = self._placed.arrivals(migration.layer, migration.ranks)
         self._migration, self._told = migration, False
         self._reading = self._pool.submit(self._read_all, migration, arrivals)
 
     def outcome(self) -> Outcome | None:
-        """The outcome, once for every attempt, when reading has ended."""
+        """Return the outcome when reading has ended, once for every attempt; else None."""
         if self._migration is None or self._reading is None or self._told or not self._reading.done():
             return None
         self._told = True
@@ -320,7 +320,7 @@ class ExpertMigrator(Generic[Weights]):
         return Outcome(self._migration.version, None if error is None else f"{type(error).__name__}: {error}")
 
     def switch(self, version: int) -> None:
-        """Take the experts that were read into use, between two steps. ValueError if this attempt is not ready here."""
+        """Install the experts that were read, between two steps. ValueError if this attempt is not prepared here."""
         if self._migration is None or self._reading is None or self._migration.version != version:
             raise ValueError(f"placement {version} was not prepared here")
         migration, arrived = self._migration, self._reading.result(timeout=0)
@@ -345,7 +345,7 @@ class ExpertMigrator(Generic[Weights]):
 
 
 class RemoteRanks:
-    """Counts `num_rows` rows (a token in a layer) and `num_sent`, the remote ranks they go to, each once per row."""
+    """Counts `num_rows` (rows: a token in a layer) and `num_sent`, the remote ranks of each row, each rank once."""
 
     def __init__(self) -> None:
         self.num_rows = 0
@@ -354,7 +354,7 @@ class RemoteRanks:
         self._reached: NDArray[np.uint64] = np.zeros((0, 0, 0), np.uint64)
 
     def add(self, ids: NDArray[np.int16], home: int, placement: Placement) -> None:
-        """ids: [L, T, k] of tokens at home on one rank, negative where a layer left a row out."""
+        """Count a step. ids: [L, T, k] of tokens at home on rank `home`, negative where a layer left a row out."""
         if placement is not self._placement:
             layers = range(placement.num_layers)
             ranks = np.stack([placement.destinations(layer) for layer in layers]).astype(np.uint64)

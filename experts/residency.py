@@ -1,4 +1,4 @@
-"""Decide which experts are in the slots of the fast tier, what is copied next, and what makes room. Torch-free.
+"""Decide which experts the fast tier holds, which expert is copied next, and which one is evicted. Torch-free.
 
 Each layer has slots of its own: layers are visited in turn, so one list of least recently used experts over all layers
 would evict every expert shortly before its next use.
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from experts.predictors import SourceRecall
 
-# How many layers ahead predictions are counted.
+# The largest distance, in layers, at which predictions are counted.
 _FARTHEST = 3
 
 # Compared in order; the resident expert of least worth is evicted.
@@ -25,10 +25,10 @@ Worth = tuple[float, float]
 class ResidencyControl:
     """Decides for all layers together which experts are resident and which transfer goes next.
 
-    Whoever really copies drives it, or a simulator: `access` and `release` follow the computation, `predict` follows
-    predictors, and the copier asks `next_transfer`, reports `moved`, looks at `must_stop` between chunks and ends with
-    `finish` or `stop`. It is not thread-safe; callers hold a lock of their own. Layers are numbered among those that
-    have experts, in the order in which they are computed.
+    A runtime or a simulator drives it. The computation calls `access` and `release`, predictors call `predict`. The
+    copier calls `next_transfer`, then `moved` and `must_stop` after each chunk, and ends with `finish` or `stop`. It is
+    not thread-safe; callers hold a lock of their own. Layers with experts are numbered in the order in which they are
+    computed.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class ResidencyControl:
         expert_bytes: int,
         policy_of: Callable[[int], EvictionPolicy],
     ) -> None:
-        """num_slots: of each layer. expert_bytes: the size of one expert. policy_of: makes the policy of a layer."""
+        """num_slots: the slots of each layer. policy_of: makes the eviction policy of a layer."""
         self.layers = [LayerResidency(num_experts, count, policy_of(layer)) for layer, count in enumerate(num_slots)]
         self.counters = ResidencyCounters()
         self._expert_bytes = expert_bytes
@@ -55,7 +55,7 @@ class ResidencyControl:
 
     @property
     def num_in_flight(self) -> int:
-        """Transfers that are being copied."""
+        """The number of transfers that are being copied."""
         return self._queue.num_active
 
     @property
@@ -83,13 +83,13 @@ class ResidencyControl:
         return access
 
     def release(self, layer: int, experts: Sequence[int]) -> None:
-        """Members of the layer's event are computed. Their slots go to the experts that the event still misses."""
+        """Release computed members of the layer's event. Their slots go to the experts that the event still misses."""
         self._demand(layer, self.layers[layer].release(experts))
 
     def predict(self, layer: int, experts: Sequence[int], priority: Priority) -> None:
-        """Expect the layer's next event to want these experts, the likeliest first, and no longer what was expected.
+        """Expect the layer's next event to want these experts, the likeliest first. Replaces the earlier prediction.
 
-        Copies that are under way and not named again are cancelled.
+        Prefetches of the layer that are not named again are cancelled.
         """
         self._generation += 1
         self._predicted[layer] = predicted = frozenset(experts)
@@ -110,13 +110,14 @@ class ResidencyControl:
                 self._cancel(transfer)
 
     def is_predicted(self, layer: int) -> bool:
-        """Tell if a prediction of the layer's next event is there."""
+        """Return True if there is a prediction of the layer's next event."""
         return bool(self._predicted[layer])
 
     def next_transfer(self) -> Transfer | None:
-        """The transfer to copy now, from byte `num_moved` on into its slot; the caller has it until it ends.
+        """Return the transfer to copy now, None if none waits. Copying begins at byte `num_moved`.
 
-        A prefetch gets its slot here and not earlier; one that finds no room is dropped.
+        The transfer is active until `stop` or `finish`. A prefetch gets its slot here and not earlier; a prefetch that
+        finds no room is dropped.
         """
         for transfer in self._queue.waiting():
             if transfer.slot is None and not self._bind(transfer):
@@ -127,7 +128,7 @@ class ResidencyControl:
         return None
 
     def moved(self, transfer: Transfer, num_bytes: int) -> None:
-        """A chunk was copied."""
+        """Record that a chunk was copied."""
         transfer.num_moved += num_bytes
         if transfer.prefetched:
             self.counters.prefetch_bytes += num_bytes
@@ -135,17 +136,17 @@ class ResidencyControl:
             self.counters.demand_bytes += num_bytes
 
     def must_stop(self, transfer: Transfer) -> bool:
-        """Tell if the copier should `stop`: the transfer is cancelled, or one of higher priority overtakes it."""
+        """Return True if the copier should `stop`: the transfer is cancelled, or one of higher priority waits."""
         return transfer.cancelled or self._queue.has_waiting_before(transfer.priority)
 
     def stop(self, transfer: Transfer) -> None:
-        """The copier stopped between chunks: a cancelled transfer ends, any other waits for its turn to go on."""
+        """Record that the copier stopped between chunks: a cancelled transfer ends, any other waits to go on."""
         transfer.active = False
         if transfer.cancelled:
             self._drop(transfer)
 
     def finish(self, transfer: Transfer) -> None:
-        """All bytes are in the slot. A transfer that was cancelled meanwhile is kept as a prefetch."""
+        """Record that all bytes are in the slot. A transfer that was cancelled meanwhile is kept as a prefetch."""
         self._queue.remove(transfer)
         unasked = transfer.priority is not Priority.DEMAND
         if transfer.prefetched and not unasked:
@@ -156,14 +157,14 @@ class ResidencyControl:
         for load in loads:
             self._count_eviction(load)
             queued = self._queue.find(layer, load.expert)
-            if queued is not None:  # Predicted, but nothing of it has moved: it has no slot.
+            if queued is not None:  # A prefetch without a slot, so nothing has been copied yet.
                 self._queue.remove(queued)
             transfer = Transfer(layer, load.expert, Priority.DEMAND, self._num_events, load.expert, 0)
             transfer.slot = load.slot
             self._queue.add(transfer)
 
     def _settle(self, layer: int, wanted: frozenset[int]) -> None:
-        """The event that predictions for this layer were about has come."""
+        """Promote the layer's prefetches of `wanted` experts and cancel the others: the predicted event has come."""
         for transfer in self._queue.of_layer(layer):
             if transfer.priority is Priority.DEMAND:
                 continue
@@ -213,12 +214,12 @@ class ResidencyCounters:
     """Counts since the start. An event's expert is a hit if it was ready, late if its prefetch was under way, else a
     miss.
 
-    Bytes moved by prefetches are useful when an event found the expert ready, late when the event came before the end,
-    wasted when the expert was evicted unused, cancelled when the copy was given up; the rest is not decided yet.
+    Bytes moved by prefetches are useful if an event found the expert ready, late if the event came before the copy
+    ended, wasted if the expert was evicted unused, cancelled if the copy was given up; the rest is not decided yet.
 
-    num_foreseeable: experts of events for which predictions had been made 1, 2, 3 layers ahead. num_foreseen: how many
-    of these experts the predictions named. Their ratio is the recall of what was asked for. Tuples, so that a copy is a
-    snapshot.
+    num_foreseeable: experts of events for which predictions had been made 1, 2, 3 layers ahead. num_foreseen: the
+    number of these experts that the predictions named. The ratio of both is the recall of predictions. They are tuples,
+    so that a copy of the counters is a snapshot.
     """
 
     num_events: int = 0
@@ -237,7 +238,7 @@ class ResidencyCounters:
     num_foreseen: tuple[int, ...] = (0,) * _FARTHEST
 
     def since(self, before: ResidencyCounters) -> ResidencyCounters:
-        """The counts after `before`, an earlier copy of these."""
+        """Return the counts since `before`, an earlier copy of this object."""
         changes: dict[str, Any] = {}
         for name in self.__dataclass_fields__:
             new, old = getattr(self, name), getattr(before, name)
@@ -246,7 +247,7 @@ class ResidencyCounters:
 
 
 def _added(counts: tuple[int, ...], distance: int, number: int) -> tuple[int, ...]:
-    """The counts with `number` more at `distance`; a distance beyond them is not counted."""
+    """Return `counts` with `number` added at `distance`. A distance beyond the tuple is not counted."""
     return tuple([count + number if place == distance else count for place, count in enumerate(counts, start=1)])
 
 
@@ -283,7 +284,7 @@ class Access:
 
 @dataclass(slots=True)
 class _Slot:
-    """unused: a prefetch brought the expert and no event has used it. awaited: nor has the layer had an event since."""
+    """unused: a prefetch brought the expert and no event has used it. awaited: the layer has had no event since."""
 
     expert: int = -1
     state: SlotState = SlotState.EMPTY
@@ -296,7 +297,7 @@ class LayerResidency:
     """The slots of one layer. An event (`access`) holds a reference to each of its experts until it is released."""
 
     def __init__(self, num_experts: int, num_slots: int, policy: EvictionPolicy) -> None:
-        """num_slots: at least 1; as many as a token chooses avoid loading in turns."""
+        """num_slots: at least 1; with top-k slots or more, the experts of one token need no loading in turns."""
         if not 1 <= num_slots <= num_experts:
             raise ValueError(f"{num_slots} slots for {num_experts} experts")
         self._num_experts = num_experts
@@ -313,32 +314,32 @@ class LayerResidency:
 
     @property
     def num_waiting(self) -> int:
-        """Missing experts of the current event that have no slot yet."""
+        """The number of missing experts of the current event that have no slot yet."""
         return len(self._waiting)
 
     def state_of(self, expert: int) -> SlotState:
-        """EMPTY for an expert that has no slot."""
+        """Return the state of the expert's slot, EMPTY without a slot."""
         slot = self._slot_of.get(expert)
         return SlotState.EMPTY if slot is None else self._slots[slot].state
 
     def slot_of(self, expert: int) -> int | None:
-        """The slot that holds the expert or is being filled with it."""
+        """Return the slot that holds the expert or is being filled with it, None without one."""
         return self._slot_of.get(expert)
 
     def contents(self) -> list[int]:
-        """The expert that is ready in each slot, -1 for none."""
+        """Return the expert that is ready in each slot, -1 for none."""
         return [slot.expert if slot.state is SlotState.READY else -1 for slot in self._slots]
 
     def resident(self) -> list[int]:
-        """The experts that are ready, in ascending order."""
+        """Return the experts that are ready, in ascending order."""
         return list(self._numbers()[0])
 
     def loading(self) -> list[int]:
-        """The experts that are on their way into a slot, in ascending order."""
+        """Return the experts that are being loaded into a slot, in ascending order."""
         return list(self._numbers()[1])
 
     def access(self, experts: Iterable[int]) -> Access:
-        """Decide one event at once: which experts are there, which are missing, which make room. Members stay.
+        """Begin an event. Missing experts get slots as far as non-members can be evicted; members are not evicted.
 
         ValueError while an earlier event holds references.
         """
@@ -369,7 +370,7 @@ class LayerResidency:
         return Access(tuple(ready), tuple(loading), tuple(missing), self._place_waiting(), tuple(used_prefetches))
 
     def release(self, experts: Sequence[int]) -> tuple[Load, ...]:
-        """Let members of the event, which are computed, be evicted; return the loads for which there is room now."""
+        """Make computed members of the event evictable; return the loads for which there is room now."""
         for expert in experts:
             slot = self._slots[self._slot_of[expert]]
             if slot.references == 0 or slot.state is not SlotState.READY:
@@ -378,7 +379,10 @@ class LayerResidency:
         return self._place_waiting()
 
     def finish(self, expert: int, *, prefetched: bool) -> tuple[Load, ...]:
-        """The expert's bytes are in its slot. prefetched: no event has asked for it yet, so it may be evicted."""
+        """Mark the expert as ready; return the loads for which there is room now.
+
+        prefetched: no event has asked for the expert yet, so it may be evicted.
+        """
         slot = self._slots[self._slot_of[expert]]
         if slot.state is not SlotState.LOADING:
             raise ValueError(f"expert {expert} is {slot.state.value}, not loading")
@@ -388,7 +392,7 @@ class LayerResidency:
         return self._place_waiting()
 
     def abandon(self, expert: int) -> tuple[Load, ...]:
-        """End a load half-way that no event waits for; return the loads for which there is room now."""
+        """End an unfinished load that no event waits for; return the loads for which there is room now."""
         number = self._slot_of[expert]
         slot = self._slots[number]
         if slot.state is not SlotState.LOADING or slot.references:
@@ -399,9 +403,9 @@ class LayerResidency:
         return self._place_waiting()
 
     def reserve(self, expert: int, keep: Collection[int] = ()) -> Load | None:
-        """Make room for a prefetch; None if the expert has a slot, or if no resident expert may be evicted for it.
+        """Make room for a prefetch; return None if the expert has a slot, or if no expert may be evicted for it.
 
-        The event's own experts, those in `keep` and earlier prefetches for the layer's next event may not.
+        The event's own experts, the experts in `keep` and prefetches for the layer's next event are not evicted.
         """
         if expert in self._slot_of or self._waiting:
             return None
@@ -416,7 +420,7 @@ class LayerResidency:
         return tuple(loads)
 
     def _place(self, expert: int, keep: Collection[int] | None = None) -> Load | None:
-        """keep: None for a demand load, which may evict what a prefetch may not."""
+        """keep: None for a demand load, which may also evict predicted experts and prefetches for the next event."""
         number = self._least_worth(keep)
         if number is None:
             return None
@@ -447,7 +451,7 @@ class LayerResidency:
         )
 
     def _numbers(self) -> tuple[list[int], list[int]]:
-        """The ready and the loading experts, each in ascending order."""
+        """Return the ready and the loading experts, each in ascending order."""
         if self._known is None:
             ready = sorted([slot.expert for slot in self._slots if slot.state is SlotState.READY])
             loading = sorted([slot.expert for slot in self._slots if slot.state is SlotState.LOADING])
@@ -459,7 +463,7 @@ class LayerResidency:
 
 
 class Priority(IntEnum):
-    """Smaller goes first."""
+    """The priority of a transfer; the smallest value goes first."""
 
     DEMAND = 0
     NEXT_LAYER = 1
@@ -470,10 +474,10 @@ class Priority(IntEnum):
 class Transfer:
     """One expert on its way into a slot.
 
-    due, rank: among equal priorities the smaller go first: the event that will want it, then its place in the
-    prediction. slot: None until there is room for it. num_moved: bytes copied so far; a paused transfer goes on there.
-    prefetched: it began as a prefetch, even if it is wanted now. active: it is being copied. cancelled: no event is
-    expected to want it; the copier stops.
+    due: the number of the event that will want it. rank: its place in the prediction. Among equal priorities the
+    smaller due goes first, then the smaller rank. slot: None until there is room for it. num_moved: bytes copied so
+    far, where a paused transfer goes on. prefetched: it began as a prefetch, even if an event wants it now. active: it
+    is being copied. cancelled: no event is expected to want it; the copier stops.
     """
 
     layer: int
@@ -490,7 +494,7 @@ class Transfer:
 
 
 class TransferQueue:
-    """All unfinished transfers, at most one per expert of a layer. The caller binds slots and counts."""
+    """All unfinished transfers, at most one per expert of a layer. The caller assigns slots and updates counters."""
 
     def __init__(self) -> None:
         self._transfers: dict[tuple[int, int], Transfer] = {}
@@ -518,31 +522,31 @@ class TransferQueue:
         del self._transfers[transfer.layer, transfer.expert]
 
     def waiting(self) -> Iterator[Transfer]:
-        """The transfers to copy, in order: demand loads, then the next layer, then speculation."""
+        """Return the waiting transfers in copying order: demand loads, then the next layer, then speculation."""
         idle = [transfer for transfer in self._transfers.values() if not transfer.active]
         return iter(sorted(idle, key=lambda transfer: (transfer.priority, transfer.due, transfer.rank)))
 
     @property
     def has_waiting(self) -> bool:
-        """Tell if any transfer is to be copied."""
+        """True if a transfer waits to be copied."""
         return any(not transfer.active for transfer in self._transfers.values())
 
     def has_waiting_before(self, priority: Priority) -> bool:
-        """Tell if a transfer of higher priority waits."""
+        """Return True if a transfer of higher priority waits."""
         return any(transfer.priority < priority and not transfer.active for transfer in self._transfers.values())
 
 
 class EvictionPolicy(Protocol):
-    """Says which resident expert of one layer is evicted first.
+    """Decides which resident expert of one layer is evicted first.
 
-    An event is what one step asks of one layer: a set of distinct experts, touched at once.
+    An event is the set of distinct experts that one step needs in one layer, touched at once.
     """
 
     def touch(self, experts: Sequence[int]) -> None:
-        """One event uses these experts, resident or not."""
+        """Record that one event uses these experts, resident or not."""
 
     def worth(self, expert: int) -> Worth:
-        """The resident expert of least worth is evicted, among equals the one of the smallest number."""
+        """Return the expert's worth. The resident expert of least worth is evicted, the lowest id among equals."""
 
 
 class UseHistory:
@@ -556,7 +560,7 @@ class UseHistory:
         self.counts = [0] * num_experts
 
     def add(self, experts: Sequence[int]) -> None:
-        """One event uses these experts."""
+        """Record that one event uses these experts."""
         self.now += 1
         for expert in experts:
             self.last_use[expert] = self.now
@@ -591,7 +595,7 @@ def lfu(num_experts: int) -> ByUse:
 
 
 def lfru(num_experts: int) -> ByUse:
-    """Least (uses per event since the last use) first: frequency counts, and fades while an expert is not used."""
+    """Least frequently and recently used first: the uses, divided by the events since the last use (plus 1)."""
 
     def worth(uses: UseHistory, expert: int) -> Worth:
         last_use = uses.last_use[expert]
@@ -601,7 +605,7 @@ def lfru(num_experts: int) -> ByUse:
 
 
 class Static:
-    """Lowest given score first, whatever happens; scores are loads measured earlier, for example."""
+    """Lowest score first; the scores are fixed, for example loads measured earlier."""
 
     def __init__(self, scores: Sequence[float]) -> None:
         self._scores = list(scores)
@@ -614,7 +618,7 @@ class Static:
 
 
 class Affinity:
-    """Least likely to be used in the layer's next event first, by scores a predictor hands in; then least recent."""
+    """Least likely to be used in the layer's next event first, by a predictor's scores; then the least recent."""
 
     def __init__(self, num_experts: int) -> None:
         self._uses = UseHistory(num_experts)
@@ -639,7 +643,7 @@ POLICY_NAMES = (*POLICIES, "static")
 def make_policies(
     name: str, num_layers: int, num_experts: int, load: Sequence[Sequence[float]] | None = None
 ) -> list[EvictionPolicy]:
-    """One policy of that name per layer. load: [L, E] measured earlier, which "static" goes by and needs."""
+    """Make one policy per layer. load: [L, E], measured earlier; "static" uses it and raises ValueError without it."""
     if name == "static":
         if load is None or len(load) != num_layers:
             raise ValueError(f"static needs the load of {num_layers} layers")
@@ -649,11 +653,11 @@ def make_policies(
 
 @dataclass(frozen=True, slots=True)
 class ExpertMemoryStats:
-    """Counters of an expert memory since the start, plain enough to travel between ranks.
+    """Counters of an expert memory since the start, in types that can be sent between ranks.
 
     stall_seconds: time that the computation waited for experts. predictor_seconds: time that the computing thread spent
     on predictions. num_in_flight: loads under way now. resident: the experts that are ready now, layer by layer.
-    recall: of each source of predictions, on a sample of the steps.
+    recall: the recall of each source of predictions, on a sample of the steps.
     """
 
     counters: ResidencyCounters
@@ -665,15 +669,15 @@ class ExpertMemoryStats:
 
 
 def least_slots(num_held: Sequence[int], top_k: int) -> list[int]:
-    """The slots that each layer needs for the experts of one token. num_held: experts of each layer that the rank
-    serves."""
+    """Return the slots that each layer needs for the experts of one token. num_held: experts of each layer on this
+    rank."""
     return [min(top_k, held) for held in num_held]
 
 
 def share_slots(count: int, num_held: Sequence[int], top_k: int) -> tuple[int, ...] | None:
-    """Share `count` slots among the layers, as evenly as possible, none with more than the experts it holds.
+    """Share `count` slots among the layers as evenly as possible, at most one per expert that a layer holds.
 
-    None if all experts fit. ValueError if there are fewer slots than `least_slots`.
+    Return None if all experts fit. ValueError if there are fewer slots than `least_slots`.
     """
     if count >= sum(num_held):
         return None
@@ -689,7 +693,7 @@ def share_slots(count: int, num_held: Sequence[int], top_k: int) -> tuple[int, .
 
 
 def _smallest(slots: Sequence[int], num_held: Sequence[int]) -> list[int]:
-    """The layers with the fewest slots among those that can use one more."""
+    """Return the layers with the fewest slots among the layers that can use one more."""
     open_layers = [layer for layer, held in enumerate(num_held) if slots[layer] < held]
     fewest = min(slots[layer] for layer in open_layers)
     return [layer for layer in open_layers if slots[layer] == fewest]

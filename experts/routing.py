@@ -51,7 +51,7 @@ def unpack(data: bytes, shape: RoutingShape, num_rows: int, logit_rows: Sequence
 class RoutingRecorder:
     """Gathers routing into statistics a few steps at a time, so that a step pays next to nothing.
 
-    Owns the statistics. Several steps are counted as one: no table looks from one token to another.
+    Owns the statistics. Several steps are counted as one, since no table relates one token to another.
     """
 
     def __init__(self, statistics: RoutingStatistics) -> None:
@@ -71,7 +71,7 @@ class RoutingRecorder:
             self._digest()
 
     def statistics(self) -> RoutingStatistics:
-        """The statistics of everything added so far."""
+        """Return the statistics of everything added so far."""
         self._digest()
         return self._statistics
 
@@ -86,9 +86,10 @@ class RoutingRecorder:
 class StatisticsSpec:
     """Sizes of the model and bounds of the memory.
 
-    half_life: tokens after which an observation counts half. max_distance: layers ahead that transitions look.
-    max_rows_per_step: of a longer step an even sample enters the pair tables, weighted up; load counts every row.
-    num_tokens: token ids whose first-layer experts are remembered. num_recent: tokens whose whole routing is kept.
+    half_life: tokens after which an observation counts half. max_distance: the most layers that a transition spans.
+    max_rows_per_step: rows of a step that enter the pair tables; a longer step enters as an even sample, weighted up,
+    but load counts every row. num_tokens: token ids whose first-layer experts are remembered. num_recent: tokens whose
+    whole routing is kept.
     """
 
     num_layers: int
@@ -110,7 +111,7 @@ class StatisticsSpec:
             raise ValueError(f"max_distance is {self.max_distance}, but must not be negative")
 
     def distances(self) -> range:
-        """1 … max_distance, as far as there are layers."""
+        """Return 1 … max_distance, or fewer if there are fewer layers."""
         return range(1, min(self.max_distance, self.num_layers - 1) + 1)
 
 
@@ -118,8 +119,8 @@ class RoutingStatistics:
     """Load, transitions between layers, co-activation, and first experts by token, gathered step by step.
 
     Tables count in units of one token seen now. All are bounded and decay exponentially by tokens seen: instead of
-    shrinking every table in every step, new observations weigh more and more, and all is rescaled once the weight grows
-    large. `update` mutates, all else reads.
+    shrinking every table in every step, new observations weigh more and more, and all tables are rescaled once the
+    weight is large. Only `update` mutates.
     """
 
     __slots__ = (
@@ -211,7 +212,7 @@ class RoutingStatistics:
         return None if row is None else self._token_counts[row] / np.float32(self._weight)
 
     def tables(self) -> dict[str, NDArray[np.generic]]:
-        """All gathered counts, by name, in one unit; `restore` is the inverse."""
+        """Return all gathered counts, by name, in one unit; `restore` is the inverse."""
         rows = np.fromiter(self._token_row.values(), np.int64, len(self._token_row))
         return {
             "load": self.load(),
@@ -225,7 +226,7 @@ class RoutingStatistics:
 
     @classmethod
     def restore(cls, spec: StatisticsSpec, tables: dict[str, NDArray[np.generic]]) -> RoutingStatistics:
-        """Statistics from the `tables()` of others with the same spec. ValueError if they do not fit it."""
+        """Make statistics from the `tables()` of others with the same spec. ValueError if they do not fit the spec."""
         self = cls(spec)
         expected = self.tables()
         if set(tables) != set(expected):
@@ -295,7 +296,7 @@ class RoutingStatistics:
         self._num_recent = min(self._num_recent + routing.shape[1], size)
 
     def _count_tokens(self, first: NDArray[np.int64], token_ids: Ids) -> None:
-        # Of a long prompt the first tokens suffice: the table bounds what one step may replace.
+        # The first tokens of a long prompt suffice: a step must not need more rows than the table has.
         known, inverse = np.unique(token_ids[: self.spec.num_tokens], return_inverse=True)
         wanted: list[int] = known.tolist()
         self._make_room([token for token in wanted if token not in self._token_row], keep=set(wanted))
@@ -306,7 +307,7 @@ class RoutingStatistics:
         _count(self._token_counts, cells, self._weight, first >= 0)
 
     def _make_room(self, new: list[int], keep: set[int]) -> None:
-        """Give every new token a row; the tokens counted least leave."""
+        """Give every new token a row; the least counted tokens lose theirs."""
         used = len(self._token_row)
         free = list(range(used, min(used + len(new), self.spec.num_tokens)))
         lacking = len(new) - len(free)
@@ -345,8 +346,8 @@ class Affinity:
     """P(expert j at layer l + d | expert i at layer l) for d = 1 … max_distance. Immutable.
 
     A token chooses k experts per layer, so this is a probability for each j by itself and sums to k over j. The
-    estimate is the mean of a Dirichlet posterior whose prior is the popularity of j: a pair seen rarely says no more
-    than how popular its experts are.
+    estimate is the mean of a Dirichlet posterior whose prior is the popularity of j, so a rare pair is estimated by
+    popularity.
     """
 
     __slots__ = ("_conditional", "_popularity", "_prior", "_tokens")
@@ -391,7 +392,7 @@ class Affinity:
         return self._popularity
 
     def distances(self) -> Set[int]:
-        """The distances that `conditional` knows."""
+        """Return the distances that `conditional` knows."""
         return self._conditional.keys()
 
     def conditional(self, distance: int) -> Float:
@@ -399,12 +400,12 @@ class Affinity:
         return self._conditional[distance]
 
     def log_lifts(self, layer: int, distance: int) -> Float:
-        """[E, E]: log of how much likelier i at `layer` makes j at layer + distance, as far as the counts bear it out.
+        """[E, E]: log of how much likelier i at `layer` makes j at layer + distance, as far as the counts support it.
 
-        n tokens that chose i scatter the logarithm of j, of popularity p, with variance (1 - p) / (n p) even if i says
-        nothing of it. All logarithms of the two layers are multiplied by the share of their mean square that this does
-        not explain: between layers that do not depend on each other it is 0, and many counts leave them as they are
-        (shrinkage after James and Stein 1961, with the mean of a pair of layers weighted by how often i and j are met).
+        Even if j, of popularity p, does not depend on i, the logarithm of n tokens that chose i has the variance
+        (1 - p) / (n p). All logarithms of the two layers are multiplied by the share of their mean square that this
+        chance does not explain. The share is 0 between independent layers and nears 1 with many counts (shrinkage after
+        James and Stein 1961, with the mean over pairs i, j weighted by their expected counts).
         """
         popularity = self._popularity[layer + distance]
         tokens = self._tokens[distance][layer][:, None]

@@ -29,10 +29,10 @@ _COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32, "fami
 
 
 class Tap(Enum):
-    """Where the state is taken from which a later layer's gate is computed ahead of time.
+    """The place of the state from which a later layer's gate is computed ahead of time.
 
     EARLY: the input of this layer's gate; the experts of this layer and the attention of the next are still to come.
-    LATE: the residual after this layer; nearer to the truth, with the next layer's attention alone to hide behind.
+    LATE: the residual after this layer; nearer to the truth, but only the next layer's attention hides the loads.
     """
 
     EARLY = "early"
@@ -41,7 +41,7 @@ class Tap(Enum):
 
 @dataclass(frozen=True, slots=True)
 class GateGuesses:
-    """Logits that the gates of later layers gave earlier states.
+    """Logits of the gates of later layers for earlier states.
 
     logits: [L - distance, T, E] float; logits[l] come from the gate of layer l + distance and the state at layer l.
     """
@@ -56,8 +56,9 @@ class RoutingTrace:
     """The routing of every token, in the order in which tokens were computed.
 
     ids: [L, T, k] uint16, distinct experts of a token, the gate's first choice first. requests: [T] int32.
-    token_ids: [T] int32. families: [T] int32, requests that begin alike (an agent and its system prompt), which a
-    scheduler that looks for cached prefixes sends to the same rank. guesses: of any taps and distances, or none.
+    token_ids: [T] int32. families: [T] int32; a family is the requests that begin alike (an agent and its system
+    prompt), which a scheduler that looks for cached prefixes sends to the same rank. guesses: of any taps and
+    distances, or none.
     """
 
     num_experts: int
@@ -78,7 +79,7 @@ class RoutingTrace:
                 raise ValueError(f"gate logits are {list(guesses.logits.shape)}, expected {list(expected)}")
 
     def select(self, tokens: NDArray[np.bool_]) -> RoutingTrace:
-        """The tokens of a mask [T]."""
+        """Return the part of the trace with the tokens of a mask [T]."""
         return replace(
             self,
             ids=self.ids[:, tokens],
@@ -89,16 +90,16 @@ class RoutingTrace:
         )
 
     def split(self) -> tuple[RoutingTrace, RoutingTrace]:
-        """Every other request to learn from, and the rest, held out."""
+        """Return two halves: every other request to learn from, and the others, held out."""
         learnt = np.unique(self.requests, return_inverse=True)[1] % 2 == 0
         return self.select(learnt), self.select(~learnt)
 
     def homes(self, num_ranks: int) -> NDArray[np.int64]:
-        """[T]: requests dealt to ranks in turn."""
+        """[T]: the home rank of each token, with requests dealt to ranks in turn."""
         return np.unique(self.requests, return_inverse=True)[1] % num_ranks
 
     def family_homes(self, num_ranks: int) -> NDArray[np.int64]:
-        """[T]: families dealt to ranks in turn, by their number."""
+        """[T]: the home rank of each token, with families dealt to ranks in turn, by their number."""
         return self.families.astype(np.int64) % num_ranks
 
     def load(self) -> NDArray[np.float64]:
@@ -128,7 +129,7 @@ def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
 
 
 def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """Each choice of each layer shuffled over all tokens by itself: loads stay, all other structure goes.
+    """Return the trace with each choice of each layer shuffled over all tokens: loads stay, all other structure goes.
 
     The gates' guesses stay with their tokens, and mean nothing.
     """
@@ -142,7 +143,7 @@ def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
 
 
 def _part_duplicates(layer: NDArray[np.uint16], choice: int, random: np.random.Generator) -> None:
-    """Exchange a choice that the token has already made with that of another token, where it suits both."""
+    """Swap choices that repeat an earlier one of their token with other tokens' choices, without new repetitions."""
     for _ in range(10_000):
         clashing = np.flatnonzero((layer[:, :choice] == layer[:, choice, None]).any(axis=1))
         if not len(clashing):
@@ -158,8 +159,8 @@ def _part_duplicates(layer: NDArray[np.uint16], choice: int, random: np.random.G
 class RequestRows:
     """Neighbouring rows of a step that belong to one request.
 
-    start: the first row's position in the request. prefix: where the request's first tokens are kept; requests that
-    begin alike share them.
+    start: the first row's position in the request. prefix: the place where the request's first tokens are cached;
+    requests that begin alike share it.
     """
 
     request: str
@@ -171,7 +172,7 @@ class RequestRows:
 class TraceRecorder:
     """Records a trace while a model serves: the first `max_tokens` tokens, with their ids if `with_token_ids`.
 
-    The model's last layer computes only rows whose logits are wanted, so a trace goes up to the layer before it.
+    The model's last layer computes only sampled rows, so a trace ends with the layer before it.
     """
 
     def __init__(self, shape: RoutingShape, max_tokens: int, *, with_token_ids: bool) -> None:
@@ -208,7 +209,7 @@ class TraceRecorder:
         self.num_tokens += len(self._requests[-1])
 
     def trace(self) -> RoutingTrace | None:
-        """The recorded tokens, in the order in which they were computed; None if there are none."""
+        """Return the recorded tokens, in the order in which they were computed; None if there are none."""
         if not self.num_tokens or not self._ids[0].shape[0]:
             return None
         return RoutingTrace(
@@ -220,7 +221,7 @@ class TraceRecorder:
         )
 
     def _family(self, rows: RequestRows) -> int:
-        """A request that computes its first token founds a family; one that finds it computed joins the founder's."""
+        """Return the request's family. A request that computes its first token founds one, others join a founder's."""
         family = self._family_of_request.get(rows.request)
         if family is None:
             fresh = len(self._family_of_request)
@@ -244,7 +245,7 @@ class TensorFileKind:
     advice: str = ""
 
     def save(self, path: Path, tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
-        """Replace the file in one move, so that a reader never meets half of it. OSError where that fails."""
+        """Replace the file in one move, so that a reader never sees half of it. Raises OSError."""
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -258,8 +259,8 @@ class TensorFileKind:
     def load(self, path: Path, restore: Callable[[Tensors, dict[str, str]], T], model: str | None = None) -> T:
         """Return what `restore` makes of the file's tensors and metadata.
 
-        model: the "model" that the metadata has to name, None for any. Raises `error` for a file that is missing, torn,
-        of another kind or model, or of which `restore` raises KeyError, TypeError or ValueError.
+        model: the "model" that the metadata has to name, None for any. Raises `error` if the file is missing, torn, of
+        another kind or model, or if `restore` raises KeyError, TypeError or ValueError.
         """
         try:
             with safe_open(path, framework="numpy") as file:
@@ -299,7 +300,7 @@ def save_trace(path: Path, trace: RoutingTrace, model: str = "") -> None:
 
 
 def load_trace(path: Path) -> RoutingTrace:
-    """The trace in a file. TraceError if it is missing, torn, something else or of another format."""
+    """Return the trace in a file. TraceError if it is missing, torn, something else or of another format."""
     return _TRACE_FILE.load(path, _restored_trace)
 
 
@@ -331,11 +332,11 @@ def _check(trace: RoutingTrace) -> None:
 
 
 class StatisticsError(Exception):
-    """A statistics file that cannot serve; the message is one sentence for the operator."""
+    """A statistics file that cannot be used; the message is one sentence for the operator."""
 
 
 def model_key(config: Mapping[str, object]) -> str:
-    """A hash of the model's configuration (JSON values), independent of the order of its fields."""
+    """Return a hash of the model's configuration (JSON values), independent of the order of its fields."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -350,7 +351,7 @@ def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None
 
 
 def load_statistics(path: Path, key: str) -> RoutingStatistics:
-    """The statistics in the file. StatisticsError if it is missing, torn, of another model or of another format."""
+    """Return the statistics in the file. StatisticsError if it is missing, torn, of another model or format."""
     return _STATISTICS_FILE.load(path, _restored_statistics, key)
 
 

@@ -1,7 +1,7 @@
 """The signature of a run of tokens: which experts they used, in few bytes, kept with a cached prefix. Torch-free.
 
-A byte per layer and expert if that fits into MAX_SIGNATURE_BYTES, else as many of each layer's busiest experts as do:
-an expert number (two bytes) and a byte each.
+It has a byte per layer and expert if that fits into MAX_SIGNATURE_BYTES. Otherwise it has, for as many of each layer's
+busiest experts as fit, an expert number (two bytes) and a byte.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def decode_signature(data: bytes, num_layers: int, num_experts: int) -> Float:
 
 
 def merge_signatures(parts: Sequence[tuple[int, bytes]], num_layers: int, num_experts: int) -> Float:
-    """[L, E]: the rates of a path from those of its parts, each with its number of tokens.
+    """[L, E]: the rates of a path from the signatures of its parts, each with its number of tokens.
 
     ValueError without a part, or for a part that is not of these sizes.
     """
@@ -68,7 +68,7 @@ def merge_signatures(parts: Sequence[tuple[int, bytes]], num_layers: int, num_ex
 
 
 def _num_kept(num_layers: int) -> int:
-    """Experts per layer of a signature that does not hold all."""
+    """Return the number of experts per layer in a signature that does not hold all."""
     kept = MAX_SIGNATURE_BYTES // (num_layers * _ENTRY.itemsize)
     if not kept:
         raise ValueError(f"{num_layers} layers are too many for {MAX_SIGNATURE_BYTES} bytes")

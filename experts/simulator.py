@@ -1,10 +1,8 @@
-"""Replay routing traces through the runtime's residency, prediction and transfer decisions, by a clock. Torch-free.
+"""Replay routing traces through the runtime's residency, prediction and transfer decisions. Torch-free.
 
 The objects are those of the runtime (`ResidencyControl`, `AffinityPredictor`, `PrefetchPlanner`, `LookaheadPlanner`);
-only the copier and the clock are simulated. An event, all that a step asks of one layer, is decided at once: replaying
-its experts one by one would count misses that no runtime has.
-
-Below: simulations by their parameters, and the recall of predictors.
+only the copier and the clock are simulated. An event, all experts that a step needs in one layer, is decided at once:
+replaying its experts one by one would count misses that no runtime has. `recall_figures` measures predictors.
 """
 
 from __future__ import annotations
@@ -46,30 +44,30 @@ from experts.routing_files import RoutingTrace, Tap
 
 Float = NDArray[np.float32]
 Ids = NDArray[np.integer]
-# Of a trace.
+# Rows of a trace.
 Rows = NDArray[np.int64] | slice
 
 POLICY_NAMES = (*SERVED, "belady")
-# A gate is heard from its tap, as far as the trace has its guesses.
+# By predictor, the tap of the trace's gate guesses that it uses.
 PREDICTOR_TAPS = {"affinity": None, "gate-early": Tap.EARLY, "gate-late": Tap.LATE}
 PREDICTOR_NAMES = tuple(PREDICTOR_TAPS)
-# The baseline of recall: every token may choose what tokens choose most.
+# The baseline of recall: every token is expected to choose the experts that tokens choose most.
 POPULARITY = "popularity"
 
 # The longest interval, in steps, at which affinity is computed anew.
 _REFRESH_STEPS = 128
 _WARM_UP_TOKENS = 256
-# Tokens of the learning requests that are learnt as single steps, so that affinity is as fresh as while serving.
+# The last tokens of the learning requests are learnt as single steps, so that affinity is as fresh as while serving.
 _LEARNT_ONE_BY_ONE = 500
-# Predicted together.
+# The most tokens that are predicted together.
 _MAX_TOKENS = 128
 
 
 @dataclass(frozen=True, slots=True)
 class SimulationSetup:
-    """residency: share of a layer's experts that its slots hold, at least a token's. predictor: one of
-    PREDICTOR_NAMES, None for demand loads alone. rules: of `affinity`; gates go by the distance alone. num_streams:
-    requests at a time.
+    """residency: the share of a layer's experts that its slots hold; a layer has at least top-k slots. predictor: one
+    of PREDICTOR_NAMES, None for demand loads alone. rules: for `affinity`; gates use only `max_distance`. num_streams:
+    requests that run at a time.
     """
 
     residency: float
@@ -91,7 +89,7 @@ class SimulationSetup:
 
     @property
     def beta(self) -> float:
-        """Time to load an expert over time to compute a layer: the figure that compares machines."""
+        """The time to load an expert over the time to compute a layer: the figure that compares machines."""
         return self.link.load_seconds(self.expert_bytes) / self.timing.total
 
     def num_slots(self, num_experts: int, top_k: int) -> int:
@@ -99,15 +97,15 @@ class SimulationSetup:
 
 
 def link_for(beta: float, expert_bytes: int, timing: LayerTiming, num_chunks: int = 8) -> LinkModel:
-    """A link without latency on which an expert takes `beta` times as long as a layer."""
+    """Return a link without latency that loads an expert in `beta` times the time of a layer."""
     return LinkModel(expert_bytes / (beta * timing.total), chunk_bytes=max(expert_bytes // num_chunks, 1))
 
 
 def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> SimulationResult:
-    """Replay the held-out requests. Slots and predictors are warm from the others, and go on learning.
+    """Replay the held-out requests. `learning` has warmed slots and predictors, and predictors go on learning.
 
     Each token is predicted before it is learnt. The policies `static` (from the load of `learning`) and `belady` (from
-    the future) know more than others.
+    the future) know more than the others.
     """
     policies = _policies(learning, held_out, setup)
     control = control_of(learning, setup, policies)
@@ -119,7 +117,7 @@ def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSe
 
 
 def control_of(trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[EvictionPolicy]) -> ResidencyControl:
-    """Return the residency of as many slots for each layer of the trace's model as the setup says."""
+    """Return the control of the trace's layers, each with the number of slots that the setup gives."""
     num_layers, _, top_k = trace.ids.shape
     num_slots = [setup.num_slots(trace.num_experts, top_k)] * num_layers
     return ResidencyControl(num_slots, trace.num_experts, setup.expert_bytes, policies.__getitem__)
@@ -128,7 +126,7 @@ def control_of(trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[E
 def loads_ahead(
     trace: RoutingTrace, setup: SimulationSetup, control: ResidencyControl, policies: Sequence[EvictionPolicy]
 ) -> LoadsAhead | None:
-    """Return the setup's predictor and its planner, which ask `control` for experts; None without one."""
+    """Return the setup's predictor with its planner, which asks `control` for experts; None without a predictor."""
     if setup.predictor is None:
         return None
     num_layers, _, top_k = trace.ids.shape
@@ -144,7 +142,7 @@ def loads_ahead(
 
 
 def _policies(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> list[EvictionPolicy]:
-    """One for each layer."""
+    """Return one policy for each layer."""
     make: Callable[[int], EvictionPolicy]
     if setup.policy == "static":
         load = learning.load().tolist()
@@ -190,7 +188,7 @@ class SimulationResult:
 
     @property
     def miss_rate(self) -> float:
-        """Misses and late prefetches among all accesses."""
+        """The share of misses and late prefetches among all accesses."""
         counters = self.counters
         return (counters.num_misses + counters.num_late) / max(
             counters.num_hits + counters.num_late + counters.num_misses, 1
@@ -198,16 +196,16 @@ class SimulationResult:
 
     @property
     def wasted_share(self) -> float:
-        """Bytes moved for nothing, wasted or cancelled, among all bytes moved."""
+        """The share of wasted and cancelled bytes among all bytes moved."""
         counters = self.counters
         moved = counters.demand_bytes + counters.prefetch_bytes
         return (counters.wasted_bytes + counters.cancelled_bytes) / max(moved, 1)
 
 
 def steps_of(trace: RoutingTrace, num_streams: int) -> Iterator[NDArray[np.int64]]:
-    """Rows [T] of the trace that are computed together: one token of each running request.
+    """Yield the rows [T] of the trace that each step computes: one token of each running request.
 
-    `num_streams` requests run at a time, in the order of the trace; one that ends makes room for the next.
+    `num_streams` requests run at a time, in the order of the trace; when one ends, the next begins.
     """
     rows_of = [np.flatnonzero(trace.requests == request) for request in _in_order(trace.requests)]
     waiting = iter(rows_of)
@@ -248,7 +246,7 @@ class Simulation:
         ahead: LoadsAhead | None = None,
         warmth: PrefixWarmth | None = None,
     ) -> None:
-        """ahead: tells this control; None for demand loads alone. warmth: of this control."""
+        """ahead: tells this control which experts to load; None for demand loads alone. warmth: asks this control."""
         self._control = control
         self._copier = SimulatedCopier(control, link, expert_bytes)
         self._timing = timing
@@ -260,7 +258,7 @@ class Simulation:
         self._prediction = 0.0
 
     def replay(self, trace: RoutingTrace, num_streams: int = 1) -> SimulationResult:
-        """Compute the trace and return what that took."""
+        """Compute the trace and return the counts and times of that part."""
         before = replace(self._control.counters)
         started, stall, prediction = self._now, self._stall, self._prediction
         num_steps = 0
@@ -277,7 +275,7 @@ class Simulation:
 
     @property
     def exposed_stall(self) -> float:
-        """Seconds waited for experts since the beginning."""
+        """The seconds waited for experts since the beginning."""
         return self._stall
 
     def step(self, trace: RoutingTrace, rows: NDArray[np.int64]) -> None:
@@ -340,17 +338,17 @@ class LoadsAhead(Protocol):
     """Asks for experts ahead of need while steps are replayed."""
 
     def begin(self, trace: RoutingTrace, rows: Rows) -> None:
-        """A step computes these rows of the trace."""
+        """Begin a step that computes these rows of the trace."""
 
     def chose(self, layer: int, expert_ids: Ids) -> None:
-        """The gate of a layer chose. expert_ids: [T, k]."""
+        """Observe the choice of a layer's gate. expert_ids: [T, k]."""
 
     def look(self, tap: Tap, layer: int, loads_per_layer: float) -> Callable[[], None] | None:
-        """Predict from the state at `tap` of a layer, and return what tells the control; None if nothing is predicted
-        there. `BEFORE` the first layer the tap is EARLY."""
+        """Predict from the state at `tap` of a layer; return a function that tells the control, None without a
+        prediction. For layer `BEFORE` the tap is EARLY."""
 
     def end(self) -> None:
-        """The step is computed."""
+        """End the step, after its last layer."""
 
 
 class AffinityAhead:
@@ -386,7 +384,7 @@ class AffinityAhead:
 
 
 class GatesAhead:
-    """Believes what the gates of later layers said when the trace was recorded, as services do."""
+    """Loads ahead by the guesses of later layers' gates, which the trace has recorded."""
 
     def __init__(self, planner: LookaheadPlanner, tap: Tap) -> None:
         self._planner = planner
@@ -399,7 +397,7 @@ class GatesAhead:
         self._logits = {guesses.distance: guesses.logits for guesses in trace.guesses if guesses.tap is self._tap}
 
     def chose(self, layer: int, expert_ids: Ids) -> None:
-        """Gates do not go by it."""
+        """Do nothing: gates do not use the choices of earlier layers."""
 
     def look(self, tap: Tap, layer: int, loads_per_layer: float) -> Callable[[], None] | None:
         if tap is not self._tap or layer == BEFORE:
@@ -412,7 +410,7 @@ class GatesAhead:
         return (lambda: self._ask(layer, distances)) if distances else None
 
     def end(self) -> None:
-        """There is nothing to learn: the gates were trained."""
+        """Do nothing: gates do not learn."""
 
     def _ask(self, layer: int, distances: Sequence[int]) -> None:
         for distance in distances:
@@ -424,7 +422,7 @@ class GatesAhead:
 class LinkModel:
     """bytes_per_second: bandwidth. latency: seconds before the first byte whenever a transfer begins or goes on.
 
-    chunk_bytes: what is copied before the copier looks whether something more urgent has come.
+    chunk_bytes: bytes that are copied before the copier checks for a more urgent transfer.
     """
 
     bytes_per_second: float
@@ -436,12 +434,12 @@ class LinkModel:
             raise ValueError("a link needs a positive bandwidth and chunk size and no negative latency")
 
     def load_seconds(self, num_bytes: int) -> float:
-        """An undisturbed load."""
+        """Return the seconds of a load without interruptions."""
         return self.latency + num_bytes / self.bytes_per_second
 
 
 class SimulatedCopier:
-    """The copying thread of the runtime, by a clock of its own, which only moves forward."""
+    """The copying thread of the runtime, with a clock of its own that only moves forward."""
 
     __slots__ = ("_chunk_end", "_control", "_expert_bytes", "_link", "_transfer", "_whole_chunk", "now")
 
@@ -480,7 +478,7 @@ class SimulatedCopier:
     def _end_chunks(self, time: float) -> None:
         """End the chunks of the running transfer that are over by `time`.
 
-        Whether it has to stop is asked once: until it ends the control hears nothing else.
+        `must_stop` is asked once: the control does not change in between.
         """
         transfer = self._transfer
         assert transfer is not None
@@ -508,8 +506,8 @@ class SimulatedCopier:
 
 
 class Belady:
-    """The bound of all eviction: in a layer whose events are all known, the expert needed last leaves first (Belady
-    1966)."""
+    """The bound of all eviction policies: with all events of a layer known, the expert needed last is evicted first
+    (Belady 1966)."""
 
     def __init__(self, events: Sequence[Sequence[int]]) -> None:
         """events: the experts of each event to come, in order."""
@@ -530,9 +528,9 @@ class Belady:
 
 @dataclass(frozen=True, slots=True)
 class RecallFigure:
-    """recall: of a token's k experts `distance` layers ahead, the share among the k likeliest; mean over tokens and
-    layers. precision: of the experts that are given even odds or better, the share that is chosen. NaN where the
-    predictor said nothing of the kind, as gates do: they rank."""
+    """recall: the share of a token's k experts that are among the k likeliest, predicted `distance` layers ahead; mean
+    over tokens and layers. precision: the share of experts with a predicted probability of 0.5 or more that are chosen.
+    NaN without such predictions; gates have no precision, since they only rank."""
 
     predictor: str
     distance: int
@@ -543,10 +541,10 @@ class RecallFigure:
 def recall_figures(
     learning: RoutingTrace, held_out: RoutingTrace, choices: Sequence[str], max_distance: int = MAX_DISTANCE
 ) -> list[RecallFigure]:
-    """Recall of each choice of PREDICTOR_NAMES and `popularity` at each distance, from layers that were observed.
+    """Return the recall of each of `choices` (PREDICTOR_NAMES and `popularity`) at each distance, from observed layers.
 
-    Tokens come one at a time and are learnt after they were predicted, but for the first of many that are learnt from:
-    these only enter the statistics. Held-out ones count.
+    Only held-out tokens are predicted. They come one at a time, and each is learnt after it was predicted. The learning
+    tokens only enter the statistics.
     """
     found = []
     for choice in choices:
@@ -566,7 +564,7 @@ def recall_figures(
 def _score_learnt(
     scores: Sequence[_Score], learning: RoutingTrace, held_out: RoutingTrace, *, by_popularity: bool
 ) -> None:
-    """Tokens are predicted together until what they are predicted by is computed anew: the numbers of one at a time."""
+    """Score held-out tokens as if one at a time, but predict them together between two computations of affinity."""
     num_layers, num_tokens, top_k = learning.ids.shape
     spec = StatisticsSpec(num_layers, learning.num_experts, top_k, max_distance=AFFINITY_SPAN)
     statistics = RoutingStatistics(spec)
@@ -604,7 +602,7 @@ def _learn(learnt: LearntAffinity, trace: RoutingTrace, row: int) -> None:
 
 @dataclass(slots=True)
 class _Score:
-    """Experts counted over tokens and layers, of one distance."""
+    """Counts of experts over tokens and layers, for one distance."""
 
     num_chosen: int = 0
     recalled: int = 0

@@ -1,4 +1,4 @@
-"""The memory of the fast tier: slots of whole pages for each layer, in main memory or in that of a GPU."""
+"""The memory of the fast tier: slots of whole pages for each layer, in main memory or in a GPU's memory."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from torch import Tensor
 from experts.expert_file import round_to_page
 from experts.tiers import ExpertTier, page_locked
 
-# Copies queued on a device. Two: the next piece starts when the one before ends, and a demand load waits for no more.
+# The most copies queued on a device. With two, a piece starts when the last one ends, and demand loads wait little.
 _MAX_QUEUED = 2
 
 
 class Slots(Protocol):
-    """Slots that one thread fills and another one computes with. slot_bytes: of one. piece_bytes: copied at a time."""
+    """Slots that one thread fills and another one computes with.
+
+    slot_bytes: the size of one slot. piece_bytes: the bytes copied at a time.
+    """
 
     slot_bytes: int
     piece_bytes: int
@@ -28,7 +31,7 @@ class Slots(Protocol):
     def fill(self, tier: ExpertTier, layer: int, expert: int, slot: int, start: int, end: int) -> tuple[int, float]:
         """Copy bytes `start` to `end` of an expert into a slot, or queue the copy. For the copying thread.
 
-        Return the bytes of all copies that are newly known to be over, and the seconds these took.
+        Return the bytes of the copies that this call found to be over, and the seconds that they took.
         """
 
     def before_use(self, layer: int, slots: Sequence[int]) -> None:
@@ -45,8 +48,8 @@ class SlotArena:
     piece_bytes = 2**20
 
     def __init__(self, num_slots: Sequence[int], expert_bytes: int, memory: Tensor | None = None) -> None:
-        """num_slots: of each layer. memory: uint8 of all slots from the start of a page on; by default
-        memory is taken page by page when a slot is first filled."""
+        """num_slots: the slots of each layer. memory: uint8, for all slots, from the start of a page on; by default
+        pages are allocated when a slot is first filled."""
         self.slot_bytes = round_to_page(expert_bytes)
         self._expert_bytes = expert_bytes
         self._first = [0, *accumulate(num_slots)]
@@ -59,10 +62,10 @@ class SlotArena:
         return end - start, time.perf_counter() - started
 
     def before_use(self, layer: int, slots: Sequence[int]) -> None:
-        """All copies are done."""
+        """Do nothing: all copies are done."""
 
     def after_use(self, layer: int) -> None:
-        """All work is done."""
+        """Do nothing: all work is done."""
 
     def bytes_of(self, layer: int, slot: int) -> memoryview:
         """[slot_bytes]: the slot, to write to."""
@@ -99,12 +102,12 @@ class DeviceSlots:
     def __init__(
         self, num_slots: Sequence[int], expert_bytes: int, device: torch.device, copies: CopyStream | None = None
     ) -> None:
-        """Allocate the memory. num_slots: of each layer."""
+        """Allocate the memory. num_slots: the slots of each layer."""
         self.slot_bytes = round_to_page(expert_bytes)
         self._device = device
         self._copies = copies or copy_stream(device)
         self._layers = [torch.empty((count, self.slot_bytes), dtype=torch.uint8, device=device) for count in num_slots]
-        # Of each layer: where the computation last used its slots, and the last copy into each since it was used.
+        # By layer: a mark behind the last use of its slots, and by slot the last copy since the slot was used.
         self._used = [self._copies.mark()] * len(num_slots)
         self._filled: list[dict[int, QueuedCopy]] = [{} for _ in num_slots]
         self._queued: deque[_Piece] = deque()
@@ -133,7 +136,7 @@ class DeviceSlots:
 
     def before_use(self, layer: int, slots: Sequence[int]) -> None:
         for slot in slots:
-            # Once the computation is behind a copy it stays so.
+            # The computation has to follow a copy only once.
             copy = self._filled[layer].pop(slot, None)
             if copy is not None:
                 self._copies.follow(copy)
@@ -142,7 +145,7 @@ class DeviceSlots:
         self._used[layer] = self._copies.mark()
 
     def _staging_memory(self) -> Tensor:
-        """The next buffer in turn; as many as can be queued, so the copy out of it is over."""
+        """Return the next buffer in turn. There are as many as queued copies, so the last copy out of it is over."""
         if not self._staging:
             size = min(self.piece_bytes, self.slot_bytes)
             self._staging = [page_locked(size, self._device) for _ in range(_MAX_QUEUED)]
@@ -162,13 +165,13 @@ class QueuedCopy(Protocol):
 
 
 class CopyStream(Protocol):
-    """Where copies into device memory are queued, one after the other. A mark is a point in the computation's order."""
+    """A queue of copies into device memory. A mark is a point in the order of the computation."""
 
     def copy(self, source: Tensor, target: Tensor, after: Any) -> QueuedCopy:
         """Queue a copy that comes after a mark. `source` must not change until the copy is done."""
 
     def mark(self) -> Any:
-        """A point after everything that the calling thread's computation has queued so far."""
+        """Return a point after everything that the calling thread's computation has queued so far."""
 
     def follow(self, copy: QueuedCopy) -> None:
         """Order the calling thread's computation after the copy; the host does not wait."""
@@ -176,10 +179,10 @@ class CopyStream(Protocol):
 
 @runtime_checkable
 class LockedTier(Protocol):
-    """A tier in page-locked memory, from which a device copies by itself."""
+    """A tier in page-locked memory, from which a device copies directly."""
 
     def view(self, layer: int, expert: int, start: int, end: int) -> Tensor:
-        """Bytes `start` to `end` of an expert where they lie."""
+        """Return a view of the bytes `start` to `end` of an expert."""
 
 
 def copy_stream(device: torch.device) -> CopyStream:
@@ -231,7 +234,7 @@ class _PlainCopy:
 
 
 class PlainCopies:
-    """Copies on a CPU under Triton's interpreter: a call returns when it is done."""
+    """Copies on a CPU under Triton's interpreter: a call returns when its copy is done."""
 
     def copy(self, source: Tensor, target: Tensor, after: None) -> _PlainCopy:
         started = time.perf_counter()
@@ -239,7 +242,7 @@ class PlainCopies:
         return _PlainCopy(time.perf_counter() - started)
 
     def mark(self) -> None:
-        """Nothing is queued."""
+        """Do nothing: nothing is queued."""
 
     def follow(self, copy: QueuedCopy) -> None:
-        """It is done."""
+        """Do nothing: the copy is done."""

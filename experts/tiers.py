@@ -21,10 +21,10 @@ class ExpertTier(Protocol):
     """Holds all experts. Used by one thread."""
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
-        """Fill `out` with the expert's bytes from `offset` on; both are multiples of a page unless they end it.
+        """Fill `out` with the expert's bytes from `offset` on. Pieces are whole pages, except the expert's last one.
 
-        An expert is read piece by piece from its start, with other experts in between. Raises ExpertStoreError, at the
-        last piece if the whole lost its checksum.
+        An expert is read piece by piece from its start, with other experts in between. Raises ExpertStoreError; a wrong
+        checksum is found at the last piece.
         """
 
     def close(self) -> None: ...
@@ -42,9 +42,9 @@ class FileReads(Protocol):
 
 
 class PositionedReads:
-    """Reads with preadv, past the page cache where the file system allows that.
+    """Reads with preadv, past the page cache if the file system allows that.
 
-    Elsewhere the kernel is told to forget the pages: slots and page cache are not to hold the same bytes twice.
+    Otherwise the kernel is told to drop the pages, so that slots and page cache do not hold the same bytes twice.
     """
 
     def __init__(self, path: Path) -> None:
@@ -65,7 +65,7 @@ class PositionedReads:
                 count = os.preadv(self._file, [out[done:]], offset + done)
             except OSError as error:
                 raise ExpertStoreError(f"{self._path} cannot be read ({error.strerror}).") from error
-            # Past the page cache a read that ends within a page is one at the end of the file.
+            # Past the page cache only a read at the end of the file ends within a page.
             if count == 0 or (self._is_direct and count % PAGE_BYTES):
                 raise ExpertStoreError(f"{self._path} was cut off while it was in use.")
             done += count
@@ -83,11 +83,11 @@ class PieceChecksums:
         self._header = header
         self._path = path
         self._checked: set[tuple[int, int]] = set()
-        # Of experts that are being read for the first time: how far, and the checksum up to there.
+        # By expert that is being read for the first time: the bytes read so far, and their checksum.
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
 
     def follow(self, layer: int, expert: int, offset: int, piece: memoryview) -> None:
-        """A piece was read. Raises ExpertStoreError at the last piece if the whole lost its checksum."""
+        """Add a piece that was read. Raises ExpertStoreError at the last piece if the expert's checksum is wrong."""
         key, size = (layer, expert), self._header.expert_bytes
         if key in self._checked:
             return
@@ -142,13 +142,13 @@ class SlowedTier:
 
 
 class HostTier:
-    """Experts in page-locked host memory, from which a GPU copies by itself. `put` every expert before use.
+    """Experts in page-locked host memory, from which a GPU copies directly. `put` every expert before use.
 
-    experts: (layer, expert) of every expert it has, layer after layer.
+    experts: (layer, expert) of every expert held, layer after layer.
     """
 
     def __init__(self, held: Sequence[Sequence[int]], expert_bytes: int, device: torch.device) -> None:
-        """Allocate the memory, locked for `device`, of the experts held[layer]. Raises ExpertStoreError."""
+        """Allocate memory, locked for `device`, for the experts held[layer]. Raises ExpertStoreError."""
         size = round_to_page(expert_bytes)
         self.experts = [(layer, expert) for layer, experts in enumerate(held) for expert in experts]
         self._expert_bytes = expert_bytes
@@ -166,7 +166,7 @@ class HostTier:
         out[:] = self._of(layer, expert)[offset : offset + len(out)].numpy().data
 
     def close(self) -> None:
-        """The memory stays locked until the process ends."""
+        """Do nothing: the memory stays locked until the process ends."""
 
     def _of(self, layer: int, expert: int) -> Tensor:
         return self._memory[layer, expert]

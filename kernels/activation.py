@@ -1,7 +1,7 @@
 """Activations of feed-forward blocks.
 
-torch's vectorised and scalar exponentials differ in the last bit, and an element's place in the tensor decides which of
-the two it gets. Here only its place in the row does: gates are read as strided rows, never merged.
+torch's vectorised and scalar exponentials differ in the last bit, and an element's place in the tensor selects one of
+the two. Here only its place in the row selects: gates are read as strided rows, never merged.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from kernels.specs import Activation as Activation
 def activate(merged: Tensor, activation: Activation) -> Tensor:
     """Apply the activation to the gate channels and multiply by the up channels, or apply it to up channels alone.
 
-    merged: [M, 2I], gate channels first, or [M, I] where there is no gate. Its contents are undefined afterwards (it
-    may be used as scratch). Returns a new contiguous [M, I] of the same dtype.
+    merged: [M, 2I], gate channels first, or [M, I] without a gate. Its contents are undefined afterwards (it may be
+    used as scratch). Returns a new contiguous [M, I] of the same dtype.
     """
     kind, limit = activation.kind, activation.limit
     if kind == "relu2":
@@ -30,7 +30,7 @@ def activate(merged: Tensor, activation: Activation) -> Tensor:
     if kind == "silu":
         return F.silu(gate).mul_(up)
     if kind == "gelu":
-        # Contiguous input goes to oneDNN, which a single row would do and several would not.
+        # Contiguous input goes to oneDNN. Without the copy a single row would go there, but several would not.
         return F.gelu(gate.contiguous()).mul_(up)
     if kind == "gelu_tanh":
         return F.gelu(gate, approximate="tanh").mul_(up)
@@ -43,6 +43,6 @@ def activate(merged: Tensor, activation: Activation) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """The logistic function, of x's shape and dtype. Through fp64: rounded from there, an element has the same bits
-    at any place in the tensor."""
+    """Return the logistic function, in x's shape and dtype. Through fp64: rounded from there, an element has the same
+    bits at any place in the tensor."""
     return torch.sigmoid(x.double()).to(x.dtype)

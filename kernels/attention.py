@@ -24,10 +24,10 @@ def paged_attention(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attention of q [T, H, Dk] over the pools [KV, num_slots, D]; returns [T, H, Dv].
+    """Compute attention of q [T, H, Dk] over the pools [KV, num_slots, D]; return [T, H, Dv].
 
     The new tokens' own keys and values are in the pools already. A `window` counts the token itself. `sinks` [H] are
-    logits of a key without value (gpt-oss). Where values are a prefix of the keys the caller passes the keys twice and
+    logits of a key without value (gpt-oss). If values are a prefix of the keys, the caller passes the keys twice and
     cuts the result.
     """
     kernels = native_kernels()
@@ -101,11 +101,11 @@ def paged_attention_reference(
     key_scale: float = 1.0,
     value_scale: float = 1.0,
 ) -> Tensor:
-    """The reference of every body: one token at a time, in fp32 (fp64 for fp64 queries).
+    """Compute the reference of every body: one token at a time, in fp32 (fp64 for fp64 queries).
 
     Causal attention of q [T, H, Dk] over pools [KV, num_slots, D]; returns [T, H, Dv], zeros where nothing is seen.
     Position p of sequence s lies in block `block_table[s, p // block_size]`. Without `query_starts` [S + 1] each of the
-    `seq_lens` [S] has one new token. Tokens of no sequence come out as 0.
+    `seq_lens` [S] has one new token. Results of tokens of no sequence are 0.
     """
     accurate = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // keys_pool.shape[0]

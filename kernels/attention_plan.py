@@ -1,4 +1,4 @@
-"""The chunks of one step as attention takes them: their rows, their positions and the blocks of their contexts."""
+"""The chunks of one step for attention: their rows, their positions and the blocks of their contexts."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ChunkArrays:
 
 @dataclass(slots=True)
 class AttentionPlan:
-    """The chunks of a step, whose rows follow one another. A body of attention keeps in `prepared`, under its own name,
-    what it derives from them once for all layers."""
+    """The chunks of a step, whose rows follow one another. `prepared`: data that a body of attention, under its own
+    name, derives from the chunks once for all layers."""
 
     chunks: Sequence[ChunkSpan]
     block_size: int
@@ -47,7 +47,7 @@ class AttentionPlan:
         return sum(chunk.num_tokens for chunk in self.chunks)
 
     def arrays(self) -> ChunkArrays:
-        """The chunks as tensors on the CPU, made on first use."""
+        """Return the chunks as tensors on the CPU, made on first use."""
         arrays = self.prepared.get("arrays")
         if arrays is None:
             tables: array[int] = array("i")

@@ -1,15 +1,15 @@
 """The gated delta rule (https://arxiv.org/abs/2412.06464), token by token: CPU body and reference.
 
-Of a value head with the state S [K, V], a query q and a key k of unit length [K], and a value v [V]:
+For a value head with the state S [K, V], a query q and a key k of unit length [K], and a value v [V]:
 
     S <- diag(exp(g)) S;   S <- S + k (beta (v - S^T k))^T;   out = S^T q / sqrt(K)
 
 The gated delta net decays all channels of a key alike, Kimi Delta Attention (https://arxiv.org/abs/2510.26692) each on
 its own.
 
-A form that takes many tokens at once needs fewer operations on a GPU, but its sums depend on where chunks begin. Token
-by token a request has the same bits in any chunking, so that one which resumes from a state goes on as if it had
-computed all.
+A form for many tokens at once needs fewer operations on a GPU, but its sums depend on the starts of chunks. Token by
+token a request has the same bits in any chunking, so a request that resumes from a state goes on as if it had computed
+all tokens.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kernels.state_rows import StateRows
 
 # Added to the squared length of queries and keys.
 UNIT_EPS = 1e-6
-# Channels of a key that the compiled bodies take.
+# The numbers of a key's channels that the compiled bodies take.
 MOST_KEYS = 512
 
 
@@ -36,7 +36,7 @@ class DeltaHeads:
     """Each of `num_keys` key heads serves equally many neighbouring value heads.
 
     decay_rate, step_bias: [num_values] fp32. A token's beta is sigmoid(gate), its g is decay_rate * softplus(gate +
-    step_bias). Without these, gates are beta and g themselves.
+    step_bias). If both are None, gates are beta and g themselves.
     """
 
     num_keys: int
@@ -48,7 +48,7 @@ class DeltaHeads:
 
     @property
     def widths(self) -> list[int]:
-        """Channels of all queries, of all keys and of all values."""
+        """The numbers of channels of all queries, of all keys and of all values."""
         keys = self.num_keys * self.key_dim
         return [keys, keys, self.num_values * self.value_dim]
 
@@ -56,8 +56,8 @@ class DeltaHeads:
 def gated_delta_rule(qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows) -> Tensor:
     """Return the outputs [T, HV, V] of the tokens. Mutates the chunks' states.
 
-    qkv [T, 2 HK K + HV V]: queries, then keys, of any length, then values. gates [T, HV + HV D]: what makes beta of
-    each head, then what makes g of each, one number for all channels of a key (D = 1) or one for each (D = K, without
+    qkv [T, 2 HK K + HV V]: queries, then keys, of any length, then values. gates [T, HV + HV D]: the gate of each
+    head's beta, then the gates of each head's g, one for all channels of a key (D = 1) or one for each (D = K, without
     `decay_rate`). states [num_slots, HV, K, V] fp32.
     """
     kernels = native_kernels()
@@ -96,7 +96,7 @@ def _native_rule(
 def gated_delta_rule_reference(
     qkv: Tensor, gates: Tensor, heads: DeltaHeads, states: Tensor, rows: StateRows
 ) -> Tensor:
-    """`gated_delta_rule` by plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
+    """Compute `gated_delta_rule` in plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
     wide = torch.promote_types(qkv.dtype, torch.float32)
     group = heads.num_values // heads.num_keys
     out = qkv.new_empty((qkv.shape[0], heads.num_values, heads.value_dim))
@@ -116,14 +116,14 @@ def gated_delta_rule_reference(
 
 
 def num_decays(gates: Tensor, heads: DeltaHeads) -> int:
-    """Return how many decays a head has: one, or one for each channel of a key."""
+    """Return the number of decays of a head: one, or one for each channel of a key."""
     number = gates.shape[1] // heads.num_values - 1
     assert number == 1 or (number == heads.key_dim and heads.decay_rate is None)
     return number
 
 
 def _betas_and_decays(gates: Tensor, heads: DeltaHeads) -> tuple[Tensor, Tensor]:
-    """Return [T, HV] and [T, HV, D]."""
+    """Return betas [T, HV] and decays [T, HV, D]."""
     betas, logs = gates.split([heads.num_values, heads.num_values * num_decays(gates, heads)], 1)
     # Through fp64, as in `sigmoid`: rounded from there, bits do not depend on a token's place.
     wide = logs.double()

@@ -1,7 +1,7 @@
 """Matrix product with a weight that is packed once.
 
-On a CPU a row of the result is the same bits whatever other rows are in the batch, which plain
-`torch.nn.functional.linear` does not promise; requests then get the same logits in any batch and any chunking.
+On a CPU a row of the result has the same bits whatever other rows are in the batch, so requests get the same logits in
+any batch and any chunking. Plain `torch.nn.functional.linear` does not guarantee that.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype |
     """Pack weight [N, K] and bias [N] into a `Linear`; it keeps a copy, so the caller may drop the weight.
 
     It computes in `dtype`, by default the weight's. Weights of fewer bits may stay as they are: float32 products with
-    bfloat16 weights are exact, and half as much is read.
+    bfloat16 weights are exact, and half as many bytes are read.
     """
     dtype = dtype or weight.dtype
     if weight.device.type == "cpu":
@@ -43,9 +43,9 @@ def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype |
 
 
 def join(linears: Sequence[Linear]) -> Linear | None:
-    """Return one product with the results of several side by side, [M, sum of out_features]; None where there is none.
+    """Return one product with the results of several side by side, [M, sum of out_features]; None if they cannot join.
 
-    It takes no memory of its own: from now on the joined ones read their parts of its weight.
+    It needs no additional memory: from now on the joined products read their parts of its weight.
     """
     if not all(isinstance(linear, _NativeLinear) for linear in linears):
         return None
@@ -53,7 +53,7 @@ def join(linears: Sequence[Linear]) -> Linear | None:
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """The product by plain torch."""
+    """Compute the product in plain torch."""
     return functional.linear(x, weight.to(x.dtype), bias)
 
 
@@ -68,7 +68,7 @@ class _NativeLinear(Linear):
 
     @classmethod
     def joined(cls, linears: Sequence[_NativeLinear]) -> _NativeLinear | None:
-        """See `join`. None for biases on some only, weights of several dtypes, and columns that fill no panels."""
+        """See `join`. None if only some have biases, if dtypes of weights differ, or if columns do not fill panels."""
         first = linears[0]
         alike = {(linear._weight.is_bf16, linear.in_features, linear._bias is None) for linear in linears}
         if len(alike) > 1 or any(linear.out_features % PANEL_COLUMNS for linear in linears):
@@ -82,7 +82,7 @@ class _NativeLinear(Linear):
         return cls(weight, bias, sum(linear.out_features for linear in linears), first.in_features)
 
     def _move_to(self, data: Tensor) -> None:
-        """Read the weight from where it was copied to, from now on."""
+        """Read the weight from its copy `data` from now on."""
         self._weight = PanelWeight(data, data.data_ptr(), self._weight.is_bf16)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -119,7 +119,7 @@ class _OneDnnLinear(Linear):
 
 
 class TorchLinear(Linear):
-    """torch's product on any device; rows may depend on how many there are."""
+    """torch's product on any device; the bits of rows may depend on their number."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__(weight.shape[0], weight.shape[1], weight.numel() * weight.element_size())

@@ -1,6 +1,6 @@
-"""The state space layers of Mamba, token by token as the gated delta rule is: CPU bodies and references.
+"""The state space layers of Mamba, token by token like the gated delta rule: CPU bodies and references.
 
-Mamba 2 (https://arxiv.org/abs/2405.21060), of a head with the state S [N, P], an input x [P], and B and C [N] of its
+Mamba 2 (https://arxiv.org/abs/2405.21060), for a head with the state S [N, P], an input x [P], and B and C [N] of its
 group:
 
     d = softplus(step + bias);   S <- exp(rate d) S + B (d x)^T;   out = S^T C + skip x
@@ -27,7 +27,7 @@ from kernels.state_rows import StateRows
 class MambaHeads:
     """Each of `num_groups` pairs of B and C serves equally many neighbouring heads.
 
-    rate (below 0), step_bias, skip: [num_heads] fp32. limits: of a token's d.
+    rate (below 0), step_bias, skip: [num_heads] fp32. limits: the bounds of a token's d.
     """
 
     num_heads: int
@@ -41,7 +41,7 @@ class MambaHeads:
 
     @property
     def widths(self) -> list[int]:
-        """Channels of all x, of all B and of all C."""
+        """The numbers of channels of all x, of all B and of all C."""
         shared = self.num_groups * self.state_dim
         return [self.num_heads * self.head_dim, shared, shared]
 
@@ -86,7 +86,7 @@ def _native_scan(
 
 
 def mamba2_scan_reference(xbc: Tensor, steps: Tensor, heads: MambaHeads, states: Tensor, rows: StateRows) -> Tensor:
-    """`mamba2_scan` by plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
+    """Compute `mamba2_scan` in plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
     wide = torch.promote_types(xbc.dtype, torch.float32)
     group = heads.num_heads // heads.num_groups
     out = xbc.new_empty((len(xbc), heads.num_heads, heads.head_dim))
@@ -142,7 +142,7 @@ def mamba1_scan(
 def mamba1_scan_reference(
     x: Tensor, sizes: Tensor, bc: Tensor, rate: Tensor, skip: Tensor, states: Tensor, rows: StateRows
 ) -> Tensor:
-    """`mamba1_scan` by plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
+    """Compute `mamba1_scan` in plain torch, one token at a time, in fp32 (fp64 for fp64 input)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty_like(x)
     for chunk, slot in rows:

@@ -1,4 +1,4 @@
-"""The experts of a mixture-of-experts layer applied to the rows their gate chose.
+"""The experts of a mixture-of-experts layer applied to the rows that chose them.
 
 Only chosen experts are computed and their weights are never gathered: rows are sorted by expert, each expert multiplies
 its rows, and every token sums its k products in the gate's order, so that its bits do not depend on the batch.
@@ -16,7 +16,7 @@ from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 
 
 def expert_layout(shape: ExpertShape) -> ExpertLayout:
-    """The layout of the body that computes this shape on this machine."""
+    """Return the layout of the body that computes this shape on this machine."""
     kernels = native_kernels()
     if kernels is not None and shape.dtype == torch.float32:
         return PanelLayout(shape, kernels)
@@ -31,7 +31,7 @@ def pack_experts(
     *,
     dtype: torch.dtype | None = None,
 ) -> PackedExperts:
-    """Pack gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]; all experts are there.
+    """Pack gate_up [E, 2I, H] and down [E, H, I] with optional biases [E, 2I] and [E, H]; no expert is absent.
 
     Experts without a gate have gate_up [E, I, H] and biases [E, I] and [E, H].
     """
@@ -62,7 +62,7 @@ def moe_experts(
 def moe_experts_partial(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: PackedExperts, activation: Activation
 ) -> Tensor:
-    """The sum of `moe_experts` over the local experts, in fp32 whatever x is; an id of -1 is an expert elsewhere.
+    """Compute the sum of `moe_experts` over the local experts, in fp32 whatever x is; id -1 is a remote expert.
 
     x [T, H], expert_ids [T, k] int64, expert_weights [T, k] fp32 -> [T, H] fp32, zeros for a row without any expert.
     """
@@ -79,7 +79,7 @@ def moe_experts_reference(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """The reference of every body: token by token, in fp32, from unpacked weights; ids of -1 add nothing.
+    """Compute the reference of every body: token by token, in fp32, from unpacked weights; ids of -1 add nothing.
 
     x [T, H], gate_up [E, 2I, H], down [E, H, I], biases [E, 2I] and [E, H], all of any float dtype -> [T, H] fp32.
     Without a gate I replaces 2I.

@@ -10,7 +10,7 @@ from torch import Tensor
 from kernels.activation import sigmoid
 from kernels.specs import GateSpec as GateSpec
 
-# The largest `count` values of each row, falling, and their places.
+# Returns the largest `count` values of each row, in descending order, and their places.
 _Top = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 
 
@@ -27,14 +27,14 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
 def select_experts_reference(
     logits: Tensor, spec: GateSpec, correction_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Choose as `select_experts`; of equal scores or groups the lowest first, where torch.topk promises no order."""
+    """Choose like `select_experts`, but among equal scores or groups the lowest first; torch.topk has no such order."""
     return _select(logits.float(), spec, correction_bias, _top_lowest_first)
 
 
 def softmax_of_chosen(spec: GateSpec, has_bias: bool) -> bool:
-    """Tell if the weights are a softmax over the chosen logits.
+    """Return True if the weights are a softmax over the chosen logits.
 
-    exp(l_i) / sum over the chosen of exp(l_j) is also what a full softmax followed by renormalising gives.
+    A full softmax followed by renormalising also gives exp(l_i) / sum over the chosen of exp(l_j).
     """
     if spec.score != "softmax" or spec.num_groups > 1 or has_bias:
         return False

@@ -11,7 +11,7 @@ from kernels.cpu.library import native_kernels
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of x [..., D] times weight [D], in x's dtype; statistics in fp32 for half-precision input.
+    """Return the root-mean-square norm of x [..., D] times weight [D], in x's dtype; statistics in fp32 for fp16, bf16.
 
     A weight in fp32 multiplies before the result is rounded to x's dtype.
     """
@@ -27,13 +27,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` by plain torch."""
+    """Compute `rms_norm` in plain torch."""
     normed = functional.rms_norm(x.float(), (x.shape[-1],), None, eps)
     return (weight * normed.to(weight.dtype)).to(x.dtype)
 
 
 def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Root-mean-square norm of the heads of x [T, H, D] times weight [D] and SiLU of gate [T, H * D]: [T, H * D]."""
+    """Return the RMS norm of the heads of x [T, H, D] times weight [D] and SiLU of gate [T, H * D]: [T, H * D]."""
     kernels = native_kernels()
     if kernels is None or x.device.type != "cpu" or not x.dtype == gate.dtype == weight.dtype == torch.float32:
         return gated_norm_reference(x, gate, weight, eps)
@@ -54,12 +54,12 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def gated_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`gated_norm` by plain torch."""
+    """Compute `gated_norm` in plain torch."""
     wide = gate.to(torch.promote_types(gate.dtype, torch.float32))
     normed = rms_norm_reference(x, weight, eps).flatten(1)
     return (normed * (wide * sigmoid(wide))).to(x.dtype)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Mean-and-variance norm of x [..., D] with weight and bias [D]."""
+    """Return the mean-and-variance norm of x [..., D] with weight and bias [D]."""
     return functional.layer_norm(x, (x.shape[-1],), weight, bias, eps)

@@ -1,7 +1,7 @@
-"""The operations that a decoder is computed with, and their bodies on a CPU.
+"""The operations that compute a decoder, and their bodies on a CPU.
 
 A decoder, its attention and its experts are written once, in terms of `Ops`; the bodies are chosen when a model is
-assembled. Those of a GPU are `kernels.gpu.ops.GpuOps`, in a module of their own because importing it loads Triton.
+assembled. The GPU's bodies are `kernels.gpu.ops.GpuOps`, in a module of their own because importing it loads Triton.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from kernels.state_rows import StateRows
 
 # gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], if there are any.
 ExpertMatrices = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
-# x [T, H, K] -> [T, H, N], a projection of its own for every head.
+# x [T, H, K] -> [T, H, N], with one projection per head.
 HeadLinear = Callable[[Tensor], Tensor]
 # x [T, H] -> [T, H], a dense gated feed-forward block.
 GatedBlock = Callable[[Tensor], Tensor]
-# What attention needs to know of a step's rows; made for one kind of device and understood by its operations alone.
+# Attention's information on a step's rows, made for one kind of device and read only by its operations.
 AttentionContext = Any
 # The packed experts of one layer, for the kernels of one kind of device.
 Experts = Any
@@ -43,7 +43,7 @@ Experts = Any
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """An RMS norm over [D], or a layer norm where there is a bias."""
+    """The weights of an RMS norm over [D], or of a layer norm if there is a bias."""
 
     weight: Tensor
     bias: Tensor | None
@@ -61,10 +61,10 @@ class StepInputs:
 
 
 class Ops(Protocol):
-    """Operations on tensors of one device. Computing mutates nothing but what a method names.
+    """Operations on tensors of one device. A method mutates only the arguments that it names as mutated.
 
-    keeps_narrow: products in float32 read weights of 16 bits as they are. wide_angles: heads are rotated in float32
-    whatever their dtype.
+    keeps_narrow: float32 products read 16-bit weights without widening them first. wide_angles: heads are rotated in
+    float32 whatever their dtype.
     """
 
     @property
@@ -77,10 +77,10 @@ class Ops(Protocol):
     def wide_angles(self) -> bool: ...
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """weight [N, K] and bias [N], on the device, for inputs of `dtype`."""
+        """Pack weight [N, K] and bias [N], on the device, for inputs of `dtype`."""
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
-        """weight [H, N, K], on the device."""
+        """Pack weight [H, N, K], on the device, for inputs of `dtype`."""
 
     def pack_gated(
         self,
@@ -91,18 +91,18 @@ class Ops(Protocol):
         activation: Activation,
         dtype: torch.dtype,
     ) -> GatedBlock:
-        """gate_up [2I, H] (gate rows first) and down [H, I], on the device."""
+        """Pack gate_up [2I, H] (gate rows first) and down [H, I], on the device."""
 
     def pack_experts(
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
     ) -> Experts:
-        """Experts of one layer; `matrices_of` is asked for one after the other, anywhere in memory."""
+        """Pack one layer's experts. `matrices_of` returns them one after the other, on any device."""
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
-        """[T, D] -> [T, D], a new tensor, or `out`, which may be x."""
+        """x [T, D] -> [T, D], a new tensor, or `out`, which may be x."""
 
     def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
-        """Adds x times `multiplier` to `residual` in place and returns the norm of the sum. x is lost."""
+        """Add x times `multiplier` to `residual` in place and return the norm of the sum. x is overwritten."""
 
     def rotate_and_store(
         self,
@@ -116,10 +116,10 @@ class Ops(Protocol):
         eps: float,
         clip: float | None,
     ) -> Tensor:
-        """Queries [T, H, D] of qkv [T, H + 2 KV, D]; its keys and values are written into the pools [KV, num_slots, D].
+        """Write keys and values of qkv [T, H + 2 KV, D] into pools [KV, num_slots, D]; return its queries [T, H, D].
 
-        In this order: clip to [-clip, clip], norm of each query and key by `head_norms` (weights [D] of either),
-        rotation of queries and keys. qkv is lost.
+        In this order: clip to [-clip, clip], norm of each query and key by `head_norms` (weights [D] for each),
+        rotation of queries and keys. qkv is overwritten.
         """
 
     def rotate_and_store_latent(
@@ -133,10 +133,10 @@ class Ops(Protocol):
         *,
         interleaved: bool,
     ) -> Tensor:
-        """Queries [T, H, L + R]: `spaces` [T, H, L], then q [T, H, R] rotated.
+        """Return the queries [T, H, L + R]: `spaces` [T, H, L], then q [T, H, R] rotated.
 
-        Writes one key for all heads into the pool [1, num_slots, L + R]: `latent` [T, L], which is the value as well,
-        then `key` [T, R] rotated.
+        Write one key for all heads into the pool [1, num_slots, L + R]: `latent` [T, L], which is also the value, then
+        `key` [T, R] rotated.
         """
 
     def attend(
@@ -153,7 +153,7 @@ class Ops(Protocol):
     ) -> Tensor:
         """q [T, H, Dk] over the pools [KV, num_slots, D] -> [T, H, Dv]; see `kernels.attention.paged_attention`.
 
-        With `values` None the first `value_dim` channels of the keys are the values.
+        If `values` is None, the first `value_dim` channels of the keys are the values.
         """
 
     def select_experts(
@@ -165,7 +165,7 @@ class Ops(Protocol):
     def compute_experts(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: Experts, activation: Activation
     ) -> Tensor:
-        """See `kernels.moe.moe_experts`; all experts of the layer are here."""
+        """See `kernels.moe.moe_experts`; all experts of the layer are local."""
 
     def sigmoid(self, x: Tensor) -> Tensor:
         """Return the logistic function of x, in its dtype."""
@@ -204,7 +204,7 @@ class Ops(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PagedRows:
-    """`AttentionContext` on a CPU. slots: [T] int64, where the rows' keys and values go."""
+    """`AttentionContext` on a CPU. slots: [T] int64, the slots for the rows' keys and values."""
 
     slots: Tensor
     plan: AttentionPlan
@@ -333,7 +333,7 @@ class CpuOps:
 
 
 class _LinearPerHead:
-    """One packed product per head, because a batched product's rows would depend on how many there are."""
+    """One packed product per head, because the rows of a batched product would depend on their number."""
 
     __slots__ = ("_linears",)
 
@@ -346,7 +346,7 @@ class _LinearPerHead:
 
 
 class _OneExpert:
-    """A dense block as an expert that every row chooses, with weight one."""
+    """A dense block as an expert that every row chooses with weight 1."""
 
     __slots__ = ("_activation", "_expert")
 

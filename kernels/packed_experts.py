@@ -1,7 +1,7 @@
 """Interfaces of packed experts: the shape of an expert, its packed bytes, and a layer's packed experts.
 
-The bytes are the same in a file, in a slot of memory and under the kernel, so an expert that was dropped and loaded
-again computes the same bits.
+The bytes are the same in a file, in a slot of memory and for the kernel, so an expert that was dropped and loaded again
+computes the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kernels.specs import Activation
 class ExpertShape:
     """Sizes of one expert of a layer. It computes in `dtype`; its weights are kept in `weight_dtype`.
 
-    is_gated: there are gate channels beside the up channels.
+    is_gated: True if there are gate channels beside the up channels.
     """
 
     hidden_size: int
@@ -32,7 +32,7 @@ class ExpertShape:
 
     @property
     def gate_up_rows(self) -> int:
-        """Rows of the first matrix."""
+        """The number of rows of the first matrix."""
         return (2 if self.is_gated else 1) * self.intermediate_size
 
 
@@ -41,7 +41,7 @@ class PackedExperts(ABC, Sized):
 
     @abstractmethod
     def put(self, expert: int, packed: Tensor) -> None:
-        """Take packed bytes [num_bytes] for an expert. They may be used in place: the caller does not change them until
+        """Take packed bytes [num_bytes] for an expert. They may be used in place: the caller must not change them until
         the expert is dropped or put again."""
 
     @abstractmethod
@@ -50,8 +50,8 @@ class PackedExperts(ABC, Sized):
 
     @abstractmethod
     def __call__(self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, activation: Activation) -> Tensor:
-        """See `moe_experts_partial`. Raises ValueError if a chosen expert is not here, or if the experts have no gate
-        for the activation or one too many."""
+        """See `moe_experts_partial`. Raises ValueError if a chosen expert is absent, or if only one of experts and
+        activation has a gate."""
 
 
 class SplitExperts(PackedExperts):
@@ -61,16 +61,16 @@ class SplitExperts(PackedExperts):
     def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
         """Write each chosen expert's product into products [T, k, H] fp32; leave the places of ids -1.
 
-        Raises ValueError if a chosen expert is not here."""
+        Raises ValueError if a chosen expert is absent."""
 
     @abstractmethod
     def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
-        """Sum products [T, k, H] by weight [T, k] -> [T, H] fp32: the bits that a call gives, in however many parts the
-        products were computed."""
+        """Sum products [T, k, H] by weight [T, k] -> [T, H] fp32, with the bits of `__call__` however many parts the
+        products were computed in."""
 
 
 class ExpertPacking(ABC):
-    """A format of packed experts of one shape. `name` tells packings apart: bytes of one are meaningless in another."""
+    """A format of packed experts of one shape. `name` identifies it: bytes of one format are meaningless in another."""
 
     name: str
     num_bytes: int
@@ -84,8 +84,8 @@ class ExpertPacking(ABC):
 
 
 class ExpertLayout(ExpertPacking):
-    """A packing in which a CPU computes with the bytes where they lie."""
+    """A packing that a CPU computes with in place."""
 
     @abstractmethod
     def experts(self, num_experts: int) -> PackedExperts:
-        """Make places for experts of this layout, all absent."""
+        """Return packed experts of this layout, all absent."""

@@ -1,6 +1,6 @@
 """The steps between the projection to queries, keys and values and attention: norms of heads, rotation, storing.
 
-Fused because each part alone costs little more than starting it.
+They are fused, because each part alone costs little more than its start.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def rotate_and_store_reference(
     head_norms: tuple[Tensor, Tensor] | None = None,
     eps: float = 0.0,
 ) -> Tensor:
-    """`rotate_and_store` by plain torch, one part after another."""
+    """Do the work of `rotate_and_store` in plain torch, one part after another."""
     num_kv_heads = keys_pool.shape[0]
     num_heads = qkv.shape[1] - 2 * num_kv_heads
     q, keys, values = qkv.split([num_heads, num_kv_heads, num_kv_heads], 1)

@@ -1,6 +1,6 @@
-"""Causal depthwise convolution over the last few tokens, as in front of delta rules and Mamba: CPU body, reference.
+"""Causal depthwise convolution over the last few tokens, as before delta rules and Mamba: CPU body and reference.
 
-On a CPU a token's result is the same bits in any batch and any chunking.
+On a CPU a token's result has the same bits in any batch and any chunking.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def short_conv_reference(
     *,
     activates: bool = True,
 ) -> Tensor:
-    """`short_conv` by plain torch, in fp32 (fp64 for fp64 input)."""
+    """Compute `short_conv` in plain torch, in fp32 (fp64 for fp64 input)."""
     wide = torch.promote_types(x.dtype, torch.float32)
     out = torch.empty_like(x)
     for chunk, slot in rows:

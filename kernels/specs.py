@@ -1,4 +1,4 @@
-"""Plain descriptions that kernels take beside their tensors. Torch-free, so that torch-free code may build them."""
+"""Plain parameters that kernels take beside their tensors. Torch-free, so that torch-free code may build them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ GroupScore = Literal["top2", "max"]
 class Activation:
     """The activation between the two projections of a feed-forward block.
 
-    kind: names the function of the gate channels, which multiplies the up channels. ``swigluoai`` is that of gpt-oss,
+    kind: names the function of the gate channels, which multiplies the up channels. ``swigluoai``, from gpt-oss, is
         ``(up + 1) * gate * sigmoid(alpha * gate)``. ``relu2``, the square of relu (https://arxiv.org/abs/2109.08668),
         has no gate.
-    limit: gates are at most this large, and the up channels from its negative to it; 0 for none.
+    limit: gates are clamped to at most limit, up channels to [-limit, limit]; 0 for none.
     """
 
     kind: ActivationKind = "silu"
@@ -31,16 +31,16 @@ class Activation:
 
 @dataclass(frozen=True, slots=True)
 class GateSpec:
-    """How a mixture-of-experts gate turns logits into experts and weights.
+    """The rule by which a mixture-of-experts gate turns logits into experts and weights.
 
     top_k: experts per token.
     score: the function of the logits; ``sparsemixer`` is the sequential masked softmax of https://arxiv.org/abs/2409.12136,
-        with ``ones`` the logits only choose and every chosen expert has the weight 1.
+        with ``ones`` the logits only choose, and every chosen expert has weight 1.
     softmax_after_top_k: softmax over the chosen logits instead of over all.
     renormalise: divide the chosen weights by their sum (at least ``norm_min``).
     scale: factor on the final weights.
     num_groups, top_groups, group_score: experts are chosen from the best ``top_groups`` of ``num_groups`` equal groups,
-        a group being worth its best expert (``max``) or the sum of its two best (``top2``).
+        by the score of a group's best expert (``max``) or the sum of its two best (``top2``).
     jitter: half the relative distance to the best logit within which sparsemixer keeps an expert.
     """
 

@@ -1,4 +1,4 @@
-"""Which rows of a step belong to which recurrent state."""
+"""The rows of a step that belong to each recurrent state."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from torch import Tensor
 class StateRows:
     """The chunks of a step: chunk c has the rows first_rows[c] ... first_rows[c + 1] - 1, its state lies in slots[c].
 
-    first_rows: [C + 1], slots: [C], on the device, int64; on a GPU int32 will do. max_rows: of the longest chunk. No
-    two chunks share a slot, and every chunk has a row. On a GPU a chunk with slot -1 pads the batch.
+    first_rows: [C + 1], slots: [C], on the device, int64, or int32 on a GPU. max_rows: the rows of the longest chunk.
+    No two chunks share a slot, and every chunk has a row. On a GPU a chunk with slot -1 pads the batch.
     """
 
     first_rows: Tensor

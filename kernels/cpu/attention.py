@@ -1,13 +1,13 @@
 """The torch body of paged attention: torch's flash attention, once per tile and segment.
 
-Rows are cut into tiles and long contexts into segments, both by absolute position and never by what else is in the
+Rows are cut into tiles and long contexts into segments, both by absolute position and independently of the rest of the
 batch. A tile is the part of a chunk that lies in one block; it sees the keys from the start of its segment to the end
-of its block, under a mask. Segments before that are seen whole and without a mask, and requests that share a prefix
-read it together, once. Layers with a sliding window have tiles alone. The cut is made once and used by every layer.
+of its block, under a mask. Earlier segments are seen whole and without a mask, and requests that share a prefix read it
+together, once. Layers with a sliding window have only tiles. The cut is made once and used by every layer.
 
-Query heads of a KV head are folded into the query length. Where a context has segments, the parts are put together by
-their log-sum-exp, in the order of the context (as split-KV decoding does; Dao et al., 2023). Where the blocks of a tile
-or segment are one run, keys and values are read in place.
+Query heads of a KV head are folded into the query length. If a context has segments, the parts are combined by their
+log-sum-exp, in the order of the context (as in split-KV decoding; Dao et al., 2023). If the blocks of a tile or segment
+are one run, keys and values are read in place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch.nn import functional
 from kernels.attention_plan import ChunkSpan
 
 SEGMENT_TOKENS = 512
-# Rows are padded to a multiple of this: below it the matrix library changes its path, and with it the last bits.
+# Rows are padded to a multiple of this: with fewer rows the matrix library takes another path with other last bits.
 ROW_MULTIPLE = 8
 
 _flash: Callable[..., tuple[Tensor, Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -79,7 +79,7 @@ def _attend_parts(
     scale: float,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Put [KV, rows, D] together from segments and tiles, the tiles last; parts that a row lacks weigh nothing."""
+    """Combine [KV, rows, D] from segments and tiles, the tiles last; parts that a row lacks have weight 0."""
     kv_heads, num_rows = folded.shape[1], tiling.num_rows * group
     segments = tiling.segments if window is None else []
     num_parts = 1 + max((segment.index + 1 for segment in segments), default=0)
@@ -102,7 +102,7 @@ def _attend_parts(
 
 
 def _combine(parts: Tensor, logsumexps: Tensor, sinks: Tensor | None) -> Tensor:
-    """Weigh parts [P, KV, R, D] by their log-sum-exps [P, KV, R]; sinks [KV, group] take their share of the weight.
+    """Weight parts [P, KV, R, D] by their log-sum-exps [P, KV, R]; sinks [KV, group] take their share of the weight.
 
     Through fp64: rounded from there, a weight has the same bits at any place in a tensor.
     """
@@ -133,7 +133,7 @@ def _put_rows(target: Tensor, rows: SegmentRows, values: Tensor) -> None:
 
 
 def padded(num_rows: int) -> int:
-    """`num_rows` rounded up to a multiple of `ROW_MULTIPLE`."""
+    """Round `num_rows` up to a multiple of `ROW_MULTIPLE`."""
     return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -191,9 +191,9 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class SegmentRows:
-    """A segment's rows once query heads are folded in: [first, first + count), or `places` [count] if they lie apart.
+    """A segment's rows with query heads folded in: [first, first + count), or `places` [count] if they lie apart.
 
-    `padded_places` are as many as the padded rows.
+    `padded_places` has one place per padded row.
     """
 
     first: int
@@ -203,7 +203,7 @@ class SegmentRows:
 
 
 class AttentionTiles:
-    """Tiles of each window length (None: everything before is seen) and the segments of layers without a window.
+    """Tiles of each window length (None: no window) and the segments of layers without a window.
 
     Tiles, masks and folded rows are made on first use, the latter two per number of query heads per KV head (`group`).
     """
@@ -219,7 +219,7 @@ class AttentionTiles:
         self._segment_rows: dict[int, list[SegmentRows]] = {}
 
     def tiles(self, window: int | None) -> list[Tile]:
-        """The tiles of layers with this window length, which counts the token itself."""
+        """Return the tiles of layers with this window length, which counts the token itself."""
         tiles = self._tiles.get(window)
         if tiles is None:
             tiles = self._tiles[window] = self._cut(window)
@@ -242,7 +242,7 @@ class AttentionTiles:
         return self._segments
 
     def masks(self, group: int, window: int | None, dtype: torch.dtype) -> list[Tensor]:
-        """One additive mask [padded rows, num_keys] per tile.
+        """Return one additive mask [padded rows, num_keys] per tile.
 
         Row (offset, head) may see a key if it is at most its own position and, with a window, within it. All masks are
         views of one: a tile takes the rows from its offset and the last columns.
@@ -259,7 +259,7 @@ class AttentionTiles:
         return masks
 
     def segment_rows(self, group: int) -> list[SegmentRows]:
-        """The folded rows of every segment."""
+        """Return the folded rows of every segment."""
         rows = self._segment_rows.get(group)
         if rows is None:
             rows = self._segment_rows[group] = [_fold(segment.row_ranges, group) for segment in self.segments]

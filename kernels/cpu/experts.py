@@ -1,9 +1,9 @@
 """The CPU's bodies of the expert product, each with its layout of packed experts.
 
-- The compiled kernel reads panels of weights where they lie and computes all chosen experts in one call.
+- The compiled kernel reads panels of weights in place and computes all chosen experts in one call.
 - The matrix library computes one expert after another. It prepares itself for every new number of rows, which takes
-  longer than a product with few rows. So an expert's rows are rounded up to one of a few numbers, with rows of the next
-  expert whose results are dropped.
+  longer than a product with few rows. So an expert's number of rows is rounded up to one of a few numbers; the extra
+  rows belong to the next expert, and their results are dropped.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class PanelLayout(ExpertLayout):
         return torch.cat(parts)
 
     def _ordered(self, rows: Tensor) -> Tensor:
-        """Rows of gate and up, [2I, ...] or [I, ...], in the order of a panel's columns, padded with zeros."""
+        """Order rows of gate and up, [2I, ...] or [I, ...], like a panel's columns, padded with zeros."""
         if self.shape.is_gated:
             return gate_beside_up(rows)
         return torch.cat([rows, rows.new_zeros((-len(rows) % PANEL_COLUMNS, *rows.shape[1:]))])
@@ -98,7 +98,7 @@ class _NativeExperts(SplitExperts):
     def _run_all(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor | None, activation: Activation, out: Tensor
     ) -> None:
-        """Write to out, [T, H], or without weights the products before they are summed, [T, k, H]."""
+        """Write the sums to out [T, H], or without weights the products to out [T, k, H]."""
         num_tokens, top_k = expert_ids.shape
         shape = self._layout.shape
         check_gate(shape, activation)
@@ -156,7 +156,7 @@ class RowLayout(ExpertLayout):
         return torch.cat(flat)
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
-        """Views of packed bytes: gate_up, down and, where there are any, their biases."""
+        """Return views of packed bytes: gate_up, down and, if there are any, their biases."""
         pieces = packed.split(self._part_bytes)
         return [piece.view(dtype).view(size) for piece, (size, dtype) in zip(pieces, self._parts, strict=True)]
 
@@ -176,7 +176,7 @@ class _TorchExperts(SplitExperts):
         gate_up, down, *biases = self._layout.unpack(packed)
         dtype = self._layout.shape.dtype
         gate_up_bias, down_bias = (bias.to(dtype) for bias in biases) if biases else (None, None)
-        # A copy of the weights even where packing them would not take one: the bytes belong to the caller.
+        # Always copy the weights, even if packing would not: the bytes belong to the caller.
         self._linears[expert] = (
             pack_linear(gate_up.clone(), gate_up_bias, dtype),
             pack_linear(down.clone(), down_bias, dtype),
@@ -208,7 +208,7 @@ class _TorchExperts(SplitExperts):
         return out
 
     def _run_sorted(self, x: Tensor, tokens: Tensor, counts: list[int], activation: Activation) -> Tensor:
-        """Results [rows, H] of the rows of x named by `tokens`, which are sorted by expert."""
+        """Return results [rows, H] of the rows `tokens` of x, which are sorted by expert."""
         num_rows = len(tokens)
         rows = x.new_zeros((num_rows + padded_rows(max(counts)), x.shape[1]))
         torch.index_select(x, 0, tokens, out=rows[:num_rows])
@@ -226,13 +226,13 @@ class _TorchExperts(SplitExperts):
 
 
 def check_gate(shape: ExpertShape, activation: Activation) -> None:
-    """Raise ValueError unless experts of this shape have a gate just where the activation has one."""
+    """Raise ValueError unless both experts of this shape and the activation have a gate, or neither has."""
     if shape.is_gated != activation.is_gated:
         raise ValueError(f"experts {'with' if shape.is_gated else 'without'} a gate do not take {activation.kind}")
 
 
 def padded_rows(count: int) -> int:
-    """The number of rows to run an expert with for `count` of them: at most an eighth more, from 16 on."""
+    """Return the number of rows to run an expert with for `count` rows: from 16 on at most an eighth more."""
     if count <= 16:
         return count
     step = 8 if count <= 64 else 1 << ((count - 1).bit_length() - 4)

@@ -1,6 +1,6 @@
 """The compiled kernels: built once per machine with g++ from the sources beside this file, then loaded.
 
-They compute in float32. Where there is no compiler, or `MOESERVE_CPU_KERNELS=torch` says so, torch computes instead.
+They compute in float32. Without a compiler, or with `MOESERVE_CPU_KERNELS=torch`, torch computes instead.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def native_kernels_absence() -> str | None:
         NativeKernels(build_library())
     except KernelBuildError as error:
         return str(error)
-    except (OSError, AttributeError) as error:  # A folder from which nothing may be run, for one.
+    except (OSError, AttributeError) as error:  # For example a folder from which nothing may be run.
         return f"The compiled kernels cannot be loaded: {error}."
     return None
 
@@ -103,8 +103,8 @@ def native_kernels_absence() -> str | None:
 def build_library(cache_dir: Path | None = None) -> Path:
     """Return the path of the library for this machine and these sources; compile it unless `cache_dir` has it.
 
-    A library's name ends in the hash of its content. One whose content has another, which a power failure or a full
-    disk can leave, is removed and never loaded. Raises KernelBuildError. Processes that build at the same time do not
+    A library's name ends in the hash of its content. A library with another hash, which a power failure or a full disk
+    can leave, is removed and never loaded. Raises KernelBuildError. Processes that build at the same time do not
     disturb each other.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
@@ -125,7 +125,7 @@ def build_library(cache_dir: Path | None = None) -> Path:
                 lines = [line for line in result.stderr.splitlines() if "error" in line] or ["no message"]
                 raise KernelBuildError(f"{compiler} failed: {lines[0]}")
             target = cache_dir / f"{name}-{_digest(built)}.so"
-            # What a name promises must be on the disk before the name is.
+            # The content must be on the disk before the name that promises it.
             _sync(built)
             built.replace(target)
             _sync(cache_dir)
@@ -135,7 +135,7 @@ def build_library(cache_dir: Path | None = None) -> Path:
 
 
 def _find_intact(cache_dir: Path, name: str) -> Path | None:
-    """Return a library of that name whose content is what its name says; remove those that are damaged."""
+    """Return a library of that name whose content has the hash in its name; remove damaged ones."""
     for path in sorted(cache_dir.glob(f"{name}-*.so")):
         if path.is_file() and path.stem.removeprefix(f"{name}-") == _digest(path):
             return path
@@ -171,7 +171,7 @@ def _compiler_version(compiler: str) -> str:
 
 
 def _processor() -> str:
-    """The features that `-march=native` compiles for: unlike machines may share a cache."""
+    """Return the features that `-march=native` compiles for, since different machines may share a cache."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -180,7 +180,7 @@ def _processor() -> str:
 
 
 def _cache_dir() -> Path:
-    """Beside the models that were built: $MOESERVE_CACHE, else $XDG_CACHE_HOME/moeserve, else ~/.cache/moeserve."""
+    """Return a folder beside built models, in $MOESERVE_CACHE, $XDG_CACHE_HOME/moeserve or ~/.cache/moeserve."""
     own = os.environ.get("MOESERVE_CACHE")
     if own:
         return Path(own) / "kernels"

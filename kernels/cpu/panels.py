@@ -29,7 +29,7 @@ class PanelWeight:
 
 
 def panel_elements(num_columns: int, depth: int) -> int:
-    """Elements of a packed [num_columns, depth] weight."""
+    """Return the number of elements of a packed [num_columns, depth] weight."""
     return -(-num_columns // PANEL_COLUMNS) * PANEL_COLUMNS * depth
 
 

@@ -26,7 +26,7 @@ _MANY_ROWS = 2048
 @dataclass(frozen=True, slots=True)
 class PagedContext:
     """The positions of S sequences. keys, values: pools [KV, num_slots, D]. block_table: [S, N] int32. seq_lens: [S]
-    int32, with the new tokens."""
+    int32, including new tokens."""
 
     keys: Tensor
     values: Tensor
@@ -44,16 +44,16 @@ class PagedContext:
         return self.keys, self.values, self.block_table, self.seq_lens
 
     def part(self, first: int, end: int) -> PagedContext:
-        """The context of the sequences first ... end - 1."""
+        """Return the context of the sequences first ... end - 1."""
         return replace(self, block_table=self.block_table[first:end], seq_lens=self.seq_lens[first:end])
 
 
 @dataclass(frozen=True, slots=True)
 class Scoring:
-    """How products of queries and keys become weights, and weights outputs.
+    """The parameters that turn products of queries and keys into weights, and weights into outputs.
 
-    scale: products are multiplied by it, then squeezed into +-soft_cap where that is given. sinks: [H] logits of a key
-    without value. key_scale, value_scale: pools (of fp8) hold keys and values divided by them.
+    scale: factor of the products, which are then squeezed into +-soft_cap if given. sinks: [H] logits of a key without
+    value. key_scale, value_scale: pools (of fp8) hold keys and values divided by them.
     """
 
     scale: float
@@ -63,7 +63,7 @@ class Scoring:
     value_scale: float = 1.0
 
     def scalars(self) -> tuple[float, float, float]:
-        """The factor of dots and the soft cap, both in the kernels' base-2 domain, and the factor of results."""
+        """Return the factor of dots and the soft cap, both in the kernels' base-2 domain, and the factor of results."""
         scale = self.scale * self.key_scale
         if scale <= 0:
             raise ValueError(f"products scaled by {scale}, which is not positive")
@@ -79,7 +79,7 @@ class Scoring:
 class Partials:
     """Scratch of split attention, fp32: parts [pieces * tokens per tile, H, Dv] and base-2 log-sum-exps without Dv.
 
-    One for all layers: a layer's parts are read before the next one writes.
+    All layers share it: a layer's parts are read before the next layer writes.
     """
 
     parts: Tensor
@@ -87,7 +87,7 @@ class Partials:
 
     @classmethod
     def allocate(cls, work: SplitWork, num_heads: int, value_dim: int, *others: SplitWork) -> Partials:
-        """Allocate as much as any one of the work lists may need for this many query heads."""
+        """Allocate the most that any of the work lists may need for this many query heads."""
         shape = (max(each.capacity * each.tokens_per_tile for each in (work, *others)), num_heads)
         device = work.offsets.device
         return cls(
@@ -123,11 +123,11 @@ def paged_attention(
     config: PrefillConfig | None = None,
     extends: ExtendRun | None = None,
 ) -> Tensor:
-    """Attention of a mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
+    """Compute a mixed batch: the first `num_decodes` sequences have one new token each, the others any number.
 
-    `work` has been updated with the lengths of the decodes; its window holds for all sequences. `extends` are sequences
-    behind the decodes whose few new tokens are packed into tiles and whose contexts are split; all others are computed
-    as prompts. `partials` have to be large enough for decodes and extends. The rest as in `split_attention` and
+    `work` has been updated with the lengths of the decodes; its window applies to all sequences. `extends` are
+    sequences behind the decodes whose few new tokens are packed into tiles and whose contexts are split; all others are
+    computed as prompts. `partials` must be large enough for decodes and extends. For the rest see `split_attention` and
     `prefill_attention`.
     """
     if out is None:
@@ -174,12 +174,12 @@ def split_attention(
     num_tokens: int | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Attention of few new tokens per sequence; returns out [T, H, Dv].
+    """Compute attention of few new tokens per sequence; return out [T, H, Dv].
 
     q [T, H, Dk]: one token for each of the S sequences (zeros for length 0), or, with `query_starts` [S + 1] int32, the
-    tokens from query_starts[s] on for sequence s, `num_tokens` in all where they are fewer than T. `work` has been
-    updated with the same lengths and starts since they changed, and holds the window. Rows that belong to no sequence
-    stay as they are. Launches two kernels and waits for nothing, so a graph can hold it. Overwrites `partials`.
+    tokens from query_starts[s] on for sequence s, `num_tokens` in all if they are fewer than T. `work` has been updated
+    with the same lengths and starts since they changed, and holds the window. Rows that belong to no sequence stay as
+    they are. Launches two kernels and waits for nothing, so a graph can hold it. Overwrites `partials`.
     """
     shape = AttentionArguments(q, context)
     _check_room(work, partials, shape)
@@ -226,10 +226,10 @@ def prefill_attention(
     out: Tensor | None = None,
     config: PrefillConfig | None = None,
 ) -> Tensor:
-    """Causal attention of many new tokens over cached prefixes; returns out [T, H, Dv].
+    """Compute causal attention of many new tokens over cached prefixes; return out [T, H, Dv].
 
-    q [T, H, Dk] holds the tokens query_starts[s] ... query_starts[s + 1] (int32 [S + 1]) of sequence s, the last ones
-    of its positions. `max_query_len` only chooses tiles. The rest as in `split_attention`.
+    q [T, H, Dk] holds the tokens query_starts[s] ... query_starts[s + 1] - 1 (int32 [S + 1]) of sequence s, at the end
+    of its positions. `max_query_len` only chooses tiles. For the rest see `split_attention`.
     """
     shape = AttentionArguments(q, context)
     if config is None:
@@ -279,7 +279,7 @@ def _reduce(
     if num_tokens is None:
         num_tokens = seq_lens.shape[0] if query_starts is None else out.shape[0]
     block_dim = min(_REDUCE_DIM, max(16, power_of_two(shape.value_dim)))
-    # Where there are many tokens most have one part: fewer programs then start only to return.
+    # With many tokens most have one part: fewer programs then start only to return.
     many = work.max_seqs * shape.num_heads >= _MANY_ROWS
     heads_per_program = math.gcd(shape.num_heads, 8) if many else 1
     reduce_kernel[(num_tokens, shape.num_heads // heads_per_program, -(-shape.value_dim // block_dim))](
@@ -343,7 +343,7 @@ class AttentionArguments:
 
     @staticmethod
     def strides(q: Tensor, context: PagedContext, out: Tensor) -> tuple[int, ...]:
-        """All strides in the order of the kernels' arguments."""
+        """Return all strides in the order of the kernels' arguments."""
         keys, values, table, _ = context.tensors
         pools = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
         return q.stride(0), q.stride(1), *pools, table.stride(0), out.stride(0), out.stride(1)

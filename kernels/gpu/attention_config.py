@@ -1,8 +1,8 @@
 """Configurations of the attention kernels: plain tables, rules for shapes that are not in them, and measured ones.
 
-Shared memory is what a bad choice runs out of, so a configuration is shrunk until its pipeline fits. Measured
-configurations lie in files as those of the experts do (`kernels.gpu.moe_config`): a file holds the tiles of decodes, of
-short extends and of long prompts, and which extends are short, for one GPU, one shape and one minor version of Triton.
+A bad choice runs out of shared memory, so a configuration is shrunk until its pipeline fits. Measured configurations
+lie in files like the experts' (`kernels.gpu.moe_config`): a file holds the tiles of decodes, of short extends and of
+long prompts, and the limit of short extends, for one GPU, one shape and one minor version of Triton.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ import torch
 
 from kernels.gpu.moe_config import Platform, TuningError, first_file, read_entries, write_entries
 
-# What one thread block may use on an SM of compute capability 9.0, less room for reductions; 8.0 has 163 KiB.
+# Shared memory of a thread block at compute capability 9.0, less room for reductions; 8.0 has 163 KiB.
 SHARED_MEMORY_BYTES = 200 * 1024
 SHARED_MEMORY_PER_SM = 227 * 1024
 MIN_ROWS = 16
-# Prompts up to here take smaller tiles.
+# Prompts up to this length use smaller tiles.
 SHORT_QUERIES = 64
-# Tokens that a tile of a short extend is made for, where so many rows fit into registers.
+# The tokens of a short extend's tile, if so many rows fit into registers.
 EXTEND_TOKENS = 16
 MAX_CANDIDATES = 24
 # (head size up to, KV bytes per element) -> tile, warps, stages of the split kernel. Not tuned on a GPU yet. Compiled
-# for compute capability 9.0 none spills registers in 16 bits; 64 x 128 keys and values in bf16 are 32 KiB, of which two
-# are in flight for each of three programs per SM.
+# for compute capability 9.0 none spills registers in 16 bits. A tile of 64 x 128 keys and values in bf16 has 32 KiB;
+# each of three programs per SM has two tiles in flight.
 _SPLIT_TABLE = {
     (64, 4): (64, 4, 3),
     (64, 2): (64, 4, 4),
@@ -51,7 +51,7 @@ _PREFILL_TABLE = {
     256: (128, 32, 8, 3),
     1024: (32, 32, 8, 2),
 }
-# The same for fp32, which has no tensor cores at full precision: what fits into registers.
+# The same for fp32, which has no tensor cores at full precision: sizes that fit into registers.
 _PREFILL_TABLE_FP32 = {
     64: (32, 16, 4, 2),
     128: (32, 16, 8, 2),
@@ -86,7 +86,7 @@ class ExtendConfig:
     max_query_len: int
 
     def tokens_per_tile(self, heads_per_kv: int) -> int:
-        """Tokens whose heads fit the rows; 1 where even one token's heads need several programs."""
+        """Return the tokens whose heads fit the rows; 1 if even one token's heads need several programs."""
         return max(1, self.split.rows // heads_per_kv)
 
 
@@ -106,7 +106,7 @@ Config = TypeVar("Config", SplitConfig, PrefillConfig)
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """H query heads over KV heads, sizes of a head's keys and values, block size, dtypes of queries and pools."""
+    """Numbers of query and KV heads, sizes of a head's keys and values, block size, dtypes of queries and pools."""
 
     num_heads: int
     kv_heads: int
@@ -118,29 +118,29 @@ class AttentionShape:
 
     @property
     def group(self) -> int:
-        """Query heads of a KV head."""
+        """The number of query heads of a KV head."""
         return self.num_heads // self.kv_heads
 
     def name(self) -> str:
-        """The shape's name in tuned files."""
+        """Return the shape's name in tuned files."""
         dtypes = "-".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
         heads = f"h{self.num_heads}-kv{self.kv_heads}-k{self.key_dim}-v{self.value_dim}"
         return f"attention-{heads}-b{self.block_size}-{dtypes}"
 
     def split(self) -> SplitConfig:
-        """The table's configuration for sequences with one new token."""
+        """Return the table's configuration for sequences with one new token."""
         return split_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
 
     def extend(self) -> ExtendConfig:
-        """The table's configuration for sequences with few new tokens, and how few."""
+        """Return the table's configuration for sequences with few new tokens, with the limit of these tokens."""
         return extend_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
 
     def prefill(self, max_query_len: int) -> PrefillConfig:
-        """The table's configuration for sequences of up to `max_query_len` new tokens."""
+        """Return the table's configuration for sequences of up to `max_query_len` new tokens."""
         return prefill_config(self.key_dim, self.value_dim, self.block_size, self.dtype, self.kv_dtype, max_query_len)
 
     def fits(self, config: SplitConfig | PrefillConfig) -> bool:
-        """Tell if a configuration fits shared memory and its sizes are powers of two from 16 on."""
+        """Return True if a configuration fits shared memory and its sizes are powers of two from 16 on."""
         sizes = (config.rows, config.tile)
         if any(size < 16 or size != power_of_two(size) for size in sizes) or config.num_warps not in (1, 2, 4, 8):
             return False
@@ -152,13 +152,13 @@ class AttentionConfigs:
     """Chooses configurations of one shape: measured ones if there are any, else the table's."""
 
     def __init__(self, shape: AttentionShape, tuned: dict[str, AnyConfig] | None = None) -> None:
-        """tuned: "decode", "extend" and "prefill", any may be missing."""
+        """tuned: measured configurations by "decode", "extend" and "prefill"; any may be missing."""
         self.shape = shape
         self._tuned = tuned or {}
 
     @staticmethod
     def find(shape: AttentionShape, platform: Platform, folders: Sequence[Path]) -> AttentionConfigs:
-        """Read the first file that fits, which is logged."""
+        """Read the first file that fits, and log its name."""
         return AttentionConfigs(
             shape, first_file(folders, shape, platform, lambda path: read_attention(path, shape, platform))
         )
@@ -172,7 +172,7 @@ class AttentionConfigs:
         return tuned if isinstance(tuned, ExtendConfig) else self.shape.extend()
 
     def prefill(self, max_query_len: int) -> PrefillConfig:
-        """Only prompts beyond `SHORT_QUERIES` tokens were measured."""
+        """Return the configuration; only prompts beyond `SHORT_QUERIES` tokens have measured ones."""
         tuned = self._tuned.get("prefill")
         if isinstance(tuned, PrefillConfig) and max_query_len > SHORT_QUERIES:
             return tuned
@@ -188,7 +188,7 @@ def split_config(
     kv_dtype: torch.dtype,
     tokens_per_tile: int = 1,
 ) -> SplitConfig:
-    """The table's configuration for `tokens_per_tile` tokens of `heads_per_kv` heads that share a KV head."""
+    """Return the table's configuration for `tokens_per_tile` tokens of `heads_per_kv` heads that share a KV head."""
     size = max(key_dim, value_dim)
     tile, num_warps, num_stages = next(
         entry for (limit, width), entry in _SPLIT_TABLE.items() if size <= limit and kv_dtype.itemsize == width
@@ -198,7 +198,7 @@ def split_config(
     rows = min(in_registers, max(MIN_ROWS, power_of_two(heads_per_kv * tokens_per_tile)))
     if rows > 32 or (rows > MIN_ROWS and query_dtype.itemsize == 4):
         num_warps = 8
-    # One look-up per tile where blocks are large enough.
+    # One look-up per tile if blocks are large enough.
     if block_size >= 32:
         tile = min(tile, block_size)
     config = fitting(SplitConfig(rows, tile, num_warps, num_stages), key_dim, value_dim, query_dtype, kv_dtype)
@@ -214,7 +214,7 @@ def prefill_config(
     kv_dtype: torch.dtype,
     max_query_len: int,
 ) -> PrefillConfig:
-    """The table's configuration for sequences of up to `max_query_len` new tokens."""
+    """Return the table's configuration for sequences of up to `max_query_len` new tokens."""
     size = max(key_dim, value_dim)
     table = _PREFILL_TABLE if query_dtype.itemsize == 2 else _PREFILL_TABLE_FP32
     rows, tile, num_warps, num_stages = next(entry for limit, entry in table.items() if size <= limit)
@@ -233,11 +233,11 @@ def extend_config(
     query_dtype: torch.dtype,
     kv_dtype: torch.dtype,
 ) -> ExtendConfig:
-    """The table's configuration, for up to as many new tokens as take half the rows that a prefill would compute.
+    """Return the table's configuration. Its limit is the new tokens that take half the rows that a prefill would take.
 
     A prefill of few tokens computes a whole tile per query head, most of it padding, and reads keys and values once per
-    head; packed, the heads of a KV head share tiles, and contexts are split besides. A half, since the split kernel
-    masks every tile and needs a second kernel: an estimate, not measured.
+    head. Packed, the heads of a KV head share tiles, and contexts are also split. The limit is at a half because the
+    split kernel masks every tile and needs a second kernel: an estimate, not measured.
     """
     split = split_config(key_dim, value_dim, heads_per_kv, block_size, query_dtype, kv_dtype, EXTEND_TOKENS)
     prefill = prefill_config(key_dim, value_dim, block_size, query_dtype, kv_dtype, 1)
@@ -248,7 +248,7 @@ def extend_config(
 
 
 def fitting(config: Config, key_dim: int, value_dim: int, query_dtype: torch.dtype, kv_dtype: torch.dtype) -> Config:
-    """The configuration with stages, then tile, cut down until queries and pipeline fit into shared memory."""
+    """Reduce the stages, then the tile, until queries and pipeline fit into shared memory."""
     while shared_memory(config, key_dim, value_dim, query_dtype, kv_dtype) > SHARED_MEMORY_BYTES:
         if config.num_stages > 2:
             config = replace(config, num_stages=config.num_stages - 1)
@@ -264,9 +264,9 @@ def fitting(config: Config, key_dim: int, value_dim: int, query_dtype: torch.dty
 def shared_memory(
     config: SplitConfig | PrefillConfig, key_dim: int, value_dim: int, query_dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> int:
-    """Bytes of the queries, the weights and the keys and values in flight, as Triton 3.6 and 3.9 lay them out.
+    """Return the bytes of queries, weights, and keys and values in flight, as Triton 3.6 and 3.9 lay them out.
 
-    From 64 rows on the tensor cores read asynchronously and one more tile is held.
+    From 64 rows on the tensor cores read asynchronously, and one more tile is held.
     """
     blocks = head_blocks(key_dim, value_dim)
     width = blocks.key + blocks.tail
@@ -285,7 +285,7 @@ class HeadBlocks:
 
 
 def head_blocks(key_dim: int, value_dim: int) -> HeadBlocks:
-    """The cut with the fewest padded elements that needs at most two parts, each at least 16 as tl.dot demands."""
+    """Return the cut with the fewest padded elements in at most two parts, each at least 16 as tl.dot demands."""
     whole = max(16, power_of_two(key_dim))
     key, tail = whole, 0
     if key_dim < whole:
@@ -297,12 +297,12 @@ def head_blocks(key_dim: int, value_dim: int) -> HeadBlocks:
 
 
 def power_of_two(number: int) -> int:
-    """The least power of two that is at least `number` >= 1."""
+    """Return the least power of two that is at least `number` >= 1."""
     return 1 << (number - 1).bit_length()
 
 
 def split_candidates(shape: AttentionShape) -> list[SplitConfig]:
-    """At most `MAX_CANDIDATES` configurations worth timing for decodes, the table's first."""
+    """Return at most `MAX_CANDIDATES` configurations worth timing for decodes, the table's first."""
     own = shape.split()
     others = [
         replace(own, tile=tile, num_warps=num_warps, num_stages=num_stages)
@@ -314,7 +314,7 @@ def split_candidates(shape: AttentionShape) -> list[SplitConfig]:
 
 
 def extend_candidates(shape: AttentionShape) -> list[ExtendConfig]:
-    """At most `MAX_CANDIDATES` for short extends; none where the table packs none."""
+    """Return at most `MAX_CANDIDATES` configurations for short extends; none if the table has none for them."""
     own = shape.extend()
     if not own.max_query_len:
         return []
@@ -330,7 +330,7 @@ def extend_candidates(shape: AttentionShape) -> list[ExtendConfig]:
 
 
 def prefill_candidates(shape: AttentionShape) -> list[PrefillConfig]:
-    """At most `MAX_CANDIDATES` for long prompts."""
+    """Return at most `MAX_CANDIDATES` configurations for long prompts."""
     own = shape.prefill(SHORT_QUERIES + 1)
     others = [
         PrefillConfig(rows, tile, num_warps, num_stages)
@@ -367,5 +367,5 @@ def _parse(name: str, fields: dict[str, Any]) -> tuple[str, AnyConfig]:
 def _runs(config: AnyConfig, shape: AttentionShape) -> bool:
     if isinstance(config, ExtendConfig):
         return shape.fits(config.split) and 0 <= config.max_query_len <= SHORT_QUERIES
-    # Rows of a decode are query heads: another number would leave some out.
+    # Rows of a decode are query heads: with another number some heads would be left out.
     return shape.fits(config) and (isinstance(config, PrefillConfig) or config.rows == shape.split().rows)

@@ -1,12 +1,11 @@
 """Triton kernels of attention over paged keys and values, and the work list of split contexts.
 
 - split_kernel is for few query tokens over long contexts: decodes, and extends too short to fill tiles of one head. A
-  program has one KV head, one chunk of one sequence and all query heads of that KV head, for one or more tokens, as its
-  rows, so keys and values are read once (as in Flash-Decoding; Dao et al., 2023). reduce_kernel puts the chunks of a
-  sequence together by their log-sum-exp.
-- prefill_kernel is for many query tokens. A program has a tile of tokens of one head, as the tensor cores want it. Keys
-  in which all its rows see all positions need no masks; only the diagonal, and the far edge of a window, do (as in
-  FlashAttention-2; Dao, 2023).
+  program has one chunk of one sequence and one KV head. Its rows are all query heads of that KV head, for one or more
+  tokens, so keys and values are read once (as in Flash-Decoding; Dao et al., 2023). reduce_kernel combines the chunks
+  of a sequence by their log-sum-exp.
+- prefill_kernel is for many query tokens. A program has a tile of tokens of one head, which suits the tensor cores.
+  Only tiles of keys on the diagonal and at the far edge of a window need masks (as in FlashAttention-2; Dao, 2023).
 
 Both run an online softmax of query rows over tiles of keys (`attend`). Scores live in the base-2 domain (exp2 is one
 instruction): the softmax scale is folded with log2(e). A row that has seen nothing has maximum -inf and sum 0 and ends
@@ -26,7 +25,7 @@ from kernels.gpu.attention_config import SplitConfig, power_of_two
 # A constant for kernels too, which may read no other globals.
 LOG2_E = tl.constexpr(1.4426950408889634)
 
-# Of a program beside its positions, and of reading one more partial result; in positions. Estimates, not measured.
+# The costs of a program beside its positions, and of reading one more partial result, in positions. Estimates.
 _PROGRAM_OVERHEAD = 128
 _PARTIAL_OVERHEAD = 4
 _MAX_CANDIDATES = 128
@@ -90,9 +89,9 @@ def split_kernel(
     HAS_SINKS: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
 ):
-    """Program (piece, KV head, head group), the last fastest: groups that share keys run side by side.
+    """Compute program (piece, KV head, head group), the last fastest: groups that share keys run side by side.
 
-    A sequence with one chunk is written to `out`. Otherwise the piece's part, divided by its sum, goes to
+    A sequence with one chunk is written to `out`. Otherwise the piece's result, divided by its sum, goes to
     `partials` [capacity, TOKENS, heads, VALUE_DIM] and its base-2 log-sum-exp to `partial_lse` [capacity, TOKENS,
     heads], both fp32.
     """
@@ -136,8 +135,8 @@ def split_kernel(
         visible_begin = tl.maximum(begin, first_position - window + 1)
         begin = tl.maximum(begin, visible_begin // TILE * TILE)
     visible_end = tl.minimum((first_chunk + part + 1) * chunk, first_position + tile_tokens)
-    # More rows go by whole warpgroups, whose values pass through shared memory in any case. Values within keys are read
-    # again, from the cache: one copy would be wanted in two orders, and was not made ahead.
+    # 64 rows or more use whole warpgroups, whose values pass through shared memory in any case. Values within keys are
+    # read again, from the cache: a single copy would be needed in two orders, and was not loaded ahead.
     FP8_PAIRS: tl.constexpr = (
         VALUE_DIM % 2 == 0
         and values.dtype.element_ty.primitive_bitwidth == 8
@@ -226,7 +225,7 @@ def reduce_kernel(
     BLOCK_PARTS: tl.constexpr,
     HAS_SINKS: tl.constexpr,
 ):
-    """Program (token, heads, part of the dims): weigh the token's parts, BLOCK_PARTS at once, by their sums.
+    """Compute program (token, heads, part of the dims): weight the token's parts, BLOCK_PARTS at once, by their sums.
 
     Tokens are counted from the first sequence's on. Tokens whose sequence has one chunk were written by split_kernel.
     """
@@ -251,7 +250,7 @@ def reduce_kernel(
     dims = tl.program_id(2) * BLOCK_DIM + tl.arange(0, BLOCK_DIM)
     for head_in_program in range(HEADS_PER_PROGRAM):
         head = tl.program_id(1).to(tl.int64) * HEADS_PER_PROGRAM + head_in_program
-        # The state of the online softmax has a leading axis of one row, as `join_sink` and `normalised` take it.
+        # The state of the online softmax has a leading axis of one row, as `join_sink` and `normalised` require.
         acc = tl.zeros([1, BLOCK_DIM], tl.float32)
         row_max = tl.full([1], float("-inf"), tl.float32)
         row_sum = tl.zeros([1], tl.float32)
@@ -317,9 +316,9 @@ def prefill_kernel(
     HAS_SINKS: tl.constexpr,
     VALUES_IN_KEYS: tl.constexpr,
 ):
-    """Program (head, tile of ROWS tokens), heads fastest: heads of one KV head read the same keys from the L2 cache.
+    """Compute program (head, tile of ROWS tokens), heads fastest: heads of a KV head read the same keys from L2 cache.
 
-    Tiles are counted from the back, since the last ones see the most keys.
+    Tiles are counted from the back, since the last tiles see the most keys.
     """
     head = tl.program_id(0).to(tl.int64)
     index = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -327,7 +326,7 @@ def prefill_kernel(
     first_token = tl.load(query_starts + seq)
     query_len = tl.load(query_starts + seq + 1) - first_token
     tile_token = (index - first_token // ROWS - seq) * ROWS
-    # Before the first sequence, and where a sequence has fewer tiles than indices, there is nothing.
+    # Indices before the first sequence, and indices beyond the tiles of a sequence, have no work.
     if (tile_token < 0) | (tile_token >= query_len):
         return
     seq_len = tl.load(seq_lens + seq)
@@ -439,14 +438,14 @@ def attend(
     VALUES_IN_KEYS: tl.constexpr,
     FP8_PAIRS: tl.constexpr,
 ):
-    """Fold the positions [begin, end), `begin` a multiple of TILE, into (acc, acc_odd, row_max, row_sum); return these.
+    """Fold positions [begin, end), `begin` a multiple of TILE, into (acc, acc_odd, row_max, row_sum); return the state.
 
     `keys` and `values` point at slot 0 of one head. score_scale [rows] is positive. MASKED is false only if every row
     sees every position of every tile. With CAUSAL each row has its own position; without it all rows see
     [visible_begin, visible_end).
-    Keys are read in a part of BLOCK_KEY and, where BLOCK_TAIL > 0, a second of BLOCK_TAIL (80 = 64 + 16, 576 = 512 +
-    64). With VALUES_IN_KEYS the first part is the values too and is read once. With FP8_PAIRS acc holds the even
-    columns and acc_odd, which is not used otherwise, the odd ones.
+    Keys are read in a part of BLOCK_KEY and, if BLOCK_TAIL > 0, a second of BLOCK_TAIL (80 = 64 + 16, 576 = 512 + 64).
+    With VALUES_IN_KEYS the first part is also the values, and is read once unless FP8_PAIRS is set. With FP8_PAIRS acc
+    holds the even columns and acc_odd, which is not used otherwise, the odd ones.
     """
     # The block of the next tile is looked up a tile ahead: a load whose address depends on another load of the same
     # iteration halves the depth of Triton's pipeline.
@@ -508,7 +507,7 @@ def attend(
 def load_queries(
     rows, row_valid, keys, score_scale, KEY_DIM: tl.constexpr, BLOCK_KEY: tl.constexpr, BLOCK_TAIL: tl.constexpr
 ):
-    """The queries at `rows` as `attend` takes them, the second part of BLOCK_TAIL too, and the scales of their scores.
+    """Load the queries at `rows` for `attend`: the first part, the part of BLOCK_TAIL, and the scales of their scores.
 
     Over keys of fp8, queries of bf16 become fp16.
     """
@@ -557,9 +556,9 @@ def load_rows(rows, row_mask, FIRST: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def fp8_pairs(rows, row_mask, DIM: tl.constexpr, BLOCK: tl.constexpr):
-    """[rows, BLOCK / 2] elements at even places of fp8 rows, and as many at odd places, in fp16; as `load_rows`.
+    """[rows, BLOCK / 2] elements at even places of fp8 rows, and as many at odd places, in fp16; see `load_rows`.
 
-    Two at a time they are 16 bits wide, which the tensor cores' loads can transpose; bytes would be read one by one.
+    A pair of elements is 16 bits wide, which the tensor cores' loads can transpose; bytes would be read one by one.
     """
     pairs = load_rows(rows.to(tl.pointer_type(tl.uint16), bitcast=True), row_mask, 0, DIM // 2, BLOCK // 2, True)
     even = (pairs & 0xFF).to(tl.uint8).to(rows.dtype.element_ty, bitcast=True)
@@ -569,7 +568,7 @@ def fp8_pairs(rows, row_mask, DIM: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def look_up(table, start, visible_begin, visible_end, BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr):
-    """The block ids of TILE positions from `start` on: one if a tile never crosses a block; 0 where none is visible."""
+    """Load block ids of TILE positions from `start`: one if a tile never crosses a block; 0 where none is visible."""
     if BLOCK_SIZE % TILE == 0:
         blocks = tl.load(table + start // BLOCK_SIZE, mask=start < visible_end, other=0)
     else:
@@ -591,13 +590,13 @@ def join_sink(acc, row_max, row_sum, sink):
 
 @triton.jit
 def normalised(acc, row_sum):
-    """Rows divided by their sums; zeros where nothing was seen."""
+    """Return the rows divided by their sums; zeros where nothing was seen."""
     return acc / tl.where(row_sum == 0.0, 1.0, row_sum)[:, None]
 
 
 @triton.jit
 def sequence_of(starts, index, num_seqs, TOKENS: tl.constexpr):
-    """The last s < num_seqs with starts[s] // TOKENS + s <= index; with TOKENS 0, the last with starts[s] <= index.
+    """Return the last s < num_seqs with starts[s] // TOKENS + s <= index; with TOKENS 0, with starts[s] <= index.
 
     Each sequence of n tokens thus has at least ceil(n / TOKENS) consecutive indices from starts[s] // TOKENS + s on,
     and no list of tiles is needed. With TOKENS 0 indices are tokens.
@@ -618,9 +617,9 @@ def sequence_of(starts, index, num_seqs, TOKENS: tl.constexpr):
 
 @triton.jit
 def count_chunks(seq_len, query_len, chunk, window):
-    """The first chunk that the earliest of `query_len` new tokens sees, and how many there are from it on (>= 1).
+    """Return the first chunk that the earliest of `query_len` new tokens sees, and the number of chunks from it (>= 1).
 
-    `window` 0 is none.
+    `window` 0 means no window.
     """
     visible = seq_len - query_len - window + 1
     first = tl.where((window > 0) & (visible > 0), visible, 0) // chunk
@@ -636,9 +635,9 @@ class SplitWork:
     pieces is `offsets[num_seqs]`, at most `capacity`; programs beyond it return. `chunk` [1] is the chunk length.
 
     Lengths are read on the device and the capacity is fixed, so a captured graph stays valid while lengths change. With
-    a fixed chunk length a sequence's result depends on nothing else in the batch. Otherwise the chunk length is the one
-    of least estimated time: waves of programs times the length of a chunk (as in stream-K and FlashInfer's planner; Ye
-    et al., 2025).
+    a fixed chunk length a sequence's result depends on nothing else in the batch. Otherwise the chunk length with the
+    least estimated time is chosen: waves of programs times the length of a chunk (as in stream-K and FlashInfer's
+    planner; Ye et al., 2025).
     """
 
     __slots__ = (
@@ -669,12 +668,12 @@ class SplitWork:
         window: int | None = None,
         fixed_chunk: int | None = None,
     ) -> None:
-        """For batches of at most `max_seqs` sequences, `max_tiles` tiles of query tokens and `max_len` positions,
-        `max_query_len` of them new.
+        """Allocate for batches of at most `max_seqs` sequences, `max_tiles` tiles of query tokens and `max_len`
+        positions, `max_query_len` of them new.
 
         `programs_per_piece` is the number of KV heads (times head groups). `fixed_chunk`, a multiple of the tile, makes
-        results independent of the batch; its capacity, and with it the number of programs that start only to return,
-        grows with max_tiles * max_len / fixed_chunk. Raises ValueError for a chunk length that is no multiple.
+        results independent of the batch. The capacity then grows with max_tiles * max_len / fixed_chunk, and with it
+        the number of programs that start only to return. Raises ValueError for a chunk length that is no multiple.
         """
         if fixed_chunk is not None and (fixed_chunk <= 0 or fixed_chunk % config.tile):
             raise ValueError(f"the chunk length {fixed_chunk} is not a multiple of the tile {config.tile}")
@@ -694,10 +693,10 @@ class SplitWork:
         self.chunk = torch.zeros(1, dtype=torch.int32, device=device)
 
     def update(self, seq_lens: Tensor, query_starts: Tensor | None = None) -> None:
-        """Make the list for `seq_lens` [S] int32, S <= max_seqs, the lengths with their new tokens.
+        """Make the list for `seq_lens` [S] int32, S <= max_seqs, the lengths including new tokens.
 
-        `query_starts` [S + 1] int32 are where each sequence's new tokens begin; without it each has one token.
-        Launches one kernel and waits for nothing.
+        `query_starts` [S + 1] int32: the first new token of each sequence; without it each sequence has one. Launches
+        one kernel and waits for nothing.
         """
         num_seqs = seq_lens.shape[0]
         if num_seqs > self.max_seqs:
@@ -760,7 +759,7 @@ def _plan_kernel(
     PROGRAM_OVERHEAD: tl.constexpr,
     PARTIAL_OVERHEAD: tl.constexpr,
 ):
-    """One program: choose the chunk length, count every sequence's pieces and write the sequence of each piece."""
+    """Choose the chunk length, count every sequence's pieces and write the sequence of each piece, in one program."""
     index = tl.arange(0, BLOCK_SEQS)
     valid = index < num_seqs
     lengths = tl.load(seq_lens + index, mask=valid, other=0)
@@ -772,7 +771,7 @@ def _plan_kernel(
     tiles = (query_lens + TOKENS - 1) // TOKENS
 
     longest = tl.max(lengths, 0)
-    # One chunk for all fits always: the capacity is at least the number of tiles.
+    # One chunk per sequence always fits: the capacity is at least the number of tiles.
     best = tl.maximum((longest + STEP - 1) // STEP, 1) * STEP
     if fixed_chunk > 0:
         best = fixed_chunk

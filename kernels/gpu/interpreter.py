@@ -72,7 +72,7 @@ def mend_interpreter() -> None:
 
 
 def _cast(src: Any, dst_type: Any) -> Any:
-    """The mended cast, or None where the interpreter's own is right."""
+    """Return the mended cast, or None if the interpreter's own is right."""
     source, target = src.dtype.scalar, dst_type.scalar
     if source == target:
         return None

@@ -1,11 +1,10 @@
-"""The experts of a mixture-of-experts layer on the GPU: what `kernels.moe` is on a CPU.
+"""The experts of a mixture-of-experts layer on the GPU: the counterpart of `kernels.moe` on a CPU.
 
-For one configuration a row has the same bits whatever shares its batch and wherever it stands in it: no product mixes
-rows, and a token's choices are added in their order. Another configuration may cut K otherwise and round otherwise.
+With one configuration a row has the same bits in any batch and at any place in it: no product mixes rows, and a token's
+choices are added in their order. Another configuration may cut K otherwise and round otherwise.
 
-Experts may lie in slots of device memory (`SlotExperts`): each is one run of bytes, and a table says which expert is in
-which slot. The matrices of all slots are views with the slot as their first stride, so the kernels read experts where
-they were copied to.
+Experts may lie in slots of device memory (`SlotExperts`): each is one run of bytes, and a table maps experts to slots.
+The matrices of all slots are views with the slot as their first stride, so the kernels read experts in place.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from kernels.packed_experts import ExpertPacking, ExpertShape
 from kernels.specs import Activation
 
 _INTERPRETED = Device(shared_bytes=227 << 10, num_multiprocessors=4, has_descriptors=True)
-# Of every field of an expert in its slot, in bytes.
+# The alignment of every field of an expert in its slot, in bytes.
 _ALIGNMENT = 16
 
 
 class TritonMoe:
-    """`moe_experts` with its configuration and scratch chosen beforehand, called as a dispatch; one for all layers.
+    """`moe_experts` as a dispatch, with its own configurations and scratch; one for all layers.
 
-    choose: the configuration for a number of tokens, see `kernels.gpu.moe_config.MoeConfigs`.
+    choose: returns the configuration for a number of tokens, see `kernels.gpu.moe_config.MoeConfigs`.
     """
 
     def __init__(self, choose: Callable[[int], MoeConfig], workspace: MoeWorkspace, num_programs: int) -> None:
@@ -61,14 +60,14 @@ class TritonMoe:
     def partial(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
     ) -> Tensor:
-        """The sum over the local experts, fp32 whatever x is: what ranks add up among each other."""
+        """Return the sum over the local experts, fp32 whatever x is; ranks add up these sums."""
         out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
         return self._run(x, expert_ids, expert_weights, experts, activation, out)
 
     def products(
         self, x: Tensor, expert_ids: Tensor, experts: GpuExperts, activation: Activation, products: Tensor
     ) -> None:
-        """See `moe_products`. Summed by `combine_products` they have the bits that `partial` gives."""
+        """See `moe_products`. The sum by `combine_products` has the bits of `partial`."""
         if len(x):
             config = self._config(len(x), experts)
             moe_products(
@@ -104,11 +103,11 @@ def moe_experts(
     *,
     num_programs: int = 1,
 ) -> Tensor:
-    """Sum over k of weight * expert(x), in fp32 until it is stored: -> out [T, H], which is returned.
+    """Sum weight * expert(x) over k, in fp32, and store the sum in out [T, H], which is returned.
 
     x [T, H], rows contiguous; expert_ids [T, k] and expert_weights [T, k] fp32, contiguous. Absent experts (id -1, or
-    without a slot) add nothing. out: default a new tensor like x; its dtype may be wider. num_programs: of the
-    persistent variant, one per multiprocessor. Raises ValueError if the workspace is too small.
+    without a slot) add nothing. out: by default a new tensor like x; its dtype may be wider. num_programs: the programs
+    of the persistent variant, one per multiprocessor. Raises ValueError if the workspace is too small.
     """
     num_pairs = expert_ids.numel()
     result = torch.empty_like(x) if out is None else out
@@ -183,7 +182,7 @@ def combine_products(products: Tensor, expert_weights: Tensor) -> Tensor:
 def moe_experts_reference(
     x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
 ) -> Tensor:
-    """`kernels.moe.moe_experts_reference` of the weights that `experts` stands for: -> [T, H] fp32."""
+    """Compute `kernels.moe.moe_experts_reference` with the widened weights of `experts`: -> [T, H] fp32."""
     slots = expert_ids
     if experts.expert_slot is not None:
         slots = torch.where(expert_ids < 0, -1, experts.expert_slot[expert_ids.clamp(min=0)].long())
@@ -218,7 +217,7 @@ class MoeWorkspace:
         dtype: torch.dtype,
         device: torch.device,
     ) -> MoeWorkspace:
-        """Allocate a workspace. num_slots: the most slots of any layer's experts. dtype: of the activations."""
+        """Allocate a workspace. num_slots: the most slots of any layer. dtype: the dtype of the activations."""
         pairs = max_tokens * top_k
 
         def ints(*sizes: int) -> Tensor:
@@ -248,7 +247,7 @@ class MoeWorkspace:
             raise ValueError(f"{num_pairs} rows of experts are more than the workspace holds ({self.pairs.shape[0]})")
 
     def sorted_pairs(self, num_pairs: int, num_slots: int, block_m: int) -> SortedPairs:
-        """The part for a batch of num_pairs. Raises ValueError if it is larger than the workspace."""
+        """Return the part for a batch of num_pairs. Raises ValueError if it is larger than the workspace."""
         self._check(num_pairs)
         num_tiles = max_row_tiles(num_pairs, num_slots, block_m)
         if num_tiles > self.tiles.shape[1]:
@@ -258,11 +257,11 @@ class MoeWorkspace:
 
 
 def device_of(device: torch.device) -> Device:
-    """The limits of a CUDA device for configurations; of a made-up Hopper under Triton's interpreter."""
+    """Return the limits of a CUDA device for configurations; limits like Hopper's under Triton's interpreter."""
     if device.type != "cuda":
         return _INTERPRETED
     properties = torch.cuda.get_device_properties(device)
-    # The most that a program may opt into, where torch tells; else what every program may have.
+    # The most that a program may opt into, if torch reports it; else the default limit.
     shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
     return Device(shared, properties.multi_processor_count, has_descriptors(device))
 
@@ -270,8 +269,8 @@ def device_of(device: torch.device) -> Device:
 class SlotExperts:
     """The experts of one layer that are in slots. All work is queued on the current stream.
 
-    A chosen expert that is not shown adds nothing: checking for it would mean waiting for the device, so the owner of
-    the slots has to show the chosen experts first.
+    A chosen expert that is not shown adds nothing. A check would have to wait for the device, so the owner of the slots
+    must show the chosen experts first.
     """
 
     def __init__(self, layout: SlotLayout, arena: Tensor, num_experts: int, moe: TritonMoe) -> None:
@@ -283,7 +282,7 @@ class SlotExperts:
         self._shown: list[int] = []
 
     def show(self, contents: Sequence[int]) -> None:
-        """Declare which experts are in the slots from now on, -1 for none."""
+        """Set the experts that are in the slots from now on, -1 for none."""
         contents = list(contents)
         if self._shown == contents:
             return
@@ -297,11 +296,11 @@ class SlotExperts:
         self._table.copy_(table, non_blocking=True)
 
     def multiply(self, x: Tensor, expert_ids: Tensor, activation: Activation, products: Tensor) -> None:
-        """Write the products of the shown experts among the chosen into products [T, k, H] fp32; leave other places."""
+        """Write the products of chosen experts that are shown to products [T, k, H] fp32; leave other places."""
         self._moe.products(x, expert_ids, self.resident, activation, products)
 
     def combine(self, products: Tensor, expert_weights: Tensor) -> Tensor:
-        """Sum products by weight [T, k] -> [T, H] fp32: the same bits in however many parts they were made.
+        """Sum products by weight [T, k] -> [T, H] fp32: the same bits for any number of parts.
 
         Places of ids -1 hold zeros.
         """
@@ -309,10 +308,10 @@ class SlotExperts:
 
 
 class SlotLayout(ExpertPacking):
-    """Experts of a shape as the GPU kernels read them.
+    """The layout in which the GPU kernels read experts of a shape.
 
-    A slot holds, one after the other and each from a multiple of 16 bytes on: gate and up values, their scale, their
-    bias, then the same of the down projection. storage: of the weights, default the shape's weight dtype.
+    A slot holds, each from a multiple of 16 bytes on: gate and up values, their scale, their bias, then the same for
+    the down projection. storage: the format of the weights, by default the shape's weight dtype.
     """
 
     def __init__(self, shape: ExpertShape, storage: WeightStorage | None = None) -> None:
@@ -325,7 +324,7 @@ class SlotLayout(ExpertPacking):
         self.num_bytes = sum(_padded(field) for field in fields if field is not None)
 
     def _stored(self, weights: Tensor, num_rows: int, bias: Tensor | None = None) -> StoredMatrix:
-        """weights [1, N, K] in the stored format. The bias is zeros where the shape has one and none is given."""
+        """Store weights [1, N, K] in the format. The bias is zeros if the shape has one and none is given."""
         if bias is None and self._shape.has_bias:
             bias = torch.zeros(num_rows, dtype=self._shape.weight_dtype)
         bias = None if bias is None else bias.to(self._shape.weight_dtype)[None]
@@ -347,7 +346,7 @@ class SlotLayout(ExpertPacking):
         return packed
 
     def matrices(self, arena: Tensor) -> tuple[StoredMatrix, StoredMatrix]:
-        """Views of the matrices, gate and up, then down, of all slots of `arena`: uint8 [slots, num_bytes or more].
+        """Return views of all slots' matrices, gate and up, then down. arena: uint8 [slots, num_bytes or more].
 
         Slots start at multiples of 16 bytes.
         """

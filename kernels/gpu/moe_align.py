@@ -1,12 +1,12 @@
-"""Sorting (token, expert) pairs by expert without a word to the host.
+"""Sort (token, expert) pairs by expert without involving the host.
 
 A pair is one choice of one token: pair = token * k + rank of the choice. Pairs are sorted by the slot that holds their
 expert's weights, stably, into a compact list; the list is cut into row tiles that each belong to one slot. Grid and
-sizes follow from the number of tokens alone, so that a graph can hold the launches; only the device knows how many
-tiles there are. Absent experts (id -1, or slot -1) have no row in the list.
+sizes follow from the number of tokens alone, so that a graph can hold the launches; only the device knows the number of
+tiles. Absent experts (id -1, or slot -1) have no row in the list.
 
 A program ranks the pairs of its chunk by comparing them with each other, and finds the start of its chunk from
-histograms of all chunks: no atomics, no sort, the same order every time.
+histograms of all chunks: without atomics and sorting, and in the same order every time.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def sort_pairs(
 def sort_pairs_reference(
     expert_ids: Tensor, num_slots: int, block_m: int, expert_slot: Tensor | None = None
 ) -> SortedPairs:
-    """`sort_pairs` in plain torch, into new tensors; entries without meaning are -1 (slots) or 0."""
+    """Do the work of `sort_pairs` in plain torch, into new tensors; entries without meaning are -1 (slots) or 0."""
     flat = expert_ids.flatten()
     slots = flat if expert_slot is None else torch.where(flat < 0, -1, expert_slot[flat.clamp(min=0)].long())
     order = slots.sort(stable=True).indices
@@ -110,7 +110,7 @@ def sort_pairs_reference(
 
 
 def max_row_tiles(num_pairs: int, num_slots: int, block_m: int) -> int:
-    """The most tiles that pairs can make: as many slots as possible with one row each, the rest in full tiles."""
+    """Return the most tiles that pairs can make: as many slots as possible with one row, the rest in full tiles."""
     occupied = min(num_pairs, num_slots)
     return occupied + (num_pairs - occupied) // block_m
 
@@ -120,7 +120,7 @@ def num_chunks(num_pairs: int) -> int:
 
 
 def padded_bins(num_slots: int) -> int:
-    """Bins of a histogram over slots: a power of two and at least a warp."""
+    """Return the bins of a histogram over slots: a power of two, at least a warp."""
     return max(32, triton.next_power_of_2(num_slots))
 
 
@@ -169,7 +169,7 @@ def _place_kernel(
 
     pair = chunk * CHUNK + tl.arange(0, CHUNK)
     slot = slot_of(ids, expert_slot, pair, pair < num_pairs, NUM_EXPERTS, HAS_MAP)
-    # Lanes run along the last axis: over the first a thread adds up by itself.
+    # Lanes run along the last axis, so a thread sums the first axis alone.
     index = tl.arange(0, CHUNK)
     earlier = (slot[:, None] == slot[None, :]) & (index[:, None] < index[None, :])
     rank = tl.sum(earlier.to(tl.int32), 0)
@@ -179,7 +179,7 @@ def _place_kernel(
     tiles = (total + BLOCK_M - 1) // BLOCK_M
     tile_end = tl.cumsum(tiles, 0)
     tile = chunk * TILES + tl.arange(0, TILES)
-    # The slots that end before a tile are the slots below its own; one without rows ends where the one before it does.
+    # The slots that end before a tile are the slots below its own; an empty slot ends where the slot before it ends.
     own = tl.sum((tile_end[:, None] <= tile[None, :]).to(tl.int32), 0)
     is_tile = own < BINS
     own = tl.minimum(own, BINS - 1)
@@ -210,7 +210,7 @@ def _count_kernel(
 
 @triton.jit
 def slot_of(ids, expert_slot, pair, mask, NUM_EXPERTS: tl.constexpr, HAS_MAP: tl.constexpr):
-    """The slot of each pair's expert, -1 where the expert is absent or mask is false."""
+    """Return the slot of each pair's expert, -1 where the expert is absent or mask is false."""
     expert = tl.load(ids + pair, mask=mask, other=-1).to(tl.int32)
     known = (expert >= 0) & (expert < NUM_EXPERTS)
     if HAS_MAP:

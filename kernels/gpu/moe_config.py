@@ -4,8 +4,8 @@ A tile is chosen by rows per expert, T * k / E, and only among those that fit th
 configuration is fastest; the heuristic here only gives one that runs.
 
 Measured configurations lie in files, each for one GPU, one shape, one weight format and one minor version of Triton.
-They come with the package (`kernels/gpu/tuned`) and from `moeserve tune`. Where none fits, the heuristic serves, and
-the log says so. Attention keeps its configurations in files of the same kind (`kernels.gpu.attention_config`).
+They come with the package (`kernels/gpu/tuned`) and from `moeserve tune`. If none fits, the heuristic is used, and the
+log says so. Attention keeps its configurations in files of the same kind (`kernels.gpu.attention_config`).
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ Config = TypeVar("Config")
 WEIGHT_BITS: dict[WeightFormat, int] = {"float32": 32, "float16": 16, "bfloat16": 16, "int8": 8, "fp8": 8, "int4": 4}
 TUNED_NUM_TOKENS = (1, 4, 16, 64, 256, 1024, 4096)
 MAX_CANDIDATES = 24
-# Up to here rows are sorted in one launch, in which every program counts all rows itself.
+# Up to this many pairs are sorted in one launch, in which every program counts all pairs itself.
 MAX_PAIRS_AT_ONCE = 4096
 PACKAGED = Path(__file__).parent / "tuned"
 
-# Programs per multiprocessor that keep the memory busy when each waits for one load after the other.
+# Programs per multiprocessor that keep the memory busy if each program waits for one load after the other.
 _PROGRAMS_THAT_FILL = 4
-# Of each program's shared memory, beside what it asks for; a program may have all but this of a multiprocessor's.
+# Shared memory of each program beside its own; a program may have all of a multiprocessor's shared memory but this.
 _RESERVED_BYTES = 1024
-# What a thread may hold in accumulators before the compiler runs out of its 255 registers.
+# Accumulators that a thread may hold before the compiler runs out of its 255 registers.
 _MAX_ACCUMULATORS_PER_THREAD = 128
 _SCALE_POINTERS_PER_THREAD = 32
 _FORMAT = 1
@@ -59,9 +59,9 @@ class WeightStorage:
 
 @dataclass(frozen=True, slots=True)
 class MoeShape:
-    """Sizes of one layer's experts: E experts of width I over hidden size H, k per token. Weights as stored.
+    """Sizes of one layer's experts: E experts of width I over hidden size H, k per token, and the stored weight format.
 
-    group_size: rows of K that share a scale, for int4.
+    group_size: values along K that share a scale, for int4.
     """
 
     num_experts: int
@@ -72,7 +72,7 @@ class MoeShape:
     group_size: int = 0
 
     def name(self) -> str:
-        """The shape's name in tuned files."""
+        """Return the shape's name in tuned files."""
         group = f"-g{self.group_size}" if self.group_size else ""
         sizes = f"e{self.num_experts}-i{self.intermediate_size}-h{self.hidden_size}-k{self.top_k}"
         return f"moe-{sizes}-{self.weights}{group}"
@@ -92,7 +92,7 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """The cut of one projection: output columns and depth per step, launch order, warps, steps loaded ahead."""
+    """The tile of one projection: output columns and depth per step, launch order, warps, steps loaded ahead."""
 
     block_n: int
     block_k: int
@@ -115,7 +115,7 @@ class MoeConfig:
 
     @staticmethod
     def from_dict(fields: dict[str, Any]) -> MoeConfig:
-        """The inverse of `to_dict`. Raises TypeError or KeyError for fields that are missing or unknown."""
+        """Invert `to_dict`. Raises TypeError or KeyError for fields that are missing or unknown."""
         if fields["variant"] not in get_args(Variant):
             raise KeyError(fields["variant"])
         return MoeConfig(fields["variant"], int(fields["block_m"]), Tile(**fields["gate_up"]), Tile(**fields["down"]))
@@ -123,20 +123,20 @@ class MoeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """gpu: the device's name as its driver gives it. triton: its version, of which major and minor count."""
+    """gpu: the device's name as its driver gives it. triton: its version; only major and minor count."""
 
     gpu: str
     triton: str
 
 
 class TuningError(Exception):
-    """A tuned file cannot be used. The message says which and why."""
+    """A tuned file cannot be used. The message names the file and the reason."""
 
 
 class MoeConfigs:
     """Chooses a layer's configuration by number of tokens: a measured one if there is one, else the heuristic's.
 
-    folders: where tuned files may lie, the first that fits is used. They are read at the first call, which logs the
+    folders: the folders of tuned files; the first file that fits is used. The first call reads them and logs the
     choice.
     """
 
@@ -151,7 +151,7 @@ class MoeConfigs:
         self._chosen: dict[int, MoeConfig] = {}
 
     def __call__(self, num_tokens: int) -> MoeConfig:
-        """num_tokens: at least 1. Raises ValueError where nothing fits the device."""
+        """Return the configuration. num_tokens: at least 1. Raises ValueError if none fits the device."""
         config = self._chosen.get(num_tokens)
         if config is None:
             if self._tuned is None:
@@ -164,7 +164,7 @@ class MoeConfigs:
         return config
 
     def variant(self, num_tokens: int) -> tuple[MoeConfig, bool]:
-        """The configuration, and whether rows are counted in a launch of their own.
+        """Return the configuration, and whether pairs are counted in a launch of their own.
 
         Numbers of tokens with equal variants launch the same compiled kernels.
         """
@@ -178,12 +178,12 @@ class MoeConfigs:
 
 
 def nearest(num_tokens: int, tuned: Mapping[int, MoeConfig]) -> MoeConfig:
-    """The configuration of the nearest number of tokens, by ratio; of two equally near the larger's."""
+    """Return the configuration of the nearest number of tokens, by ratio; of two equally near ones the larger."""
     return tuned[min(tuned, key=lambda tokens: (abs(math.log(tokens / num_tokens)), -tokens))]
 
 
 def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeConfig:
-    """A sound configuration for any shape, number of tokens and device. Raises ValueError if none fits the device."""
+    """Return a valid configuration for any shape, number of tokens and device. ValueError if none fits the device."""
     variant = variant_of(shape, num_tokens, device)
     if variant in ("gemv", "gemv_split"):
         return MoeConfig(variant, 1, _gemv_tile(shape, "gate_up"), _gemv_tile(shape, "down"))
@@ -197,7 +197,7 @@ def heuristic_config(shape: MoeShape, num_tokens: int, device: Device) -> MoeCon
 
 
 def variant_of(shape: MoeShape, num_tokens: int, device: Device) -> Variant:
-    """Choose by rows per expert: one by one where most experts have one row at most, else in tiles."""
+    """Choose by rows per expert: one by one if most experts have at most one row, else in tiles."""
     if num_tokens * shape.top_k * 4 <= shape.num_experts or num_tokens == 1:
         programs = num_tokens * shape.hidden_size // _gemv_tile(shape, "down").block_n
         return "gemv" if programs >= _PROGRAMS_THAT_FILL * device.num_multiprocessors else "gemv_split"
@@ -207,22 +207,23 @@ def variant_of(shape: MoeShape, num_tokens: int, device: Device) -> Variant:
 
 
 def allows_persistent(shape: MoeShape, device: Device) -> bool:
-    """Tell if the persistent variant can run: descriptors, rows at multiples of 16 bytes, neither fp32 nor int4."""
+    """Return True if the persistent variant can run: descriptors, rows of 16-byte multiples, neither fp32 nor int4."""
     bits = WEIGHT_BITS[shape.weights]
     aligned = all(size * bits % 128 == 0 and size % 8 == 0 for size in (shape.hidden_size, shape.intermediate_size))
     return device.has_descriptors and bits in (8, 16) and aligned
 
 
 def block_m_of(rows_per_expert: float) -> int:
-    """Rows per tile, up to 128: twice the mean, since an expert's second tile reads its weights again."""
+    """Return the rows per tile, up to 128: twice the mean, since an expert's second tile reads its weights again."""
     return next((block for block in (16, 32, 64) if 2 * rows_per_expert <= block), 128)
 
 
 def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, device: Device) -> Tile | None:
-    """Try the widest tile first. Few rows want bytes in flight, so a deep step; many want a large product per step.
+    """Return the first tile that fits, the widest first. Few rows need bytes in flight, so a deep step; many rows need
+    a large product per step.
 
     A program with few rows, or of the short down projection, waits for memory as it begins and for its results as it
-    ends. Two should fit a multiprocessor with three stages or more each, so that one computes meanwhile.
+    ends. Two such programs should fit a multiprocessor with three stages or more each, so that one computes meanwhile.
     """
     few = block_m <= 32
     widths, wanted = _wanted_sizes(shape, projection, few)
@@ -244,9 +245,9 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, devi
 
 
 def _wanted_sizes(shape: MoeShape, projection: Projection, few: bool) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Widths and depths from the best on."""
+    """Return widths and depths, the best first."""
     if shape.weights == "float32":
-        # Without tensor cores a product is unrolled over its depth: more than this and operands spill.
+        # Without tensor cores a product is unrolled over its depth: with a larger depth operands spill.
         return (32, 16), (32, 16)
     sizes = (128, 64, 32, 16)
     return sizes[1:] if projection == "gate_up" and few else sizes, sizes if few else sizes[1:]
@@ -275,7 +276,7 @@ def _power_of_two(count: int) -> int:
 
 
 def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> bool:
-    """Tell if a tile of the `tiled` and `persistent` variants can run on the device without spilling by design."""
+    """Return True if a tile of the `tiled` and `persistent` variants can run on the device without planned spilling."""
     matrices = 2 if projection == "gate_up" else 1
     in_registers = matrices * block_m * tile.block_n // (32 * tile.num_warps)
     limit = _MAX_ACCUMULATORS_PER_THREAD
@@ -294,10 +295,10 @@ def fits(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, devi
 
 
 def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: WeightFormat) -> int:
-    """Bytes of shared memory of the steps in flight: both operands, the weights twice for gate and up.
+    """Return the bytes of shared memory of the steps in flight: both operands, the weights twice for gate and up.
 
-    Activations count as wide as unquantised weights; quantised ones are widened in registers on their way to the dot,
-    through one more buffer of the wide type.
+    Activations count as wide as unquantised weights. Quantised weights are widened in registers on their way to the
+    dot, through one more buffer of the wide type.
     """
     wide = 4 if weights == "float32" else 2
     matrices = 2 if projection == "gate_up" else 1
@@ -308,9 +309,9 @@ def shared_bytes(tile: Tile, block_m: int, projection: Projection, weights: Weig
 
 
 def programs_that_fit(tile: Tile, block_m: int, projection: Projection, shape: MoeShape, device: Device) -> int:
-    """How many programs of the `tiled` and `persistent` variants fit a multiprocessor's shared memory at once.
+    """Return the number of `tiled` or `persistent` programs that fit a multiprocessor's shared memory at once.
 
-    Up to 32 rows, which the tensor cores take from registers, one step fewer is held than there are stages.
+    With up to 32 rows, which the tensor cores take from registers, one step fewer is held than there are stages.
     """
     held = replace(tile, num_stages=max(1, tile.num_stages - 1)) if block_m <= 32 else tile
     return (device.shared_bytes + _RESERVED_BYTES) // (
@@ -319,7 +320,7 @@ def programs_that_fit(tile: Tile, block_m: int, projection: Projection, shape: M
 
 
 def candidate_variants(shape: MoeShape, num_tokens: int, device: Device) -> list[Variant]:
-    """Variants worth timing for a number of tokens."""
+    """Return the variants worth timing for a number of tokens."""
     variants: list[Variant] = ["tiled"]
     if num_tokens <= 8:
         variants = ["gemv_split", "gemv", "tiled"]
@@ -329,7 +330,7 @@ def candidate_variants(shape: MoeShape, num_tokens: int, device: Device) -> list
 
 
 def candidate_block_ms(shape: MoeShape, num_tokens: int) -> list[int]:
-    """Row tiles worth timing: the heuristic's and its neighbours."""
+    """Return the row tiles worth timing: the heuristic's and its neighbours."""
     own = block_m_of(shape.rows_per_expert(num_tokens))
     return [block for block in (16, 32, 64, 128) if own // 2 <= block <= own * 2]
 
@@ -337,7 +338,7 @@ def candidate_block_ms(shape: MoeShape, num_tokens: int) -> list[int]:
 def candidate_tiles(
     shape: MoeShape, num_tokens: int, projection: Projection, variant: Variant, block_m: int, device: Device
 ) -> list[Tile]:
-    """At most `MAX_CANDIDATES` tiles worth timing for one projection, the heuristic's first where it has one."""
+    """Return at most `MAX_CANDIDATES` tiles worth timing for one projection, the heuristic's first if it has one."""
     if variant in ("gemv", "gemv_split"):
         own = _gemv_tile(shape, projection)
         depths = tuple(depth for depth in (own.block_k, own.block_k // 2) if depth % max(16, shape.group_size) == 0)
@@ -427,7 +428,7 @@ def file_name(shape: Named, platform: Platform) -> str:
 def first_file(
     folders: Sequence[Path], shape: Named, platform: Platform, read: Callable[[Path], Config]
 ) -> Config | None:
-    """Read the first of the folders' files that `read` does not refuse; log which, or that there is none."""
+    """Read the first of the folders' files that `read` does not refuse; log its name, or that there is none."""
     for folder in folders:
         path = folder / file_name(shape, platform)
         if not path.exists():
@@ -451,7 +452,7 @@ def first_file(
 def read_entries(
     path: Path, shape: Named, platform: Platform, parse: Callable[[str, dict[str, Any]], tuple[Key, Config]]
 ) -> dict[Key, Config]:
-    """Parse each entry's name and fields without the time. Raises TuningError as `read_tuned` does."""
+    """Parse each entry's name and fields except the time. Raises TuningError as `read_tuned` does."""
     try:
         fields = json.loads(path.read_text())
         found = (fields["format"], fields["shape"], fields["gpu"], _minor(fields["triton"]))

@@ -1,7 +1,7 @@
 """Expert selection on the GPU: one program per token, in one launch.
 
 Ties go to the lowest expert id, and to the lowest group, as in `kernels.moe_gate.select_experts_reference`. torch.topk
-promises no order, so where scores are equal the CPU may choose otherwise.
+guarantees no order, so the CPU may choose otherwise among equal scores.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def select_experts(
     num_valid: Tensor | None = None,
     out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Choose as `kernels.moe_gate.select_experts` in one launch: ids [T, k] int64 and weights [T, k] fp32.
+    """Choose like `kernels.moe_gate.select_experts` in one launch: ids [T, k] int64 and weights [T, k] fp32.
 
     logits: [T, E], rows contiguous. correction_bias: [E] fp32. num_valid: int32 scalar tensor on the device; rows from
     it on, which pad a captured batch, get ids -1 and weights 0. out: contiguous tensors to write instead of new ones.
@@ -152,7 +152,7 @@ def _select_kernel(
 
 @triton.jit
 def _lowest_best(values, lanes, taken, LANES: tl.constexpr):
-    """The greatest value of the lanes not taken and the lowest lane that holds it, in range whatever the values."""
+    """Return the greatest value of lanes not taken, and its lowest lane, which is in range whatever the values."""
     best = tl.max(tl.max(tl.where(taken, -float("inf"), values), 1), 0)
     index = tl.min(tl.min(tl.where((values == best) & (taken == 0), lanes, LANES), 1), 0)
     return best, index

@@ -5,14 +5,14 @@ token's products by the gate's weights. The projections come in three variants:
 
 - tiled: (token, choice) pairs are sorted by expert (`kernels.gpu.moe_align`), and a program computes one row tile of
   one expert and one block of columns. h is in sorted order; down stores each row at the place of its pair.
-- gemv: pairs are not sorted. With few tokens hardly two choose one expert, so each pair multiplies its expert's
-  matrices as vectors. h is in the order of pairs. Down runs a token's choices in their order within one program and
-  writes the sum, or gives each choice a program and leaves the sum to combine: one choice after the other may wait too
+- gemv: pairs are not sorted. Few tokens rarely choose the same expert, so each pair multiplies its row with its
+  expert's matrices. h is in the order of pairs. Down runs a token's choices in their order within one program and
+  writes the sum, or gives each choice a program and leaves the sum to combine: choices one after the other may wait too
   long for memory.
-- persistent: the tiles of the tiled variant. Each of as many programs as there are multiprocessors runs through a share
-  of the tiles there really are, whose number only the device knows. The copy engine fetches weights, and in down also
-  rows, in whole boxes through tensor descriptors. A box may reach past its expert's rows: what it brings from there
-  ends in rows and columns that are not stored.
+- persistent: the tiles of the tiled variant. There is one program per multiprocessor, and each runs through a share of
+  the existing tiles, whose number only the device knows. The copy engine fetches weights, and in down also rows, in
+  whole boxes through tensor descriptors. A box may reach past its expert's rows; the excess ends in rows and columns
+  that are not stored.
 
 Weights are [rows, K] with K contiguous, stored as FORMAT "plain" (multiplied as they are, widened where they are 8 bits
 wide) or "int4" (see `kernels.gpu.moe_weights`). Scales of 8-bit weights belong to rows and multiply the accumulator
@@ -228,14 +228,14 @@ def _down_tiled_kernel(
     acc = _finished(acc, scales, bias + slot * stride_be, weight_row[None, :], HAS_SCALE, HAS_BIAS)
     pair = tl.load(pairs + place)
     stored = (row[:, None] < rows) & (column[None, :] < N)
-    # Rounded to h's dtype whatever y's is, so that products made in parts have the bits of products made at once.
+    # Rounded to h's dtype whatever y's dtype is, so that products made in parts have the bits of products made at once.
     rounded = acc.to(h.dtype.element_ty).to(y.dtype.element_ty)
     tl.store(y + pair.to(tl.int64)[:, None] * N + column[None, :], rounded, mask=stored)
 
 
 @triton.jit
 def _tile_and_block(program, num_tiles, BLOCKS: tl.constexpr, GROUP_M: tl.constexpr):
-    """The row tile and column block of a program: GROUP_M row tiles share each block while it is in the cache."""
+    """Return a program's row tile and column block. GROUP_M row tiles share each block while it is in the cache."""
     group = program // (GROUP_M * BLOCKS)
     first = group * GROUP_M
     size = tl.minimum(num_tiles - first, GROUP_M)
@@ -457,7 +457,7 @@ def _down_gemv_kernel(
                 STAGES,
             )
             acc = _finished(acc, scales, bias + slot * stride_be, weight_row, HAS_SCALE, HAS_BIAS)
-            # Rounded as products are that pass through memory.
+            # Rounded like products that pass through memory.
             rounded = acc.to(h.dtype.element_ty).to(tl.float32)
             if SUM:
                 total += rounded * tl.load(expert_weights + pair)
@@ -478,7 +478,7 @@ def gate_up_persistent(
     h: Tensor,
     num_programs: int,
 ) -> None:
-    """As `gate_up_tiled`, for weights that `persistent_runs` accepts."""
+    """Do the work of `gate_up_tiled`, for weights that `persistent_runs` accepts."""
     _, scale, bias = matrix.pointers()
     _, _, stride_scale, _, stride_bias = matrix.strides()
     width = matrix.num_rows // 2 if activation.is_gated else matrix.num_rows
@@ -522,9 +522,9 @@ def down_persistent(
     y: Tensor,
     num_programs: int,
 ) -> None:
-    """As `down_tiled`, for weights that `persistent_runs` accepts.
+    """Do the work of `down_tiled`, for weights that `persistent_runs` accepts.
 
-    Launches twice `num_programs`: where two fit a multiprocessor, one computes while the other begins or ends its short
+    Launches twice `num_programs`: if two fit a multiprocessor, one computes while the other begins or ends its short
     tiles.
     """
     _, scale, bias = matrix.pointers()
@@ -556,14 +556,14 @@ def down_persistent(
 
 
 def has_descriptors(device: torch.device) -> bool:
-    """Tell if this Triton takes tensor descriptors from the host and the device has a copy engine for them."""
+    """Return True if this Triton takes tensor descriptors from the host and the device has a copy engine for them."""
     if find_spec("triton.tools.tensor_descriptor") is None:
         return False
     return device.type != "cuda" or torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def persistent_runs(matrix: StoredMatrix) -> bool:
-    """Tell if the copy engine can fetch these weights: not int4, and slots and rows at multiples of 16 bytes."""
+    """Return True if the copy engine can fetch these weights: not int4, slots and rows at multiples of 16 bytes."""
     size = matrix.values.element_size()
     aligned = all(stride * size % 16 == 0 for stride in matrix.values.stride()[:2])
     return matrix.format != "int4" and aligned and matrix.values.data_ptr() % 16 == 0
@@ -791,9 +791,9 @@ def _products(
 def _group_step(acc, low_a, high_a, packed, scale):
     """Add the scaled product of one int4 group; `low_a` and `high_a` multiply the nibbles, which hold values plus 8.
 
-    Nibbles are masked where they lie and widened as whole bytes, four at a time: shifting one, or making an integer or
-    a float of it first, would cost several instructions. So values count sixteenfold. The compiler does the exact sums
-    and products of `low` two at a time in 16 bits.
+    Nibbles are masked in place and widened as whole bytes, four at a time: shifting a nibble, or converting it to an
+    integer or float first, would cost several instructions. So values count sixteenfold. The compiler does the exact
+    sums and products of `low` two at a time in 16 bits.
     """
     dtype: tl.constexpr = low_a.dtype
     low = (packed & 0xF).to(tl.int8, bitcast=True).to(dtype)
@@ -822,7 +822,7 @@ def _row_products(
     """Multiply one row of a with rows of w, and of v if TWO, without tensor cores: fp32 [BLOCK_N] each.
 
     Arguments as in `_products`, except that BLOCK_K may be several int4 groups of GROUP values. Threads keep their own
-    sums until the end, so that steps wait for memory alone and not for each other.
+    sums until the end, so that steps wait only for memory and not for each other.
     """
     if FORMAT == "int4":
         GROUPS: tl.constexpr = BLOCK_K // GROUP
@@ -892,7 +892,7 @@ def _row_group_step(acc, of_low, of_byte, offset, packed, scale, GROUPS: tl.cons
 
 @triton.jit
 def _load_step(places, k, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The elements at `places`, 0 where `k`, which broadcasts to their shape, is not below K."""
+    """Load the elements at `places`, 0 where `k`, which broadcasts to their shape, is not below K."""
     if K % BLOCK_K == 0:
         return tl.load(places)
     else:
@@ -911,7 +911,7 @@ def _finished(acc, scale, bias, rows, HAS_SCALE: tl.constexpr, HAS_BIAS: tl.cons
 
 @triton.jit
 def _activated(gate, up, KIND: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr):
-    """activation(gate) * up in fp32; the kinds are those of `kernels.specs.Activation`.
+    """Return activation(gate) * up in fp32; for the kinds see `kernels.specs.Activation`.
 
     Without a gate `gate` holds the up channels, and `up` is not read.
     """

@@ -1,4 +1,4 @@
-"""How the matrices of experts lie in memory for the GPU kernels, plain or quantised.
+"""The memory layout of experts' matrices for the GPU kernels, plain or quantised.
 
 Matrices are [S, N, K]: S slots, N output channels, K contiguous. Formats:
 - plain: fp32, fp16 or bf16.
@@ -6,7 +6,7 @@ Matrices are [S, N, K]: S slots, N output channels, K contiguous. Formats:
 - fp8: e4m3, one fp32 scale per output channel, scale [S, N].
 - int4: symmetric, one fp32 scale per output channel and group of `group_size` values along K, scale [S, K / group, N].
   Values -7..7 are stored plus 8 in nibbles, packed [S, N, K / 2] uint8. Within a group of g values, byte j holds
-  value j in its low nibble and value j + g / 2 in its high one: both halves of a group unpack to contiguous operands.
+  value j in its low nibble and value j + g / 2 in its high one, so both halves of a group unpack contiguously.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ FORMAT_OF: dict[torch.dtype, WeightFormat] = {
 
 @dataclass(frozen=True, slots=True)
 class StoredMatrix:
-    """One projection of all experts held: values [S, N, K] ([S, N, K / 2] for int4), scale as above, bias [S, N]."""
+    """One projection of all held experts: values [S, N, K] ([S, N, K / 2] for int4), scale as above, bias [S, N]."""
 
     values: Tensor
     scale: Tensor | None = None
@@ -66,7 +66,7 @@ class StoredMatrix:
 
     @property
     def group_size(self) -> int:
-        """Values along K that share a scale; 0 unless int4."""
+        """The number of values along K that share a scale; 0 unless int4."""
         return self.depth // self.scale.shape[1] if self.format == "int4" and self.scale is not None else 0
 
     def copy_slot(self, slot: int, source: StoredMatrix) -> None:
@@ -77,7 +77,7 @@ class StoredMatrix:
                 target[slot].copy_(new[0])
 
     def pointers(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Values, scale and bias as kernel arguments; the stand-in for an absent one is never read."""
+        """Return values, scale and bias as kernel arguments; the stand-in for an absent one is never read."""
         return (
             self.values,
             self.values if self.scale is None else self.scale,
@@ -85,7 +85,7 @@ class StoredMatrix:
         )
 
     def strides(self) -> tuple[int, int, int, int, int]:
-        """In elements: slot and row of values, slot and group of scale, slot of bias."""
+        """Return strides in elements: slot and row of values, slot and group of scale, slot of bias."""
         scale_slot = 0 if self.scale is None else self.scale.stride(0)
         scale_group = self.scale.stride(1) if self.scale is not None and self.format == "int4" else 0
         bias_slot = 0 if self.bias is None else self.bias.stride(0)
@@ -99,7 +99,7 @@ class StoredMatrix:
         }
 
     def expanded(self) -> Tensor:
-        """The matrices [S, N, K] in fp32."""
+        """Return the matrices [S, N, K] in fp32."""
         if self.scale is None:
             return self.values.float()
         if self.format != "int4":
@@ -112,9 +112,8 @@ class StoredMatrix:
 class GpuExperts:
     """The experts of one layer on one device: gate_up [S, 2I, H], gate rows first, and down [S, H, I].
 
-    Without a gate the first has I rows.
-    expert_slot: [E] int32 on the device, the slot that holds each expert now, -1 for none; None when expert e is in
-    slot e. Its contents may change between steps, its address may not.
+    Without a gate the first has I rows. expert_slot: [E] int32 on the device, the slot that holds each expert now, -1
+    for none; None if expert e is in slot e. Its contents may change between steps, its address may not.
     """
 
     gate_up: StoredMatrix
@@ -153,7 +152,7 @@ class GpuExperts:
 def store_weights(weights: Tensor, storage: WeightStorage, bias: Tensor | None = None) -> StoredMatrix:
     """Store weights [S, N, K] and bias [S, N] in a format; plain weights are kept, not copied.
 
-    The same bits on every device. Raises ValueError for groups that do not divide the rows.
+    The bits are equal on every device. Raises ValueError for groups that do not divide the rows.
     """
     if storage.format == "int8":
         return quantise_int8(weights, bias)
@@ -167,7 +166,7 @@ def store_weights(weights: Tensor, storage: WeightStorage, bias: Tensor | None =
 
 
 def empty_weights(probe: StoredMatrix, num_slots: int, device: torch.device) -> StoredMatrix:
-    """A matrix of `num_slots` uninitialised slots, stored as `probe` is."""
+    """Return a matrix of `num_slots` uninitialised slots, stored like `probe`."""
 
     def empty(field: Tensor) -> Tensor:
         return torch.empty((num_slots, *field.shape[1:]), dtype=field.dtype, device=device)
@@ -209,7 +208,7 @@ def pack_int4(values: Tensor, group_size: int) -> Tensor:
 
 
 def unpack_int4(packed: Tensor, group_size: int) -> Tensor:
-    """The inverse of `pack_int4`: int8 [.., K]."""
+    """Invert `pack_int4`: return int8 [.., K]."""
     groups = packed.unflatten(-1, (-1, group_size // 2))
     return torch.stack((groups & 0xF, groups >> 4), -2).flatten(-3).to(torch.int8) - 8
 
@@ -217,5 +216,5 @@ def unpack_int4(packed: Tensor, group_size: int) -> Tensor:
 def _scale_of(values: Tensor, limit: float) -> Tensor:
     # A channel of zeros keeps a scale that does not divide by zero.
     largest = values.abs().amax(-1).clamp_(min=torch.finfo(torch.float32).tiny * limit)
-    # Divided by a tensor: a GPU multiplies by the reciprocal of a number and rounds otherwise than a CPU.
+    # Divided by a tensor: by a number, a GPU would multiply by the reciprocal and round otherwise than a CPU.
     return largest / torch.full_like(largest, limit)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Root-mean-square norm over the last dimension of x [..., D] times weight [D] (Zhang & Sennrich, 2019).
+    """Return the root-mean-square norm of rows of x [..., D] times weight [D] (Zhang & Sennrich, 2019).
 
     Rows need not lie next to each other. `out` may be x itself.
     """
@@ -26,14 +26,14 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float, multip
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """Mean-and-variance norm over the last dimension of x [..., D], with weight and bias [D]. `out` may be x itself."""
+    """Return the mean-and-variance norm of rows of x [..., D], with weight and bias [D]. `out` may be x itself."""
     return _norm(x, None, weight, bias, eps, 1.0, out)
 
 
 def add_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, multiplier: float = 1.0
 ) -> Tensor:
-    """`add_rms_norm` with a layer norm."""
+    """Do the work of `add_rms_norm` with a layer norm."""
     return _norm(x, residual, weight, bias, eps, multiplier, None)
 
 
@@ -75,7 +75,7 @@ def _norm(
 
 
 def _as_rows(x: Tensor) -> Tensor:
-    """[..., D] as a view [T, D]; only the last dimension has to be contiguous."""
+    """Return x [..., D] as a view [T, D]; only the last dimension has to be contiguous."""
     if x.dim() == 2 and x.stride(1) == 1:
         return x
     rows = x.view(-1, x.shape[-1])
@@ -108,7 +108,7 @@ def _norm_kernel(
     if ADD:
         place = residual + row * residual_stride + columns
         summed = tl.load(place, mask=inside, other=0.0).to(tl.float32) + values * multiplier
-        # The norm sees what the next layer will read: the rounded sum.
+        # The norm reads the rounded sum, as the next layer will.
         rounded = summed.to(residual.dtype.element_ty)
         tl.store(place, rounded, mask=inside)
         values = rounded.to(tl.float32)

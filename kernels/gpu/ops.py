@@ -33,12 +33,12 @@ _SIGN = 1 << 63
 
 @dataclass(slots=True)
 class Sequences:
-    """`kernels.ops.AttentionContext` on a GPU: the sequences of a step, those with one new token first, and scratch.
+    """`kernels.ops.AttentionContext` on a GPU: a step's sequences, sequences with one new token first, and scratch.
 
-    slots: [T] int64, -1 for rows that pad the batch. block_table: [S, N] int32. seq_lens: [S] int32 with the new
-    tokens, 0 for padding. query_starts: [S + 1] int32. works: a work list per window, of the first `num_decodes`.
-    prefill: how prompts of up to `max_query_len` tokens are computed; None where there are none. extends: short ones
-    among the prompts that are computed otherwise, by window; empty where there are none.
+    slots: [T] int64, -1 for rows that pad the batch. block_table: [S, N] int32. seq_lens: [S] int32 including new
+    tokens, 0 for padding. query_starts: [S + 1] int32. works: by window, a work list of the first `num_decodes`.
+    prefill: the configuration for prompts of up to `max_query_len` tokens; None without prompts. extends: by window,
+    the short prompts that are computed as extends; empty without any.
     """
 
     slots: Tensor
@@ -57,7 +57,7 @@ class Sequences:
 class GpuOps:
     """`kernels.ops.Ops` on a GPU, or on a CPU under Triton's interpreter.
 
-    storage: how experts are kept. moe: computes layers whose experts are all here; without one every layer has a
+    storage: the format of stored experts. moe: computes layers whose experts are all local; if None, every layer has a
     dispatch of its own.
     """
 
@@ -73,7 +73,7 @@ class GpuOps:
         self._storage, self._moe = storage, moe
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """Computed by the vendor's matrix library."""
+        """Return a product of the vendor's matrix library."""
         return TorchLinear(weight.to(dtype), bias)
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
@@ -95,7 +95,7 @@ class GpuOps:
     def pack_experts(
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
     ) -> GpuExperts:
-        """Quantised on the device, one expert at a time."""
+        """Store the experts, quantised on the device one expert at a time."""
         sizes = ((shape.gate_up_rows, shape.hidden_size), (shape.hidden_size, shape.intermediate_size))
         probes = [torch.zeros((1, *size), dtype=shape.dtype) for size in sizes]
         biases = [torch.zeros((1, size[0]), dtype=shape.dtype) if shape.has_bias else None for size in sizes]
@@ -166,7 +166,7 @@ class GpuOps:
         width = spaces.shape[2]
         heads = q.new_empty((*spaces.shape[:2], width + q.shape[2]))
         heads[..., :width].copy_(spaces)
-        # The latent is both the first part of the key and the value, so it is written as a value would be.
+        # The latent is both the first part of the key and the value, so it is written like a value.
         norm_rope_write_kv(
             q,
             key.unsqueeze(1),
@@ -245,7 +245,7 @@ class GpuOps:
 def store_expert(
     matrices: ExpertMatrices, storage: WeightStorage, dtype: torch.dtype, device: torch.device
 ) -> GpuExperts:
-    """An expert as the only one of a layer, stored on `device`: the same bits on any. dtype: of plain weights."""
+    """Store an expert on `device` as a layer's only one; bits are equal on all devices. dtype: of plain weights."""
     gate_up, down, up_bias, down_bias = (
         None if matrix is None else matrix.to(device, dtype)[None] for matrix in matrices
     )

@@ -17,7 +17,7 @@ from kernels.state_rows import StateRows
 
 _CHANNELS = 64
 _ROWS = 16
-# Value channels of a head that one program advances; their state [K, 32] stays in its registers.
+# The number of value channels of a head that one program advances; their state [K, 32] stays in its registers.
 _VALUES = 32
 
 
@@ -49,7 +49,7 @@ def short_conv(
         CHANNELS=_CHANNELS,
         num_warps=4,
     )
-    # Only now, because every program of a chunk reads its old state.
+    # Written only now, because every program of a chunk reads its old state.
     _conv_state_kernel[(num_chunks, parts)](
         *arguments, WIDTH=width, PLACES=triton.next_power_of_2(width - 1), CHANNELS=_CHANNELS, num_warps=4
     )
@@ -165,7 +165,7 @@ def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @triton.jit
 def _inputs(x, states, x_stride, first, slot, state_stride, num_channels, sources, channels, mask, WIDTH: tl.constexpr):
-    """The inputs of a chunk at rows `sources`, of which negative ones lie in its state. fp32."""
+    """Load the inputs of a chunk at rows `sources` in fp32; negative rows lie in its state."""
     at_rows = x + (first + sources)[:, None] * x_stride + channels[None, :]
     at_states = states + slot * state_stride + (sources + WIDTH - 1)[:, None] * num_channels + channels[None, :]
     new = tl.load(at_rows, mask=mask & (sources >= 0)[:, None], other=0.0).to(tl.float32)
@@ -239,7 +239,7 @@ def _conv_state_kernel(
     mask = (places < WIDTH - 1)[:, None] & (channels < num_channels)[None, :]
     sources = count - (WIDTH - 1) + places
     inputs = _inputs(x, states, x_stride, first, slot, state_stride, num_channels, sources, channels, mask, WIDTH)
-    # The state moves within itself where the chunk is shorter: all of it is read before any is written.
+    # If the chunk is shorter, the state moves within itself: all of it is read before any is written.
     tl.debug_barrier()
     place = states + slot * state_stride + places[:, None] * num_channels + channels[None, :]
     tl.store(place, inputs.to(states.dtype.element_ty), mask=mask)

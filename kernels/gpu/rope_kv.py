@@ -1,8 +1,7 @@
 """Per-head norms of queries and keys, rotary embedding and the write of keys and values into their slots, in one pass.
 
-Each program takes one token and a few of its heads: it reads what the projection wrote and writes queries where
-attention reads them and keys and values where the cache keeps them, so that nothing is read twice. All arithmetic is
-fp32, rounded once at the end.
+Each program takes one token and a few of its heads. It reads the projection's output once, and writes queries for
+attention and keys and values into the cache. All arithmetic is fp32, rounded once at the end.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ def norm_rope_write_kv(
         cos,
         sin,
         slots,
-        # Where something is absent, any tensor stands in for it and is not read.
+        # Any tensor stands in for an absent argument and is not read.
         *(cos if each is None else each for each in (q_weight, k_weight, k_scale, v_scale)),
         *tensors[3:],
         *(stride for tensor in tensors for stride in tensor.stride()[:2]),
@@ -74,14 +73,14 @@ def norm_rope_write_kv(
         NORM=q_weight is not None,
         CLIP=clip is not None,
         HAS_SCALE=k_scale is not None,
-        # Few threads with much each: what heads share, angles and weights, is loaded and unpacked once per thread.
+        # Few threads with much work each: angles and weights, which heads share, are loaded and unpacked per thread.
         num_warps=1 if q.shape[2] <= 128 else 2,
     )
     return q_out
 
 
 def _sizes(q: Tensor, k: Tensor, half: int, value_dim: int) -> dict[str, int]:
-    """Constants of the kernel; `half` is half the number of rotated channels."""
+    """Return constants of the kernel; `half` is half the number of rotated channels."""
     num_heads, head_dim, num_kv_heads = q.shape[1], q.shape[2], k.shape[1]
     return {
         "NUM_HEADS": num_heads,
@@ -235,7 +234,7 @@ def _norm_rotate_store(
     CLIP: tl.constexpr,
     HAS_SCALE: tl.constexpr,
 ):
-    """Norm and rotate heads [N, HEAD_DIM] from `source_rows` to `target_rows`; `inside` [N] says which exist."""
+    """Norm and rotate heads [N, HEAD_DIM] from `source_rows` to `target_rows`; `inside` [N]: True if a head exists."""
     pair = tl.arange(0, BLOCK_HALF)
     in_pair = inside[:, None] & (pair < HALF)[None, :]
     if INTERLEAVED:

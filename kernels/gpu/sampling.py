@@ -21,9 +21,9 @@ from torch import Tensor
 from kernels.sampling import Draw
 from kernels.sampling import sample as draw_on_cpu
 
-# Logits of a row that one program sums.
+# The number of logits of a row that one program sums.
 _UNIT = 4096
-# Lanes of a row. Each lane keeps its four largest logits in registers.
+# The number of lanes of a row. Each lane keeps its four largest logits in registers.
 _SCAN = 4096
 
 
@@ -309,7 +309,7 @@ def _from_key(keys):
 
 @triton.jit
 def _digit(worth_1, worth_2, worth_3, target):
-    """Return how many of three descending worths reach the target."""
+    """Return the number of three descending worths that reach the target."""
     return (worth_1 >= target).to(tl.uint32) + (worth_2 >= target).to(tl.uint32) + (worth_3 >= target).to(tl.uint32)
 
 
