@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,43 +10,62 @@ import torch
 
 from benchmarks.token_engine import TokenEngine
 from kernels.specs import Activation
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ConfigError
 from moeserve.memory_plan import plan_model
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.fused import FusedAttention
 from moeserve.model.hf.geometry import is_experts
 from moeserve.model.hf.loading import load_transformers_decoder
-from moeserve.model.hf.mixers import find_mixers
+from moeserve.model.hf.mixers import Ways, find_mixers
 from moeserve.model.hf.modelling import empty_model
 from moeserve.model.hf.spec import experts_by_layer, read_transformers_spec
 from moeserve.model.hf.step import Step
-from moeserve.plan import SamplingParams
+from tests.support.llm_prompts import (
+    BASE,
+    GREEDY,
+    PROMPTS,
+    assert_same_cold_and_cached,
+    complete_alone,
+    in_any_batch,
+)
 from tests.support.tiny_models import save
 from tests.support.tiny_transformers import save_tiny, tiny_config
 from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
 
-GREEDY = SamplingParams(max_tokens=8, temperature=0.0, logprobs=1)
-BASE = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, model_impl="transformers")
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    draw = random.Random(3)
-    shared = [draw.randrange(1, 128) for _ in range(37)]
-    tails = [[draw.randrange(1, 128) for _ in range(count)] for count in (1, 9, 40)]
-    return [shared + tail for tail in tails] + tails
+THEIRS = replace(BASE, model_impl="transformers")
 
 
 @pytest.mark.parametrize("case", ["mixtral-window", "gpt_oss", "deepseek_v3-yarn"])
-def test_tokens_equal_those_of_our_own_code(case: str, prompts: list[list[int]], tmp_path: Path) -> None:
+def test_tokens_equal_those_of_our_own_code(case: str, tmp_path: Path) -> None:
     save(case, tmp_path)
-    native = TokenEngine(tmp_path, replace(BASE, model_impl="native")).generate(prompts, GREEDY)
-    llm = TokenEngine(tmp_path, replace(BASE, max_num_batched_tokens=24, max_num_seqs=4))
+    native = TokenEngine(tmp_path, replace(BASE, model_impl="native")).generate(PROMPTS, GREEDY)
+    llm = TokenEngine(tmp_path, replace(THEIRS, max_num_batched_tokens=24, max_num_seqs=4))
     for _ in range(2):  # The second time from the prefix cache.
-        found = llm.generate(prompts, GREEDY)
+        found = llm.generate(PROMPTS, GREEDY)
         assert [c.token_ids for c in found] == [c.token_ids for c in native]
     assert found[-1].num_cached_tokens > 0
     llm.scheduler.check_idle()
+
+
+@in_any_batch
+@pytest.mark.parametrize("case", ["mixtral", "gpt_oss"])
+def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+    case: str, tmp_path: Path, changes: dict[str, object]
+) -> None:
+    save(case, tmp_path)
+    alone = complete_alone(tmp_path, config=THEIRS)
+    assert_same_cold_and_cached(TokenEngine(tmp_path, replace(THEIRS, **changes)), alone)  # type: ignore[arg-type]
+
+
+def test_latent_attention_gives_a_row_alone_the_bits_that_it_has_among_others(tmp_path: Path) -> None:
+    save_tiny("glm4_moe_lite", tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    decoder.use(Ways())
+    texts = [list(range(3, 43)), list(range(60, 95))]
+    whole, pieces = Memory(decoder, texts), Memory(decoder, texts)
+    pieces.step([(0, 0, 17), (1, 0, 30)])
+    pieces.step([(0, 17, 39)])
+    assert torch.equal(whole.step([(0, 0, 40)])[0], pieces.step([(1, 30, 31), (0, 39, 40)])[1])
 
 
 def test_the_memory_stated_before_loading_is_that_of_our_own_code(tmp_path: Path) -> None:
@@ -117,11 +135,11 @@ def test_what_transformers_keeps_in_its_own_form_goes_on_from_the_tokens_before_
 def test_a_gpu_is_refused(tmp_path: Path) -> None:
     save("mixtral", tmp_path)
     with pytest.raises(ConfigError):
-        plan_model(tmp_path, replace(BASE, device="cuda"))
+        plan_model(tmp_path, replace(THEIRS, device="cuda"))
 
 
 @pytest.mark.parametrize("setting", [{"expert_parallel_size": 2}, {"expert_memory": 2**20}])
 def test_experts_that_transformers_computes_are_not_shared_out(setting: dict[str, int], tmp_path: Path) -> None:
     save_tiny("dbrx", tmp_path)
     with pytest.raises(ConfigError, match=r"a dbrx model has no experts .*that moeserve computes itself"):
-        plan_model(tmp_path, replace(BASE, **setting))  # type: ignore[arg-type]
+        plan_model(tmp_path, replace(THEIRS, **setting))  # type: ignore[arg-type]

@@ -47,10 +47,14 @@ SAMPLINGS = [(GREEDY, RANDOM)[index % 2] for index in range(len(PROMPTS))]
 
 
 def complete_alone(
-    model_dir: Path, prompts: Sequence[list[int]] = PROMPTS, samplings: Sequence[SamplingParams] = SAMPLINGS
+    model_dir: Path,
+    prompts: Sequence[list[int]] = PROMPTS,
+    samplings: Sequence[SamplingParams] = SAMPLINGS,
+    *,
+    config: ServeConfig = BASE,
 ) -> list[Completion]:
     """Compute every prompt by itself in one chunk, without a cache."""
-    llm = TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
+    llm = TokenEngine(model_dir, replace(config, enable_prefix_caching=False))
     return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
 
 

@@ -23,6 +23,8 @@ from moeserve.model.hf.geometry import LayerMemory
 from moeserve.model.hf.step import PAGED, RowMask, Step
 
 _ATTRIBUTE = "moeserve_attention"
+# torch multiplies fewer rows by other code, with other bits: the last one is repeated.
+_LEAST_ROWS = 4
 
 
 class PagedAttention:
@@ -85,7 +87,11 @@ class PagedAttention:
                 keys, values = self._module.expand_kv(keys, values)
             own = query[:, :, lane.first : lane.last]
             seen = mask.additive(lane, query.dtype)
-            parts.append(eager(self._module, own, keys, values, seen, scaling=scale, **options)[0])
+            num_rows = own.shape[2]
+            if num_rows < _LEAST_ROWS and options.get("position_bias") is None:
+                rows = [min(row, num_rows - 1) for row in range(_LEAST_ROWS)]
+                own, seen = own[:, :, rows], None if seen is None else seen[..., rows, :]
+            parts.append(eager(self._module, own, keys, values, seen, scaling=scale, **options)[0][:, :num_rows])
         return torch.cat(parts, 1)
 
 

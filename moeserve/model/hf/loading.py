@@ -25,6 +25,7 @@ from moeserve.model.hf.modules import (
     NarrowEmbedding,
     Projection,
     exchange_norms,
+    exchange_weights,
     replace_module,
     replaceable_linears,
 )
@@ -70,6 +71,7 @@ def load_transformers_decoder(
             replace_module(code.outer, model.experts[layer], ExpertLayer(routed[-1]))
         filler.fill()
     exchange_norms(code.body, dtype)
+    exchange_weights(code.outer)
     _check_filled(code)
     longest = max_model_len or spec.max_position
     return TransformersDecoder(

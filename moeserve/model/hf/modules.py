@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from kernels.linear import Linear
+from kernels.linear import Linear, pack_linear
 from kernels.norm import rms_norm
 
 _TRIED_ROWS = 3
@@ -64,6 +64,42 @@ class Projection(nn.Module):
         return self._packed(rows).view(*x.shape[:-1], self.out_features)
 
 
+class ProductWeight(Tensor):
+    """A parameter whose product with rows (`functional.linear`) is that of our kernel, packed at the first product.
+
+    Gates multiply by a parameter of their own, without a module that could be exchanged. Everything else treats it as
+    the plain tensor that it is.
+    """
+
+    _packed: Linear | None
+
+    @staticmethod
+    def of(weight: Tensor) -> ProductWeight:
+        made: Any = weight.as_subclass(ProductWeight)
+        made._packed = None
+        # `nn.Module` registers it as a parameter.
+        made._is_param = True
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.linear and len(args) > 1 and isinstance(args[1], ProductWeight):
+                return args[1]._multiply(*args[:1], *args[2:], **kwargs)
+            return func(*args, **kwargs)
+
+    def _multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        if x.dtype != torch.float32:
+            return functional.linear(x, self, bias)
+        if self._packed is None:
+            self._packed = pack_linear(self.as_subclass(Tensor))
+        out = self._packed(x.reshape(-1, x.shape[-1]).contiguous()).view(*x.shape[:-1], -1)
+        return out if bias is None else out + bias
+
+
 class NarrowEmbedding(nn.Module):
     """`nn.Embedding` whose table of 16-bit numbers is widened when rows are looked up."""
 
@@ -99,6 +135,16 @@ def replaceable_linears(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)
+
+
+def exchange_weights(model: nn.Module) -> None:
+    """Exchange every float32 matrix that is left as a parameter, of gates above all, for a `ProductWeight`."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.dim() == 2 and weight.dtype == torch.float32 and not weight.is_meta:
+                module.register_parameter(name, ProductWeight.of(weight.data))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
