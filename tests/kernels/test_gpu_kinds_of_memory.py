@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from moeserve.assemble import build_scheduler
-from moeserve.config import ServeConfig
 from moeserve.device import KvBudget, StateDemand
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu_model import GpuSettings, compute_largest_step, kv_blocks, make_runner
@@ -23,7 +20,9 @@ from moeserve.model.weights import load_decoder
 from moeserve.plan import Request, SamplingParams
 from moeserve.rank import ObservedRunner
 from moeserve.request_states import StatePolicy
+from moeserve.scheduler import Scheduler
 from moeserve.steps import LocalExecutor, Runner, Steps
+from radix_cache import PrefixCache
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import build
 
@@ -72,8 +71,23 @@ def settings(case: Case, *, eager: bool = True, states: StateDemand | None = Non
 
 def serve(runner: Runner, kv: KvBudget, block_size: int, *, depth: int) -> tuple[list[list[int]], list[int]]:
     """Compute two requests, then one that goes on from the first one's end. Return tokens, and how many were cached."""
-    config = ServeConfig(block_size=block_size, max_num_seqs=MAX_SEQS, max_num_batched_tokens=MAX_TOKENS)
-    scheduler, _ = build_scheduler(config, kv, depth=depth)
+    num_slots = kv.num_state_slots
+    cache = PrefixCache(
+        kv.num_blocks,
+        block_size,
+        snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
+        num_window_blocks=kv.num_window_blocks,
+        window=kv.window,
+    )
+    scheduler = Scheduler(
+        [cache],
+        max_num_seqs=MAX_SEQS,
+        max_num_batched_tokens=MAX_TOKENS,
+        max_num_queued_reqs=9,
+        max_model_len=MAX_LEN,
+        run_ahead=depth > 0,
+        states=StatePolicy(num_slots, min_gain=1) if num_slots else None,
+    )
     steps = Steps(scheduler, LocalExecutor(ObservedRunner(runner)), depth)
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     cached = [0] * len(PROMPTS)
@@ -93,10 +107,8 @@ def serve(runner: Runner, kv: KvBudget, block_size: int, *, depth: int) -> tuple
 
 @pytest.mark.parametrize("case", [RECURRENT, WINDOWS], ids=lambda case: case.model)
 def test_both_loops_and_both_kinds_of_batches_give_the_tokens_of_the_cpu(
-    case: Case, tmp_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    case: Case, tmp_path: Path, device: torch.device
 ) -> None:
-    # As the policy stands, a snapshot is saved only where it spares many tokens.
-    monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
     spec = save(case, tmp_path)
     states = StatePool(spec.state_layers, case.on_cpu.num_state_rows, torch.float32) if spec.state_layers else None
     on_cpu = ModelRunner(

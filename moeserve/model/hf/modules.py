@@ -71,15 +71,13 @@ class ProductWeight(Tensor):
     the plain tensor that it is.
     """
 
-    _packed: Linear | None
+    def __new__(cls, weight: Tensor) -> ProductWeight:
+        return weight.as_subclass(cls)
 
-    @staticmethod
-    def of(weight: Tensor) -> ProductWeight:
-        made: Any = weight.as_subclass(ProductWeight)
-        made._packed = None
+    def __init__(self, weight: Tensor) -> None:
+        self._packed: Linear | None = None
         # `nn.Module` registers it as a parameter.
-        made._is_param = True
-        return made
+        self._is_param = True
 
     @classmethod
     def __torch_function__(
@@ -144,7 +142,7 @@ def exchange_weights(model: nn.Module) -> None:
             continue
         for name, weight in list(module.named_parameters(recurse=False)):
             if weight.dim() == 2 and weight.dtype == torch.float32 and not weight.is_meta:
-                module.register_parameter(name, ProductWeight.of(weight.data))  # type: ignore[arg-type]
+                module.register_parameter(name, ProductWeight(weight.data))  # type: ignore[arg-type]
 
 
 @torch.no_grad()
