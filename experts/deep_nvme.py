@@ -10,6 +10,7 @@ import resource
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from ctypes import CDLL, RTLD_GLOBAL
 from ctypes.util import find_library
 from importlib.metadata import version
 from importlib.util import module_from_spec, spec_from_file_location
@@ -26,6 +27,8 @@ from experts.tiers import FileReads, PositionedReads
 _BLOCK_BYTES = 128 * 2**10
 _QUEUE_DEPTH = 16
 _NAME = "async_io"  # DeepSpeed's name of the operator.
+# DeepSpeed's extension with the locked memory, whose symbols the operator looks for among the global ones.
+_LOCKED_MEMORY = "pin_memory"
 _TORCH_FOLDER = "TORCH_EXTENSIONS_DIR"
 
 
@@ -94,6 +97,7 @@ def deep_nvme(num_locked: int) -> DeepNvme:
     assert spec is not None
     assert spec.loader is not None
     try:
+        CDLL(str(extensions_folder() / _LOCKED_MEMORY / f"{_LOCKED_MEMORY}.so"), mode=RTLD_GLOBAL)
         operator = module_from_spec(spec)
         spec.loader.exec_module(operator)
     except (OSError, ImportError) as error:
