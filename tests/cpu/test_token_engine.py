@@ -20,7 +20,6 @@ from moeserve.rank import ServedModel
 from moeserve.request_states import StatePolicy
 from tests.support.llm_prompts import (
     BASE,
-    BLOCK,
     GREEDY,
     PROMPTS,
     SAMPLINGS,
@@ -28,6 +27,7 @@ from tests.support.llm_prompts import (
     assert_same_cold_and_cached,
     assert_transformers_generates,
     complete_alone,
+    complete_at_every_border,
     in_any_batch,
     small_engine,
     without_window_blocks,
@@ -55,8 +55,7 @@ def alone(model_dir: Path) -> list[Completion]:
 
 
 def test_greedy_tokens_equal_those_of_transformers(model_dir: Path) -> None:
-    prompts = PROMPTS[::2]
-    assert_transformers_generates(model_dir, prompts, TokenEngine(model_dir, BASE).generate(prompts, GREEDY))
+    assert_transformers_generates(model_dir, PROMPTS, TokenEngine(model_dir, BASE).generate(PROMPTS, GREEDY))
 
 
 @in_any_batch
@@ -77,15 +76,8 @@ def test_a_batch_without_a_cache_gives_the_same_bits(model_dir: Path, alone: lis
 def test_a_hit_at_every_block_border_gives_the_same_bits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
     monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
-    llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
-    for number, border in enumerate(range(BLOCK, 24, BLOCK)):
-        prompt = [number + 1, *PROMPTS[3][:24]]
-        # Its last token is never served from the cache, so its last snapshot is at the border.
-        llm.generate([prompt[: border + 1]], replace(GREEDY, max_tokens=1))
-        (hit,) = llm.generate([prompt], GREEDY)
-        assert hit.num_cached_tokens == border
-        assert_same([hit], uncached.generate([prompt], GREEDY))
-    llm.scheduler.check_idle()
+    hits, alone = complete_at_every_border(model_dir)
+    assert_same(hits, alone)
 
 
 def test_preempted_requests_end_with_the_same_bits(model_dir: Path, alone: list[Completion]) -> None:

@@ -17,7 +17,7 @@ from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways
 from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.request_states import StatePolicy
-from tests.support.llm_prompts import BASE, BLOCK, GREEDY, PROMPTS, complete_alone
+from tests.support.llm_prompts import BASE, GREEDY, PROMPTS, complete_alone, complete_at_every_border
 from tests.support.tiny_transformers import MORE, save_tiny
 from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
 
@@ -50,15 +50,8 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_tokens(model_dir:
 def test_a_hit_at_every_block_border_gives_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
     monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
-    llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
-    for number, border in enumerate(range(BLOCK, 24, BLOCK)):
-        prompt = [number + 1, *PROMPTS[3][:24]]
-        # Its last token is never served from the cache, so its last snapshot is at the border.
-        llm.generate([prompt[: border + 1]], replace(GREEDY, max_tokens=1))
-        (hit,) = llm.generate([prompt], GREEDY)
-        assert hit.num_cached_tokens == border
-        assert hit.token_ids == uncached.generate([prompt], GREEDY)[0].token_ids
-    llm.scheduler.check_idle()
+    hits, alone = complete_at_every_border(model_dir)
+    assert [c.token_ids for c in hits] == [c.token_ids for c in alone]
 
 
 @pytest.mark.parametrize("model_type", ["kimi_linear", "nemotron_h", "lfm2_moe", "jamba"])

@@ -58,6 +58,21 @@ def complete_alone(
     return [llm.generate([prompt], sampling)[0] for prompt, sampling in zip(prompts, samplings, strict=True)]
 
 
+def complete_at_every_border(model_dir: Path) -> tuple[list[Completion], list[Completion]]:
+    """Complete prompts that are cached up to each of some block borders, and the same without a cache."""
+    llm, uncached = TokenEngine(model_dir, BASE), TokenEngine(model_dir, replace(BASE, enable_prefix_caching=False))
+    hits, alone = [], []
+    for number, border in enumerate(range(BLOCK, 24, BLOCK)):
+        prompt = [number + 1, *PROMPTS[3][:24]]
+        # Its last token is never served from the cache, so its last snapshot is at the border.
+        (first,) = llm.generate([prompt[: border + 1]], replace(GREEDY, max_tokens=1))
+        hits += llm.generate([prompt], GREEDY)
+        assert (first.num_cached_tokens, hits[-1].num_cached_tokens) == (0, border)
+        alone += uncached.generate([prompt], GREEDY)
+    llm.scheduler.check_idle()
+    return hits, alone
+
+
 def without_window_blocks() -> AbstractContextManager[object]:
     """All layers keep all KV meanwhile."""
     return patch("moeserve.memory_plan.window_demand", lambda *_: None)

@@ -1,4 +1,4 @@
-"""What the layers of a model keep of a request, found by a forward of a few tokens on the meta device.
+"""Find the memory that each layer of a model keeps of a request, by a forward of a few tokens on the meta device.
 
 A layer keeps rows of tokens (keys, values, keys of an indexer), which are paged, and states of fixed size.
 """
