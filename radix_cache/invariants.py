@@ -7,34 +7,30 @@ from collections import Counter
 from collections.abc import Iterable
 
 from radix_cache.errors import require
-from radix_cache.nodes import PUBLIC, Lease, Node
+from radix_cache.nodes import PUBLIC, Lease, Node, Snapshot
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
 
 
-def check_snapshots(tree: RadixTree, leases: Iterable[Lease], rows: range) -> None:
-    """Raise InvariantError unless every one of `rows` is free, being written or one snapshot in the tree."""
-    table = tree.snapshots
+def check_snapshots(tree: RadixTree, leases: Iterable[Lease]) -> None:
+    """Raise InvariantError unless every row for snapshots is free, being written or one snapshot in the tree."""
     num_pins: dict[int, int] = {}
     for lease in leases:
         if lease.snapshot is not None:
             require(lease.snapshot.node is not None, f"lease {lease.number} pins a snapshot that is gone")
             num_pins[lease.snapshot.row] = num_pins.get(lease.snapshot.row, 0) + 1
-    found, queued = [], []
+    found: list[Snapshot] = []
     for root in tree.roots.values():
         for node in _descendants(root):
             offsets = [snapshot.offset for snapshot in node.snapshots]
             require(offsets == sorted(set(offsets)), f"node {node.serial}: its snapshots are out of order")
             require(not offsets or 0 < offsets[0] <= offsets[-1] <= len(node.blocks), f"node {node.serial}: beyond it")
+            found += node.snapshots
             for snapshot in node.snapshots:
                 require(snapshot.node is node, f"snapshot {snapshot.row} is elsewhere")
                 require(snapshot.pins == num_pins.pop(snapshot.row, 0), f"snapshot {snapshot.row}: pins is wrong")
-                found.append(snapshot.row)
-                queued += [] if snapshot.pins else [snapshot.row]
     require(not num_pins, "a pinned snapshot is not in the tree")
-    require(len(found) == table.num_cached, "num_cached is wrong")
-    require(sorted([*found, *table.unused_rows()]) == list(rows), "a row for snapshots is lost or has two uses")
-    require(sorted(queued) == sorted(table.queued_rows()), "the queue differs from the snapshots that may go")
+    tree.snapshots.check(found)
 
 
 def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> array[int]:

@@ -74,12 +74,12 @@ class Snapshot:
     """The recurrent state at a block boundary of the tree, in row `row` of the rank's pool of states.
 
     The boundary is the end of block number `offset - 1` of `node`, which is None once the snapshot has left the tree.
-    `pins` counts the requests that will continue from it, `uses` the requests that have. `worth` and `entry` place it
-    in the queue of victims. The worth follows from `since`, the age when it was made or used last, and from
-    `is_superseded`, True if its only user has saved a later one (`SnapshotTable`).
+    `pins` counts the requests that will continue from it, `uses` the requests that have. `worth` places it in the queue
+    of victims. It follows from `since`, the age when it was made or used last, and from `is_superseded`, True
+    if its only user has saved a later one (`SnapshotTable`).
     """
 
-    __slots__ = ("entry", "is_superseded", "node", "offset", "pins", "row", "since", "uses", "worth")
+    __slots__ = ("is_superseded", "node", "offset", "pins", "row", "since", "uses", "worth")
 
     def __init__(self, row: int, node: Node, offset: int) -> None:
         self.row = row
@@ -90,7 +90,6 @@ class Snapshot:
         self.since = 0
         self.is_superseded = False
         self.worth = 0
-        self.entry = NOT_QUEUED
 
 
 class Retention:

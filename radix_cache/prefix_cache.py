@@ -86,7 +86,10 @@ class PrefixCache:
         self._stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
         self._tree = RadixTree(block_size, max_recorded_evictions, rows)
-        self._windows = WindowBlocks(num_blocks, num_window_blocks, block_size, window) if num_window_blocks else None
+        self._windows: WindowBlocks | None = None
+        if num_window_blocks:
+            excess = self._tree.victims.excess_of
+            self._windows = WindowBlocks(num_blocks, num_window_blocks, block_size, window, excess)
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
         self._num_private_blocks = 0
@@ -244,7 +247,7 @@ class PrefixCache:
         new = allocator.allocate(count, after)
         if new is not None:
             if windows is not None:
-                windows.grow(new, after)
+                windows.grow(new, after, account_of(lease.namespace))
             block_ids.extend(new)
             self._count_private(lease, count)
         return new
@@ -349,14 +352,14 @@ class PrefixCache:
     def take_snapshot(self, lease: Lease, num_tokens: int) -> int | None:
         """Return a row for the state after the first `num_tokens` of a lease, an unpublished block boundary.
 
-        Return None if every other snapshot is pinned or worth more. The row is to be given to `keep_snapshot` or
-        `drop_row`.
+        Return None if every other snapshot is pinned, worth more, or of an account that holds fewer. The row is to be
+        given to `keep_snapshot` or `drop_row`.
         """
         if lease.owner is not self:
             raise _not_leased()
         depth = lease.num_published_tokens // self.block_size
         _, above = deepest_snapshot(lease.node, depth, depth)
-        return self._tree.snapshots.take(num_tokens // self.block_size - above)
+        return self._tree.snapshots.take(num_tokens // self.block_size - above, account_of(lease.namespace))
 
     def keep_snapshot(self, lease: Lease, row: int, num_tokens: int) -> Snapshot | None:
         """Put the state in `row` at the end of the lease's published tokens, which are the first `num_tokens`.
@@ -579,7 +582,7 @@ class PrefixCache:
         require(num_private == self._num_private_blocks, "the number of unpublished blocks is wrong")
         require(num_private == self._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
         require(all(places), "a block is lost")
-        check_snapshots(self._tree, self._leases.values(), self._tree.snapshots.rows)
+        check_snapshots(self._tree, self._leases.values())
         if self._windows is not None:
             held = Counter(block for lease in self._leases.values() for block in lease.block_ids[lease.first_window :])
             self._windows.check(dict(held), self._duplicates)

@@ -2,22 +2,22 @@
 
 A hybrid model continues from a prefix only where both its KV and its recurrent state are cached. A snapshot is one
 state, a row of the rank's pool of states. Rows are a budget apart from blocks: all cost the same, so the worth of a
-snapshot is the number of blocks that a request would compute again without it, and how recently it was used. The victim
-is chosen by GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): worth is the gain added to
-the age at which the snapshot was made or used last, the least worth goes, and the age becomes its worth. So a snapshot
-that saves ten times as much stays about ten times as long, and none stays for ever. A snapshot that a conversation has
-left behind is worth nothing, and a snapshot that a client retains counts several times. It still gives way in the end,
-so that retentions cannot take all rows for ever.
+snapshot is the number of blocks that a request would compute again without it, and how recently it was used; accounts
+share the rows (`radix_cache.worth_queue`). A snapshot that a conversation has left behind is worth nothing, and a
+snapshot that a client retains counts several times. It still gives way in the end, so that retentions cannot take all
+rows for ever.
 """
 
 from __future__ import annotations
 
-from heapq import heapify, heappop, heappush
+from collections import Counter
+from collections.abc import Callable
 
 from radix_cache.errors import require
-from radix_cache.nodes import NOT_QUEUED, Node, Snapshot
+from radix_cache.nodes import Node, Snapshot
+from radix_cache.retention import account_of
+from radix_cache.worth_queue import WorthQueue
 
-_HEAP_SLACK = 64
 # A snapshot under a prefix that a client retains stays about this many times as long.
 _RETAINED_WEIGHT = 8
 
@@ -30,9 +30,7 @@ class SnapshotTable:
     """
 
     __slots__ = (
-        "_age",
         "_free",
-        "_next_entry",
         "_queue",
         "_written",
         "num_cached",
@@ -42,16 +40,14 @@ class SnapshotTable:
         "rows",
     )
 
-    def __init__(self, rows: range) -> None:
-        """rows: the numbers of the rows, empty if states are not kept."""
+    def __init__(self, rows: range, excess: Callable[[str, int], float]) -> None:
+        """rows: the numbers of the rows, empty if states are not kept. excess: as for `WorthQueue`."""
         self.rows = rows
         self._free = list(reversed(rows))
-        self._written: set[int] = set()
-        # (worth, entry, snapshot) of the snapshots that are not pinned. An entry whose number is not the snapshot's is
-        # dead.
-        self._queue: list[tuple[int, int, Snapshot]] = []
-        self._next_entry = 0
-        self._age = 0
+        # By row: the account that will have the snapshot.
+        self._written: dict[int, str] = {}
+        # The snapshots that are not pinned.
+        self._queue: WorthQueue[Snapshot] = WorthQueue(excess)
         self.num_cached = 0
         self.num_used = 0
         self.num_placed = 0
@@ -70,22 +66,28 @@ class SnapshotTable:
         """The number of rows that were taken and neither placed nor given back."""
         return len(self._written)
 
-    def take(self, gain: int) -> int | None:
-        """Return a row for a new snapshot that will save `gain` blocks; None if all others are worth more."""
+    def take(self, gain: int, account: str) -> int | None:
+        """Return a row for a new snapshot of an account that will save `gain` blocks.
+
+        Return None if all others are worth more, or belong to accounts that hold fewer.
+        """
         if not self._free:
-            victim = self._first()
-            if victim is None or victim.worth > self._age + gain:
+            victim = self._first(account)
+            if victim is None:
                 return None
-            self._age = victim.worth
+            if _account(victim) == account and victim.worth > self._queue.age + gain:
+                return None
+            self._queue.evict(victim)
             self.num_evicted += 1
             self.remove(victim)
         row = self._free.pop()
-        self._written.add(row)
+        self._written[row] = account
+        self._queue.count(account, 1)
         return row
 
     def give_back(self, row: int) -> None:
         """Free a row that was taken. Raise KeyError if it was not."""
-        self._written.remove(row)
+        self._queue.count(self._written.pop(row), -1)
         self._free.append(row)
 
     def place(self, row: int, node: Node) -> Snapshot:
@@ -94,19 +96,20 @@ class SnapshotTable:
         if node.snapshots and node.snapshots[-1].offset == at:
             self.give_back(row)
             return node.snapshots[-1]
-        self._written.remove(row)
         snapshot = Snapshot(row, node, at)
         node.snapshots.append(snapshot)
+        self._queue.count(_account(snapshot), 1)
+        self._queue.count(self._written.pop(row), -1)
         self.num_cached += 1
         self.num_placed += 1
-        snapshot.since = self._age
+        snapshot.since = self._queue.age
         self._enqueue(snapshot)
         return snapshot
 
     def pin(self, snapshot: Snapshot) -> None:
         """Keep a snapshot in the tree until `unpin`."""
         snapshot.pins += 1
-        snapshot.entry = NOT_QUEUED
+        self._queue.discard(snapshot)
 
     def unpin(self, snapshot: Snapshot) -> None:
         snapshot.pins -= 1
@@ -117,7 +120,7 @@ class SnapshotTable:
         """Count that a request continues from a pinned snapshot, which makes it recent."""
         snapshot.uses += 1
         self.num_used += 1
-        snapshot.since = self._age
+        snapshot.since = self._queue.age
         snapshot.is_superseded = False
 
     def supersede(self, snapshot: Snapshot) -> None:
@@ -144,51 +147,44 @@ class SnapshotTable:
         node = snapshot.node
         assert node is not None
         require(not snapshot.pins, f"snapshot {snapshot.row} leaves the tree while a request needs it")
+        self._queue.discard(snapshot)
+        self._queue.count(_account(snapshot), -1)
         node.snapshots.remove(snapshot)
         snapshot.node = None
-        snapshot.entry = NOT_QUEUED
         self.num_cached -= 1
         self._free.append(snapshot.row)
-        self._bound_queue()
 
     def cut(self, node: Node, num_left: int) -> None:
         """Remove the snapshots of a node after its first `num_left` blocks; only these blocks stay."""
         while node.snapshots and node.snapshots[-1].offset > num_left:
             self.remove(node.snapshots[-1])
 
-    def queued_rows(self) -> list[int]:
-        """Return the rows of the snapshots in the queue. Raise InvariantError if dead entries pile up."""
-        require(len(self._queue) <= 2 * self.num_cached + _HEAP_SLACK, "the queue of snapshots outgrew them")
-        return [snapshot.row for _, entry, snapshot in self._queue if snapshot.entry == entry]
+    def check(self, snapshots: list[Snapshot]) -> None:
+        """Raise InvariantError unless these are the snapshots in the tree, and all that are not pinned may go."""
+        require(len(snapshots) == self.num_cached, "num_cached is wrong")
+        used = [*(snapshot.row for snapshot in snapshots), *self._free, *self._written]
+        require(sorted(used) == list(self.rows), "a row for snapshots is lost or has two uses")
+        self._queue.check(Counter([*map(_account, snapshots), *self._written.values()]))
+        expected = {snapshot for snapshot in snapshots if not snapshot.pins}
+        require(set(self._queue) == expected, "the queue differs from the snapshots that may go")
 
-    def unused_rows(self) -> list[int]:
-        """Return the rows that hold no snapshot in the tree: free rows and rows being written."""
-        return [*self._free, *self._written]
-
-    def _first(self) -> Snapshot | None:
-        """Return the snapshot of least worth among those that may go, None without any."""
-        while self._queue:
-            worth, entry, snapshot = self._queue[0]
-            is_live = snapshot.entry == entry
-            if is_live and _worth(snapshot) <= worth:
+    def _first(self, account: str) -> Snapshot | None:
+        """Return the snapshot that gives its row to an account, None without any."""
+        while (snapshot := self._queue.first(account, sparing=True)) is not None:
+            if _worth(snapshot) <= snapshot.worth:
                 return snapshot
-            heappop(self._queue)
-            if is_live:
-                # It is worth more than when it was queued.
-                self._enqueue(snapshot)
+            # It is worth more than when it was queued.
+            self._enqueue(snapshot)
         return None
 
     def _enqueue(self, snapshot: Snapshot) -> None:
-        self._next_entry += 1
-        snapshot.entry = self._next_entry
         snapshot.worth = _worth(snapshot)
-        heappush(self._queue, (snapshot.worth, snapshot.entry, snapshot))
-        self._bound_queue()
+        self._queue.put(snapshot, _account(snapshot), snapshot.worth)
 
-    def _bound_queue(self) -> None:
-        if len(self._queue) > 2 * self.num_cached + _HEAP_SLACK:
-            self._queue = [entry for entry in self._queue if entry[2].entry == entry[1]]
-            heapify(self._queue)
+
+def _account(snapshot: Snapshot) -> str:
+    assert snapshot.node is not None
+    return account_of(snapshot.node.namespace)
 
 
 def _worth(snapshot: Snapshot) -> int:

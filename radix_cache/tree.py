@@ -59,7 +59,7 @@ class RadixTree:
         self.victims = Victims()
         self.ledger = RetentionLedger()
         self.evictions = EvictionRecord(4 * block_size, max_recorded_evictions)
-        self.snapshots = SnapshotTable(snapshot_rows)
+        self.snapshots = SnapshotTable(snapshot_rows, self.victims.excess_of)
         self.now = 0.0
         self.roots: dict[str, Node] = {}
         self.num_nodes = 0

@@ -17,7 +17,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, log2
 
 from radix_cache.errors import require
-from radix_cache.nodes import Node
+from radix_cache.nodes import PUBLIC, Node
 from radix_cache.retention import account_of
 
 HALF_LIFE_S = 600.0
@@ -73,10 +73,7 @@ class Holding:
     def excess(self, num_cut: int = 0) -> float:
         """Return a measure of the account's holding once `num_cut` blocks are gone: a logarithm, for comparisons."""
         num_held = self.num_blocks + self.num_private - num_cut
-        if not num_held:
-            return -inf
-        # The factor 2 ** ((now - used_at) / HALF_LIFE_S) without `now`, which is the same for all.
-        return inf if num_held > self.limit else log2(num_held / self.weight) - self.used_at / HALF_LIFE_S
+        return inf if num_held > self.limit else _excess(num_held, self.weight, self.used_at)
 
     def num_beyond(self, excess: float) -> int:
         """Count the blocks that the account could lose one after another while its excess is at least `excess`."""
@@ -174,6 +171,18 @@ class Victims:
         heappush(holding.queue, (rank, node.last_used, node.serial, node.queued, node))
         holding.bound_queue()
 
+    def excess_of(self, account: str, num_held: int) -> float:
+        """Return a measure, as `Holding.excess`, of an account's holding of `num_held` rows that are no KV blocks.
+
+        Public prefixes count for nobody: -inf.
+        """
+        if account == PUBLIC:
+            return -inf
+        holding = self._holdings.get(account)
+        if holding is not None:
+            return _excess(num_held, holding.weight, holding.used_at)
+        return _excess(num_held, self._terms.get(account, _USUAL)[0], self.now)
+
     def num_to_spare(self, account: str, pinned: Mapping[str, int]) -> int:
         """Count the evictable blocks left to other accounts once each has given blocks until it holds less than the
         taker.
@@ -251,6 +260,11 @@ class Victims:
         """Forget an account that holds nothing."""
         if not holding.num_blocks and not holding.num_private:
             del self._holdings[account_of(namespace)]
+
+
+def _excess(num_held: int, weight: float, used_at: float) -> float:
+    # The factor 2 ** ((now - used_at) / HALF_LIFE_S) without `now`, which is the same for all.
+    return log2(num_held / weight) - used_at / HALF_LIFE_S if num_held else -inf
 
 
 def _num_blocks_to_cut(

@@ -7,25 +7,25 @@ other layers; a prefix serves up to a boundary after `span` blocks that have the
 cache for sliding windows, and vLLM's hybrid KV cache manager).
 
 Of window blocks that no lease needs, those inside a run of tokens go first, the oldest first: a match ends there only
-if a prompt leaves the run at that place. Window blocks before the end of a run go by GreedyDual, as snapshots do
-(`radix_cache.snapshots`): the least worth first, and a block that a client retains stays about eight times as long.
+if a prompt leaves the run at that place. Window blocks before the end of a run go as snapshots do, by account and worth
+(`radix_cache.worth_queue`); a block that a client retains stays about eight times as long.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import require
-from radix_cache.nodes import NOT_QUEUED, Lease
+from radix_cache.nodes import Lease
+from radix_cache.worth_queue import WorthQueue
 
 # The gain of a window block that no lease needs any more: inside a run, at its end, at the end of a retained prefix.
 INSIDE, AT_END, RETAINED = 0, 1, 8
 
 _NONE = -1
-_HEAP_SLACK = 64
 
 
 def blocks_before(window: int, block_size: int) -> int:
@@ -48,23 +48,27 @@ class WindowBlocks:
     """
 
     __slots__ = (
-        "_age",
+        "_account",
         "_allocator",
         "_block_size",
-        "_entry",
         "_holds",
-        "_next_entry",
         "_of",
         "_queue",
-        "num_cached",
         "num_evicted",
         "num_held",
         "num_needed",
         "span",
     )
 
-    def __init__(self, num_blocks: int, num_window_blocks: int, block_size: int, window: int) -> None:
-        """num_blocks: of the KV blocks. window: in tokens, the new one included.
+    def __init__(
+        self,
+        num_blocks: int,
+        num_window_blocks: int,
+        block_size: int,
+        window: int,
+        excess: Callable[[str, int], float],
+    ) -> None:
+        """num_blocks: of the KV blocks. window: in tokens, the new one included. excess: as for `WorthQueue`.
 
         Raise ValueError if a single request would not find enough window blocks.
         """
@@ -76,12 +80,10 @@ class WindowBlocks:
         self._allocator = BlockAllocator(num_window_blocks)
         self._of = array("i", [_NONE]) * num_blocks
         self._holds = array("i", [0]) * num_blocks
-        # (worth, entry, KV block) of cached window blocks. An entry whose number is not the block's is dead.
-        self._queue: list[tuple[int, int, int]] = []
-        self._entry = array("q", [NOT_QUEUED]) * num_blocks
-        self._next_entry = 0
-        self._age = 0
-        self.num_cached = 0
+        # By KV block that has a window block: the account for which it was made.
+        self._account: dict[int, str] = {}
+        # The KV blocks whose window blocks are cached.
+        self._queue: WorthQueue[int] = WorthQueue(excess)
         self.num_held = 0
         self.num_evicted = 0
 
@@ -92,6 +94,10 @@ class WindowBlocks:
     @property
     def num_free(self) -> int:
         return self._allocator.num_free
+
+    @property
+    def num_cached(self) -> int:
+        return len(self._queue)
 
     @property
     def num_available(self) -> int:
@@ -127,20 +133,22 @@ class WindowBlocks:
         first = max(0, num_tokens // self._block_size - self.span)
         return first, self.of(lease.block_ids[first:])
 
-    def grow(self, blocks: Sequence[int], after: int | None) -> None:
-        """Give new KV blocks window blocks, which one lease needs. Enough must be available.
+    def grow(self, blocks: Sequence[int], after: int | None, account: str) -> None:
+        """Give new KV blocks window blocks, which one lease of an account needs. Enough must be available.
 
         after: the KV block before them, None for none.
         """
         missing = len(blocks) - self._allocator.num_free
         if missing > 0:
-            self._evict(missing)
+            self._evict(missing, account)
         place = None if after is None or not self.has(after) else self._of[after]
         new = self._allocator.allocate(len(blocks), place)
         assert new is not None
         for block, window_block in zip(blocks, new, strict=True):
             self._of[block] = window_block
             self._holds[block] = 1
+            self._account[block] = account
+        self._queue.count(account, len(blocks))
         self.num_held += len(blocks)
 
     def adopt(self, lease: Lease, first: int) -> None:
@@ -164,6 +172,7 @@ class WindowBlocks:
         self._count_out(duplicate)
         if not self.has(canonical):
             self._of[canonical], self._of[duplicate] = self._of[duplicate], _NONE
+            self._account[canonical] = self._account.pop(duplicate)
         self._hold((canonical,))
 
     def slide(self, lease: Lease, num_tokens: int) -> None:
@@ -177,8 +186,7 @@ class WindowBlocks:
     def retain(self, path: Sequence[int]) -> None:
         """Keep the cached window blocks before the end of a prefix longer. path: its blocks."""
         for block in path[max(0, len(path) - self.span) :]:
-            if self._entry[block] != NOT_QUEUED:
-                self.num_cached -= 1
+            if block in self._queue:
                 self._enqueue(block, RETAINED)
 
     def drop(self, blocks: Iterable[int]) -> None:
@@ -188,13 +196,11 @@ class WindowBlocks:
             if not self.has(block):
                 continue
             require(not self._holds[block], f"the window block of block {block} is freed while a lease needs it")
-            if self._entry[block] != NOT_QUEUED:
-                self._entry[block] = NOT_QUEUED
-                self.num_cached -= 1
+            self._queue.discard(block)
+            self._queue.count(self._account.pop(block), -1)
             freed.append(self._of[block])
             self._of[block] = _NONE
         self._allocator.free(freed)
-        self._bound_queue()
 
     def check(self, num_holds: dict[int, int], waiting: set[int]) -> None:
         """Raise InvariantError unless every window block is in one place. O(blocks).
@@ -211,20 +217,16 @@ class WindowBlocks:
         require(held == num_holds, "the leases need other window blocks than are held")
         require(held.keys() <= set(having), "a lease needs a window block that is gone")
         require(len(held) == self.num_held, "the number of held window blocks is wrong")
-        queued = sorted(block for _, entry, block in self._queue if self._entry[block] == entry)
+        require(sorted(self._account) == having, "a window block has no account, or one that is gone has")
+        self._queue.check(Counter(self._account.values()))
         expected = [block for block in having if block not in held and block not in waiting]
-        require(queued == expected, "the queue differs from the window blocks that may go")
-        require(len(queued) == self.num_cached, "the number of cached window blocks is wrong")
-        require(len(self._queue) <= 2 * self.num_cached + _HEAP_SLACK, "the queue of window blocks outgrew them")
+        require(sorted(self._queue) == expected, "the queue differs from the window blocks that may go")
 
     def _hold(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            if self._entry[block] != NOT_QUEUED:
-                self._entry[block] = NOT_QUEUED
-                self.num_cached -= 1
+            self._queue.discard(block)
             self.num_held += not self._holds[block]
             self._holds[block] += 1
-        self._bound_queue()
 
     def _let_go(self, lease: Lease, stop: int, gain: int) -> None:
         """Let go the window blocks of the lease's blocks before number `stop`.
@@ -250,27 +252,14 @@ class WindowBlocks:
         self.num_held -= is_last
         return is_last
 
-    def _evict(self, count: int) -> None:
-        """Free cached window blocks, the least worth first."""
-        victims: list[int] = []
-        while len(victims) < count:
-            worth, entry, block = heappop(self._queue)
-            if self._entry[block] == entry:
-                self._age = max(self._age, worth)
-                victims.append(block)
-                self._entry[block] = NOT_QUEUED
-        self.num_cached -= count
+    def _evict(self, count: int, account: str) -> None:
+        """Free cached window blocks for an account."""
+        for _ in range(count):
+            block = self._queue.first(account)
+            assert block is not None
+            self._queue.evict(block)
+            self.drop((block,))
         self.num_evicted += count
-        self.drop(victims)
 
     def _enqueue(self, block: int, gain: int) -> None:
-        self.num_cached += 1
-        self._next_entry += 1
-        self._entry[block] = self._next_entry
-        heappush(self._queue, (self._age + gain if gain else _NONE, self._next_entry, block))
-        self._bound_queue()
-
-    def _bound_queue(self) -> None:
-        if len(self._queue) > 2 * self.num_cached + _HEAP_SLACK:
-            self._queue = [entry for entry in self._queue if self._entry[entry[2]] == entry[1]]
-            heapify(self._queue)
+        self._queue.put(block, self._account[block], self._queue.age + gain if gain else 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from dataclasses import dataclass
 from random import Random
 
@@ -132,6 +133,38 @@ def test_a_snapshot_of_a_retained_prefix_stays_longer_but_not_for_ever() -> None
 
     assert others_until_gone(pin=False) == 2
     assert 6 < others_until_gone(pin=True) < 30
+
+
+def test_an_account_that_fills_the_rows_evicts_its_own_snapshots() -> None:
+    cache = stateful(4, num_blocks=400)
+    prefill(cache, TALK[:20], [16], "mine")
+    for number in range(100):
+        prefill(cache, [number] * 40, [36], "flood/chat")
+    assert prefill(cache, TALK[:20], [], "mine") == 16
+    # It may have half of the rows, and no more than that at the expense of the other.
+    for number in range(100):
+        prefill(cache, [number] * 20, [16], "mine")
+    kept = [[cache.peek(array("i", [n] * 40), name) for n in range(100)] for name in ("mine", "flood/chat")]
+    assert [sum(map(bool, found)) for found in kept] == [2, 2]
+
+
+def test_an_account_that_is_away_for_long_loses_its_snapshots_to_others() -> None:
+    cache = stateful(4, num_blocks=400)
+    prefill(cache, TALK[:20], [16], "mine")
+    cache.tell_time(3600.0)
+    for number in range(8):
+        prefill(cache, [number] * 20, [16], "other")
+    assert cache.peek(array("i", TALK[:20]), "mine") == 0
+    assert sum(cache.peek(array("i", [n] * 20), "other") > 0 for n in range(8)) == 4
+
+
+def test_a_public_prefix_keeps_its_snapshot_while_an_account_has_others_to_give() -> None:
+    cache = stateful(2, num_blocks=400)
+    prefill(cache, TALK[:20], [16], PUBLIC)
+    cache.tell_time(3600.0)
+    for number in range(8):
+        prefill(cache, [number] * 80, [76], "mine")
+    assert cache.peek(array("i", TALK[:20]), "mine") == 16
 
 
 def test_a_snapshot_goes_with_the_block_before_it() -> None:
@@ -338,9 +371,19 @@ class World:
         self.kept[key].entry = self.entry
         self.kept[key].worth = self.worth(key)
 
-    def first_victim(self) -> tuple[str, tuple[int, ...]] | None:
-        while victims := [key for key, kept in self.kept.items() if not kept.pins]:
-            victim = min(victims, key=lambda key: (self.kept[key].worth, self.kept[key].entry))
+    def first_victim(self, account: str) -> tuple[str, tuple[int, ...]] | None:
+        """The oldest that is worth nothing, else the least of the account that holds most, more than this."""
+        num_held = Counter(namespace for namespace, _ in self.kept)
+
+        def place(key: tuple[str, tuple[int, ...]]) -> tuple[int, int, int]:
+            worth, entry = self.kept[key].worth, self.kept[key].entry
+            return (-num_held[key[0]], worth, entry) if worth else (-len(self.kept) - 1, 0, entry)
+
+        def may_go(key: tuple[str, tuple[int, ...]]) -> bool:
+            return not self.kept[key].worth or key[0] == account or num_held[key[0]] > num_held[account]
+
+        while victims := [key for key, kept in self.kept.items() if not kept.pins and may_go(key)]:
+            victim = min(victims, key=place)
             if self.worth(victim) <= self.kept[victim].worth:
                 return victim
             self.queue(victim)
@@ -454,12 +497,12 @@ class World:
         gain = end // self.size - self.depth(one.namespace, one.tokens, first)
         row = self.cache.take_snapshot(one.lease, end)
         if not self.free:
-            victim = self.first_victim()
-            if victim is None or self.kept[victim].worth > self.age + gain:
+            victim = self.first_victim(one.namespace)
+            if victim is None or (victim[0] == one.namespace and self.kept[victim].worth > self.age + gain):
                 assert row is None
                 self.num_refused += 1
                 return None
-            self.age = self.kept[victim].worth
+            self.age = max(self.age, self.kept[victim].worth)
             self.remove(victim)
             self.num_evicted += 1
         assert row in self.free
@@ -540,7 +583,7 @@ def test_a_seeded_run_agrees_with_brute_force(seed: int) -> None:
 def test_a_victim_that_has_become_worth_more_keeps_its_place_in_a_queue_that_is_cleared_up(
     monkeypatch: pytest.MonkeyPatch, num_uses: int
 ) -> None:
-    monkeypatch.setattr("radix_cache.snapshots._HEAP_SLACK", 0)
+    monkeypatch.setattr("radix_cache.worth_queue._HEAP_SLACK", 0)
     cache = stateful(2, num_blocks=100)
     prefill(cache, TALK[:40], [4, 36])
     # It takes the row of the first snapshot, without which the second one saves a block more.

@@ -32,9 +32,9 @@ def compute(cache: PrefixCache, lease: Lease, ids: array[int], chunk: int = SIZE
         done = end
 
 
-def use(cache: PrefixCache, ids: array[int]) -> int:
+def use(cache: PrefixCache, ids: array[int], namespace: str = "") -> int:
     """Compute a prompt to its end; return how many of its tokens were cached."""
-    lease = cache.match(ids)
+    lease = cache.match(ids, namespace)
     num_cached = lease.num_cached_tokens
     compute(cache, lease, ids)
     cache.release(lease)
@@ -42,9 +42,9 @@ def use(cache: PrefixCache, ids: array[int]) -> int:
     return num_cached
 
 
-def blocks_of(cache: PrefixCache, ids: array[int]) -> array[int]:
+def blocks_of(cache: PrefixCache, ids: array[int], namespace: str = "") -> array[int]:
     """Return the KV blocks of the cached whole blocks of `ids`."""
-    node, _, depth = cache._tree.locate("", ids[: len(ids) // SIZE * SIZE].tobytes())
+    node, _, depth = cache._tree.locate(namespace, ids[: len(ids) // SIZE * SIZE].tobytes())
     return cache._tree.path(node)[:depth]
 
 
@@ -139,6 +139,15 @@ def test_a_retained_prefix_keeps_its_window_while_others_come_and_go() -> None:
     assert cache.peek(tokens(14, 100)) == 0
 
 
+def test_an_account_that_fills_the_window_blocks_evicts_its_own() -> None:
+    cache = make(num_window_blocks=12, num_blocks=200)
+    use(cache, tokens(17), "mine")
+    for number in range(20):
+        use(cache, tokens(17, 100 * number), "flood/chat")
+    assert use(cache, tokens(17), "mine") == 16
+    assert sum(cache.peek(tokens(17, 100 * number), "flood/chat") > 0 for number in range(20)) >= 2
+
+
 def test_a_prefix_without_its_window_is_not_cached_to_be_pinned() -> None:
     cache = make(10, 400)
     use(cache, tokens(45))
@@ -187,9 +196,14 @@ def test_a_block_in_the_tree_without_a_window_block_takes_that_of_its_duplicate(
     assert blocks_of(cache, ids) == blocks
 
 
+ACCOUNTS = ("", "a")
+Prefix = tuple[str, tuple[int, ...]]
+
+
 @dataclass
 class Running:
     lease: Lease
+    account: str
     ids: array[int]
     num_computed: int
     end: int = 0  # in blocks, of a prefix that was retained
@@ -198,7 +212,8 @@ class Running:
 class World:
     """A plain model beside the cache: which prefixes have a window block that nobody needs, and what each is worth.
 
-    A prefix stands for its last block. What is in the tree is observed; which KV block is evicted is tested elsewhere.
+    A prefix of an account stands for its last block. What is in the tree is observed; which KV block is evicted is
+    tested elsewhere.
     """
 
     def __init__(self, random: Random, num_blocks: int, num_window_blocks: int) -> None:
@@ -207,56 +222,70 @@ class World:
             num_blocks, SIZE, retention_share=1.0, num_window_blocks=num_window_blocks, window=WINDOW
         )
         self.running: list[Running] = []
-        self.queue: dict[tuple[int, ...], tuple[int, int]] = {}
+        self.queue: dict[Prefix, tuple[int, int]] = {}
         self.age = self.order = 0
 
-    def prefix(self, ids: array[int], block: int) -> tuple[int, ...]:
-        return tuple(ids[: (block + 1) * SIZE])
+    def prefix(self, account: str, ids: array[int], block: int) -> Prefix:
+        return account, tuple(ids[: (block + 1) * SIZE])
 
-    def needed(self) -> set[tuple[int, ...]]:
+    def needed(self) -> set[Prefix]:
         """The published prefixes whose window blocks leases need."""
         return {
-            self.prefix(one.ids, block)
+            self.prefix(one.account, one.ids, block)
             for one in self.running
             for block in range(max(0, one.num_computed // SIZE - SPAN), one.num_computed // SIZE)
         }
 
-    def depth(self, ids: array[int]) -> int:
+    def num_held(self, account: str) -> int:
+        """Count the window blocks of an account: those of prefixes, and those that leases have not published."""
+        own = [one for one in self.running if one.account == account]
+        num_private = sum(len(one.lease.block_ids) - one.lease.num_published_tokens // SIZE for one in own)
+        return num_private + sum(key[0] == account for key in self.queue.keys() | self.needed())
+
+    def depth(self, account: str, ids: array[int]) -> int:
         known = (len(ids) - 1) // SIZE
-        while known and self.cache._tree.depth("", ids[: known * SIZE].tobytes()) < known:
+        while known and self.cache._tree.depth(account, ids[: known * SIZE].tobytes()) < known:
             known -= 1
         there = self.queue.keys() | self.needed()
         return max(
             border
             for border in range(known + 1)
-            if all(self.prefix(ids, block) in there for block in range(max(0, border - SPAN), border))
+            if all(self.prefix(account, ids, block) in there for block in range(max(0, border - SPAN), border))
         )
 
     def let_go(self, one: Running, first: int, stop: int, gain: int) -> None:
         """`one` has advanced, or ended, and no longer needs the window blocks of these blocks."""
         for block in range(first, stop):
-            key = self.prefix(one.ids, block)
+            key = self.prefix(one.account, one.ids, block)
             if key not in self.needed():
                 self.put(key, RETAINED if one.end - SPAN <= block < one.end else gain)
 
-    def put(self, key: tuple[int, ...], gain: int) -> None:
+    def put(self, key: Prefix, gain: int) -> None:
         self.order += 1
-        self.queue[key] = (self.age + gain if gain else -1, self.order)
+        self.queue[key] = (self.age + gain if gain else 0, self.order)
 
     def retain(self, one: Running) -> None:
         num_published = one.num_computed // SIZE
         wanted = self.random.randrange(num_published + 1)
         self.cache.retain(one.lease, wanted * SIZE, 9.0)
         for block in range(max(0, wanted - SPAN), wanted):
-            if (key := self.prefix(one.ids, block)) in self.queue:
+            if (key := self.prefix(one.account, one.ids, block)) in self.queue:
                 self.put(key, RETAINED)
         one.end = wanted
 
-    def make_room(self, count: int) -> None:
+    def make_room(self, count: int, account: str) -> None:
+        """What is worth nothing goes, the oldest first; then the least of the account that holds most."""
         windows = self.cache.windows
         assert windows is not None
         for _ in range(count - windows.num_free):
-            key = min(self.queue, key=self.queue.__getitem__)
+            held = {name: self.num_held(name) for name in ACCOUNTS}
+
+            def place(key: Prefix, held: dict[str, int] = held) -> tuple[int, int, int, int]:
+                worth, order = self.queue[key]
+                is_poorer = key[0] != account and held[key[0]] <= held[account]
+                return (1 + is_poorer, -held[key[0]], worth, order) if worth else (0, 0, 0, order)
+
+            key = min(self.queue, key=place)
             self.age = max(self.age, self.queue.pop(key)[0])
 
     def start(self) -> None:
@@ -264,12 +293,12 @@ class World:
         if self.running and self.random.random() < 0.7:
             other = self.random.choice(self.running).ids
             base = [*other[: self.random.randrange(len(other) + 1)], *base][:40]
-        ids = array("i", base)
-        expected = self.depth(ids)
-        assert self.cache.peek(ids) == expected * SIZE
-        lease = self.cache.match(ids)
+        ids, account = array("i", base), self.random.choice(ACCOUNTS)
+        expected = self.depth(account, ids)
+        assert self.cache.peek(ids, account) == expected * SIZE
+        lease = self.cache.match(ids, account)
         assert lease.num_cached_tokens == expected * SIZE
-        self.running.append(Running(lease, ids, expected * SIZE))
+        self.running.append(Running(lease, account, ids, expected * SIZE))
         for key in self.needed():
             self.queue.pop(key, None)
 
@@ -285,7 +314,7 @@ class World:
             assert self.cache.extend(one.lease, count) is None
             return
         self.evict_blocks(max(0, count - self.cache.num_free))
-        self.make_room(count)
+        self.make_room(count, one.account)
         assert self.cache.extend(one.lease, count) is not None
         before, one.num_computed = one.num_computed // SIZE, end
         self.cache.free(self.cache.publish(one.lease, one.ids, end))
@@ -301,8 +330,8 @@ class World:
 
     def forget_what_left_the_tree(self) -> None:
         for key in list(self.queue):
-            data = array("i", key)
-            if self.cache._tree.depth("", data.tobytes()) * SIZE < len(data):
+            account, data = key[0], array("i", key[1])
+            if self.cache._tree.depth(account, data.tobytes()) * SIZE < len(data):
                 del self.queue[key]
 
     def end(self) -> None:
@@ -326,11 +355,11 @@ class World:
             assert all(windows.has(block) for block in one.lease.block_ids[one.lease.first_window :])
             assert one.lease.first_window <= max(0, one.num_computed // SIZE - SPAN)
 
-    def place(self, key: tuple[int, ...]) -> int:
+    def place(self, key: Prefix) -> int:
         """Return the window block of a cached prefix."""
         windows = self.cache.windows
         assert windows is not None
-        return windows.of(blocks_of(self.cache, array("i", key))[-1:])[0]
+        return windows.of(blocks_of(self.cache, array("i", key[1]), key[0])[-1:])[0]
 
 
 @pytest.mark.parametrize("seed", range(12))
