@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
@@ -15,6 +16,8 @@ from moeserve.ranks.meeting import is_own, load_keys, resolve
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
+# A service of one rank starts with 40.
+_LEAST_OPEN_FILES = 64
 _FOR_SEVERAL_RANKS = ("dispatch", "placement", "num_redundant_experts", "rebalance_interval")
 _FOR_EXPERT_MEMORY = (
     "expert_store_dir",
@@ -34,6 +37,11 @@ def check_machine() -> None:
         raise LaunchError(f"moeserve runs on Linux only; this is {sys.platform} (a Linux container works).")
     if not hasattr(os, "pidfd_open"):
         raise LaunchError("This Python cannot watch child processes (os.pidfd_open is missing): use another build.")
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < _LEAST_OPEN_FILES:
+        raise LaunchError(
+            f"A process may open only {limit} files here, and moeserve needs {_LEAST_OPEN_FILES} (ulimit -n)."
+        )
 
 
 def check_settings(config: ServeConfig) -> None:

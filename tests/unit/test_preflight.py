@@ -1,6 +1,9 @@
-"""Settings that would have no effect are refused by name."""
+"""Settings that would have no effect, and machines that cannot serve, are refused in one sentence."""
 
 from __future__ import annotations
+
+import subprocess
+import sys
 
 import pytest
 
@@ -42,3 +45,10 @@ def test_a_setting_without_what_it_needs_is_refused(settings: dict[str, object],
 )
 def test_a_setting_with_what_it_needs_is_taken(settings: dict[str, object]) -> None:
     check_settings(ServeConfig(**settings))  # type: ignore[arg-type]
+
+
+def test_a_machine_that_allows_too_few_open_files_is_named_in_one_sentence() -> None:
+    command = f"ulimit -n 16; exec {sys.executable} -c 'from launcher.cli import main; main()' serve"
+    ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert ended.returncode == 1
+    assert ended.stderr == "Error: A process may open only 16 files here, and moeserve needs 64 (ulimit -n).\n"
