@@ -33,10 +33,11 @@ _KV_MAX_BYTES = 4 * 2**30
 # setting take this share of the KV memory.
 _SLOT_SHARE = 0.5
 _SNAPSHOT_SHARE = 0.25
-# If layers with a sliding window have blocks of their own, there is one for this many KV blocks. Requests as long as 8
-# windows that keep two windows each, of the prompt and of the answer, then use up both kinds at the same time; longer
-# requests use up the KV blocks first, shorter requests the window blocks.
-_BLOCKS_PER_WINDOW_BLOCK = 4
+# Layers with a sliding window have one block of their own for several KV blocks, so many that requests of this length
+# that keep two windows each, of the prompt and of the answer, use up both kinds at the same time: longer requests use
+# up the KV blocks first, shorter requests the window blocks. `benchmarks.windows` compares other numbers.
+_BALANCED_TOKENS = 4096
+_BLOCKS_PER_WINDOW_BLOCK = (2, 4)
 # The memory left free beside weights and KV.
 RESERVE_BYTES = 512 * 2**20
 
@@ -252,11 +253,13 @@ class WindowDemand:
         together = memory // block_bytes
         least = least_window_blocks(self.window, block_size)
         full_bytes = block_bytes - self.block_bytes
+        fewest, most = _BLOCKS_PER_WINDOW_BLOCK
         if not full_bytes:
-            return (_BLOCKS_PER_WINDOW_BLOCK * together, together) if together >= least else (together, 0)
+            return (most * together, together) if together >= least else (together, 0)
         step_blocks = -(-self.step_tokens // block_size)
         working = min(self.max_num_seqs * least + step_blocks, together // 2)
-        count = memory // (_BLOCKS_PER_WINDOW_BLOCK * full_bytes + self.block_bytes)
+        blocks_per_window_block = max(fewest, min(most, _BALANCED_TOKENS // (2 * self.window)))
+        count = memory // (blocks_per_window_block * full_bytes + self.block_bytes)
         count = max(count, working, least + step_blocks)
         asked = -(-(max_model_len or 0) // block_size)
         if (memory - count * self.block_bytes) // full_bytes < asked:

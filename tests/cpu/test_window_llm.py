@@ -68,7 +68,7 @@ def test_evicted_window_blocks_end_a_hit_earlier_and_change_no_bit(model_dir: Pa
     llm.generate(PROMPTS, SAMPLINGS)
     found = []
     for share in (0.2, 0.5, 1.0):
-        windows._evict(int(share * windows.num_cached))
+        windows._evict(int(share * windows.num_cached), "")
         for index in random.sample(range(len(PROMPTS)), len(PROMPTS)):
             found += llm.generate([PROMPTS[index]], SAMPLINGS[index])
             assert_same(found[-1:], [alone[index]])

@@ -125,15 +125,20 @@ def test_more_used_than_the_limit_leaves_nothing(machine: Path) -> None:
     assert room(machine, "0::/a\n") == 0
 
 
-def with_windows(memory: int, *, of_windows: int, **changes: Any) -> KvBudget:
-    """One MiB per block over all layers, `of_windows` of it in layers that see 128 tokens; 8 requests at once."""
-    demand = WindowDemand(of_windows, 128, max_num_seqs=8, step_tokens=256)
+def with_windows(memory: int, *, of_windows: int, window: int = 128, **changes: Any) -> KvBudget:
+    """One MiB per block over all layers, `of_windows` of it in layers that see `window` tokens; 8 requests at once."""
+    demand = WindowDemand(of_windows, window, max_num_seqs=8, step_tokens=256)
     return plan(kv_cache_memory=memory, windows=demand, available_bytes=20 * GIB, **changes)
 
 
-def test_layers_with_a_window_get_one_block_for_four_blocks_of_the_others() -> None:
-    budget = with_windows(5120 * MIB, of_windows=MIB // 2)
-    assert budget == KvBudget(8192, 8192, num_window_blocks=2048, window=128)
+@pytest.mark.parametrize(
+    ("window", "num_blocks", "num_window_blocks"), [(128, 8192, 2048), (682, 7680, 2560), (1024, 6827, 3413)]
+)
+def test_layers_with_a_window_get_fewer_blocks_than_the_others_the_longer_it_is_the_more(
+    window: int, num_blocks: int, num_window_blocks: int
+) -> None:
+    budget = with_windows(5120 * MIB, of_windows=MIB // 2, window=window)
+    assert budget == KvBudget(num_blocks, 8192, num_window_blocks=num_window_blocks, window=window)
 
 
 def test_window_blocks_for_all_that_may_run_at_once_come_first_up_to_half_of_one_pool() -> None:
