@@ -28,7 +28,7 @@ from moeserve.wire import load_run_context
 # The model cannot be served, so another start would fail alike.
 EXIT_MODEL = 3
 _NEW_OBJECTS = 20_000
-_SWITCH_S = 0.001
+_SWITCH_S = 0.0002
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,9 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
 def settle() -> None:
     """Let long work of threads hold up the event loop less, and big bodies give their memory back.
 
-    By default a thread computes for 5 ms before another one gets the interpreter. Cyclic garbage is looked for after
-    many new objects, and among those alone: a step's tokens of many streams are more objects at once than Python waits
-    for, and looking through all that was loaded took a fifth of a token's CPU.
+    By default a thread computes for 5 ms before another one gets the interpreter, and the event loop waits for it with
+    each callback, of which a big body takes dozens. Cyclic garbage is looked for after many new objects, and among
+    those alone: a step's tokens of many streams are more objects at once than Python waits for, and looking through all
+    that was loaded took a fifth of a token's CPU.
     """
     sys.setswitchinterval(_SWITCH_S)
     gc.collect()

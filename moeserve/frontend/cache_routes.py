@@ -263,8 +263,9 @@ class CacheRoutes:
                 raise invalid("Give either `id` or a prefix", "id")
             return body, None
         check_prefix(body, PIN_FIELDS)
-        prefix = await services.read(data, lambda _: read_prefix(body, facts))
-        return body, await services.encode(prefix, facts, InlineBudget.of(data))
+        prefix, budget = await services.read(data, lambda _: read_prefix(body, facts)), InlineBudget.of(data)
+        del data
+        return body, await services.encode(prefix, facts, budget)
 
     def _namespace(self, request: Request, body: PrefixBody) -> str:
         salt = fields.read_cache_salt(body.cache_salt)

@@ -33,8 +33,8 @@ from moeserve.wire import RunContext, Stats
 _T = TypeVar("_T")
 
 _THREADS = 2
-# Two are rendered and one is prepared.
-_LONG_CONVERSATIONS = 3
+# While one is rendered another is prepared.
+_LONG_CONVERSATIONS = 2
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 # A text with so many bytes per token that fits is looked at before it is tokenised as a whole.

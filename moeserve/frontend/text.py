@@ -31,6 +31,8 @@ NO_IDS: frozenset[int] = frozenset()
 _MOST_PENDING = 32
 # Characters that are searched for special tokens in one go, which takes about a millisecond.
 _SEARCHED_AT_ONCE = 16_384
+# Pieces of a text that are joined in one go.
+_JOINED_AT_ONCE = 4096
 # Characters that are tokenised in one go only to be counted.
 _COUNTED_AT_ONCE = 65_536
 
@@ -102,12 +104,17 @@ class TextTokenizer:
         pattern = self._model_pattern if of_model else self._user_pattern
         if pattern is None:
             return text
-        pieces, end = [], 0
+        parts: list[str] = []
+        pieces: list[str] = []
+        end = 0
         for start in self._spelled(pattern, text):
             # Behind the token's first character.
             pieces += [text[end : start + 1], mark]
             end = start + 1
-        return "".join([*pieces, text[end:]])
+            if len(pieces) >= _JOINED_AT_ONCE:
+                parts.append("".join(pieces))
+                pieces.clear()
+        return "".join([*parts, *pieces, text[end:]])
 
     def _spelled(self, pattern: re.Pattern[str], text: str) -> Iterator[int]:
         """Yield where the tokens of a pattern begin in a text.
@@ -131,9 +138,9 @@ class TextTokenizer:
         return [token_id for piece in pieces for token_id in self.encode(piece, add_special_tokens=False)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD."""
-        text: str = self._tokenizer.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
-        return text
+        """Return the text of token ids; bytes that are no UTF-8 become U+FFFD. Releases the GIL."""
+        texts: list[str] = self._tokenizer.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
+        return texts[0]
 
     def _token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token; empty for an id without a token (padding rows of the vocabulary)."""
