@@ -309,6 +309,9 @@ def test_a_long_prompt_is_read(dialect: str) -> None:
     assert parse(dialect, unheard_of=1, **long).ignored == ("unheard_of",)
 
 
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+
+
 @pytest.mark.parametrize(
     ("messages", "named"),
     [
@@ -320,8 +323,9 @@ def test_a_long_prompt_is_read(dialect: str) -> None:
             ],
             "messages[1].content",
         ),
+        ([{"role": "assistant", "tool_calls": [CALL] * 200}] * (limits.MAX_CALLS // 200 + 1), "messages"),
     ],
-    ids=["messages", "parts"],
+    ids=["messages", "parts", "calls"],
 )
 def test_a_conversation_of_too_many_parts_is_refused_before_they_are_read(
     messages: list[dict[str, Any]], named: str

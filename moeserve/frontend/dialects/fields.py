@@ -76,8 +76,9 @@ HARMLESS = frozenset(
 )
 
 
-class _Content(msgspec.Struct):
+class _Lists(msgspec.Struct):
     content: msgspec.Raw = _NOTHING
+    tool_calls: msgspec.Raw = _NOTHING
 
 
 class StreamOptions(msgspec.Struct):
@@ -163,15 +164,20 @@ def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:
 
 
 def _check_counts(name: str, conversation: msgspec.Raw) -> None:
-    """Raise ApiError for more messages or parts than any dialect takes, before an object is made of each."""
-    messages = _entries(conversation)
+    """Raise ApiError for more messages, parts or calls than any dialect takes, before an object is made of each."""
+    messages, num_calls = _entries(conversation), 0
     if len(messages) > limits.MAX_MESSAGES:
         raise invalid(f"`{name}` takes at most {limits.MAX_MESSAGES} entries", name, "too_many_values")
     for number, message in enumerate(messages):
-        if len(memoryview(message)) > limits.MAX_CONTENT_PARTS and _begins(message, "{"):
+        if not _begins(message, "{"):
+            continue
+        lists = msgspec.json.decode(message, type=_Lists)
+        num_calls += len(_entries(lists.tool_calls))
+        if num_calls > limits.MAX_CALLS:
+            raise invalid(f"`{name}` take at most {limits.MAX_CALLS} calls", name, "too_many_values")
+        if len(_entries(lists.content)) > limits.MAX_CONTENT_PARTS:
             where = f"{name}[{number}].content"
-            if len(_entries(msgspec.json.decode(message, type=_Content).content)) > limits.MAX_CONTENT_PARTS:
-                raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where, "too_many_values")
+            raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where, "too_many_values")
 
 
 def _entries(value: msgspec.Raw) -> list[msgspec.Raw]:
