@@ -17,7 +17,7 @@ from typing import Any
 import httpx2
 
 from tests.support.crash_traffic import Answered, Traffic, choice_of, errors_in
-from tests.support.service import Service, children_of, descendants, is_alive, wait_until
+from tests.support.service import Service, children_of, descendants, is_alive, read_of_process, wait_until
 
 # Within which clients hear of a failure that was found, and nothing is left of a service whose supervisor was killed.
 SECONDS_TO_TELL = 2.0
@@ -89,15 +89,7 @@ def pid_of(running: Service, target: str) -> int | None:
     below = descendants(children["worker"]) if "worker" in children else set()
     if target == "engine":
         return next(iter(below), None)
-    return next((pid for pid in below if f"RANK={target[-1]}" in environment_of(pid)), None)
-
-
-def environment_of(pid: int) -> list[str]:
-    """Settings that a process was started with, none if it has ended."""
-    try:
-        return Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
-    except OSError:
-        return []
+    return next((pid for pid in below if f"RANK={target[-1]}" in read_of_process(pid, "environ").split("\0")), None)
 
 
 class Watch:
@@ -213,5 +205,5 @@ def assert_nothing_is_left(running: Service, killing: Kill) -> None:
 
 def shared_memory(pids: Iterable[int]) -> set[str]:
     """Names in /dev/shm that processes use: they would outlive a process that is killed."""
-    maps = [path.read_text() for pid in pids if (path := Path(f"/proc/{pid}/maps")).exists()]
-    return {found[1] for found in re.finditer(r"(/dev/shm/\S+)$", "\n".join(maps), re.MULTILINE)}
+    maps = "\n".join(read_of_process(pid, "maps") for pid in pids)
+    return {found[1] for found in re.finditer(r"(/dev/shm/\S+)$", maps, re.MULTILINE)}

@@ -102,10 +102,13 @@ def service(model: Path, folder: Path, *arguments: str, forked: bool = True, rea
 
 
 def children_of(pid: int) -> dict[str, int]:
-    """Pids of a supervisor's children by what they run: `worker`, `frontend`, `frontend 1` and so on."""
+    """Pids of a supervisor's children by what they run: `worker`, `frontend`, `frontend 1` and so on.
+
+    A child that has ended, or ends meanwhile, is not among them.
+    """
     pids = {}
     for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        command = Path(f"/proc/{child}/cmdline").read_text().split("\0")
+        command = read_of_process(int(child), "cmdline").split("\0")
         if "launcher.worker" in command or "launcher.rank_group" in command:
             pids["worker"] = int(child)
         elif "launcher.frontend_main" in command:
@@ -116,8 +119,16 @@ def children_of(pid: int) -> dict[str, int]:
 
 def descendants(pid: int) -> set[int]:
     """Pids of all that a process has started, directly or not, by its main threads."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    children = [int(child) for child in read_of_process(pid, f"task/{pid}/children").split()]
     return set(children).union(*map(descendants, children))
+
+
+def read_of_process(pid: int, file: str) -> str:
+    """Return the text of a file in /proc, "" once the process has ended, which may be while the file is read."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text(errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
 
 
 def listening_addresses(pids: Iterable[int]) -> dict[str, int]:
@@ -135,10 +146,8 @@ def listening_addresses(pids: Iterable[int]) -> dict[str, int]:
 
 
 def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    fields = read_of_process(pid, "stat").rpartition(")")[2].split()
+    return fields != [] and fields[0] != "Z"
 
 
 def wait_until(condition: Any, timeout: float = 15) -> None:

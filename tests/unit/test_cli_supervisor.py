@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forking import popen
+from tests.support.service import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 # Where a process hangs. Elsewhere one that the machine holds up for a second is not to be taken for hung.
@@ -50,13 +51,6 @@ class Service:
 
     def leaves_nothing(self) -> bool:
         return not any(is_alive(pid) for pid in self.pids) and not list(self.run_root.iterdir())
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until_dead(pids: list[int]) -> None:
