@@ -14,12 +14,11 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.generate import Dialect
-from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, read_body
+from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.routes import json_response
@@ -250,20 +249,15 @@ class CacheRoutes:
         """Return the body and the token ids of its prefix, None where an id stands for it."""
         services = self._services
         facts = services.check_serving()
-        data = await read_body(
-            request.scope,
-            request.receive,
-            max_bytes=services.run.config.max_request_bytes,
-            timeout_s=limits.RECEIVE_TIMEOUT_S,
-        )
-        body, ignored = await services.read(data, partial(fields.decode_json, expected=kind))
+        data = await services.bodies.receive(request.scope, request.receive)
+        body, ignored = await services.bodies.read(data, partial(fields.decode_json, expected=kind))
         services.metrics.count_ignored(ignored)
         if isinstance(body, UnpinBody) and body.id is not None:
             if body.prompt is not None or body.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return body, None
         check_prefix(body, PIN_FIELDS)
-        prefix, budget = await services.read(data, lambda _: read_prefix(body, facts)), InlineBudget.of(data)
+        prefix, budget = await services.bodies.read(data, lambda _: read_prefix(body, facts)), InlineBudget.of(data)
         del data
         return body, await services.encode(prefix, facts, budget)
 

@@ -1,4 +1,4 @@
-"""Errors as a client sees them, receiving bodies within bounds, sending bodies and event streams.
+"""Errors as a client sees them, clients that leave, sending bodies and event streams.
 
 Errors come from a fixed set of kinds and never show a traceback or other internals. Their shape is OpenAI's but where
 the routes of another API have an `ErrorBody` of their own.
@@ -13,7 +13,7 @@ from traceback import clear_frames
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import Message, Receive, Send
 
 # The code of refusals for the time that a request would wait.
 OVERLOADED = "overloaded"
@@ -136,32 +136,6 @@ class ClientDisconnected(Exception):
     """The client left before its answer was complete."""
 
 
-async def read_body(scope: Scope, receive: Receive, *, max_bytes: int, timeout_s: float) -> bytes:
-    """Return the whole body. Raises ApiError: 413 as soon as it is too large, 408 when it takes too long."""
-    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-    if declared.isdigit() and int(declared) > max_bytes:
-        raise _too_large(max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    try:
-        async with asyncio.timeout(timeout_s):
-            while True:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnected
-                chunk = message.get("body", b"")
-                size += len(chunk)
-                if size > max_bytes:
-                    raise _too_large(max_bytes)
-                chunks.append(chunk)
-                if not message.get("more_body", False):
-                    return b"".join(chunks)
-    except TimeoutError:
-        raise ApiError(
-            408, f"The body did not arrive within {timeout_s:g} s", code="request_timeout", close=True
-        ) from None
-
-
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`. Cancel it and raise ClientDisconnected if the client leaves.
 
@@ -183,10 +157,6 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
-
-
-def _too_large(max_bytes: int) -> ApiError:
-    return ApiError(413, f"The body is larger than {max_bytes} bytes", code="request_too_large", close=True)
 
 
 class SlowReader(Exception):

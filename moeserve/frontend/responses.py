@@ -62,7 +62,7 @@ class ResponsesRoute:
         shelf = _shelf(self._store, scope)
 
         async def borrow(body: bytes) -> None:
-            names = await self._services.read(body, responses.earlier_names)
+            names = await self._services.bodies.read(body, responses.earlier_names)
             await self._peers.borrow(_caller(scope), names)
 
         dialect = Dialect(

@@ -16,7 +16,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields, messages
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
-from moeserve.frontend.http import ApiError, invalid, read_body, unknown_model
+from moeserve.frontend.http import ApiError, invalid, unknown_model
 from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
@@ -126,8 +126,8 @@ class TokenRoutes:
         """Tokenise `prompt` as `/v1/completions` does, or `messages` as `/v1/chat/completions` does."""
         services = self._services
         facts = services.check_serving()
-        data = await self._body(request)
-        body, budget = await services.read(data, partial(_read_tokenize, model=facts)), InlineBudget.of(data)
+        data = await services.bodies.receive(request.scope, request.receive)
+        body, budget = await services.bodies.read(data, partial(_read_tokenize, model=facts)), InlineBudget.of(data)
         del data
         if isinstance(body, ChatPrompt):
             token_ids = await services.encode(body, facts, budget, services.token_workers)
@@ -153,7 +153,7 @@ class TokenRoutes:
     async def detokenize(self, request: Request) -> Response:
         services = self._services
         facts = services.check_serving()
-        data = await self._body(request)
+        data = await services.bodies.receive(request.scope, request.receive)
         return await services.token_workers.run(len(data), partial(self._detokenize, data, facts))
 
     def _detokenize(self, data: bytes, facts: ModelFacts) -> Response:
@@ -168,20 +168,14 @@ class TokenRoutes:
 
     async def count_message(self, request: Request) -> Response:
         """Count the prompt tokens that the request would have on `/v1/messages`."""
-        facts = self._services.check_serving()
-        services, data = self._services, await self._body(request)
-        prompt, budget = await services.read(data, partial(messages.parse_count, model=facts)), InlineBudget.of(data)
+        services = self._services
+        facts = services.check_serving()
+        data = await services.bodies.receive(request.scope, request.receive)
+        prompt = await services.bodies.read(data, partial(messages.parse_count, model=facts))
+        budget = InlineBudget.of(data)
         del data
         token_ids = await services.encode(prompt, facts, budget, services.token_workers)
         return json_response({"input_tokens": len(token_ids)})
-
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(
-            request.scope,
-            request.receive,
-            max_bytes=self._services.run.config.max_request_bytes,
-            timeout_s=limits.RECEIVE_TIMEOUT_S,
-        )
 
 
 class TraceBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -209,12 +203,7 @@ class ExpertRoutes:
     async def trace(self, request: Request) -> Response:
         """Start recording a trace, or end it and answer with the file."""
         self._check_experts()
-        data = await read_body(
-            request.scope,
-            request.receive,
-            max_bytes=self._services.run.config.max_request_bytes,
-            timeout_s=limits.RECEIVE_TIMEOUT_S,
-        )
+        data = await self._services.bodies.receive(request.scope, request.receive)
         if len(data) > limits.INLINE_BODY_BYTES:
             raise invalid(f"The body takes at most {limits.INLINE_BODY_BYTES} bytes here")
         body, _ = fields.decode_json(data, TraceBody)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Admission
 from moeserve.frontend.answer import PromptText, decode_prompt
+from moeserve.frontend.bodies import Bodies
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
 from moeserve.frontend.engine_client import EngineClient
 from moeserve.frontend.grammar_checker import GrammarChecker
@@ -29,8 +29,6 @@ from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.model.files import read_json
 from moeserve.pacing import service_slo
 from moeserve.wire import RunContext, Stats
-
-_T = TypeVar("_T")
 
 _THREADS = 2
 # While one is rendered another is prepared.
@@ -70,8 +68,7 @@ class Services:
         # Apart, so that counting tokens holds up no generation.
         self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
         self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
-        # One big body is read at a time: what it becomes takes many times its size.
-        self._readers = Workers("bodies", 1, limits.MAX_WAITING_CHARS)
+        self.bodies = Bodies(run.config.max_request_bytes)
         # On its way through the template a conversation takes several times its size; a text that becomes tokens takes
         # a hundred times its size, or four hundred.
         self._long_texts = asyncio.Semaphore(1)
@@ -116,7 +113,7 @@ class Services:
             await self.template.stop()
         self.workers.stop()
         self.token_workers.stop()
-        self._readers.stop()
+        self.bodies.stop()
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""
@@ -170,12 +167,6 @@ class Services:
         self.live.on_stats(stats)
         if stats.load is not None:
             self.admission.on_load(stats.load)
-
-    async def read(self, body: bytes, parse: Callable[[bytes], _T]) -> _T:
-        """Return what `parse` makes of a body; a big one is read by a thread. Raises ApiError as it does, and 503."""
-        if len(body) < limits.INLINE_BODY_BYTES:
-            return parse(body)
-        return await self._readers.run(len(body) // limits.BODY_BYTES_PER_CHAR, partial(parse, body))
 
     async def encode(
         self,

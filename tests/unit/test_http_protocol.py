@@ -17,7 +17,8 @@ import pytest
 import uvicorn
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import EventStream, PatientSend, SlowReader, read_body, send_body, until_disconnect
+from moeserve.frontend.bodies import Bodies
+from moeserve.frontend.http import EventStream, PatientSend, SlowReader, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.server import BoundedHttpProtocol
@@ -346,8 +347,10 @@ def test_a_client_behind_something_that_forwards_connections_is_found_out() -> N
 
 def test_half_a_request_gets_no_answer() -> None:
     async def reading(scope: Any, receive: Any, send: Any) -> None:
-        await read_body(scope, receive, max_bytes=1000, timeout_s=20)
+        await bodies.receive(scope, receive)
         await send_body(send, 200, b"{}")
+
+    bodies = Bodies(max_bytes=1000)
 
     async def scenario() -> None:
         server = Server(reading, 10)
