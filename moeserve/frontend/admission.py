@@ -16,7 +16,6 @@ from math import inf
 from starlette.types import Scope
 
 from moeserve.config import parse_limits
-from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.http import OVERLOADED, ApiError, invalid, unavailable
 from moeserve.frontend.keys import Identity, cache_account
@@ -160,13 +159,6 @@ class Admission:
     def full(self, terms: Terms, wait_s: float | None = None) -> ApiError:
         """503 for a request that finds no place."""
         return unavailable("The server's queue is full", "queue_full", self._retry_after_s(terms, wait_s))
-
-    def hold_back_s(self) -> float:
-        """Return how long an answer's status may wait for its first token, so that a refusal can still be one."""
-        load = self._load
-        if load is None or not any(backlog.waiting for backlog in load.tenants.values()):
-            return 0.0
-        return min(load.limit_s, limits.KEEP_ALIVE_S)
 
     def overload(self) -> str | None:
         """Return why a newcomer would be refused, None if it would not."""

@@ -28,7 +28,6 @@ from moeserve.frontend.http import (
     EventStream,
     context_length_exceeded,
     invalid,
-    read_body,
     send_body,
     unavailable,
     until_disconnect,
@@ -47,6 +46,9 @@ _MAX_HEADER_CHARS = 200
 # A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
 _RESUMED = b": resumed\n\n"
 _OUTPUTS_AT_ONCE = 4
+# A stream's status waits for its first token so many times as long as comments are apart: while it does, a request that
+# is dropped can still be refused.
+_STATUS_WAITS = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +81,11 @@ class GenerateRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services
         services.check_serving()
-        body = await read_body(
-            scope,
-            receive,
-            max_bytes=services.run.config.max_request_bytes,
-            timeout_s=limits.RECEIVE_TIMEOUT_S,
-        )
+        body = await services.bodies.receive(scope, receive)
         if self._dialect.prepare is not None:
             await self._dialect.prepare(body)
         facts = services.check_serving()
-        request = await services.read(body, lambda data: self._dialect.parse(data, facts))
+        request = await services.bodies.read(body, lambda data: self._dialect.parse(data, facts))
         budget = InlineBudget.of(body)
         del body
         services.metrics.count_ignored(request.ignored)
@@ -141,8 +138,7 @@ class GenerateRoute:
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send)
-                    hold_back_s = services.admission.hold_back_s()
-                    await _Streaming(group, answer, formatter, progress, stream, workers).run(hold_back_s)
+                    await _Streaming(group, answer, formatter, progress, stream, workers).run()
                 else:
                     choices = await _whole(group, answer, progress, workers)
                     await send_body(send, 200, await self._complete(formatter, choices, answer))
@@ -270,19 +266,21 @@ class _Streaming:
     stream: EventStream
     workers: Workers | None
 
-    async def run(self, hold_back_s: float) -> None:
+    async def run(self) -> None:
         """Write events until every choice has ended, or until an error event.
 
-        The status waits for the first outputs up to `hold_back_s`. Raises ApiError, with nothing written, if the
-        request is dropped by then.
+        The status waits for the first outputs, within bounds. Raises ApiError, with nothing written, if the request is
+        dropped by then.
         """
         try:
-            first = await self.group.next(hold_back_s) if hold_back_s else []
+            first = await self.group.next(_STATUS_WAITS * limits.KEEP_ALIVE_S)
         except EngineGone:
             first = []
         if any(output.finish_reason is FinishReason.LATE for _, output in first):
             _take(self.group, self.answer, first, self.progress)
         await self.stream.start()
+        if not first:
+            await self.stream.write(self.formatter.ping())
         try:
             await self._events(first)
         except EngineGone as error:

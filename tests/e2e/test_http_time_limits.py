@@ -38,6 +38,23 @@ def test_a_stream_without_news_is_kept_alive_by_comments(tmp_path: Path, monkeyp
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_is_dropped_for_its_wait_is_refused_with_a_status(tmp_path: Path, stream: bool) -> None:
+    """Nothing waited when the engine last told its load."""
+
+    async def scenario() -> None:
+        async with application(tmp_path) as (app, _, engine):
+            engine.script = admit_only
+            exchange = Exchange(app, "/v1/completions", completion(stream=stream))
+            (generate,) = await asyncio.to_thread(engine.wait_for, Generate)
+            engine.send(Outputs([Output(generate.request_id, [], FinishReason.LATE, 0, 0)]))
+            await exchange.task
+            assert (exchange.status, json.loads(exchange.writes[0])["error"]["code"]) == (503, "overloaded")
+            assert b"retry-after" in dict(exchange.sent[0]["headers"])
+
+    asyncio.run(scenario())
+
+
 def test_a_reader_that_does_not_read_loses_its_connection(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "SEND_TIMEOUT_S", 0.05)
 

@@ -192,15 +192,6 @@ def test_readiness_ends_when_a_newcomer_would_be_refused() -> None:
     assert taken.overload() is None, "another key's requests are not refused"
 
 
-def test_a_status_is_held_back_only_while_requests_wait() -> None:
-    taken, _ = admission()
-    assert taken.hold_back_s() == 0.0
-    taken.on_load(load(limit_s=2.0, a=Backlog(1.0, 3, 0, 0, 16)))
-    assert taken.hold_back_s() == 0.0
-    taken.on_load(load(limit_s=2.0, a=Backlog(1.0, 3, 1, 5, 16)))
-    assert taken.hold_back_s() == 2.0
-
-
 def terms(identity: Identity = ANYONE, header: str | None = None, **fields: Any) -> Terms:
     headers = [] if header is None else [(b"x-moeserve-slo", header.encode())]
     scope = {"state": {"identity": identity}, "headers": headers}
