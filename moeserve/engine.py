@@ -213,7 +213,8 @@ class Engine:
 
     def _wait_s(self, request: Request) -> float:
         """Return the wait of a request that is refused now, had it been queued; at least 1 s."""
-        return max(1.0, self._scheduler.load().wait_s(request.terms.tenant, request.terms.weight))
+        load = self._scheduler.load(request.num_uncached_tokens)
+        return max(1.0, load.wait_s(request.terms.tenant, request.terms.weight))
 
     def _drop_late(self) -> None:
         late = self._scheduler.drop_late()

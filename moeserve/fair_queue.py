@@ -19,6 +19,8 @@ from moeserve.pacing import Backlog
 from moeserve.plan import Request, Terms
 
 _SMOOTHING = 0.1
+# A request that lacks so many times fewer tokens passes a long prompt of its own tenant.
+FAR_SHORTER = 4
 _LPM_WINDOW = 64
 _LPM_MAX_OVERTAKERS = 32
 
@@ -28,7 +30,7 @@ class Tenant:
     """An account with its foreground, or its background, requests.
 
     `served`: its computed tokens over its weight. `request_tokens`: uncached prompt tokens of one of its typical
-    requests.
+    requests, as a geometric mean: a long prompt among short ones changes it little.
     """
 
     terms: Terms
@@ -38,7 +40,8 @@ class Tenant:
 
     def count_start(self, request: Request) -> None:
         """Learn from a request that left the queue."""
-        self.request_tokens += _SMOOTHING * (request.num_uncached_tokens - self.request_tokens)
+        num_tokens = max(1, request.num_uncached_tokens)
+        self.request_tokens = num_tokens**_SMOOTHING * (self.request_tokens or num_tokens) ** (1 - _SMOOTHING)
 
 
 class Tenants:
@@ -108,15 +111,21 @@ class Tenants:
         cost = lacking.num_uncached_tokens / other.terms.weight
         return request.priority <= lacking.priority and tenant.served < other.served + cost
 
-    def backlogs(self, running: Iterable[Request], waiting: Iterable[Request]) -> dict[str, Backlog]:
-        """Return the open work of tenants in the foreground, by their names."""
+    def backlogs(
+        self, running: Iterable[Request], waiting: Iterable[Request], own: int | None = None
+    ) -> dict[str, Backlog]:
+        """Return the open work of tenants in the foreground, by their names, as a new request would find it.
+
+        own: the uncached tokens of its prompt; None for a typical request of each tenant.
+        """
         num_running, num_waiting, tokens = Counter[str](), Counter[str](), Counter[str]()
         for request in running:
             num_running[request.terms.tenant] += not request.terms.background
         for request in waiting:
             if not request.terms.background:
                 num_waiting[request.terms.tenant] += 1
-                tokens[request.terms.tenant] += request.num_uncached_tokens
+                own_tokens = own or round(self.of(request).request_tokens) or request.num_uncached_tokens
+                tokens[request.terms.tenant] += tokens_before(own_tokens, request.num_uncached_tokens)
         found = {}
         for tenant in self._active:
             if not tenant.terms.background:
@@ -127,6 +136,14 @@ class Tenants:
     def _raise_floor(self) -> None:
         if self._active:
             self._floor = max(self._floor, min(tenant.served for tenant in self._active))
+
+
+def tokens_before(own: int, other: int) -> int:
+    """Return for how many tokens of a prompt of `other` tokens one of `own` tokens behind it waits at most.
+
+    A request does not wait for a prompt of its own tenant that lacks far more tokens than it does.
+    """
+    return min(other, FAR_SHORTER * own)
 
 
 class WaitingQueue:

@@ -74,6 +74,15 @@ class PlanDraft:
         self.num_decodes = len(self.requests)
         self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
 
+    def set_half_aside(self) -> list[int]:
+        """Halve the budgets; return the other halves, the larger ones, for `take_back`."""
+        set_aside = [budget - budget // 2 for budget in self.budgets]
+        self.budgets = [budget - half for budget, half in zip(self.budgets, set_aside, strict=True)]
+        return set_aside
+
+    def take_back(self, set_aside: list[int]) -> None:
+        self.budgets = [budget + half for budget, half in zip(self.budgets, set_aside, strict=True)]
+
     def add_unsampled(
         self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
     ) -> None:

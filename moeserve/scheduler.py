@@ -2,16 +2,18 @@
 
 There is no prefill phase and no decode phase. A request has `num_computed_tokens`; a step advances some requests by
 some tokens under a token budget: first the requests that lack one token, then prompts in chunks with the rest of the
-budget. Prefix hits, chunked prefill, preemption and resuming are all this one idea.
+budget, where a long prompt lets far shorter ones of its tenant pass. Prefix hits, chunked prefill, preemption and
+resuming are all this one idea.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
-from moeserve.fair_queue import Tenant, Tenants, WaitingQueue
+from moeserve.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue, tokens_before
 from moeserve.pacing import Load, Pace, Slo
 from moeserve.plan import (
     Chunk,
@@ -84,7 +86,8 @@ class Scheduler:
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
         self._committed: PlanDraft | None = None
-        self._lacks_memory = False
+        # The first request of each tenant that found no memory in the latest step.
+        self._lacking: dict[Tenant, Request] = {}
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         self._started: list[Request] = []
@@ -144,16 +147,21 @@ class Scheduler:
         if not len(self._waiting):
             return []
         load, late = self.load(), []
-        num_places, num_tokens = 1 - load.num_free_places, 0
+        ahead: list[int] = []
+        num_tokens = 0
         for request in self._waiting.candidates():
             waited_s, limit_s = self._pace.now - request.arrived_at, self._pace.limit(request)
-            until_begun_s = waited_s + load.wait_behind_s(num_places, num_tokens)
-            is_late = waited_s > limit_s or until_begun_s > _CLEARLY_LATE * limit_s
+            spare_s = _CLEARLY_LATE * limit_s - waited_s
+            own, num_places = request.num_uncached_tokens, len(ahead) + 1 - load.num_free_places
+            is_late = waited_s > limit_s or (
+                load.wait_behind_s(num_places, num_tokens) > spare_s
+                and load.wait_behind_s(num_places, sum(tokens_before(own, other) for other in ahead)) > spare_s
+            )
             if is_late and request.arrival < self._num_tried:
                 late.append(request)
             else:
-                num_places += 1
-                num_tokens += request.num_uncached_tokens
+                ahead.append(own)
+                num_tokens += own
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -186,13 +194,13 @@ class Scheduler:
         prompts: list[Request] = []
         self._num_places = self._pace.num_places()
         self._make_room()
-        # A request that found no memory in an earlier step, and is not tried in this step, may find it free by now.
-        self._lacks_memory = False
+        # A request that is not tried in this step may find memory by now.
+        self._lacking = {}
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
             if request.yields or (request.num_scheduled_tokens and not self._run_ahead):
                 continue
-            num_pending = len(request.token_ids) - request.num_planned_tokens
+            num_pending = _num_pending(request)
             if num_pending > 1:
                 prompts.append(request)
             elif num_pending == 1:
@@ -206,7 +214,8 @@ class Scheduler:
         patient = [request for request in prompts if request not in urgent]
         self._schedule_prompts(urgent, draft)
         if patient:
-            self._admit(draft, before=patient[0])
+            candidates = self._waiting.candidates()
+            self._admit(draft, takewhile(lambda request: self._tenants.goes_before(request, patient[0]), candidates))
             self._schedule_prompts(patient, draft)
         self._admit(draft)
         self._pace.note_waiting(self._waiting)
@@ -274,12 +283,12 @@ class Scheduler:
             self._pace.count_step(*self._committed.size, seconds)
             self._committed = None
 
-    def load(self) -> Load:
-        """Return the load that a request would find now."""
-        backlogs = self._tenants.backlogs(self._running, self._waiting)
+    def load(self, num_tokens: int | None = None) -> Load:
+        """Return the load that a request would find now. num_tokens: its uncached prompt's; None for a typical one."""
+        backlogs = self._tenants.backlogs(self._running, self._waiting, num_tokens)
         is_awaited = any(backlog.waiting for backlog in backlogs.values())
         gives_way = any(request.terms.background for request in self._running)
-        return self._pace.load(backlogs, self._lacks_memory and is_awaited and not gives_way)
+        return self._pace.load(backlogs, bool(self._lacking) and is_awaited and not gives_way)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
@@ -311,7 +320,7 @@ class Scheduler:
         request.num_uncached_tokens = len(request.token_ids) - self._num_cached_soon(request)
         if not len(self._waiting):
             return
-        wait_s = self.load().wait_s(request.terms.tenant, request.terms.weight)
+        wait_s = self.load(request.num_uncached_tokens).wait_s(request.terms.tenant, request.terms.weight)
         if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
 
@@ -323,7 +332,7 @@ class Scheduler:
             return
         self._sharing.sort(self._running)
         is_full = len(self._running) >= self._num_places
-        for victim in self._sharing.victims(self._waiting, is_full=is_full, lacks_memory=self._lacks_memory):
+        for victim in self._sharing.victims(self._waiting, is_full=is_full, lacks_memory=bool(self._lacking)):
             if victim.num_scheduled_tokens:
                 victim.yields = True
             else:
@@ -333,6 +342,10 @@ class Scheduler:
         """Plan chunks of running requests that lack more than one token, in order."""
         for request in prompts:
             rank = request.rank
+            if request in draft.prompts:
+                continue
+            if _num_pending(request) > draft.budgets[rank] > 0:
+                self._let_shorter_pass(request, prompts, draft)
             if request.lease is None or draft.budgets[rank] <= 0:
                 continue
             if not request.num_scheduled_tokens:
@@ -340,26 +353,39 @@ class Scheduler:
             if not self._memories[rank].awaits_any(request, self._scheduled_prompts(draft)):
                 self._plan_chunk(request, draft.budgets[rank], draft)
 
-    def _admit(self, draft: PlanDraft, before: Request | None = None) -> None:
+    def _let_shorter_pass(self, request: Request, prompts: list[Request], draft: PlanDraft) -> None:
+        """Plan requests of the same tenant that lack far fewer tokens than this one, which would fill the step.
+
+        They get half of what is left. So none waits for all of a long prompt, which takes at most twice as long.
+        """
+        most = _num_pending(request) // FAR_SHORTER
+        shorter = [other for other in prompts if self._are_alike(other, request) and _num_pending(other) <= most]
+        set_aside = draft.set_half_aside()
+        self._schedule_prompts(shorter, draft)
+        waiting = self._waiting.candidates()
+        self._admit(draft, [r for r in waiting if self._are_alike(r, request) and r.num_uncached_tokens <= most])
+        draft.take_back(set_aside)
+
+    def _are_alike(self, one: Request, other: Request) -> bool:
+        return self._tenants.of(one) is self._tenants.of(other) and one.priority == other.priority
+
+    def _admit(self, draft: PlanDraft, candidates: Iterable[Request] | None = None) -> None:
         """Admit waiting requests while budget, places and memory for their whole prompts last.
 
         No request passes one of its own tenant that finds no memory. Other tenants' requests do until they have had as
-        much as it will. before: admit only requests that go before this running prompt.
+        much as it will. candidates: in the order in which they are tried; None for all.
         """
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
-        lacking: dict[Tenant, Request] = {}
         places = Counter(map(self._tenants.of, self._running))
-        candidates = self._waiting.candidates()
-        for request in candidates:
-            if before is not None and not self._tenants.goes_before(request, before):
-                break
+        waiting = self._waiting.candidates()
+        for request in waiting if candidates is None else candidates:
             tenant = self._tenants.of(request)
-            if tenant in lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
+            if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
                 continue
-            if not all(self._tenants.may_pass(request, other) for other in lacking.values()):
+            if not all(self._tenants.may_pass(request, other) for other in self._lacking.values()):
                 break
             outcome = loads.place(request, self._scheduled_prompts(draft))
             if outcome is AdmissionOutcome.FOLLOWS:
@@ -368,19 +394,18 @@ class Scheduler:
                     break
                 continue
             if outcome is AdmissionOutcome.NO_ROOM:
-                lacking[tenant] = request
+                self._lacking[tenant] = request
                 continue
             places[tenant] += 1
             self._waiting.take(request)
             self._running.append(request)
             self._memories[request.rank].recall(request)
-            self._memories[request.rank].foresee(request, candidates[:_MAX_FOLLOWERS_TRIED])
+            self._memories[request.rank].foresee(request, waiting[:_MAX_FOLLOWERS_TRIED])
             self._count_start(request)
             self._plan_chunk(request, draft.budgets[request.rank], draft)
             loads.add(request)
             if draft.is_full or len(self._running) >= self._num_places:
                 break
-        self._lacks_memory = self._lacks_memory or bool(lacking)
         self._sharing.sort(self._running)
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
@@ -398,8 +423,7 @@ class Scheduler:
             return
         rank = request.rank
         memory = self._memories[rank]
-        pending = len(request.token_ids) - request.num_planned_tokens
-        count = wanted = memory.cut_chunk(request, min(pending, limit))
+        count = wanted = memory.cut_chunk(request, min(_num_pending(request), limit))
         sparing = True
         while (new := memory.grow(request, count, sparing=sparing)) is None:
             count = memory.num_tokens_that_fit(request, sparing=sparing)
@@ -525,6 +549,11 @@ class Scheduler:
         if request.cache is not None and not request.failed:
             memory.retain(request, request.cache)
         memory.detach(request, 0 if request.failed else len(request.token_ids))
+
+
+def _num_pending(request: Request) -> int:
+    """Return the number of the request's known tokens that no plan computes yet."""
+    return len(request.token_ids) - request.num_planned_tokens
 
 
 def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:

@@ -215,7 +215,8 @@ class OverloadSimulation:
             self.rejections["by the engine"] += 1
             self._end(client)
             self._clock = self.now
-            wait_s = self.scheduler.load().wait_s(client.terms.tenant, client.terms.weight)
+            load = self.scheduler.load(request.num_uncached_tokens)
+            wait_s = load.wait_s(client.terms.tenant, client.terms.weight)
             self._come_back(client, max(1.0, wait_s))
 
     def _tell(self) -> None:

@@ -137,6 +137,23 @@ def test_another_key_is_served_at_once_under_a_flood(flood: str, num_blocks: int
     simulation.scheduler.check_idle()
 
 
+@pytest.mark.parametrize("num_long", [1, 6])
+def test_short_requests_of_the_same_key_are_served_at_once_beside_long_prompts(num_long: int) -> None:
+    """Without keys all clients are one tenant."""
+    before = [Client(f"before {number}", 0.5 * number) for number in range(20)]
+    long = [Client(f"long {number}", 12 + 0.1 * number, num_prompt_tokens=7600) for number in range(num_long)]
+    short = [Client(f"short {number}", 13 + 0.5 * number) for number in range(40)]
+    simulation = OverloadSimulation()
+    simulation.run(before + long + short)
+    assert all(client.met(TTFT_S) and not client.refusals for client in short)
+    alone = Client("alone", 0.0, num_prompt_tokens=7600)
+    OverloadSimulation().run([alone])
+    assert long[0].ttft is not None
+    assert alone.ttft is not None
+    assert alone.ttft < long[0].ttft < 2 * alone.ttft
+    simulation.scheduler.check_idle()
+
+
 def test_background_requests_are_done_and_stand_in_nobodys_way() -> None:
     background = Terms(patient=True, background=True)
     later = [Client(f"back {number}", 0.0, background, 300, 200, 2**31) for number in range(100)]

@@ -110,12 +110,88 @@ def test_an_urgent_request_does_not_wait_for_the_prompt_of_a_patient_one() -> No
     simulation.add("patient", [1] * 200, SamplingParams(max_tokens=2), priority=1)
     simulation.step()
     simulation.add("urgent", [2] * 5, SamplingParams(max_tokens=2))
-    simulation.add("equal", [3] * 20, SamplingParams(max_tokens=2), priority=1)
+    simulation.add("equal", [3] * 60, SamplingParams(max_tokens=2), priority=1)
     simulation.step()
     assert [chunk.request_id for chunk in simulation.plans[-1].chunks] == ["urgent", "patient"]
     simulation.run()
     ends = {chunk.request_id: plan.step for plan in simulation.plans for chunk in plan.chunks}
     assert ends["urgent"] < ends["patient"] <= ends["equal"]
+    simulation.check_all_done()
+
+
+def tokens_by_step(simulation: Simulation, first: int) -> list[dict[str, int]]:
+    """Return the tokens of each request in the steps from number `first` on."""
+    plans = (plan for plan in simulation.plans if plan.step >= first)
+    return [{chunk.request_id: len(chunk.token_ids) for chunk in plan.chunks} for plan in plans]
+
+
+def test_far_shorter_prompts_of_the_same_tenant_get_half_of_each_step_beside_a_long_one() -> None:
+    simulation = Simulation(num_blocks=200, block_size=4, budget=8)
+    simulation.add("long", [1] * 200, SamplingParams(max_tokens=1))
+    simulation.step()
+    for number in range(3):
+        simulation.add(f"short {number}", [2 + number] * 6, SamplingParams(max_tokens=1))
+    simulation.run()
+    assert tokens_by_step(simulation, 2)[:6] == [
+        {"short 0": 4, "long": 4},
+        {"short 0": 2, "short 1": 2, "long": 4},
+        {"short 1": 4, "long": 4},
+        {"short 2": 4, "long": 4},
+        {"short 2": 2, "long": 6},
+        {"long": 8},
+    ]
+    simulation.check_all_done()
+
+
+def test_the_same_holds_among_the_shorter_ones() -> None:
+    simulation = Simulation(num_blocks=200, block_size=4, budget=8)
+    simulation.add("long", [1] * 200, SamplingParams(max_tokens=1))
+    simulation.step()
+    simulation.add("shorter", [2] * 40, SamplingParams(max_tokens=1))
+    simulation.step()
+    simulation.add("shortest", [3] * 4, SamplingParams(max_tokens=1))
+    simulation.run()
+    assert tokens_by_step(simulation, 3)[:3] == [
+        {"shortest": 2, "shorter": 2, "long": 4},
+        {"shortest": 2, "shorter": 2, "long": 4},
+        {"shorter": 4, "long": 4},
+    ]
+    simulation.check_all_done()
+
+
+@pytest.mark.parametrize("run_ahead", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_prompts_of_all_lengths_pass_each_other_and_all_are_served(num_ranks: int, run_ahead: bool) -> None:
+    for seed in range(8):
+        random = Random(seed)
+        budget, num_blocks = random.choice([16, 32, 64]), random.choice([300, 3000])
+        simulation = Simulation(
+            num_blocks=num_blocks,
+            block_size=4,
+            budget=budget,
+            num_ranks=num_ranks,
+            max_num_seqs=16,
+            run_ahead=run_ahead,
+        )
+        for number in range(20):
+            length, num_tokens = random.choice([3, 10, 60, 250, 1000]), random.choice([1, 20])
+            prompt = [random.randrange(50) for _ in range(length)]
+            simulation.add(f"{number}", prompt, SamplingParams(num_tokens), priority=random.choice([0, 0, 0, 1]))
+            for _ in range(random.randrange(3)):
+                simulation.step()
+        simulation.run()
+        simulation.check_all_done()
+
+
+@pytest.mark.parametrize(("length", "priority"), [(50, 0), (4, 1)], ids=["about as long", "less urgent"])
+def test_other_prompts_do_not_pass_a_long_one(length: int, priority: int) -> None:
+    simulation = Simulation(num_blocks=200, block_size=4, budget=8)
+    simulation.add("long", [1] * 200, SamplingParams(max_tokens=1))
+    simulation.step()
+    simulation.add("other", [2] * length, SamplingParams(max_tokens=1), priority=priority)
+    simulation.step()
+    assert tokens_by_step(simulation, 2) == [{"long": 8}]
+    simulation.run()
     simulation.check_all_done()
 
 

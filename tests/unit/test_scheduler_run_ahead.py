@@ -50,7 +50,7 @@ def test_nothing_is_planned_beyond_the_last_token() -> None:
 
 def test_drawn_by_counts_the_sampled_chunks_of_the_plan_before() -> None:
     run = simulation(budget=8)
-    run.add("long", list(range(20)), SamplingParams(max_tokens=2))
+    run.add("long", list(range(12)), SamplingParams(max_tokens=2))
     run.step()
     run.add("short", PROMPT[:2], SamplingParams(max_tokens=3, seed=1))
     run.run()
