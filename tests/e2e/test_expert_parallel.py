@@ -110,9 +110,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """For tests that leave it as it is. The last one ends it; it saves what it saw as `statistics` then."""
-    folder = tmp_path_factory.mktemp("s")
-    with service(model, folder, *TWO, "--expert-statistics", str(folder / "statistics")) as started:
+    """For tests that leave it as it is."""
+    with service(model, tmp_path_factory.mktemp("s"), *TWO) as started:
         yield started
 
 
@@ -207,20 +206,21 @@ def test_on_one_node_nothing_listens_but_on_loopback(shared: Service) -> None:
     assert not found
 
 
-def test_what_two_ranks_saw_is_saved_at_the_end(shared: Service, model: Path) -> None:
-    """The last test of the shared service."""
-    described = shared.http.get("/v1/experts").json()
-    assert described["num_ranks"] == 2
-    assert described["placement"]["ranks"] == [[[0], [0], [1], [1]]] * 2
-    assert len(described["balancedness"]["ranks"]) == 2
-    usage = [complete(shared, prompt) for prompt in prompts()[:4]]
-    computed = described["recording"]["tokens"]
-    computed += sum(len(prompt) + 23 - cached for prompt, (_, cached) in zip(prompts(), usage, strict=False))
-    assert shared.http.get("/v1/experts").json()["recording"]["tokens"] == computed
-    wait_until(lambda: min(links(shared).get(pair, 0) for pair in (("0", "1"), ("1", "0"))) > 0)
-    shared.process.send_signal(signal.SIGTERM)
-    assert shared.end() == 0
-    statistics = load_statistics(shared.run_root.parent / "statistics", statistics_key(model))
+def test_what_two_ranks_saw_is_saved_at_the_end(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "statistics"
+    with service(model, tmp_path, *TWO, "--expert-statistics", str(file)) as running:
+        described = running.http.get("/v1/experts").json()
+        assert described["num_ranks"] == 2
+        assert described["placement"]["ranks"] == [[[0], [0], [1], [1]]] * 2
+        assert len(described["balancedness"]["ranks"]) == 2
+        usage = [complete(running, prompt) for prompt in prompts()[:4]]
+        computed = described["recording"]["tokens"]
+        computed += sum(len(prompt) + 23 - cached for prompt, (_, cached) in zip(prompts(), usage, strict=False))
+        assert running.http.get("/v1/experts").json()["recording"]["tokens"] == computed
+        wait_until(lambda: min(links(running).get(pair, 0) for pair in (("0", "1"), ("1", "0"))) > 0)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+    statistics = load_statistics(file, statistics_key(model))
     assert statistics.load().sum(axis=1)[0] == pytest.approx(computed * statistics.spec.top_k, rel=0.01)
 
 

@@ -221,11 +221,12 @@ def test_a_drain_lets_the_streams_of_both_finish(tmp_path_factory: pytest.TempPa
         assert started.leaves_nothing()
 
 
-def test_nothing_is_left_of_a_killed_supervisor(running: Service) -> None:
-    """The last test of the file: the service is gone after it."""
-    everyone = descendants(running.process.pid)
-    assert len(everyone) >= 6
-    shared = set(os.listdir("/dev/shm"))
-    running.process.kill()
-    wait_until(lambda: not any(is_alive(pid) for pid in everyone) and not list(running.run_root.iterdir()), timeout=5)
-    assert set(os.listdir("/dev/shm")) <= shared
+def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
+    with service(write_tiny_checkpoint(tmp_path / "m"), tmp_path, "--num-frontends", "2") as started:
+        everyone = descendants(started.process.pid)
+        assert len(everyone) >= 6
+        shared = set(os.listdir("/dev/shm"))
+        started.process.kill()
+        files = started.run_root
+        wait_until(lambda: not any(is_alive(pid) for pid in everyone) and not list(files.iterdir()), timeout=5)
+        assert set(os.listdir("/dev/shm")) <= shared
