@@ -4,7 +4,8 @@
 
 The scheduler, the prefix cache and the memory plan are the service's; nothing is computed, so these are counts that any
 machine gives. Both columns have the same memory: that of `--memory` tokens in all layers. The load is that of
-`moeserve bench serve --workload agents`, one token per word.
+`moeserve bench serve --workload agents`, one token per word. `--ratio` tries another number of KV blocks for a window
+block than the memory plan chooses.
 """
 
 from __future__ import annotations
@@ -36,12 +37,20 @@ MODELS = (
 )
 
 
-def caches(layers: Layers, memory: int, block_size: int) -> tuple[PrefixCache, PrefixCache]:
-    """Return the caches of one pool for all layers, and of two pools. memory: in tokens of all layers."""
+def caches(layers: Layers, memory: int, block_size: int, ratio: float | None = None) -> tuple[PrefixCache, PrefixCache]:
+    """Return the caches of one pool for all layers, and of two pools.
+
+    memory: in tokens of all layers. ratio: KV blocks for a window block, None as the memory plan chooses.
+    """
     # A layer takes a byte per token: only ratios count.
     block_bytes = (layers.num_full + layers.num_windowed) * block_size
     demand = WindowDemand(layers.num_windowed * block_size, layers.window, NUM_SLOTS, STEP_TOKENS)
-    num_blocks, num_window_blocks = demand.share(memory // block_size * block_bytes, block_bytes, block_size, None)
+    total = memory // block_size * block_bytes
+    num_blocks, num_window_blocks = demand.share(total, block_bytes, block_size, None)
+    if ratio is not None and layers.num_full:
+        window_bytes, full_bytes = layers.num_windowed * block_size, layers.num_full * block_size
+        num_window_blocks = int(total / (ratio * full_bytes + window_bytes))
+        num_blocks = (total - num_window_blocks * window_bytes) // full_bytes
     apart = PrefixCache(num_blocks, block_size, num_window_blocks=num_window_blocks, window=layers.window)
     return PrefixCache(memory // block_size, block_size), apart
 
@@ -53,7 +62,7 @@ def reused(cache: PrefixCache, load: Load) -> float:
     return service.num_cached / service.num_prompt
 
 
-def report(load: Load, memories: Sequence[int]) -> list[str]:
+def report(load: Load, memories: Sequence[int], ratio: float | None) -> list[str]:
     """Return the lines of a table."""
     lines = [
         "| layers of | memory: tokens in all layers | tokens with window blocks | reused without | reused with them |",
@@ -61,7 +70,7 @@ def report(load: Load, memories: Sequence[int]) -> list[str]:
     ]
     for layers in MODELS:
         for memory in memories:
-            together, apart = caches(layers, memory, load.block_size)
+            together, apart = caches(layers, memory, load.block_size, ratio)
             shares = " | ".join(f"{100 * reused(cache, load):.1f} %" for cache in (together, apart))
             lines.append(f"| {layers.name} | {memory:,} | {apart.num_blocks * apart.block_size:,} | {shares} |")
     return lines
@@ -72,9 +81,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--agents", type=int, default=48)
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--memory", type=int, nargs="+", default=[16_000, 32_000, 64_000], help="tokens in all layers")
+    parser.add_argument("--ratio", type=float, help="KV blocks for a window block")
     options = parser.parse_args(arguments)
     load = agents_load(Shape(num_agents=options.agents, num_turns=options.turns))
-    print("\n".join(report(load, options.memory)))
+    print("\n".join(report(load, options.memory, options.ratio)))
 
 
 if __name__ == "__main__":
