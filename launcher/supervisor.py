@@ -30,7 +30,7 @@ from launcher.processes import (
     default_threads,
 )
 from launcher.restarts import RestartPolicy
-from launcher.watches import READY_TICK, Vitals, wait_for_hang, wait_for_silence
+from launcher.watches import READY_TICK, Vitals, wait_for_hang, wait_for_silence, wait_for_stop
 from moeserve.wire import EngineNews, RunContext, encode_news
 
 WORKER_MODULE = "launcher.worker"
@@ -75,7 +75,7 @@ class Listeners:
 @dataclass(eq=False)
 class _Life:
     """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
-    in a sentence. `tasks` end with it.
+    in a sentence. `starting` are tasks that end when it serves, `tasks` those that end with it.
 
     An engine that is a copy of the child (`launcher.copies`) has a life, a `pid`, and `copy`, a pidfd, of its own.
     """
@@ -87,7 +87,13 @@ class _Life:
     has_ended: bool = False
     serves_since: float | None = None
     why: str | None = None
+    starting: list[asyncio.Task[None]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    def serve(self) -> None:
+        self.serves_since = time.monotonic()
+        for task in self.starting:
+            task.cancel()
 
     def kill(self) -> None:
         """Kill the engine alone where it is a copy, else the child. No effect on a life that has ended."""
@@ -99,7 +105,7 @@ class _Life:
 
     def end(self) -> None:
         self.has_ended = True
-        for task in self.tasks:
+        for task in (*self.starting, *self.tasks):
             task.cancel()
         if self.copy is not None:
             os.close(self.copy)
@@ -285,6 +291,7 @@ class Supervisor:
 
     def _begin(self, child: Child) -> _Life:
         life = _Life(child, time.monotonic(), child.pid)
+        life.starting.append(self._spawn(self._await_stop(life)))
         self._lives.append(life)
         return life
 
@@ -313,11 +320,14 @@ class Supervisor:
             while line := await reader.readline():
                 self._events.put_nowait(_Said(child, decode_status(line)))
 
+    async def _await_stop(self, life: _Life) -> None:
+        why = await wait_for_stop(life.child.pid, self._context.config.engine_timeout)
+        self._events.put_nowait(_Stuck(life, f"{subject(life.child.name)} hung at its start ({why}) and was ended."))
+
     async def _await_http(self, life: _Life) -> None:
         await asyncio.sleep(self._grace.http_ready)
-        if life.serves_since is None:
-            sentence = f"{subject(life.child.name)} did not become ready within {self._grace.http_ready:.0f} s."
-            self._events.put_nowait(_Stuck(life, sentence))
+        sentence = f"{subject(life.child.name)} did not become ready within {self._grace.http_ready:.0f} s."
+        self._events.put_nowait(_Stuck(life, sentence))
 
     async def _await_hang(self, life: _Life) -> None:
         context = self._context
@@ -358,16 +368,15 @@ class Supervisor:
     async def _await_start(self, life: _Life) -> None:
         limit = _START_PATIENCE * max(self._seconds_to_load, self._context.config.engine_timeout)
         await asyncio.sleep(limit)
-        if life.serves_since is None:
-            sentence = f"The model process did not load its model again within {limit:.0f} s and was ended."
-            self._events.put_nowait(_Stuck(life, sentence))
+        sentence = f"The model process did not load its model again within {limit:.0f} s and was ended."
+        self._events.put_nowait(_Stuck(life, sentence))
 
     def _handle(self, event: _Event) -> None:
         match event:
             case _Said(child=child, status=status):
                 self._on_status(self._life_of(child), status)
             case _Serving(life=life) if life.serves_since is None:
-                life.serves_since = time.monotonic()
+                life.serve()
                 self._on_serving()
             case _Signal(number=number):
                 self._on_signal(number)
@@ -418,7 +427,7 @@ class Supervisor:
                     life.child.send_signal(signal.SIGTERM)
 
     def _on_ready(self, life: _Life, status: Ready) -> None:
-        now = life.serves_since = time.monotonic()
+        life.serve()
         if status.pid not in (None, life.child.pid):
             with suppress(ProcessLookupError):
                 pidfd, life.pid = os.pidfd_open(status.pid), status.pid
@@ -430,13 +439,14 @@ class Supervisor:
         self._vitals.expect(_WORKER)
         if self._ready is None:
             self._ready = status
-            self._seconds_to_load = now - life.began
+            self._seconds_to_load = time.monotonic() - life.began
             self._tell_frontends(self._engine_news())
             for frontend in self._frontends.values():
-                frontend.tasks.append(self._spawn(self._await_http(frontend)))
+                frontend.starting.append(self._spawn(self._await_http(frontend)))
             self._on_serving()
         elif self._exit_code in (None, 0):
-            self._tell.notice(f"The model process serves again, {now - self._engine_lost_at:.1f} s after its end.")
+            pause = time.monotonic() - self._engine_lost_at
+            self._tell.notice(f"The model process serves again, {pause:.1f} s after its end.")
 
     def _on_signal(self, number: signal.Signals) -> None:
         if number == signal.SIGUSR1:
@@ -544,7 +554,7 @@ class Supervisor:
             life = self._start_frontend(name)
             self._write(self._news[name], encode_news(self._engine_news()))
             self._vitals.expect(name)
-            life.tasks.append(self._spawn(self._await_http(life)))
+            life.starting.append(self._spawn(self._await_http(life)))
             return
         remove_files_of(self._context)
         self._context = replace(self._context, incarnation=self._context.incarnation + 1)
@@ -556,7 +566,7 @@ class Supervisor:
             self._write(self._orders, f"{self._context.file}\n".encode())
         else:
             self._worker = self._start_worker()
-        self._worker.tasks.append(self._spawn(self._await_start(self._worker)))
+        self._worker.starting.append(self._spawn(self._await_start(self._worker)))
         self._tell_frontends(self._engine_news())
 
     def _engine_news(self) -> EngineNews:

@@ -1,10 +1,14 @@
-"""How the supervisor sees that a process hangs: heartbeats of the engine, ticks of a frontend."""
+"""How the supervisor sees that a process hangs: by the engine's heartbeats, by a frontend's ticks, before that by its
+state."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import zmq
 import zmq.asyncio
@@ -13,6 +17,8 @@ from moeserve.wire import DecodeError, Heartbeat, decode
 
 _SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
 _SECONDS_BETWEEN_BEATING = 1.0
+# Of the states in /proc/PID/stat.
+_STOPPED = "T"
 # The bytes that a frontend writes while it answers: it would admit a generation, or not.
 READY_TICK, TICK = b"+", b"."
 
@@ -97,6 +103,36 @@ async def wait_for_silence(descriptor: int, timeout: float, heard: Callable[[byt
         # The loop must forget the descriptor, which is soon another pipe's.
         transport.close()
     return None
+
+
+async def wait_for_stop(pid: int, timeout: float) -> str:
+    """Wait until a process, or one that it has started, has been stopped (SIGSTOP) for `timeout` seconds; say which.
+
+    This is for processes that load and show no life yet. Looks are counted, not seconds, so that the time in which this
+    process was stopped with the others (Ctrl-Z) does not count.
+    """
+    num_looks: Counter[int] = Counter()
+    while True:
+        await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
+        num_looks = Counter({stopped: num_looks[stopped] + 1 for stopped in _tree(pid) if _is_stopped(stopped)})
+        for stopped, count in num_looks.items():
+            if count * _SECONDS_BETWEEN_HEARTBEAT_CHECKS >= timeout:
+                return f"process {stopped} was stopped for {timeout:g} s"
+
+
+def _tree(pid: int) -> Iterator[int]:
+    """Yield a process, all that it has started, and all that these have."""
+    yield pid
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):
+            for child in children.read_text().split():
+                yield from _tree(int(child))
+
+
+def _is_stopped(pid: int) -> bool:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == _STOPPED
+    return False
 
 
 async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None] = lambda: None) -> str:

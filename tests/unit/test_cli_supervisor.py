@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.forking import popen
-from tests.support.service import is_alive
+from tests.support.service import descendants, is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 # Where a process hangs. Elsewhere one that the machine holds up for a second is not to be taken for hung.
@@ -374,6 +374,23 @@ def test_a_worker_that_hangs_while_it_loads_again_is_ended(start):
     os.kill(service.pids[0], signal.SIGKILL)
     assert "was ended by SIGKILL" in service.wait_for("notice")
     assert "did not load its model again within" in service.wait_for("notice")
+    service.process.send_signal(signal.SIGINT)
+    assert service.end() == 130
+    assert service.leaves_nothing()
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_stopped_while_it_loads_again_is_ended_after_the_timeout_of_an_engine(start):
+    service = start(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2", **HANGS)
+    service.wait_until_ready()
+    before = descendants(service.process.pid)
+    os.kill(service.pids[0], signal.SIGKILL)
+    assert "was ended by SIGKILL" in service.wait_for("notice")
+    service.wait_for("frontend hears of engine 8")
+    [loading] = descendants(service.process.pid) - before
+    os.kill(loading, signal.SIGSTOP)
+    sentence = f"hung at its start (process {loading} was stopped for 1 s) and was ended; it is started again"
+    assert sentence in service.wait_for("notice")
     service.process.send_signal(signal.SIGINT)
     assert service.end() == 130
     assert service.leaves_nothing()

@@ -1,9 +1,16 @@
-"""The judgement on heartbeats, and when the supervisor itself shows life."""
+"""The judgement on heartbeats and stopped processes, and when the supervisor itself shows life."""
+
+import asyncio
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
 
 import pytest
 
-from launcher.watches import ProgressWatch, Vitals
+from launcher.watches import ProgressWatch, Vitals, wait_for_stop
 from moeserve.wire import Heartbeat
+from tests.support.service import descendants, wait_until
 
 
 def beats(watch: ProgressWatch, times: list[float], *, turn: int, busy: bool) -> None:
@@ -48,3 +55,20 @@ def test_the_supervisor_shows_life_once_all_do_that_are_expected() -> None:
     vitals.note("a")
     assert len(beating) == 1
     assert vitals.of("b") == "not heard yet"
+
+
+@pytest.fixture
+def parent() -> Iterator[int]:
+    """Pid of a process that has started another one."""
+    process = subprocess.Popen(["sh", "-c", "sleep 60 & wait"], start_new_session=True)
+    wait_until(lambda: descendants(process.pid))
+    yield process.pid
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+@pytest.mark.parametrize("of_child", [False, True])
+def test_a_process_that_stays_stopped_is_found_and_so_is_one_that_it_has_started(parent: int, of_child: bool) -> None:
+    stopped = next(iter(descendants(parent))) if of_child else parent
+    os.kill(stopped, signal.SIGSTOP)
+    assert asyncio.run(wait_for_stop(parent, 0.5)) == f"process {stopped} was stopped for 0.5 s"
