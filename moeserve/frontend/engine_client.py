@@ -18,7 +18,8 @@ import structlog
 import zmq.asyncio
 
 from moeserve.frontend.engine_link import EngineLink
-from moeserve.frontend.request_group import EngineGone, EngineSilent, RequestGroup
+from moeserve.frontend.request_group import CrashSuspect, EngineGone, EngineSilent, RequestGroup
+from moeserve.plan import SamplingParams
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -40,6 +41,11 @@ log = structlog.get_logger(__name__)
 
 # Times --engine-timeout. A hung engine is ended after that time, and its requests then wait for the next one.
 _PATIENCE = 1.5
+# Of the requests that engines died of so many are known again when clients repeat them, for so long.
+_MAX_CULPRITS = 16
+_CULPRIT_SECONDS = 600.0
+
+_Work = tuple[bytes, SamplingParams]
 
 
 class EngineClient:
@@ -52,7 +58,7 @@ class EngineClient:
 
     One of the requests that an engine died with may be the cause. So the next engine gets them one after the other,
     each as soon as the one before is beyond the place where it was; if the engine dies meanwhile, only requests count
-    as present that are not.
+    as present that are not. A request that has ended engines is refused when it comes again, under whatever seed.
     """
 
     def __init__(
@@ -72,6 +78,8 @@ class EngineClient:
         self._groups: dict[str, RequestGroup] = {}
         self._suspects: deque[RequestGroup] = deque()
         self._on_trial: RequestGroup | None = None
+        # What ended engines, and until when it is refused, on the loop's clock.
+        self._culprits: deque[tuple[float, _Work]] = deque(maxlen=_MAX_CULPRITS)
         self._controls: dict[int, asyncio.Future[ControlResult]] = {}
         self._next_control = 0
         self._link: EngineLink | None = None
@@ -159,8 +167,13 @@ class EngineClient:
                 future.set_exception(EngineGone(reason))
 
     def _hand_over(self, group: RequestGroup) -> None:
-        """Send what is left of the group's requests. Raises EngineGone."""
-        for generate in group.take_to_engine():
+        """Send what is left of the group's requests. Raises EngineGone; CrashSuspect for what ended engines before."""
+        generates = group.take_to_engine()
+        now = asyncio.get_running_loop().time()
+        culprits = [work for until, work in self._culprits if now < until]
+        if culprits and any(_work_of(generate) in culprits for generate in generates):
+            raise CrashSuspect("the engine ended when it had this request before")
+        for generate in generates:
             self._send_of_group(generate)
 
     def _finish(self, request_id: str, keep_tokens: int) -> None:
@@ -206,7 +219,7 @@ class EngineClient:
                 self.restart_seconds = news.seconds
                 self._num_restarts_told = news.num_restarts
                 if news.incarnation != self._incarnation:
-                    self._lose("another one takes its place")
+                    self._lose("the engine ended and another one takes its place")
                     self._incarnation = news.incarnation
                     self._link = self._connect(news.incarnation)
         self._die("the supervisor ended")
@@ -226,7 +239,9 @@ class EngineClient:
         self.lost.set()
         self._fail_controls(reason)
         for group in self._open_groups():
-            group.lose_engine(counts=self._on_trial is None or not group.has_passed)
+            counts = self._on_trial is None or not group.has_passed
+            until = asyncio.get_running_loop().time() + _CULPRIT_SECONDS
+            self._culprits.extend((until, _work_of(generate)) for generate in group.lose_engine(counts=counts))
         self._on_trial = None
         self._suspects.clear()
 
@@ -300,3 +315,8 @@ class EngineClient:
                 self._on_ready(message)
             case Refused(reason=reason):
                 self._die(f"the engine refused this frontend: {reason}")
+
+
+def _work_of(generate: Generate) -> _Work:
+    """Return a request's prompt and parameters but for the seed, which is drawn anew each time."""
+    return generate.token_ids, replace(generate.sampling, seed=0)

@@ -8,7 +8,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -39,7 +39,7 @@ from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRej
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget, Workers
-from moeserve.plan import FinishReason, Terms
+from moeserve.plan import Terms
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
@@ -227,7 +227,7 @@ async def _whole(group: RequestGroup, answer: Answer, progress: Progress, worker
                 # An output may bring a whole prompt's tokens with it.
                 await asyncio.sleep(0)
     except EngineGone as error:
-        raise unavailable(f"The answer broke off: {error}", "engine_dead") from error
+        raise engine_unavailable(error) from error
     return answer.best([choices[index] for index in sorted(choices)])
 
 
@@ -265,54 +265,50 @@ class _Streaming:
     progress: Progress
     stream: EventStream
     workers: Workers | None
+    _started: set[int] = field(default_factory=set, init=False)
+    _num_deaths: int = field(default=0, init=False)
 
     async def run(self) -> None:
         """Write events until every choice has ended, or until an error event.
 
-        The status waits for the first outputs, within bounds. Raises ApiError, with nothing written, if the request is
-        dropped by then.
+        The status waits for the first outputs, within bounds. Raises ApiError, with nothing written, if the request
+        fails or is dropped by then.
         """
-        try:
-            first = await self.group.next(_STATUS_WAITS * limits.KEEP_ALIVE_S)
-        except EngineGone:
-            first = []
-        if any(output.finish_reason is FinishReason.LATE for _, output in first):
-            _take(self.group, self.answer, first, self.progress)
+        first = await self._next(_STATUS_WAITS * limits.KEEP_ALIVE_S)
         await self.stream.start()
-        if not first:
-            await self.stream.write(self.formatter.ping())
         try:
-            await self._events(first)
-        except EngineGone as error:
-            await self._fail(unavailable(f"The answer broke off: {error}", "engine_dead"))
+            await self._write(first)
+            while self.answer.num_open:
+                await self._write(await self._next(limits.KEEP_ALIVE_S))
+            await self.stream.write(self.formatter.end(self.answer.usage), last=True)
         except ApiError as error:
-            await self._fail(error)
+            await self.stream.write(self.formatter.error(error), last=True)
 
-    async def _fail(self, error: ApiError) -> None:
-        await self.stream.write(self.formatter.error(error), last=True)
+    async def _next(self, patience_s: float) -> list[Delta] | None:
+        """Return the deltas of the next outputs, None if none come in time. Raises ApiError if the request failed."""
+        try:
+            batch = await self.group.next(patience_s)
+        except EngineGone as error:
+            raise engine_unavailable(error) from error
+        return await _taken(self.group, self.answer, batch, self.progress, self.workers) if batch else None
 
-    async def _events(self, first: list[tuple[int, Output]]) -> None:
-        """Write the events of the outputs that are here already, and of all that follow."""
-        started: set[int] = set()
-        num_deaths = 0
-        while self.answer.num_open:
-            batch = first or await self.group.next(limits.KEEP_ALIVE_S)
-            first = []
-            deltas = await _taken(self.group, self.answer, batch, self.progress, self.workers)
-            events = []
-            if batch and self.group.num_deaths > num_deaths:
-                num_deaths = self.group.num_deaths
-                events.append(_RESUMED)
-            usage = self.answer.usage
-            for delta in deltas:
-                if delta.index not in started:
-                    started.add(delta.index)
-                    events.append(self.formatter.start(delta.index, usage))
-                events.append(self.formatter.delta(delta, usage))
-            data = b"".join(events)
-            if data or not batch:
-                await self.stream.write(data or self.formatter.ping())
-        await self.stream.write(self.formatter.end(self.answer.usage), last=True)
+    async def _write(self, deltas: list[Delta] | None) -> None:
+        """Write the events of some deltas, a comment for None."""
+        if deltas is None:
+            await self.stream.write(self.formatter.ping())
+            return
+        events = []
+        if self.group.num_deaths > self._num_deaths:
+            self._num_deaths = self.group.num_deaths
+            events.append(_RESUMED)
+        usage = self.answer.usage
+        for delta in deltas:
+            if delta.index not in self._started:
+                self._started.add(delta.index)
+                events.append(self.formatter.start(delta.index, usage))
+            events.append(self.formatter.delta(delta, usage))
+        if events:
+            await self.stream.write(b"".join(events))
 
 
 class Progress:

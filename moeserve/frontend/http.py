@@ -25,7 +25,10 @@ _T = TypeVar("_T")
 
 
 class ApiError(Exception):
-    """A request that is refused or failed. `param` names the field, `code` is for programs, `message` for people."""
+    """A request that is refused or failed. `param` names the field, `code` is for programs, `message` for people.
+
+    may_retry: False tells clients of OpenAI and Anthropic, which retry after 5xx by themselves, not to.
+    """
 
     def __init__(
         self,
@@ -36,6 +39,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        may_retry: bool = True,
         close: bool = False,
         allow: str | None = None,
     ) -> None:
@@ -46,6 +50,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.may_retry = may_retry
         self.close = close
         self.allow = allow
 
@@ -65,6 +70,8 @@ class ApiError(Exception):
             headers.append((b"allow", self.allow.encode()))
         if self.retry_after_s is not None:
             headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
+        if not self.may_retry:
+            headers.append((b"x-should-retry", b"false"))
         if self.status == 401:
             headers.append((b"www-authenticate", b"Bearer"))
         if self.close:

@@ -30,6 +30,10 @@ class EngineSilent(EngineGone):
     """The engine has not answered in time; it may still live."""
 
 
+class CrashSuspect(EngineGone):
+    """The engine ended so often while it had this request that the request may be the cause."""
+
+
 class RequestRejected(Exception):
     """The engine did not admit a request."""
 
@@ -134,18 +138,21 @@ class RequestGroup:
                 messages.append(sequence.rest() if is_next_engine else sequence.generate)
         return messages
 
-    def lose_engine(self, *, counts: bool = True) -> None:
-        """Note that the engine which had the requests is gone. Fail requests that have seen too many engines end.
+    def lose_engine(self, *, counts: bool = True) -> list[Generate]:
+        """Note that the engine which had the requests is gone.
 
-        counts: whether they may be what ended it.
+        Fail requests that have seen too many engines end, and return those that had not ended. counts: whether they may
+        be what ended this one.
         """
         if not self._is_with_engine:
-            return
+            return []
         self._is_with_engine = False
         self._set_patience()
         self.num_deaths += counts
-        if self.num_deaths >= _MAX_DEATHS:
-            self.fail(EngineGone(f"the engine ended {self.num_deaths} times while it had this request"))
+        if self.num_deaths < _MAX_DEATHS:
+            return []
+        self.fail(CrashSuspect(f"the engine ended {self.num_deaths} times while it had this request"))
+        return [self._sequences[self._index[request_id]].generate for request_id in sorted(self._open)]
 
     def answer(self, message: Admitted | Rejected) -> None:
         """Note whether the engine admitted a request."""

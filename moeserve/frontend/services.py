@@ -21,7 +21,7 @@ from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, u
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
-from moeserve.frontend.request_group import EngineGone, EngineSilent
+from moeserve.frontend.request_group import CrashSuspect, EngineGone, EngineSilent
 from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts, render_job
 from moeserve.frontend.templates import GuardedPrompt, guard_prompt, read_sources
 from moeserve.frontend.text import TextTokenizer
@@ -252,11 +252,15 @@ class Services:
 
 
 def engine_unavailable(error: EngineGone) -> ApiError:
-    """503: the engine is gone, or it has not answered in time."""
-    if isinstance(error, EngineSilent):
-        sentence = str(error)
-        return unavailable(sentence[0].upper() + sentence[1:], "engine_silent", _RETRY_WHILE_LOADING_S)
-    return unavailable("The engine is not running", "engine_dead")
+    """503: the engine is gone, or it has not answered in time. 500 for a request that may be why it is gone."""
+    message = str(error)[:1].upper() + str(error)[1:]
+    match error:
+        case EngineSilent():
+            return unavailable(message, "engine_silent", _RETRY_WHILE_LOADING_S)
+        case CrashSuspect():
+            return ApiError(500, message, type="server_error", code="engine_crash", may_retry=False)
+        case _:
+            return unavailable(message, "engine_dead")
 
 
 def _model_type(folder: Path) -> str:

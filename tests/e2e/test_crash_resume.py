@@ -144,8 +144,8 @@ def test_requests_that_come_in_the_pause_wait_for_its_end(running: Service, undi
     assert_same(Traffic(str(running.http.base_url), some).start().wait(), {name: undisturbed[name] for name in some})
 
 
-def test_a_request_that_was_there_at_two_deaths_is_ended(running: Service) -> None:
-    events = running.stream(max_tokens=4000)
+def test_a_request_that_was_there_at_two_deaths_is_ended_and_not_tried_again(running: Service) -> None:
+    events = running.stream(max_tokens=3999)
     first = next(events)
     hit_and_wait(running, signal.SIGKILL)
     assert first["choices"]
@@ -153,9 +153,13 @@ def test_a_request_that_was_there_at_two_deaths_is_ended(running: Service) -> No
         next(events)
     hit(running, signal.SIGKILL)
     last = list(events)[-1]
-    assert last["error"]["code"] == "engine_dead"
+    assert last["error"]["code"] == "engine_crash"
     assert "2 times" in last["error"]["message"]
     assert_nothing_is_left(running)
+    body = {"model": "m", "prompt": "hello", "max_tokens": 3999, "ignore_eos": True}
+    again = running.http.post("/v1/completions", json=body)
+    assert (again.status_code, again.json()["error"]["code"]) == (500, "engine_crash")
+    assert again.headers["x-should-retry"] == "false"
 
 
 def test_an_abort_in_the_pause_leaves_nothing_behind(running: Service) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from moeserve.plan import FinishReason
 from moeserve.wire import Abort, Generate, Output, Outputs
-from tests.support.fake_engine import FakeEngine, admit_only, reject, say
+from tests.support.fake_engine import FakeEngine, admit_only, reject, say, trickle
 from tests.support.frontend import Frontend, frontend
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
@@ -157,16 +157,17 @@ def test_more_than_runs_and_queues_is_refused_before_the_engine_hears_of_it(serv
 
 
 def test_a_failure_of_one_request_is_its_own(server: Frontend) -> None:
-    def fails(engine: FakeEngine, generate: Generate) -> None:
-        say("par", finish=FinishReason.ERROR)(engine, generate)
-
-    server.engine.script = fails
-    error = error_of(server.http.post("/v1/chat/completions", json=CHAT), 500)
-    assert error["type"] == "server_error"
-    text = server.http.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
-    last = json.loads(text.strip().rsplit("data: ", 1)[1])
-    assert last["error"]["type"] == "server_error"
-    assert "[DONE]" not in text
+    server.engine.script = say("", finish=FinishReason.ERROR)
+    for stream in (False, True):
+        error = error_of(server.http.post("/v1/chat/completions", json={**CHAT, "stream": stream}), 500)
+        assert error["type"] == "server_error"
+    server.engine.script = trickle("par")
+    with server.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True}) as response:
+        lines = response.iter_lines()
+        next(lines)
+        server.engine.output(server.engine.of(Generate)[-1], [], finish_reason=FinishReason.ERROR)
+        data = [line.removeprefix("data: ") for line in lines if line]
+    assert json.loads(data[-1])["error"]["type"] == "server_error"
     server.engine.script = say("ok")
     assert server.http.post("/v1/chat/completions", json=CHAT).status_code == 200
 

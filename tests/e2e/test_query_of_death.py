@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 
+import openai
 import pytest
 
 from tests.support.crash_traffic import KINDS, Traffic, errors_in
@@ -65,3 +66,15 @@ def test_the_request_at_fault_ends_alone(running: Service) -> None:
     assert "2 times" in error["message"]
     assert others.wait() == undisturbed
     assert_whole(running, seen)
+
+
+def test_clients_that_send_it_again_end_no_more_engines(running: Service) -> None:
+    """The openai package tries three times by default. That would be six deaths, one more than end the service."""
+    client = openai.OpenAI(base_url=f"{running.http.base_url}/v1", api_key="none")
+    seen = processes_of(running)
+    for reason in ("2 times", "before"):
+        with pytest.raises(openai.InternalServerError, match=reason) as failure:
+            client.completions.create(model="m", prompt=PROMPT, max_tokens=50, extra_body={"top_k": 13})
+        assert failure.value.code == "engine_crash"
+        assert_whole(running, seen)
+    assert "moeserve_engine_restarts_total 2.0" in running.http.get("/metrics").text

@@ -14,7 +14,7 @@ import zmq.asyncio
 from moeserve.config import ServeConfig
 from moeserve.frontend import engine_client
 from moeserve.frontend.engine_client import EngineClient
-from moeserve.frontend.request_group import EngineGone
+from moeserve.frontend.request_group import CrashSuspect, EngineGone
 from moeserve.plan import SamplingParams, Terms
 from moeserve.wire import (
     Abort,
@@ -110,9 +110,10 @@ class Lives:
         os.close(self._news)
 
 
-def generate(name: str, *, background: bool = False) -> list[Generate]:
-    terms = Terms(background=background)
-    return [Generate(name, pack_token_ids([1, 2]), SamplingParams(max_tokens=50), terms=terms)]
+def generate(name: str, *, prompt: str | None = None, seed: int = 0, background: bool = False) -> list[Generate]:
+    """prompt: its own for each name by default."""
+    token_ids = pack_token_ids([*(prompt or name).encode()])
+    return [Generate(name, token_ids, SamplingParams(max_tokens=50, seed=seed), terms=Terms(background=background))]
 
 
 def test_an_engine_that_dies_ends_the_request_at_fault_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,6 +142,31 @@ def test_an_engine_that_dies_ends_the_request_at_fault_alone(tmp_path: Path, mon
             assert link.asked() == ["a", "c"]
             assert [*unpack_token_ids(link.generates[0].output_token_ids)] == [5, 6, 7, 8, 9, 10]
             assert [token for _, output in await a.next() for token in output.token_ids] == [*range(5, 15)]
+        await lives.end()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_ended_engines_is_refused_when_it_comes_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        client = lives.client
+        link = await lives.begin()
+        async with client.submit(generate("a")) as first, client.submit(generate("twin", prompt="a", seed=7)) as twin:
+            link.die()
+            (await lives.begin()).die()
+            with pytest.raises(CrashSuspect, match="2 times"):
+                await first.next()
+            link = await lives.begin()
+            with pytest.raises(CrashSuspect, match="before"):
+                await twin.next()
+        with pytest.raises(CrashSuspect, match="before"):
+            async with client.submit(generate("again", prompt="a", seed=8)):
+                pass
+        async with client.submit(generate("other")):
+            assert link.asked() == ["other"]
         await lives.end()
 
     asyncio.run(run())
