@@ -240,8 +240,10 @@ class EngineClient:
         self._fail_controls(reason)
         for group in self._open_groups():
             counts = self._on_trial is None or not group.has_passed
+            culprits = [_work_of(generate) for generate in group.lose_engine(counts=counts)]
             until = asyncio.get_running_loop().time() + _CULPRIT_SECONDS
-            self._culprits.extend((until, _work_of(generate)) for generate in group.lose_engine(counts=counts))
+            # Choices of one prompt differ by their seeds alone.
+            self._culprits.extend((until, work) for i, work in enumerate(culprits) if work not in culprits[:i])
         self._on_trial = None
         self._suspects.clear()
 

@@ -66,7 +66,7 @@ class RankHub:
         for rank, address in zip(self.others, meeting.steps, strict=True):
             socket = context.socket(zmq.PUSH)
             socket.setsockopt(zmq.LINGER, 500)
-            socket.setsockopt(zmq.SNDTIMEO, int(1000 * _SEND_SECONDS))
+            socket.setsockopt(zmq.SNDTIMEO, int(1000 * _POLL_SECONDS))
             self._bind(socket, address)
             self._steps[rank] = socket
 
@@ -77,11 +77,16 @@ class RankHub:
 
     def send(self, rank: int, message: ToRank) -> None:
         """Raise RankError if the rank has died or takes no messages."""
-        try:
-            self._steps[rank].send(encode(message, self._incarnation))
-        except zmq.Again:
-            self.check()
-            raise RankError(f"{self.name(rank)} does not take its messages.") from None
+        frame = encode(message, self._incarnation)
+        deadline = time.monotonic() + _SEND_SECONDS
+        while True:
+            try:
+                self._steps[rank].send(frame)
+                return
+            except zmq.Again:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise RankError(f"{self.name(rank)} does not take its messages.") from None
 
     def send_all(self, message: ToRank) -> None:
         """Send a message to every other rank. Raise RankError as `send` does."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
+from msgspec.structs import replace as replace_struct
 from structlog.testing import capture_logs
 
 from launcher.preflight import check_nodes
@@ -64,6 +66,29 @@ def test_a_rank_with_the_key_gets_in_and_sees_the_end_of_rank_0(context: zmq.Con
     with pytest.raises(RankError, match=r"Rank 0 at tcp://127.* is gone"):
         link.receive()
     link.close()
+
+
+def send_on(hub: RankHub) -> None:
+    while True:
+        hub.send(1, Start())
+
+
+@pytest.mark.timeout(4)
+def test_a_message_to_a_rank_that_has_just_died_says_so_before_it_could_not_be_sent(
+    context: zmq.Context[zmq.Socket[bytes]],
+) -> None:
+    keys = make_keys()
+    hub = RankHub(context, first_of(keys))
+    link = RankLink(context, other_of(hub, keys), 1)
+    with subprocess.Popen(["sleep", "60"]) as process:
+        link.send(replace_struct(JOINED, pid=process.pid, machine=machine_id()))
+        hub.gather(Joined)
+        hub.watch(machine_id())
+        process.kill()
+    link.close()
+    with pytest.raises(RankError, match="died"):
+        send_on(hub)
+    hub.close()
 
 
 @pytest.mark.parametrize("server_is_known", [False, True])

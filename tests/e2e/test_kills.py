@@ -195,7 +195,9 @@ def test_a_supervisor_leaves_nothing(
         traffic = hit_amid(killing)
         drains = number == signal.SIGTERM
         late = {"cut"} if phase == "idle" else set()
-        killing.judge(traffic, undisturbed, late | {"refused", "same" if drains else "error"})
+        # The shortest may be whole just before.
+        killing.judge(traffic, undisturbed, late | {"refused", "same", *(() if drains else ("error",))})
+        assert drains or set(killing.outcomes) > {"same"} or "same" not in killing.outcomes
         assert running.end() == (0 if drains else -number)
         assert_nothing_is_left(running, killing)
 
