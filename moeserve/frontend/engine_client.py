@@ -41,9 +41,10 @@ log = structlog.get_logger(__name__)
 
 # Times --engine-timeout. A hung engine is ended after that time, and its requests then wait for the next one.
 _PATIENCE = 1.5
-# Of the requests that engines died of so many are known again when clients repeat them, for so long.
+# Of the requests that engines died of so many are known again when clients repeat them, for so long: an engine that has
+# served for a minute begins a new count of restarts (`launcher.restarts`), which a repeated request cannot use up then.
 _MAX_CULPRITS = 16
-_CULPRIT_SECONDS = 600.0
+_CULPRIT_SECONDS = 90.0
 
 _Work = tuple[bytes, SamplingParams]
 
