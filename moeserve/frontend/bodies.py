@@ -19,15 +19,15 @@ _T = TypeVar("_T")
 class Bodies:
     """Receives and reads the bodies of one frontend.
 
-    Big ones are read one at a time: what a body becomes takes many times its size. While one is read, no other is
-    received any further: the thread holds the interpreter for milliseconds, and the event loop waits for it anew before
-    the data of each connection.
+    One thread reads big ones and prepares their conversations, one at a time: what a body becomes takes many times its
+    size. Meanwhile no other is received any further: the thread holds the interpreter for milliseconds, and the event
+    loop waits for it anew before the data of each connection.
     """
 
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._thread = Workers("bodies", 1, limits.MAX_WAITING_CHARS)
-        self._num_big = 0  # that are read or wait for the thread
+        self._num_big = 0  # that the thread works on, or that wait for it
         self._may_receive = asyncio.Event()
         self._may_receive.set()
 
@@ -49,20 +49,28 @@ class Bodies:
                     size += len(chunks[-1])
                     self._check_size(size)
                     if not message.get("more_body", False):
-                        return b"".join(chunks)
+                        break
                     await self._wait_for_reader(limit)
         except TimeoutError:
             text = f"The body did not arrive within {seconds:g} s"
             raise ApiError(408, text, code="request_timeout", close=True) from None
+        join = partial(b"".join, chunks)
+        # Many may be whole at once.
+        return join() if size < limits.INLINE_BODY_BYTES else await self.run(0, join)
 
     async def read(self, body: bytes, parse: Callable[[bytes], _T]) -> _T:
         """Return what `parse` makes of a body. Raises ApiError as it does, and 503."""
         if len(body) < limits.INLINE_BODY_BYTES:
             return parse(body)
+        return await self.run(len(body), partial(parse, body))
+
+    async def run(self, num_bytes: int, work: Callable[[], _T]) -> _T:
+        """Return the result of `work` on about so many bytes that came in a big body. Raises ApiError as it does, and
+        503."""
         self._num_big += 1
         self._may_receive.clear()
         try:
-            return await self._thread.run(len(body) // limits.BODY_BYTES_PER_CHAR, partial(parse, body))
+            return await self._thread.run(num_bytes // limits.BODY_BYTES_PER_CHAR, work)
         finally:
             self._num_big -= 1
             if not self._num_big:
