@@ -184,7 +184,7 @@ class Services:
             return prompt
         budget, workers = budget or InlineBudget(limits.INLINE_CHARS), workers or self.workers
         if isinstance(prompt, ChatPrompt):
-            field, (text, mark) = prompt.request_field, await self._render(prompt, budget)
+            field, (text, mark) = prompt.request_field, await self._render(prompt, budget, workers)
         else:
             field, text, mark = "prompt", prompt, None
         # A text needs at least this many tokens of the longest kind, so prompts that cannot fit need no tokenising.
@@ -226,7 +226,7 @@ class Services:
             raise invalid(message, field, "context_length_exceeded")
         return self.tokenizer.encode(text) if mark is None else self.tokenizer.encode_rendered(text, mark)
 
-    async def _render(self, prompt: ChatPrompt, budget: InlineBudget) -> tuple[str, str]:
+    async def _render(self, prompt: ChatPrompt, budget: InlineBudget, workers: Workers) -> tuple[str, str]:
         template = self.template
         if template is None:
             raise ApiError(
@@ -241,8 +241,10 @@ class Services:
         if budget.take(size):
             job, guarded = guard()
             return guarded.cut(await template.render(job)), guarded.mark
+        # A conversation that came in a small body waits for no big one.
+        run = workers.run if budget.is_small else self.bodies.run
         async with self._long_conversations:
-            job, guarded = await self.bodies.run(size, guard)
+            job, guarded = await run(size, guard)
             return guarded.cut(await template.render(job)), guarded.mark
 
     def _guard(self, prompt: ChatPrompt) -> tuple[bytes, GuardedPrompt]:
