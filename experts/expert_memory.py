@@ -31,6 +31,8 @@ class ExpertMemory:
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
         self.recall = RecallSample()
+        # The pieces of experts that were copied, so that a slow load is told from one that hangs.
+        self.num_pieces = 0
         self._control = control
         self._arena = arena
         self._tier = tier
@@ -193,6 +195,7 @@ class ExpertMemory:
             end = min(start + arena.piece_bytes, arena.slot_bytes)
             over = arena.fill(self._tier, transfer.layer, transfer.expert, transfer.slot, start, end)
             with self._changed:
+                self.num_pieces += 1
                 self._control.moved(transfer, end - start)
                 self._pace.copied(*over)
                 if end == arena.slot_bytes:

@@ -38,8 +38,9 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
     """Observes the steps of one rank. Every method does nothing by default.
 
     Methods are called in the order below, in the thread that computes: `chose`, `arrived` and `after` once per layer
-    with experts, which `layer` numbers from 0. The next step begins after `launched`; on a device with a queue it may
-    begin before `end`. Steps end in their order. Replaying a CUDA graph calls no method of its layers.
+    with experts, which `layer` numbers from 0, `passed` once per layer of any kind. The next step begins after
+    `launched`; on a device with a queue it may begin before `end`. Steps end in their order. Replaying a CUDA graph
+    calls no method of its layers.
     """
 
     def begin(self, plan: Plan_contra) -> None:
@@ -60,6 +61,9 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
 
     def after(self, layer: int, residual: Tensor) -> None:
         """Observe a computed layer, unless it is the model's last. residual: [T, H], later changed in place."""
+
+    def passed(self) -> None:
+        """Observe that a layer, with or without experts, is computed or queued on the device."""
 
     def launched(self) -> None:
         """Observe that all layers of the step are computed, or queued on the device."""

@@ -26,23 +26,23 @@ READY_TICK, TICK = b"+", b"."
 class ProgressWatch:
     """Judges from heartbeats whether the engine makes progress. Times are seconds of the caller's monotonic clock.
 
-    An engine hangs when its loop does not turn, or when no heartbeat comes at all, for `timeout`.
+    An engine hangs when its count of progress stands still, or when no heartbeat comes at all, for `timeout`.
     """
 
     def __init__(self, timeout: float, now: float) -> None:
         self._timeout = timeout
         self._last_beat = now
         self._last_progress = now
-        self._turn: int | None = None
+        self._progress: int | None = None
         self._busy = False
         self._last_check = now
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
         """Note a heartbeat."""
         self._last_beat = now
-        if heartbeat.turn != self._turn:
+        if heartbeat.progress != self._progress:
             self._last_progress = now
-        self._turn, self._busy = heartbeat.turn, heartbeat.busy
+        self._progress, self._busy = heartbeat.progress, heartbeat.busy
 
     def verdict(self, now: float) -> str | None:
         """Return why the engine counts as hung, or None. To be called a few times per timeout.
@@ -138,7 +138,7 @@ def _is_stopped(pid: int) -> bool:
 async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None] = lambda: None) -> str:
     """Listen to the heartbeats of the engine at `address`; return why it counts as hung, once it does.
 
-    timeout: seconds that an engine may take without a turn of its loop, or without a heartbeat. note: called for
+    timeout: seconds that an engine may take without progress, or without a heartbeat. note: called for
     heartbeats that came.
     """
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:

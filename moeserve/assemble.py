@@ -20,7 +20,7 @@ from experts.prefetcher import PrefetchObserver
 from experts.rebalance import ExpertMigrator
 from experts.residency import ExpertMemoryStats
 from experts.routing_tap import RoutingTap
-from kernels.cpu.library import native_kernels_absence
+from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.moe import moe_experts_partial
 from kernels.ops import CpuOps, Experts, Ops
 from moeserve.config import ConfigError, ServeConfig
@@ -45,7 +45,7 @@ from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
 from moeserve.pacing import Slo
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
-from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, eos_token_ids
+from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress, eos_token_ids
 from moeserve.ranks.together import GroupSteps, StepRows
 from moeserve.request_memory import MergeAnnotations
 from moeserve.request_states import StatePolicy
@@ -323,6 +323,9 @@ class LoadedRank:
         if defaults.left_out:
             log.warning("sampling_defaults_left_out", values=list(defaults.left_out), file="generation_config.json")
         prefetcher = self._start_prefetching()
+        memory = None if body.resident is None else body.resident.memory
+        progress = StepProgress(native_kernels() if plan.device == "cpu" else None, memory)
+        self._observers.append(progress)
         if group is not None:
             group.experts.forget_counts()
             self._observers.append(SentCounter(group.experts.sent))
@@ -342,7 +345,8 @@ class LoadedRank:
             model,
             body.depth,
             prepared.release,
-            None if body.resident is None else body.resident.memory,
+            progress,
+            memory,
             prefetcher,
             group,
             self._migrator,

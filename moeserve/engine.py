@@ -67,8 +67,9 @@ class Engine:
         steps: Steps,
         ready: EngineReady,
         experts: ExpertMonitor | None = None,
+        step_progress: Callable[[], int] = lambda: 0,
     ) -> None:
-        """steps: runs the plans of `scheduler`."""
+        """steps: runs the plans of `scheduler`. step_progress: returns a count that moves within a long step too."""
         self._socket = socket
         self._scheduler = scheduler
         self._caches = caches
@@ -80,6 +81,7 @@ class Engine:
         self._cache_commands = CacheCommands(caches)
         self._stats = EngineStats(scheduler, caches)
         self._turn = 0
+        self._step_progress = step_progress
         self._writer = FileWriter()
 
     def run(self, stop: threading.Event) -> None:
@@ -112,8 +114,9 @@ class Engine:
         self._answer_writes()
 
     def heartbeat(self) -> Heartbeat:
-        """Return the state for the heartbeat thread: `turn` moves as long as the loop does, idle or not."""
-        return Heartbeat(pid=self._ready.pid, turn=self._turn, busy=not self._scheduler.is_idle)
+        """Return the state for the heartbeat thread: `progress` moves with the loop, idle or not, and within a step."""
+        progress = self._turn + self._step_progress()
+        return Heartbeat(pid=self._ready.pid, progress=progress, busy=not self._scheduler.is_idle)
 
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:

@@ -22,11 +22,41 @@ if TYPE_CHECKING:
     from experts.prefetcher import PrefetchObserver
     from experts.rebalance import ExpertMigrator
     from experts.residency import ExpertMemoryStats
+    from kernels.cpu.library import NativeKernels
     from moeserve.model.families import GenerationDefaults
     from moeserve.model.spec import ModelSpec
     from moeserve.ranks.together import GroupSteps, StepRows
 
 Observers = Sequence[StepObserver[StepPlan, StepResult]]
+
+
+class StepProgress(StepObserver[StepPlan, StepResult]):
+    """Counts what a rank has done, within a step too, so that a long step is told from a rank that hangs.
+
+    Layers, parts of the work of compiled kernels, and copied pieces of experts count.
+    """
+
+    def __init__(self, kernels: NativeKernels | None, memory: ExpertMemory | None) -> None:
+        self._num_observed = 0
+        self._kernels, self._memory = kernels, memory
+
+    def begin(self, plan: StepPlan) -> None:
+        self._num_observed += 1
+
+    def passed(self) -> None:
+        self._num_observed += 1
+
+    def launched(self) -> None:
+        self._num_observed += 1
+
+    def end(self, plan: StepPlan, result: StepResult) -> None:
+        self._num_observed += 1
+
+    def count(self) -> int:
+        """Return the count, which never goes back. Any thread may call this."""
+        kernels, memory = self._kernels, self._memory
+        num_parts = 0 if kernels is None else kernels.progress
+        return self._num_observed + num_parts + (0 if memory is None else memory.num_pieces)
 
 
 class ObservedRunner:
@@ -120,14 +150,16 @@ class Group:
 class Rank:
     """A rank ready for its first step.
 
-    depth: see `moeserve.steps.Steps`. memory: the expert memory, None if all experts stay in memory. prefetcher: None
-    if no experts are loaded ahead. group, migrator, dispatch_shape: None on a single rank.
+    depth: see `moeserve.steps.Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
+    experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch_shape: None on a
+    single rank.
     """
 
     runner: ObservedRunner
     model: ServedModel
     depth: int
     release: Callable[[], None]
+    progress: StepProgress
     memory: ExpertMemory | None = None
     prefetcher: PrefetchObserver | None = None
     group: Group | None = None

@@ -278,11 +278,12 @@ class ControlResult(Message):
 class Heartbeat(Message):
     """A thread of the engine publishes it a few times a second.
 
-    `turn` counts the turns of the engine's loop, so it moves in an idle engine too. busy: requests are open.
+    `progress` moves with every turn of the engine's loop, so in an idle engine too, and within a step as layers, parts
+    of kernels and copies of experts are done. busy: requests are open.
     """
 
     pid: int
-    turn: int
+    progress: int
     busy: bool
 
 

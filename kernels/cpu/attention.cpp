@@ -92,6 +92,7 @@ void attend_rows(int count, const Inputs& in, const float* queries, const int64_
 void attend_segment(const Inputs& in, const Task& task, int64_t segment, const int64_t* positions, Workspace& work,
                     State state) {
   const int64_t rows = task.num_tokens * in.group();
+  count_progress();
   clear(state, rows, in.value_dim);
   const int64_t end = std::min((segment + 1) * kSegmentKeys, positions[rows - 1] + 1);
   const int64_t oldest = in.window ? std::max<int64_t>(0, positions[0] + 1 - in.window) : 0;

@@ -3,6 +3,8 @@
 
 #include "simd.h"
 
+int64_t moeserve_progress = 0;
+
 namespace moeserve {
 namespace {
 

@@ -110,6 +110,7 @@ const float* biases(const Shape& shape, const void* expert) {
 
 template <typename Weight>
 void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
+  if (!panel) count_progress();
   const void* expert = step.experts[step.rows.experts[group]];
   const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
   const int64_t width = shape.padded_intermediate();
@@ -133,6 +134,7 @@ void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t 
 
 template <typename Weight>
 void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
+  if (!panel) count_progress();
   const void* expert = step.experts[step.rows.experts[group]];
   const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
   const int64_t width = shape.padded_intermediate(), column = panel * kPanelColumns;

@@ -42,6 +42,7 @@ class NativeKernels:
     """The functions of the compiled library, described in its sources. They release the interpreter lock."""
 
     __slots__ = (
+        "_progress",
         "attention",
         "combine",
         "experts",
@@ -69,11 +70,17 @@ class NativeKernels:
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
+        self._progress = c_int64.in_dll(library, "moeserve_progress")
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"moeserve_{name}")
             function.argtypes = arguments
             function.restype = _N if name == "experts" else None
             setattr(self, name, function)
+
+    @property
+    def progress(self) -> int:
+        """The number of parts of work that calls of this process have done; it moves during a long call."""
+        return self._progress.value
 
 
 class KernelBuildError(Exception):

@@ -18,6 +18,7 @@ struct Product {
 
 template <typename Weight>
 void panel_product(const Product& p, const Weight* packed, int64_t panel, int64_t first_row, int64_t num_rows) {
+  if (!panel) count_progress();
   const int64_t column = panel * kPanelColumns, count = std::min<int64_t>(kPanelColumns, p.width - column);
   const Columns bias = p.bias ? load_existing(p.bias + column, count) : Columns{};
   for_tiles(

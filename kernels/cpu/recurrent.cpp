@@ -158,6 +158,7 @@ extern "C" void moeserve_gated_delta_rule(const float* qkv, int64_t stride, cons
 #pragma omp parallel for schedule(dynamic) collapse(2)
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
     for (int64_t head = 0; head < value_heads; ++head) {
+      count_progress();
       DeltaToken token;
       float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
       for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
@@ -200,6 +201,7 @@ extern "C" void moeserve_mamba2_scan(const float* xbc, int64_t stride, const flo
 #pragma omp parallel for schedule(dynamic) collapse(2)
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
     for (int64_t head = 0; head < num_heads; ++head) {
+      count_progress();
       float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
       for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
         const float* x = xbc + row * stride + head * num_values;
@@ -237,6 +239,7 @@ extern "C" void moeserve_mamba1_scan(const float* x, int64_t stride, const float
 #pragma omp parallel for schedule(static) collapse(2)
   for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
     for (int64_t channel = 0; channel < num_channels; channel += kLanes) {
+      count_progress();
       float* state = states + slots[chunk] * slot_stride + channel;
       for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
         const Floats value = load(x + row * stride + channel), size = load(sizes + row * size_stride + channel);

@@ -7,7 +7,13 @@
 #include <cstring>
 #include <limits>
 
+// Counts parts of work that are done, so that a long call is told from a call that hangs. It never goes back.
+extern "C" int64_t moeserve_progress;
+
 namespace moeserve {
+
+// Called about once per millisecond or less often; more often, threads would wait for each other.
+static inline void count_progress() { __atomic_fetch_add(&moeserve_progress, 1, __ATOMIC_RELAXED); }
 
 constexpr int kLanes = 16;
 

@@ -374,6 +374,8 @@ class Decoder:
             if number in self._observed:
                 for observer in self._observers:
                     observer.after(self._observed[number], residual)
+            for observer in self._observers:
+                observer.passed()
         return normed
 
     def serve_others(self) -> Tensor:

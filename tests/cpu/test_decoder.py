@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from experts.observer import AnyObserver
 from kernels.specs import GateSpec
 from moeserve.model.decoder import Decoder
 from moeserve.model.families import build_spec, load_config
@@ -68,9 +69,10 @@ def test_a_step_without_wanted_rows_still_stores_keys_and_values(case: str) -> N
     assert torch.equal(runner.step([(0, 15, 21)]), _whole(decoder)[0][15:])
 
 
-class _Log:
+class _Log(AnyObserver):
     def __init__(self) -> None:
         self.heard: list[tuple[str, int, tuple[int, ...]]] = []
+        self.num_passed = 0
 
     def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         assert len(x) == len(expert_ids) == len(weights)
@@ -78,6 +80,9 @@ class _Log:
 
     def after(self, layer: int, residual: Tensor) -> None:
         self.heard.append(("after", layer, tuple(residual.shape)))
+
+    def passed(self) -> None:
+        self.num_passed += 1
 
 
 def test_observers_hear_of_every_layer_with_experts_and_of_its_end_but_for_the_last(tmp_path: Path) -> None:
@@ -89,6 +94,7 @@ def test_observers_hear_of_every_layer_with_experts_and_of_its_end_but_for_the_l
     PagedRunner(decoder, _REQUESTS).step([(0, 0, 7)], logit_rows=[6])
     top_k = spec.moe.gate.top_k
     assert log.heard == [("chose", 0, (7, top_k)), ("after", 0, (7, spec.hidden_size)), ("chose", 1, (1, top_k))]
+    assert log.num_passed == spec.num_layers
 
 
 def _gqa(**fields: object) -> object:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import ctypes
+from array import array
 from pathlib import Path
 
 import pytest
 import torch
 from torch.nn import functional
 
+from kernels.attention import paged_attention
+from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.cpu import library
 from kernels.cpu.library import KernelBuildError, build_library, native_kernels, native_kernels_absence
+from kernels.linear import pack_linear
 from kernels.norm import rms_norm
 from kernels.rope_kv import rotate_and_store, rotate_and_store_reference
 
@@ -48,6 +52,22 @@ def test_a_missing_or_failing_compiler_is_said_in_one_sentence(tmp_path: Path, m
     with pytest.raises(KernelBuildError, match="failed"):
         build_library(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_long_call_counts_its_progress_part_by_part() -> None:
+    kernels = native_kernels()
+    assert kernels is not None
+    num_tokens, num_heads, num_kv_heads, dim, block_size = 96, 4, 2, 16, 16
+    start = 4096 - num_tokens
+    pools = [torch.randn(num_kv_heads, 4096, dim) for _ in range(2)]
+    plan = AttentionPlan([ChunkSpan(num_tokens, start, array("i", range(4096 // block_size)))], block_size)
+    before = kernels.progress
+    paged_attention(torch.randn(num_tokens, num_heads, dim), *pools, plan, scale=0.25)
+    attended = kernels.progress
+    # 48 tokens with two query heads each share 96 rows; each part takes up to 256 keys of a key head.
+    assert attended - before >= num_kv_heads * (num_tokens // 48) * (start // 256)
+    pack_linear(torch.randn(64, 32), dtype=torch.float32)(torch.randn(8, 32))
+    assert kernels.progress > attended
 
 
 def test_torch_computes_where_it_is_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:

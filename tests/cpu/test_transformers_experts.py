@@ -88,6 +88,10 @@ class Heard(AnyObserver):
 
     def __init__(self) -> None:
         self.choices: dict[int, tuple[Tensor, Tensor]] = {}
+        self.num_passed = 0
+
+    def passed(self) -> None:
+        self.num_passed += 1
 
     def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         self.choices[layer] = x, expert_ids
@@ -102,7 +106,9 @@ def test_a_gate_is_found_by_what_it_chooses(model_type: str, is_found: bool, tmp
     decoder.settle(lambda _: None)
     gates = decoder.gated_blocks()
     assert len(gates) == len(decoder.spec.moe_layers) * is_found
+    heard.num_passed = 0
     next(decoder.own_states([range(3, 128)]))
+    assert heard.num_passed == decoder.spec.num_layers
     for (gate, norm), (x, chosen) in zip(gates, heard.choices.values(), strict=is_found):
         ranked = gate.preview(x).topk(chosen.shape[1]).indices
         assert torch.equal(ranked.sort().values, chosen.sort().values)

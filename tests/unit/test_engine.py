@@ -16,10 +16,11 @@ import msgspec
 import pytest
 import zmq
 
+from launcher.watches import ProgressWatch
 from moeserve.engine import Engine, EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertCommandError
 from moeserve.file_writer import FileJob
-from moeserve.plan import ChunkResult, Computed, FinishReason, SamplingParams, StepPlan, StepResult
+from moeserve.plan import ChunkResult, Computed, FinishReason, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduler import Scheduler
 from moeserve.steps import Steps
 from moeserve.wire import (
@@ -357,7 +358,7 @@ def test_an_idle_engine_goes_on_turning(served: Served) -> None:
     first = served.engine.heartbeat()
     assert not first.busy
     deadline = time.monotonic() + 10
-    while served.engine.heartbeat().turn < first.turn + 2:
+    while served.engine.heartbeat().progress < first.progress + 2:
         assert time.monotonic() < deadline, "the loop stands still"
 
 
@@ -376,6 +377,45 @@ def test_a_file_that_cannot_be_written_is_told_to_its_asker(served: Served) -> N
     served.disk.set()
     served.client.send(Control(1, "stop_expert_trace", {}))
     assert served.client.receive().error == "The file cannot be written (No space left on device)."
+
+
+class SteppingExecutor(CountingExecutor):
+    """Its steps are over once `gate` is open; `parts` counts what they have done so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = threading.Semaphore(0)
+        self.parts = 0
+        self.begun = threading.Event()
+
+    def launch(self, plans: Sequence[StepPlan]) -> Computed[list[StepResult]]:
+        self.begun.set()
+        return super().launch(plans)
+
+
+def test_a_step_that_makes_progress_is_no_hang_and_one_that_stands_still_is(served: Served) -> None:
+    executor, limits = SteppingExecutor(), {"max_num_seqs": 2, "max_num_queued_reqs": 1, "max_model_len": 64}
+    scheduler = Scheduler([served.cache], max_num_batched_tokens=8, **limits)
+    steps = Steps(scheduler, executor, depth=0)
+    # This engine's loop stays in its step; its socket serves the other engine.
+    engine = Engine(served.engine._socket, scheduler, [], steps, READY, None, lambda: executor.parts)
+    scheduler.add(Request("r", array("i", [10]), SamplingParams(max_tokens=1)))
+    step = threading.Thread(target=steps.advance)
+    step.start()
+    assert executor.begun.wait(10)
+    watch = ProgressWatch(10.0, 0.0)
+    for now in range(0, 60, 3):
+        executor.parts += 1
+        watch.observe(engine.heartbeat(), float(now))
+        assert watch.verdict(float(now)) is None
+    verdicts = []
+    for now in range(60, 72, 3):
+        watch.observe(engine.heartbeat(), float(now))
+        verdicts.append(watch.verdict(float(now)))
+    executor.gate.release()
+    step.join(10)
+    assert verdicts[:-1] == [None] * 3
+    assert verdicts[-1] == "busy without progress for 10 s"
 
 
 def test_heartbeats_carry_the_turn(tmp_path: Path) -> None:

@@ -13,16 +13,16 @@ from moeserve.wire import Heartbeat
 from tests.support.service import descendants, wait_until
 
 
-def beats(watch: ProgressWatch, times: list[float], *, turn: int, busy: bool) -> None:
+def beats(watch: ProgressWatch, times: list[float], *, progress: int, busy: bool) -> None:
     for now in times:
-        watch.observe(Heartbeat(1, turn, busy), now)
+        watch.observe(Heartbeat(1, progress, busy), now)
         assert watch.verdict(now) is None
 
 
 @pytest.mark.parametrize(("busy", "sentence"), [(True, "busy without progress"), (False, "idle without progress")])
 def test_an_engine_whose_loop_stands_still_is_hung_whether_it_is_busy_or_idle(busy: bool, sentence: str) -> None:
     watch = ProgressWatch(10.0, 0.0)
-    beats(watch, [0, 3, 6, 9], turn=5, busy=busy)
+    beats(watch, [0, 3, 6, 9], progress=5, busy=busy)
     watch.observe(Heartbeat(1, 5, busy), 11.0)
     assert sentence in (watch.verdict(11.0) or "")
 
@@ -30,7 +30,7 @@ def test_an_engine_whose_loop_stands_still_is_hung_whether_it_is_busy_or_idle(bu
 def test_turns_of_the_loop_are_progress_enough() -> None:
     watch = ProgressWatch(10.0, 0.0)
     for now in range(0, 60, 3):
-        beats(watch, [float(now)], turn=now, busy=now % 2 == 0)
+        beats(watch, [float(now)], progress=now, busy=now % 2 == 0)
 
 
 def test_a_silent_engine_is_hung() -> None:

@@ -17,6 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from experts.moe_layer import RoutedExperts
+from experts.observer import AnyObserver
 from kernels.ops import Experts, Ops
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.caches import step_cache
@@ -53,11 +54,15 @@ class TransformersDecoder:
         max_model_len: int,
         dtype: torch.dtype,
         serves_others: bool = False,
+        observers: Sequence[AnyObserver] = (),
     ) -> None:
         self.spec, self.dtype, self.max_model_len = spec, dtype, max_model_len
         self.ops, self.device = ops, ops.device
         self._code, self._step = code, step
         self._routed, self._serves_others = routed, serves_others
+        self._observers = observers
+        for layer in self._layers():
+            layer.register_forward_hook(self._observe_layer)
         self._gates: list[tuple[FoundGate, Tensor]] = []
         self._cache = step_cache(spec.geometry, step)
         self._mixers = Mixers(code, spec.geometry, step, ops)
@@ -69,12 +74,18 @@ class TransformersDecoder:
 
     def settle(self, begin_step: BeginStep) -> None:
         """See `StepDecoder.settle`. Raise UnsupportedModel if no way to call the mixers gives the right numbers."""
-        layers = [layer for layer in self._code.body.modules() if isinstance(layer, GradientCheckpointingLayer)]
-        pairs = ((layer, part) for layer in layers for part in layer.modules() if isinstance(part, ExpertLayer))
+        pairs = ((layer, part) for layer in self._layers() for part in layer.modules() if isinstance(part, ExpertLayer))
         with GateSearch(dict(pairs), 0 if self.spec.moe is None else self.spec.moe.num_experts) as search:
             ways = choose_ways(self, begin_step)
         self._gates, (together, apart) = search.gates(), self.num_mixers
         log.info("transformers_code", type=self.spec.model_type, mixers=str(ways), together=together, apart=apart)
+
+    def _layers(self) -> list[GradientCheckpointingLayer]:
+        return [layer for layer in self._code.body.modules() if isinstance(layer, GradientCheckpointingLayer)]
+
+    def _observe_layer(self, *_: Any) -> None:
+        for observer in self._observers:
+            observer.passed()
 
     @property
     def experts(self) -> list[Experts]:

@@ -75,7 +75,15 @@ def load_transformers_decoder(
     _check_filled(code)
     longest = max_model_len or spec.max_position
     return TransformersDecoder(
-        spec, code, ops, Step(), routed, max_model_len=longest, dtype=dtype, serves_others=dispatch_of is not None
+        spec,
+        code,
+        ops,
+        Step(),
+        routed,
+        max_model_len=longest,
+        dtype=dtype,
+        serves_others=dispatch_of is not None,
+        observers=observers,
     )
 
 
