@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,7 +16,7 @@ import click
 from launcher.console import format_bytes
 from launcher.preflight import gpu_names, usable_cores
 from launcher.settings_options import some_settings
-from moeserve.config import ConfigError, ServeConfig, environment_name, load_config
+from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
 from moeserve.model.spec import ModelError
 
 if TYPE_CHECKING:
@@ -75,19 +77,32 @@ def _report(model: str | None, config: ServeConfig) -> _Report:
     if model is None:
         return _Report(None, read_machine(usable_cores()), [])
     # The model first: what is wrong with it is said at once.
-    from moeserve.doctor import examine, setups_of
+    from moeserve.doctor import examine, least_memory, setups_of
     from moeserve.model.source import resolve_config
 
     known = examine(resolve_config(model, revision=config.revision, offline=config.offline))
     machine = read_machine(usable_cores())
-    return _Report(known, machine, setups_of(known, machine, replace(config, revision=None, offline=False)))
+    config = replace(config, revision=None, offline=False)
+    setups = setups_of(known, machine, config)
+    fits = any(setup.obstacle is None for setup in setups)
+    return _Report(known, machine, setups, None if fits else least_memory(known, machine, config))
 
 
 class _Report:
-    """A report on model, machine and setups, as text or as JSON. model: None for the machine alone."""
+    """A report on model, machine and setups, as text or as JSON.
 
-    def __init__(self, model: KnownModel | None, machine: Machine, setups: list[Setup]) -> None:
-        self._model, self._machine, self._setups = model, machine, setups
+    model: None for the machine alone. least: the bytes of free memory that would do, and the setup that fits then,
+    where nothing fits here.
+    """
+
+    def __init__(
+        self,
+        model: KnownModel | None,
+        machine: Machine,
+        setups: list[Setup],
+        least: tuple[int, Setup] | None = None,
+    ) -> None:
+        self._model, self._machine, self._setups, self._least = model, machine, setups, least
 
     def as_json(self) -> dict[str, Any]:
         """Return what the text says, in numbers; sizes in bytes."""
@@ -109,6 +124,7 @@ class _Report:
             },
             "machine": machine,
             "setups": [asdict(setup) for setup in self._setups],
+            "least": None if self._least is None else {"free_bytes": self._least[0], "setup": asdict(self._least[1])},
             "unknown": self._unknown(),
         }
 
@@ -119,6 +135,11 @@ class _Report:
         yield from _machine_lines(self._machine)
         for setup in self._setups:
             yield from _setup_lines(setup)
+        if self._least is not None:
+            num_bytes, setup = self._least
+            yield ""
+            name = " ".join(("moeserve serve MODEL", *setup.flags))
+            yield f"  A machine with {format_bytes(num_bytes)} of free memory serves it: {name}"
         yield ""
         yield "Not known:"
         yield from (f"  {sentence}" for sentence in self._unknown())
@@ -198,9 +219,20 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
     tokens = f"{setup.kv_tokens:,} tokens, at most {setup.max_model_len:,} per request"
     yield f"    KV        {format_bytes(setup.kv_bytes)} = {tokens}"
     if setup.num_window_blocks:
-        yield f"    windows   {setup.num_window_blocks:,} blocks of the KV are for layers with a sliding window"
+        yield f"    windows   {setup.num_window_blocks:,} of its blocks hold the last tokens, for layers with a window"
     if setup.state_bytes:
         counts = f"{setup.num_state_slots:,} requests at once, {setup.num_snapshots:,} snapshots"
         yield f"    states    {format_bytes(setup.state_bytes)} = {counts}"
+    if setup.expert_file_bytes:
+        root, free = _expert_disk()
+        taken = f"{format_bytes(setup.expert_file_bytes)} for the expert file, written at the first start"
+        yield f"    disk      {taken}; {root} has {format_bytes(free)} free"
     if setup.tokens_per_second is not None:
         yield f"    speed     at most {setup.tokens_per_second:,.1f} tokens/s for one request, as memory is read"
+
+
+def _expert_disk() -> tuple[Path, int]:
+    """Return the folder in which expert files lie by default, and the bytes that are free there."""
+    root = (cache_root() / "experts").absolute()
+    existing = next(folder for folder in (root, *root.parents) if folder.exists())
+    return root, shutil.disk_usage(existing).free

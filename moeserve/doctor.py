@@ -44,6 +44,8 @@ WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
 # The share of the memory left beside other weights and reserve that is advised for `--expert-memory`.
 _SHARE_FOR_EXPERTS = 0.75
 _GIB, _MIB = 2**30, 2**20
+# Bytes; the memory that a model needs at least is searched in steps of this size.
+_STEP_BYTES = 256 * _MIB
 _UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (1, ""))
 _UNKNOWN_OF_BORROWED_CODE = (
     "That transformers' code gives every request the numbers that it would get alone: a check at load decides that.",
@@ -116,7 +118,8 @@ class Setup:
     device: `cpu` or `cuda`. flags: of `moeserve serve`. obstacle: why it does not fit; then the numbers are 0.
     num_window_blocks: of only the layers with a sliding window, 0 if all layers share blocks. resident_experts: the
     number of each layer's experts in memory at a time, None if all are. tokens_per_second: the most for a single
-    request, because each token reads the active weights; None if it is not known.
+    request, because each token reads the active weights; None if it is not known. expert_file_bytes: of the file that
+    holds all experts on disk, 0 without one.
     """
 
     device: str
@@ -132,6 +135,7 @@ class Setup:
     num_window_blocks: int = 0
     resident_experts: int | None = None
     tokens_per_second: float | None = None
+    expert_file_bytes: int = 0
 
 
 def examine(folder: Path) -> KnownModel:
@@ -297,7 +301,39 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
         others = weights_bytes(spec, dtype, model.index, [no_experts])
         narrow = keeps_narrow(dtype)
         speed = machine.bandwidth / _read_per_token(model, plan.weights_bytes - others, others, dtype, narrow=narrow)
-    return _fitting(plan, config, flags, resident, speed)
+    fitting = _fitting(plan, config, flags, resident, speed)
+    if plan.residency is None:
+        return fitting
+    return replace(fitting, expert_file_bytes=_expert_file_bytes(spec, plan.residency.layout.num_bytes))
+
+
+def _expert_file_bytes(spec: DecoderSpec, expert_bytes: int) -> int:
+    assert spec.moe is not None
+    return (len(spec.moe_layers) * spec.moe.num_experts + 1) * round_to_page(expert_bytes)
+
+
+def least_memory(model: KnownModel, machine: Machine, config: ServeConfig) -> tuple[int, Setup] | None:
+    """Return the free memory with which a CPU could serve the model, in steps of 256 MiB, and the setup that fits.
+
+    None if no amount below 64 TiB helps: the obstacle is another one.
+    """
+
+    def found(free_bytes: int) -> Setup | None:
+        setups = setups_of(model, replace(machine, free_bytes=free_bytes, gpus=()), config)
+        return next((setup for setup in setups if setup.obstacle is None), None)
+
+    too_little, enough = 0, 64 * 2**40 // _STEP_BYTES
+    if found(enough * _STEP_BYTES) is None:
+        return None
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        if found(middle * _STEP_BYTES) is None:
+            too_little = middle
+        else:
+            enough = middle
+    setup = found(enough * _STEP_BYTES)
+    assert setup is not None
+    return enough * _STEP_BYTES, setup
 
 
 def _fitting(

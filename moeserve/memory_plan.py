@@ -136,10 +136,9 @@ def _share_memory(
     if residency is not None:
         num_bytes += config.expert_parallel_size * residency.slots.num_bytes
     if num_bytes > free_bytes:
-        name = str(dtype).removeprefix("torch.")
+        what = "The weights take" if residency is None else "Weights and --expert-memory take"
         raise ModelError(
-            f"The weights take {num_bytes / 2**30:.1f} GiB as {name}, but only {free_bytes / 2**30:.1f} GiB of "
-            "memory are free."
+            f"{what} {num_bytes / 2**30:.1f} GiB of memory, but only {free_bytes / 2**30:.1f} GiB are free."
         )
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, dtype),

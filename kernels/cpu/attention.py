@@ -53,7 +53,7 @@ def torch_attention(
         out = _attend_tiles(folded, reader, tiling, group, window, scale)
     else:
         out = _attend_parts(folded, reader, tiling, group, window, scale, sinks)
-    return out.view(kv_heads, num_rows, group, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
+    return out.view(kv_heads, num_rows, group, -1).transpose(0, 1).contiguous().view(num_rows, num_heads, -1)
 
 
 def _attend_tiles(

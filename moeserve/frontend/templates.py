@@ -124,7 +124,7 @@ class _Compiled:
         try:
             self.render = environment.from_string(source).render
         except Exception as error:  # Constants are computed, and the compiler of Python has limits of its own.
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
             raise TemplateError(f"The chat template does not compile: {reason}.") from None
         self.knows_developer = "developer" in source
         self.knows_tools = "tools" in source

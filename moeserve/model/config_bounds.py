@@ -97,7 +97,8 @@ def _check_known(config: Mapping[str, Any]) -> None:
     for name, (least, most) in _INTEGERS.items():
         value = config.get(name)
         if value is not None and (type(value) is not int or not least <= value <= most):
-            raise ModelError(f"The configuration's {name} is {_shown(value)}: it must be from {least} to {most}.")
+            needed = f"it must be from {least} to {most}" if type(value) is int else "it must be a whole number"
+            raise ModelError(f"The configuration's {name} is {_shown(value)}: {needed}.")
     _check_above(config, _NUMBERS)
     for table in _ROPE_TABLES:
         parameters = config.get(table)
@@ -111,9 +112,8 @@ def _check_above(config: Mapping[str, Any], bounds: Mapping[str, tuple[float, fl
         value = config.get(name)
         if value is not None and (type(value) not in (int, float) or not least < value <= most):
             least_shown = f"above {least:g}" if least >= 0 else "at least 0"
-            raise ModelError(
-                f"The configuration's {name} is {_shown(value)}: it must be {least_shown} and at most {most:g}."
-            )
+            needed = f"{least_shown} and at most {most:g}" if type(value) in (int, float) else "a number"
+            raise ModelError(f"The configuration's {name} is {_shown(value)}: it must be {needed}.")
 
 
 def check_tree(config: Mapping[str, Any]) -> None:

@@ -54,12 +54,16 @@ def resolve_model(
         _refuse_revision(revision, f"the folder {model}")
         path = _expanded(model)
         if not path.exists():
-            raise ModelError(f"There is no folder {path}.")
+            raise ModelError(_no_folder(path))
         check_folder(path)
         if is_recorded(path):
             verify(path, progress=report)
         return path
     return check_folder(_download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
+
+
+def _no_folder(path: Path) -> str:
+    return f"The link {path} leads to no folder." if path.is_symlink() else f"There is no folder {path}."
 
 
 def resolve_config(model: str, *, revision: str | None = None, offline: bool = False) -> Path:
@@ -71,7 +75,7 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
         _refuse_revision(revision, f"the folder {model}")
         path = _expanded(model)
         if not path.is_dir():
-            raise ModelError(f"There is no folder {path}.")
+            raise ModelError(_no_folder(path))
         if not (path / "config.json").exists():
             raise ModelError(f"{path} has no config.json, so it is not a model folder.")
         return path

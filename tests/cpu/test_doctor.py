@@ -164,7 +164,7 @@ def test_layers_with_a_window_count_for_the_last_tokens_of_a_context(tmp_path: P
     assert 2**20 - 2 * 16 * layer < setup.kv_bytes <= 2**20
     said = ask(tmp_path, "--kv-cache-memory", "1MiB").stdout
     assert "of each of the last 4 tokens, in layers with a window: 512 B in float32" in said
-    assert "blocks of the KV are for layers with a sliding window" in said
+    assert "of its blocks hold the last tokens, for layers with a window" in said
 
 
 def test_what_does_not_fit_gets_an_expert_memory_that_does(qwen3: Path) -> None:
@@ -176,6 +176,28 @@ def test_what_does_not_fit_gets_an_expert_memory_that_does(qwen3: Path) -> None:
     assert few.resident_experts is not None
     assert 8 < few.resident_experts < 128
     assert few.weights_bytes + few.kv_bytes < 32 * GIB
+    assert 48 * 128 * 3 * 768 * 2048 * 2 <= few.expert_file_bytes < 55 * GIB
+
+
+def test_the_disk_that_the_expert_file_takes_is_told(qwen3: Path, machine: None) -> None:
+    said = ask(qwen3).stdout
+    assert "disk      54.0 GiB for the expert file, written at the first start; " in said
+    assert " GiB free" in said
+
+
+def test_where_nothing_fits_the_least_memory_that_would_do_is_told(
+    qwen3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = replace(MACHINE, free_bytes=3 * GIB)
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: small)
+    least = json.loads(ask(qwen3, "--json").stdout)["least"]
+    assert 3 * GIB < least["free_bytes"] < 9 * GIB
+    assert least["setup"]["flags"][0] == "--expert-memory"
+    (_, fitting) = setups_of(examine(qwen3), replace(MACHINE, free_bytes=least["free_bytes"]), ServeConfig())
+    assert fitting.obstacle is None
+    smaller = replace(MACHINE, free_bytes=least["free_bytes"] - 256 * 2**20)
+    assert all(setup.obstacle for setup in setups_of(examine(qwen3), smaller, ServeConfig()))
+    assert "of free memory serves it: moeserve serve MODEL --expert-memory " in ask(qwen3).stdout
 
 
 def test_what_fits_is_bounded_by_the_bytes_that_a_token_reads(qwen3: Path) -> None:
@@ -236,7 +258,7 @@ def test_what_fits_nowhere_says_what_the_least_would_be(qwen3: Path) -> None:
     setups = setups_of(examine(qwen3), replace(MACHINE, free_bytes=3 * GIB), ServeConfig())
     assert setups[-1].flags == ("--expert-memory", "3456MiB")
     assert setups[-1].obstacle is not None
-    assert "but only 3.0 GiB of memory are free" in setups[-1].obstacle
+    assert "but only 3.0 GiB are free" in setups[-1].obstacle
 
 
 def test_settings_of_a_gpu_do_not_fit_a_cpu(qwen3: Path, machine: None) -> None:

@@ -49,5 +49,18 @@ def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     assert difference <= _TOLERANCE, f"{difference:.1e} of {scale:.1f}"
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case", ["olmoe-mha", "mixtral-mha-odd", "mixtral"])
+def test_in_16_bits_logits_are_close(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    save(case, tmp_path)
+    spec = build_spec(load_config(tmp_path))
+    tokens = torch.randint(1, 128, (21,), generator=torch.Generator().manual_seed(2)).tolist()
+    found = [
+        PagedRunner(load_decoder(tmp_path, spec, dtype=dtype, max_model_len=64), [tokens]).step([(0, 0, 21)]).float()
+        for dtype in (dtype, torch.float32)
+    ]
+    assert (found[0] - found[1]).std() < 0.2 * found[1].std()
+
+
 def test_every_supported_type_has_a_parity_case() -> None:
     assert {case.split("-")[0] for case in CASES} == set(supported_model_types()) - OWN_MODEL_TYPES

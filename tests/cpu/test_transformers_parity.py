@@ -70,6 +70,18 @@ def test_a_type_whose_answers_depend_on_the_batch_or_the_chunks_is_refused_in_wo
     assert "a prompt that is computed in several pieces gets other numbers" in refusal
 
 
+def test_the_check_finds_faults_that_begin_late_in_a_text(tmp_path: Path) -> None:
+    # The temperature of its attention grows from 8,192 tokens on; mixers that are called together see wrong positions.
+    save_tiny("llama4_text", tmp_path)
+    decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))
+    assert decoder.has_far_limits
+    assert str(choose_ways(decoder)) == "mixers apart"
+    assert play("llama4_text").worst <= TOLERANCE
+    own = decoder._code
+    assert own.config.floor_scale == 8192
+    assert {module.floor_scale for module in own.body.modules() if hasattr(module, "floor_scale")} == {8192}
+
+
 def test_the_check_tells_what_goes_wrong(tmp_path: Path) -> None:
     save_tiny("mixtral", tmp_path)
     decoder = load_transformers_decoder(tmp_path, read_transformers_spec(tmp_path))

@@ -62,6 +62,7 @@ def test_a_second_run_has_the_same_bits(device):
     assert torch.equal(bits(run_split(batch)), bits(run_split(batch)))
 
 
+@pytest.mark.usefixtures("dots_by_row")
 def test_prefill_gives_a_token_the_same_bits_in_any_chunking(device):
     batch = make_batch([50], [50], heads=2, kv_heads=1, device=device)
     whole = run_prefill(batch)

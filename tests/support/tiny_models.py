@@ -89,6 +89,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}),
     "qwen3": ("Qwen3", {"head_dim": 32}),
     "mixtral": ("Mixtral", {"num_local_experts": 8}),
+    # As many KV heads as query heads, of a size that the compiled attention does not take.
+    "mixtral-mha-odd": (
+        "Mixtral",
+        {"num_local_experts": 8, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24},
+    ),
     "mixtral-window": ("Mixtral", {"num_local_experts": 8, "sliding_window": 4, "hidden_act": "gelu"}),
     "qwen2_moe": (
         "Qwen2Moe",
@@ -111,6 +116,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "clip_qkv": 1.5}),
+    "olmoe-mha": ("Olmoe", {"num_experts": 8, "num_experts_per_tok": 3, "num_key_value_heads": 4}),
     "granitemoe": (
         "GraniteMoe",
         {

@@ -256,7 +256,7 @@ MORE: dict[str, dict[str, Any]] = {
         "layer_types": ["chunked_attention", F, "chunked_attention", F],
         "no_rope_layers": [1, 0, 1, 0],
         "moe_layers": [0, 1, 2, 3],
-        "floor_scale": 8,
+        "floor_scale": 8192,
     },
     "longcat_flash": dict(
         **MLA,

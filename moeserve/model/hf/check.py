@@ -1,13 +1,15 @@
 """The check at load: which ways of calling mixers give the numbers of the model's own forward.
 
 A few requests of up to two dozen tokens go through the loaded model: first each by itself as transformers would
-generate, then in our steps. This finds faults in the modelling code of any model type.
+generate, then in our steps. Where the model changes its behaviour later in a text, they go through it once more with
+these limits set low (`moeserve.model.hf.position_limits`). This finds faults in the modelling code of any model type.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -67,6 +69,11 @@ class CheckedDecoder(Protocol):
 
     def use(self, ways: Ways) -> None: ...
 
+    @property
+    def has_far_limits(self) -> bool: ...
+
+    def low_limits(self) -> AbstractContextManager[None]: ...
+
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools: ...
 
 
@@ -76,10 +83,14 @@ BeginStep = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class _Case:
-    """Texts, and for each text the logits [_MORE + 1, vocab] after its prompt and after each further token."""
+    """Texts, and for each text the logits [_MORE + 1, vocab] after its prompt and after each further token.
+
+    limits: under which they are computed.
+    """
 
     texts: Sequence[Sequence[int]]
     wanted: Sequence[Tensor]
+    limits: Callable[[], AbstractContextManager[None]]
 
 
 @torch.inference_mode()
@@ -88,13 +99,15 @@ def choose_ways(decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None)
 
     Raise UnsupportedModel, whose sentence names the fault, if no ways pass.
     """
-    case = _own_answers(decoder, begin_step)
+    cases = [_own_answers(decoder, begin_step, nullcontext)]
+    if decoder.has_far_limits:
+        cases.append(_own_answers(decoder, begin_step, decoder.low_limits))
     faults = []
     for ways in ALL_WAYS:
         if not decoder.can_use(ways):
             continue
         decoder.use(ways)
-        fault = _fault(decoder, case, begin_step)
+        fault = _fault(decoder, cases, begin_step)
         if fault is None:
             return ways
         faults.append(fault)
@@ -106,7 +119,9 @@ def choose_ways(decoder: CheckedDecoder, begin_step: BeginStep = lambda _: None)
     )
 
 
-def _own_answers(decoder: CheckedDecoder, begin_step: BeginStep) -> _Case:
+def _own_answers(
+    decoder: CheckedDecoder, begin_step: BeginStep, limits: Callable[[], AbstractContextManager[None]]
+) -> _Case:
     draw = torch.Generator().manual_seed(5)
     vocab = decoder.spec.vocab_size
     texts = [torch.randint(vocab // 8, vocab, (n + _MORE,), generator=draw).tolist() for n in _PROMPTS]
@@ -114,18 +129,21 @@ def _own_answers(decoder: CheckedDecoder, begin_step: BeginStep) -> _Case:
     for text, count in zip(texts, _PROMPTS, strict=True):
         pieces = [text[:count], *([token] for token in text[count:])]
         answers, last = decoder.own_states(pieces), []
-        for piece in pieces:
-            begin_step(len(piece))
-            last.append(next(answers)[-1:])
+        with limits():
+            for piece in pieces:
+                begin_step(len(piece))
+                last.append(next(answers)[-1:])
         wanted.append(decoder.logits(torch.cat(last)))
-    return _Case(texts, wanted)
+    return _Case(texts, wanted, limits)
 
 
-def _fault(decoder: CheckedDecoder, case: _Case, begin_step: BeginStep) -> tuple[int, str, str] | None:
+def _fault(decoder: CheckedDecoder, cases: Sequence[_Case], begin_step: BeginStep) -> tuple[int, str, str] | None:
     """Return the index of the first scene that fails, its name and the fault; None if all pass."""
-    for place, (steps, name) in enumerate(_SCENES):
+    scenes = [(case, steps, name) for case in cases for steps, name in _SCENES]
+    for place, (case, steps, name) in enumerate(scenes):
         try:
-            played = _play(decoder, steps, case, begin_step)
+            with case.limits():
+                played = list(_play(decoder, steps, case, begin_step))
             worst = max((found - wanted).abs().max().item() for found, wanted in played)
         except (CollectiveError, ExpertStoreError, ModelError):  # Not faults of the ways.
             raise

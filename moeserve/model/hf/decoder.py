@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import structlog
@@ -27,6 +28,7 @@ from moeserve.model.hf.gates import FoundGate, GateSearch
 from moeserve.model.hf.geometry import new_cache
 from moeserve.model.hf.mixers import Mixers, Ways
 from moeserve.model.hf.modelling import ModellingCode
+from moeserve.model.hf.position_limits import has_far_limits, low_limits
 from moeserve.model.hf.spec import TransformersSpec
 from moeserve.model.hf.step import PAGED, Step
 from moeserve.model.state_pool import StatePool
@@ -152,6 +154,15 @@ class TransformersDecoder:
     def use(self, ways: Ways) -> None:
         """Call the mixers in these ways from now on."""
         self._mixers.use(ways)
+
+    @property
+    def has_far_limits(self) -> bool:
+        """Whether the model changes its behaviour later in a text than the check's texts reach."""
+        return has_far_limits(self._code)
+
+    def low_limits(self) -> AbstractContextManager[None]:
+        """Let the model change its behaviour after a few tokens, for the check."""
+        return low_limits(self._code)
 
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
         """Return the pools as `states` takes them."""

@@ -48,7 +48,9 @@ def read_hf_config(directory: Path) -> Any:
         raise ModelError(f"There is no config.json in {directory}.")
     raw = _with_special_floats(read_json(path))
     model_type = raw.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or not model_type:
+        raise UnsupportedModel("The configuration names no model_type.")
+    if model_type not in CONFIG_MAPPING:
         raise UnsupportedModel(
             f"Models of type {model_type!r} are not supported: transformers {transformers.__version__} has none either."
         )
