@@ -53,17 +53,15 @@ def build_generates(
 ) -> list[Generate]:
     """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit.
 
-    wishes: of each prompt. arrived_at: see `Generate`.
+    A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at: see `Generate`.
     """
     priority = BACKGROUND_PRIORITY if terms.background else request.priority
     generates: list[Generate] = []
     for number, prompt in enumerate(prompts):
         wish = wishes[number] if wishes is not None else None
         packed = pack_token_ids(prompt)
-        wanted = request.max_tokens
-        if wanted is not None and request.fit_context:
-            wanted = min(wanted, max(1, max_model_len - len(prompt)))
-        max_tokens = check_length(len(prompt), wanted, max_model_len, request.prompt_field)
+        most = longest_output(len(prompt), max_model_len, request.prompt_field)
+        max_tokens = most if request.max_tokens is None else min(max(1, request.max_tokens), most)
         for sample in range(request.n):
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, sample))
             own_id = f"{request_id}-{len(generates)}"
@@ -71,15 +69,11 @@ def build_generates(
     return generates
 
 
-def check_length(num_prompt_tokens: int, max_tokens: int | None, max_model_len: int, param: str | None = None) -> int:
-    """Return the most tokens that the output may have, at least the one that no request does without.
-
-    Raises ApiError if prompt and output do not fit.
-    """
-    wanted = 1 if max_tokens is None else max(1, max_tokens)
-    if num_prompt_tokens + wanted > max_model_len:
-        raise context_length_exceeded(max_model_len, num_prompt_tokens, wanted, param=param)
-    return max_model_len - num_prompt_tokens if max_tokens is None else wanted
+def longest_output(num_prompt_tokens: int, max_model_len: int, param: str | None = None) -> int:
+    """Return how many tokens the context leaves for the output. Raises ApiError where it leaves none."""
+    if num_prompt_tokens >= max_model_len:
+        raise context_length_exceeded(max_model_len, num_prompt_tokens, 1, param=param)
+    return max_model_len - num_prompt_tokens
 
 
 def prompt_tail(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:

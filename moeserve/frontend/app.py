@@ -17,7 +17,7 @@ from starlette.routing import BaseRoute, Route
 from moeserve.config import ConfigError
 from moeserve.frontend.cache_routes import WARM, CacheRoutes
 from moeserve.frontend.dialects import messages_answer
-from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, GenerateRoute
+from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.live_routes import LiveRoutes
@@ -131,7 +131,7 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
             allow_origins=list(origins),
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
-            expose_headers=["x-request-id", "request-id", "retry-after", "x-moeserve-dropped-tools"],
+            expose_headers=["x-request-id", "request-id", "retry-after", *TELLING_HEADERS],
         )
     ]
 

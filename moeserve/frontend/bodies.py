@@ -10,6 +10,7 @@ from typing import TypeVar
 from starlette.types import Receive, Scope
 
 from moeserve.frontend import limits
+from moeserve.frontend.encodings import content_coding, inflate
 from moeserve.frontend.http import ApiError, ClientDisconnected
 from moeserve.frontend.workers import Workers
 
@@ -32,8 +33,10 @@ class Bodies:
         self._may_receive.set()
 
     async def receive(self, scope: Scope, receive: Receive) -> bytes:
-        """Return the whole body of a request. Raises ClientDisconnected, and ApiError: 413 as soon as it is too large,
-        408 when it takes too long, not counting the time for which it was held up here."""
+        """Return the whole body of a request, inflated. Raises ClientDisconnected, and ApiError: 413 as soon as it is
+        too large, 408 when it takes too long, not counting the time for which it was held up here, 415 for an unknown
+        coding."""
+        coding = content_coding(scope["headers"])
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if declared.isdigit():
             self._check_size(int(declared))
@@ -55,6 +58,9 @@ class Bodies:
             text = f"The body did not arrive within {seconds:g} s"
             raise ApiError(408, text, code="request_timeout", close=True) from None
         join = partial(b"".join, chunks)
+        if coding is not None:
+            # However small it is, it may become large.
+            return await self.run(size, lambda: inflate(join(), coding, self._max_bytes))
         # Many may be whole at once.
         return join() if size < limits.INLINE_BODY_BYTES else await self.run(0, join)
 

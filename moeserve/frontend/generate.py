@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +43,8 @@ from moeserve.plan import Terms
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
+# Of answers, where the server did less than it was asked: see docs/clients.md.
+TELLING_HEADERS = ("x-moeserve-ignored", "x-moeserve-dropped-tools", "x-moeserve-max-tokens")
 # A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
 _RESUMED = b": resumed\n\n"
 _OUTPUTS_AT_ONCE = 4
@@ -88,9 +90,7 @@ class GenerateRoute:
         request = await services.bodies.read(body, lambda data: self._dialect.parse(data, facts))
         budget = InlineBudget.of(body)
         del body
-        services.metrics.count_ignored(request.ignored)
-        if request.dropped_tools:
-            send = self._warn(scope, send, request.dropped_tools)
+        send = self._warn(scope, send, request)
         if request.cache.report or asks_for_report(scope):
             # In a stream the report comes with the usage.
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
@@ -98,12 +98,19 @@ class GenerateRoute:
         with services.admission.hold(request.num_choices, services.capacity, terms):
             await until_disconnect(receive, self._serve(scope, send, request, facts, terms, budget))
 
-    def _warn(self, scope: Scope, send: Send, dropped: tuple[str, ...]) -> Send:
-        """Count and log built-in tools that do not exist here; return a `send` that names them in a header."""
-        kinds = re.sub(r"[^\w,-]", "?", ",".join(dict.fromkeys(dropped)), flags=re.ASCII)[:_MAX_HEADER_CHARS]
-        self._services.metrics.count_ignored(["server_tools"])
-        scope["state"]["log"]["dropped_tools"] = kinds
-        return with_headers(send, [(b"x-moeserve-dropped-tools", kinds.encode())])
+    def _warn(self, scope: Scope, send: Send, request: GenerateRequest) -> Send:
+        """Count fields that are ignored, and built-in tools that do not exist here; return a `send` that names both in
+        headers."""
+        headers = []
+        self._services.metrics.count_ignored(request.ignored)
+        if request.ignored:
+            headers.append((b"x-moeserve-ignored", _header_list(request.ignored)))
+        if request.dropped_tools:
+            kinds = _header_list(request.dropped_tools)
+            self._services.metrics.count_ignored(["server_tools"])
+            scope["state"]["log"]["dropped_tools"] = kinds.decode()
+            headers.append((b"x-moeserve-dropped-tools", kinds))
+        return with_headers(send, headers) if headers else send
 
     async def _serve(
         self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts, terms: Terms, budget: InlineBudget
@@ -123,6 +130,7 @@ class GenerateRoute:
             terms=terms,
             arrived_at=state["arrival"],
         )
+        send = _tell_cut(send, request, generates)
         prompt_texts = await services.prompt_texts(prompts, budget) if shows_prompts(request) else ()
         answer = Answer(request, prompts, services.tokenizer, services.shape, prompt_texts)
         shown = request.num_choices * sum(map(len, prompts)) if prompt_texts else 0
@@ -206,6 +214,19 @@ class GenerateRoute:
                 return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
             case _:
                 return invalid(rejected.reason[:500])
+
+
+def _header_list(names: Sequence[str]) -> bytes:
+    """Return names that a client wrote as the value of a header."""
+    return re.sub(r"[^\w,-]", "?", ",".join(dict.fromkeys(names)), flags=re.ASCII)[:_MAX_HEADER_CHARS].encode()
+
+
+def _tell_cut(send: Send, request: GenerateRequest, generates: list[Generate]) -> Send:
+    """Return a `send` that tells in a header to how many tokens the context has cut the output of some choice."""
+    least = min(generate.sampling.max_tokens for generate in generates)
+    if not request.max_tokens or least >= request.max_tokens:
+        return send
+    return with_headers(send, [(b"x-moeserve-max-tokens", str(least).encode())])
 
 
 def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:

@@ -171,12 +171,19 @@ class SlowReader(Exception):
 
 
 async def send_body(
-    send: Send, status: int, body: bytes, headers: list[tuple[bytes, bytes]] | None = None, media: bytes | None = None
+    send: Send,
+    status: int,
+    body: bytes,
+    headers: list[tuple[bytes, bytes]] | None = None,
+    media: bytes | None = None,
+    *,
+    is_last: bool = True,
 ) -> None:
-    """Send a complete response, JSON unless `media` says otherwise."""
+    """Send a complete response, JSON unless `media` says otherwise. is_last: False where an empty message follows, with
+    which the connection may be closed."""
     head = [(b"content-type", media or b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*head, *(headers or ())]})
-    await send({"type": "http.response.body", "body": body})
+    await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
 def with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
@@ -190,9 +197,9 @@ def with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
     return adding
 
 
-async def send_error(send: Send, error: ApiError, body: bytes) -> None:
-    """Send an error as a response with that body."""
-    await send_body(send, error.status, body, error.headers())
+async def send_error(send: Send, error: ApiError, body: bytes, *, is_last: bool = True) -> None:
+    """Send an error as a response with that body. is_last: see `send_body`."""
+    await send_body(send, error.status, body, error.headers(), is_last=is_last)
 
 
 class PatientSend:

@@ -87,9 +87,11 @@ class RequestBoundary:
         if response.started:
             raise error
         shown = as_api_error(error)
+        content = self._error_body(path)(shown, request_id)
+        await send_error(response, shown, content, is_last=False)
         if shown.status != _REQUEST_TIMEOUT:
             await body.discard()
-        await send_error(response, shown, self._error_body(path)(shown, request_id))
+        await response({"type": "http.response.body", "body": b""})
 
     def _error_body(self, path: str) -> ErrorBody:
         for prefix, body in self._error_bodies.items():
@@ -123,7 +125,7 @@ class _Body:
         return message
 
     async def discard(self) -> None:
-        """Read the rest of the body, within bounds.
+        """Read the rest of the body, within bounds, after the answer was sent and before its connection is closed.
 
         A connection that is closed with data in it is reset, and a client that still sends would not see its answer.
         """

@@ -15,7 +15,7 @@ import msgspec
 import structlog
 
 from moeserve.config import ConfigError
-from moeserve.frontend.answer import check_length
+from moeserve.frontend.answer import longest_output
 from moeserve.frontend.cache_routes import PUBLIC_FIELDS, PrefixBody, check_prefix, read_prefix
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.http import ApiError
@@ -78,7 +78,7 @@ async def _publish(services: Services, prefix: PrefixBody) -> int:
     """Compute a prefix on every rank and pin it. Return its tokens that are shared: those in whole blocks."""
     facts = services.check_serving()
     token_ids = await services.encode(read_prefix(prefix, facts), facts)
-    check_length(len(token_ids), 1, facts.max_model_len)
+    longest_output(len(token_ids), facts.max_model_len)
     packed = pack_token_ids(token_ids)
     for _ in range(services.run.config.expert_parallel_size):
         # It goes to a rank that lacks the prefix.

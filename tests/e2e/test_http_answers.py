@@ -252,3 +252,34 @@ def test_prompts_and_answers_are_not_logged(server: Frontend, client: OpenAI) ->
     log = server.log_path.read_text()
     assert "request_id" in log
     assert "sesame" not in log
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 32_000}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}], "max_completion_tokens": 32_000}),
+        ("/v1/completions", {"prompt": "hi", "max_tokens": 32_000}),
+        ("/v1/messages", {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 32_000}),
+        ("/v1/responses", {"input": "hi", "max_output_tokens": 32_000}),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_more_tokens_than_the_context_leaves_are_cut_and_the_header_tells(
+    server: Frontend, client: OpenAI, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    answer = server.http.post(path, json={"model": "tiny", "stream": stream, **body})
+    (generate,) = server.engine.of(Generate)
+    left = 512 - len(unpack_token_ids(generate.token_ids))
+    assert (answer.status_code, generate.sampling.max_tokens) == (200, left)
+    assert answer.headers["x-moeserve-max-tokens"] == str(left)
+
+
+def test_a_header_names_the_fields_that_were_ignored(server: Frontend, client: OpenAI) -> None:
+    body = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
+    fields = {"thinking_token_budget": 5, "user": "me", "strange\r\nname": 1}
+    answer = server.http.post("/v1/completions", json={**body, **fields})
+    assert answer.headers["x-moeserve-ignored"] == "strange??name,thinking_token_budget,user"
+    assert len(server.http.post("/v1/completions", json={**body, "x" * 5000: 1}).headers["x-moeserve-ignored"]) == 200
+    plain = server.http.post("/v1/completions", json=body).headers
+    assert not {"x-moeserve-ignored", "x-moeserve-max-tokens"} & set(plain)

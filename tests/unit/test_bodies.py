@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -142,5 +144,50 @@ def test_a_big_body_that_is_refused_lets_the_others_go_on() -> None:
             with pytest.raises(ApiError, match="no"):
                 await some.read(BIG, refuse)
             assert await some.receive(connection.scope, connection.receive) == b"abcde"
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("coding", "sent"),
+    [
+        ("gzip", gzip.compress(b'{"a": 1}')),
+        ("X-GZIP", gzip.compress(b'{"a": 1}')),
+        ("deflate", zlib.compress(b'{"a": 1}')),
+        ("identity", b'{"a": 1}'),
+    ],
+)
+def test_a_compressed_body_is_inflated(coding: str, sent: bytes) -> None:
+    async def scenario() -> None:
+        connection = Connection(content_encoding=coding)
+        connection.send(sent)
+        with bodies() as some:
+            assert await some.receive(connection.scope, connection.receive) == b'{"a": 1}'
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("coding", "sent", "status", "code"),
+    [
+        ("gzip", gzip.compress(b"x" * 1001), 413, "request_too_large"),
+        ("gzip", gzip.compress(b"x" * 10**6)[:1000], 413, "request_too_large"),
+        ("gzip", gzip.compress(b"x" * 1000)[:-9], 400, "invalid_content_encoding"),
+        ("gzip", gzip.compress(b"x") * 2, 400, "invalid_content_encoding"),
+        ("gzip", b"{}", 400, "invalid_content_encoding"),
+        ("deflate", b"", 400, "invalid_content_encoding"),
+        ("zstd", b"(\xb5/\xfd", 415, "unsupported_content_encoding"),
+        ("gzip, gzip", gzip.compress(gzip.compress(b"{}")), 415, "unsupported_content_encoding"),
+    ],
+)
+def test_a_compressed_body_is_held_to_the_bounds_of_a_plain_one(
+    coding: str, sent: bytes, status: int, code: str
+) -> None:
+    async def scenario() -> None:
+        connection = Connection(content_encoding=coding)
+        connection.send(sent)
+        with bodies() as some, pytest.raises(ApiError) as caught:
+            await some.receive(connection.scope, connection.receive)
+        assert (caught.value.status, caught.value.code) == (status, code)
 
     asyncio.run(scenario())

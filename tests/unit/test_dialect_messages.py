@@ -221,7 +221,7 @@ def test_sampling_and_the_checkpoints_defaults() -> None:
     request = parse(temperature=0, top_p=0.5, top_k=7, stop_sequences=["a", "b"], stream=True, seed=3, ignore_eos=True)
     assert (request.sampling.temperature, request.sampling.top_p, request.sampling.top_k) == (0.0, 0.5, 7)
     assert (request.stop, request.stream, request.seed, request.max_tokens) == (("a", "b"), True, 3, 9)
-    assert (request.fit_context, request.sampling.stop_token_ids) == (True, ())
+    assert request.sampling.stop_token_ids == ()
 
 
 @pytest.mark.parametrize("field", ["output_format", "output_config"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
-from moeserve.frontend.answer import Answer, OutputText, build_generates, check_length, decode_prompt, derive_seed
+from moeserve.frontend.answer import Answer, OutputText, build_generates, decode_prompt, derive_seed, longest_output
 from moeserve.frontend.dialects.fields import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.http import ApiError
@@ -95,17 +95,24 @@ def showing(asked: GenerateRequest, prompt: list[int]) -> Answer:
     return Answer(asked, [prompt], TOKENIZER, prompt_texts=[decode_prompt(TOKENIZER, prompt)])
 
 
-def test_lengths_that_do_not_fit_are_told_with_both_counts() -> None:
-    assert check_length(10, None, 16) == 6
-    assert check_length(10, 6, 16) == 6
+def test_a_prompt_that_leaves_no_token_is_told_with_both_counts() -> None:
+    assert longest_output(10, 16) == 6
+    assert longest_output(15, 16) == 1
     with pytest.raises(ApiError) as caught:
-        check_length(10, 7, 16)
+        longest_output(16, 16)
     assert caught.value.code == "context_length_exceeded"
     assert "maximum context length is 16 tokens" in caught.value.message
     assert "17" in caught.value.message
-    assert "10 in the prompt" in caught.value.message
-    with pytest.raises(ApiError):
-        check_length(16, None, 16)
+    assert "16 in the prompt" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("wanted", "got"), [(None, [14, 11]), (12, [12, 11]), (32_000, [14, 11]), (3, [3, 3]), (0, [1, 1])]
+)
+def test_more_tokens_than_the_context_leaves_are_cut_to_it(wanted: int | None, got: list[int]) -> None:
+    asked, prompts = request(prompts=["ab", "abcde"], max_tokens=wanted), [[1, 2], [1, 2, 3, 4, 5]]
+    generates = build_generates(asked, prompts, request_id="r", namespace="", seed=1, max_model_len=16)
+    assert [generate.sampling.max_tokens for generate in generates] == got
 
 
 def test_samples_have_seeds_of_their_own_and_the_first_one_the_clients() -> None:

@@ -18,10 +18,10 @@ import uvicorn
 
 from moeserve.frontend import limits
 from moeserve.frontend.bodies import Bodies
+from moeserve.frontend.connections import BoundedHttpProtocol
 from moeserve.frontend.http import EventStream, PatientSend, SlowReader, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
-from moeserve.frontend.server import BoundedHttpProtocol
 
 BIG = b"x" * (8 * 2**20)
 
@@ -392,5 +392,55 @@ def test_a_request_that_has_ended_is_held_by_no_timer() -> None:
         del patient
         gc.collect()
         assert held() is None
+
+    asyncio.run(scenario())
+
+
+def test_http_1_0_gets_a_stream_without_chunks_that_ends_with_its_connection() -> None:
+    async def scenario() -> None:
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            if scope["path"] == "/whole":
+                await send_body(send, 200, b"whole")
+                return
+            stream = EventStream(send)
+            await stream.start()
+            await stream.write(b"data: 1\n\n")
+            await stream.write(b"data: [DONE]\n\n", last=True)
+
+        async with Server(app, 4).listening() as port:
+            for path, expected in (("/stream", b"data: 1\n\ndata: [DONE]\n\n"), ("/whole", b"whole")):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+                head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+                assert body == expected
+                assert b"transfer-encoding" not in head
+                assert b"connection: close" in head
+                writer.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_comes_before_the_body_that_it_refuses() -> None:
+    async def scenario() -> None:
+        bodies = Bodies(1000)
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            await bodies.receive(scope, receive)
+
+        async with Server(app, 4).listening() as port:
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 5000000\r\n\r\n")
+            async with asyncio.timeout(10):
+                head = await reader.readuntil(b"\r\n\r\n")
+                assert head.startswith(b"HTTP/1.1 413 ")
+                length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
+                assert json.loads(await reader.readexactly(length))["error"]["code"] == "request_too_large"
+                # A client that sends all the same is not reset.
+                for _ in range(50):
+                    writer.write(b"x" * 100_000)
+                    await writer.drain()
+                assert await reader.read() == b""
+            writer.close()
+        bodies.stop()
 
     asyncio.run(scenario())

@@ -102,11 +102,10 @@ class GenerateRequest:
     """A client's request, in no dialect.
 
     Every prompt gives `n` choices; choice `p * n + j` is sample j of prompt p. `max_tokens` None is the remainder of
-    the context; with `fit_context` a larger number is that, too, and no error. `seed` None draws one; the values of
-    `max_tokens` and `seed` in `sampling` do not count. `output_format` holds for the text of an answer that calls no
-    tool. `background`: use what other requests leave. `ignored` names the unknown fields, `dropped_tools` the kinds of
-    built-in tools that were asked for and do not exist here; `repeated` holds what the dialect's answer says of the
-    request.
+    the context, and a larger number is cut to that. `seed` None draws one; the values of `max_tokens` and `seed` in
+    `sampling` do not count. `output_format` holds for the text of an answer that calls no tool. `background`: use what
+    other requests leave. `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were
+    asked for and do not exist here; `repeated` holds what the dialect's answer says of the request.
 
     `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
     continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
@@ -119,7 +118,6 @@ class GenerateRequest:
     sampling: SamplingParams
     max_tokens: int | None
     seed: int | None
-    fit_context: bool = False
     n: int = 1
     stop: tuple[str, ...] = ()
     stream: bool = False

@@ -149,7 +149,6 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         prompts=[prompt],
         sampling=fields.read_sampling(asked, model, None),
         max_tokens=fields.read_count("max_tokens", asked.max_tokens),
-        fit_context=True,
         seed=fields.read_seed(asked.seed),
         stop=fields.read_stop(asked.stop_sequences, "stop_sequences"),
         stream=bool(asked.stream),

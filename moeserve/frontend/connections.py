@@ -1,0 +1,228 @@
+"""HTTP connections: bounds on headers, on their number and on clients that do not read, and clients that half leave."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+
+from moeserve.frontend import limits
+from moeserve.frontend.http import send_error, unavailable
+
+OPEN_PATHS = ("/health", "/ready", "/metrics")
+_SECONDS_BETWEEN_PROBES = 0.2
+_POKES_AT_FIRST = 3
+_SECONDS_BETWEEN_FIRST_POKES = 0.5
+_TCP_CLOSE = 7  # the first byte of Linux's tcp_info
+
+
+class BoundedHttpProtocol(HttpToolsProtocol):
+    """uvicorn's HTTP protocol that closes connections whose headers are too large, too many or too slow, that are too
+    many themselves, or whose client does not read.
+
+    uvicorn with httptools bounds neither the size of headers nor the time they may take, and an application cannot: it
+    is called when they are complete. `scope["extensions"]["moeserve.abort"]` drops the connection and its buffer.
+
+    A client may close its sending half after its request and gets its answer. One that has closed the connection has
+    sent the same, but resets the connection when something comes: so something is sent at once, twice more soon (who
+    only forwards connections hears of the reset from the first, and ends this one at the second) and then now and then,
+    and the reset is looked out for. Until the answer begins it is `100 Continue`; then
+    `scope["extensions"]["moeserve.half_closed"]`, which an application may set, is called to have it write.
+
+    most_connections: requests on further connections are refused and counted in `rejections`, but for OPEN_PATHS;
+    twice as many are dropped unheard.
+    """
+
+    def __init__(self, *args: Any, most_connections: int, rejections: Counter[str], **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._most_connections = most_connections
+        self._rejections = rejections
+        self._end: asyncio.TimerHandle | None = None
+        self._received_bytes = 0  # since the headers began, as they came
+        self._header_bytes = 0  # of complete header fields
+        self._in_headers = True
+        self._deadline: asyncio.TimerHandle | None = None
+        self._is_half_closed = False
+        self._probe_timer: asyncio.TimerHandle | None = None
+        self._num_pokes = 0
+        self._next_poke = 0.0  # on the loop's clock
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(limits.WRITE_BUFFER_BYTES)
+        excess = len(self.connections) - self._most_connections
+        if excess > 0:
+            self._rejections["too_many_connections"] += 1
+            self.app = refuse_unless_open(self.app)
+        if excess > self._most_connections:
+            transport.abort()
+            return
+        self._arm()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._disarm()
+        for timer in (self._end, self._probe_timer):
+            if timer is not None:
+                timer.cancel()
+        super().connection_lost(exc)
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Return whether the connection stays open: the client sends no more, and has an answer to come."""
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete or cycle.more_body:
+            return False
+        self._is_half_closed = True
+        self._probe()
+        return True
+
+    def on_response_complete(self) -> None:
+        is_last = not self.pipeline
+        super().on_response_complete()
+        if self._is_half_closed and is_last:
+            self.transport.close()
+        self._end_soon()
+
+    def send_400_response(self, msg: str) -> None:
+        super().send_400_response(msg)
+        self._end_soon()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """End an idle connection; with a client that has not even read its answer, without a farewell."""
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._in_headers:
+            return
+        # One packet may hold headers and body, so only data after which the headers still go on counts.
+        self._received_bytes += len(data)
+        if self._received_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
+            self.send_400_response("Request headers are too large.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_headers = True
+        self._header_bytes = 0
+        if self._deadline is None:
+            self._arm()
+        cast("dict[str, Any]", self.scope)["extensions"] = {"moeserve.abort": self.transport.abort}
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._header_bytes += len(name) + len(value)
+        if len(self.headers) > limits.MAX_HEADERS or self._header_bytes > limits.MAX_HEADER_BYTES:
+            raise ValueError("request headers are too large")
+
+    def on_headers_complete(self) -> None:
+        self._in_headers = False
+        self._received_bytes = 0
+        self._disarm()
+        super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        if cycle.scope["http_version"] == "1.0" and cycle is self.cycle:
+            cycle = self.cycle = PlainCycle.of(cycle)
+        super()._start_asgi_task(cycle, app)
+
+    def _end_soon(self) -> None:
+        """Drop a connection that is closing, once its client has had time to read the rest."""
+        if self.transport.is_closing() and self._end is None:
+            self._end = self.loop.call_later(limits.SEND_TIMEOUT_S, self.transport.abort)
+
+    def _probe(self) -> None:
+        """Drop a half-closed connection whose client has reset it, now or later."""
+        if self.transport.is_closing():
+            return
+        if has_been_reset(self.transport):
+            self.transport.abort()
+            return
+        if self.loop.time() >= self._next_poke:
+            self._poke()
+            self._num_pokes += 1
+            few = self._num_pokes < _POKES_AT_FIRST
+            self._next_poke = self.loop.time() + (_SECONDS_BETWEEN_FIRST_POKES if few else limits.KEEP_ALIVE_S)
+        self._probe_timer = self.loop.call_later(_SECONDS_BETWEEN_PROBES, self._probe)
+
+    def _poke(self) -> None:
+        """Send what a client passes over, if there is anything now."""
+        if self.pipeline:
+            return
+        if self.cycle.response_started:
+            poke = cast("dict[str, Any]", self.cycle.scope)["extensions"].get("moeserve.half_closed")
+            if poke is not None:
+                poke()
+        elif self.cycle.scope["http_version"] == "1.1":
+            # Older clients do not know interim answers.
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _arm(self) -> None:
+        self._deadline = self.loop.call_later(limits.RECEIVE_TIMEOUT_S, self._too_slow)
+
+    def _disarm(self) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+
+    def _too_slow(self) -> None:
+        self._deadline = None
+        if not self.transport.is_closing():
+            self.transport.close()
+            self._end_soon()
+
+
+class PlainCycle(RequestResponseCycle):
+    """An answer to HTTP/1.0, which knows no chunks: one of unknown length ends with its connection.
+
+    uvicorn sends either chunks or as many bytes as were announced. So each message is announced with its own length.
+    """
+
+    @classmethod
+    def of(cls, cycle: RequestResponseCycle) -> PlainCycle:
+        """Return a cycle for the same request, which has not begun to be answered."""
+        return cls(
+            cycle.scope,
+            cycle.transport,
+            cycle.flow,
+            cycle.logger,
+            cycle.access_logger,
+            cycle.access_log,
+            cycle.default_headers,
+            cycle.message_event,
+            expect_100_continue=False,
+            keep_alive=False,
+            on_response=cycle.on_response,
+        )
+
+    async def send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            if all(name.lower() != b"content-length" for name, _ in message.get("headers", ())):
+                self.chunked_encoding = False
+        elif self.expected_content_length == 0:
+            self.expected_content_length = len(message.get("body", b""))
+        await super().send(message)
+
+
+def has_been_reset(transport: asyncio.Transport) -> bool:
+    """Return whether a TCP connection was ended for both directions. Its transport does not say so while it reads
+    nothing."""
+    state: bytes = transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 1)
+    return state[0] == _TCP_CLOSE
+
+
+def refuse_unless_open(app: Any) -> Any:
+    """Return an application that answers 503, but for the paths by which operators look at the server."""
+    error = unavailable("Too many connections are open", "too_many_connections", close=True)
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] in OPEN_PATHS:
+            await app(scope, receive, send)
+        else:
+            await send_error(send, error, error.body())
+
+    return refuse
