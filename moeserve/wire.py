@@ -1,4 +1,4 @@
-"""The traffic between processes: frames, the messages between frontend and engine, the bytes of plans and results.
+"""The traffic between processes: frames, the messages between frontend and engine, the bytes of results.
 
 `msgpack` reads and writes the bytes under limits; `msgspec.convert` gives them types. Each frame is
 `[incarnation, message]`, and a receiver drops frames of another incarnation of the engine. Token ids and block tables
@@ -11,7 +11,7 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgpack
 import msgspec
@@ -20,23 +20,18 @@ from moeserve.config import ServeConfig
 from moeserve.pacing import Load
 from moeserve.plan import (
     DEFAULT_TERMS,
-    MAX_ANNOTATION_BYTES,
     CacheWish,
-    Chunk,
-    ChunkExtras,
     ChunkResult,
     FinishReason,
     SamplingParams,
-    StateUse,
-    StepPlan,
     StepResult,
     Terms,
     TokenLogprobs,
-    WindowTable,
 )
 from radix_cache import Miss
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+MAX_STEP_BYTES = 2**31  # of a plan or a result, which travels between ranks in several frames if need be
 
 _T = TypeVar("_T")
 
@@ -50,7 +45,7 @@ def encode(message: msgspec.Struct, incarnation: int) -> bytes:
     return pack([incarnation, message])
 
 
-def decode(frame: bytes, expected: Any) -> tuple[int, Any]:
+def decode(frame: bytes, expected: Any, max_bytes: int = MAX_FRAME_BYTES) -> tuple[int, Any]:
     """Return a frame's incarnation and its message of one of the `expected` types. Raise DecodeError for others."""
 
     def open_frame(body: Any) -> tuple[int, Any]:
@@ -58,7 +53,7 @@ def decode(frame: bytes, expected: Any) -> tuple[int, Any]:
             raise DecodeError("frame is not [incarnation, message]")
         return body[0], msgspec.convert(body[1], expected)
 
-    return _unpack(frame, open_frame)
+    return _unpack(frame, open_frame, max_bytes)
 
 
 def pack(value: Any) -> bytes:
@@ -67,15 +62,15 @@ def pack(value: Any) -> bytes:
     return packed
 
 
-def unpack(data: bytes, kind: type[_T]) -> _T:
+def unpack(data: bytes, kind: type[_T], max_bytes: int = MAX_FRAME_BYTES) -> _T:
     """Return the value of type `kind` that `pack` made into `data`. Raise DecodeError for other bytes."""
-    return _unpack(data, lambda body: msgspec.convert(body, kind))
+    return _unpack(data, lambda body: msgspec.convert(body, kind), max_bytes)
 
 
-def _unpack(data: bytes, convert: Callable[[Any], _T]) -> _T:
+def _unpack(data: bytes, convert: Callable[[Any], _T], max_bytes: int) -> _T:
     """Raise DecodeError for bytes too large or not MessagePack, extension types, deep nesting, wrong fields."""
-    if len(data) > MAX_FRAME_BYTES:
-        raise DecodeError(f"{len(data)} bytes exceed {MAX_FRAME_BYTES}")
+    if len(data) > max_bytes:
+        raise DecodeError(f"{len(data)} bytes exceed {max_bytes}")
     try:
         return convert(
             msgpack.unpackb(
@@ -291,138 +286,7 @@ ToEngine = Hello | Generate | Finish | Abort | Control
 FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Stats | ControlResult | Heartbeat
 
 
-# The bytes of plans and results, between rank 0 and the other ranks: MessagePack arrays of the fields below, in order.
-# Equal plans have equal bytes.
-
-
-class _WireExtras(msgspec.Struct, array_like=True, frozen=True):
-    history: bytes | None
-    num_prompt_tokens: int
-    banned_token_ids: tuple[int, ...]
-    prompt_targets: bytes | None
-    num_top_logprobs: int
-    output: bytes | None
-
-
-class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
-    request_id: str
-    token_ids: bytes
-    start: int
-    block_table: bytes
-    sampling: SamplingParams | None
-    extras: _WireExtras | None
-    drawn_by: int | None
-    annotation: Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOTATION_BYTES)] | None
-
-
-# The slot, the snapshot to load and the snapshot to save of a chunk's `StateUse`.
-_WireState = tuple[int, int | None, int | None]
-
-
-# The fields of a chunk's `WindowTable`.
-_WireWindow = tuple[int, bytes]
-
-
-class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
-    """`states`, `first_angles` and `windows`: one per chunk. A plan without them ends before these fields."""
-
-    step: int
-    chunks: list[_WireChunk]
-    zeroed_blocks: bytes
-    states: list[_WireState | None] = []
-    first_angles: list[int] = []
-    windows: list[_WireWindow | None] = []
-    zeroed_windows: bytes = b""
-
-
-def encode_plan(plan: StepPlan) -> bytes:
-    """Return the bytes of a plan; later changes of its block tables do not affect them."""
-    fields: list[Any] = [plan.step, [_pack_chunk(chunk) for chunk in plan.chunks], plan.zeroed_blocks.tobytes()]
-    windowed = bool(plan.zeroed_windows) or any(chunk.window is not None for chunk in plan.chunks)
-    turned = windowed or any(chunk.first_angle for chunk in plan.chunks)
-    if turned or any(chunk.state is not None for chunk in plan.chunks):
-        uses = [chunk.state for chunk in plan.chunks]
-        fields.append([None if use is None else (use.slot, use.load, use.save) for use in uses])
-    if turned:
-        fields.append([chunk.first_angle for chunk in plan.chunks])
-    if windowed:
-        tables = [chunk.window for chunk in plan.chunks]
-        fields.append([None if table is None else (table.first, table.blocks.tobytes()) for table in tables])
-        fields.append(plan.zeroed_windows.tobytes())
-    return pack(fields)
-
-
-def decode_plan(data: bytes) -> StepPlan:
-    """Return the plan in the bytes of `encode_plan`. Raise DecodeError for other bytes."""
-    wire = unpack(data, _WirePlan)
-    chunks = [_unpack_chunk(chunk) for chunk in wire.chunks]
-    for of_chunks in (wire.states, wire.first_angles, wire.windows):
-        if of_chunks and len(of_chunks) != len(chunks):
-            raise DecodeError(f"{len(of_chunks)} entries for {len(chunks)} chunks")
-    for chunk, state in zip(chunks, wire.states, strict=False):
-        chunk.state = None if state is None else StateUse(*state)
-    for chunk, first_angle in zip(chunks, wire.first_angles, strict=False):
-        chunk.first_angle = first_angle
-    for chunk, window in zip(chunks, wire.windows, strict=False):
-        chunk.window = None if window is None else WindowTable(window[0], unpack_token_ids(window[1]))
-    return StepPlan(wire.step, chunks, unpack_token_ids(wire.zeroed_blocks), unpack_token_ids(wire.zeroed_windows))
-
-
-def _pack_chunk(chunk: Chunk) -> _WireChunk:
-    extras = chunk.extras
-    return _WireChunk(
-        chunk.request_id,
-        chunk.token_ids.tobytes(),
-        chunk.start,
-        chunk.block_table.tobytes(),
-        chunk.sampling,
-        None if extras is None else _pack_extras(extras),
-        chunk.drawn_by,
-        chunk.annotation,
-    )
-
-
-def _unpack_chunk(wire: _WireChunk) -> Chunk:
-    return Chunk(
-        wire.request_id,
-        unpack_token_ids(wire.token_ids),
-        wire.start,
-        unpack_token_ids(wire.block_table),
-        wire.sampling,
-        None if wire.extras is None else _unpack_extras(wire.extras),
-        wire.drawn_by,
-        wire.annotation,
-    )
-
-
-def _pack_extras(extras: ChunkExtras) -> _WireExtras:
-    return _WireExtras(
-        _bytes_or_none(extras.history),
-        extras.num_prompt_tokens,
-        extras.banned_token_ids,
-        _bytes_or_none(extras.prompt_targets),
-        extras.num_top_logprobs,
-        _bytes_or_none(extras.output),
-    )
-
-
-def _unpack_extras(wire: _WireExtras) -> ChunkExtras:
-    return ChunkExtras(
-        _array_or_none(wire.history),
-        wire.num_prompt_tokens,
-        wire.banned_token_ids,
-        _array_or_none(wire.prompt_targets),
-        wire.num_top_logprobs,
-        _array_or_none(wire.output),
-    )
-
-
-def _bytes_or_none(token_ids: array[int] | None) -> bytes | None:
-    return None if token_ids is None else token_ids.tobytes()
-
-
-def _array_or_none(data: bytes | None) -> array[int] | None:
-    return None if data is None else unpack_token_ids(data)
+# The bytes of results, between rank 0 and the other ranks: MessagePack arrays of the fields below, in order.
 
 
 # One token's log probability and the likeliest (token id, logprob).
@@ -452,7 +316,7 @@ def encode_result(result: StepResult) -> bytes:
 
 def decode_result(data: bytes) -> StepResult:
     """Return the result in the bytes of `encode_result`. Raise DecodeError for other bytes."""
-    wire = unpack(data, _WireResult)
+    wire = unpack(data, _WireResult, MAX_STEP_BYTES)
     return StepResult(wire.step, [_unpack_result(chunk) for chunk in wire.chunks], wire.routing, wire.sent)
 
 

@@ -68,7 +68,7 @@ class Start(Message):
 
 
 class Forward(Message):
-    """A step: the receiver's plan (`moeserve.wire`) and the rows of all ranks (`moeserve.ranks.together.StepRows`).
+    """A step: the receiver's plan (`moeserve.ranks.plan_link`), the rows of all ranks (`moeserve.ranks.together`).
 
     placement_version: the version of the last `PlaceLayer` that takes effect with this step or before; 0 without one.
     """

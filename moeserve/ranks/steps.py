@@ -13,10 +13,11 @@ from experts.errors import CollectiveError
 from experts.rebalance import Migration, Migrator
 from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.ranks.messages import DropLayer, Forward, LayerLoaded, PlaceLayer, RankError, RankResult, Shutdown
+from moeserve.ranks.plan_link import PlanReceiver, PlanSender
 from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import BeatThread, RankHub, RankLink, find_fault
 from moeserve.steps import Runner
-from moeserve.wire import decode_plan, decode_result, encode_plan, encode_result
+from moeserve.wire import decode_result, encode_result
 
 _POLL_SECONDS = 0.1
 # Between two looks at the device and at the socket: about as long as a launch takes.
@@ -56,6 +57,7 @@ class RankedExecutor:
         self._num_entered = num_entered
         self._placement_version = placement_version
         self._listeners = listeners
+        self._plans = {rank: PlanSender() for rank in hub.others}
         self._in_flight: dict[int, Pending[StepResult]] = {}
         self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
 
@@ -63,8 +65,8 @@ class RankedExecutor:
         """Launch a step on all ranks. Results must be taken in the order of the steps."""
         rows, number = StepRows.of(plans), plans[0].step
         counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
-        for rank in self._hub.others:
-            self._hub.send(rank, Forward(encode_plan(plans[rank]), *counts, self._placement_version()))
+        for rank, sender in self._plans.items():
+            self._hub.send(rank, Forward(sender.encode(plans[rank]), *counts, self._placement_version()))
         self._sizes.begin_step(rows)
         with self._blaming():
             step = self._in_flight[number] = self._runner.launch(plans[0])
@@ -146,6 +148,7 @@ class RankSteps:
     ) -> None:
         self._rank, self._link, self._beats = rank, link, beats
         self._runner, self._sizes, self._migrator = runner, sizes, migrator
+        self._plans = PlanReceiver()
         self._in_flight: deque[Pending[StepResult]] = deque()
 
     def run(self) -> None:
@@ -178,7 +181,7 @@ class RankSteps:
         if step.placement_version != self._migrator.version:
             self._migrator.switch(step.placement_version)
         self._sizes.begin_step(StepRows(step.num_rows, step.num_logit_rows, step.only_decodes))
-        self._in_flight.append(self._runner.launch(decode_plan(step.plan)))
+        self._in_flight.append(self._runner.launch(self._plans.decode(step.plan)))
 
     def _finish(self, step: Pending[StepResult]) -> None:
         result = step.result()

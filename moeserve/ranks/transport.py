@@ -25,8 +25,11 @@ from experts.residency import ExpertMemoryStats
 from moeserve.config import VERSION
 from moeserve.ranks.meeting import Gatekeeper, Meeting, machine_id
 from moeserve.ranks.messages import Dismissed, FromRank, Joined, RankBeat, RankError, Shutdown, ToRank
-from moeserve.wire import MAX_FRAME_BYTES, DecodeError, RunContext, decode, encode
+from moeserve.wire import MAX_FRAME_BYTES, MAX_STEP_BYTES, DecodeError, RunContext, decode, encode
 
+# A message above this travels in several frames, so that no plan and no result is too large for a socket.
+_PART_BYTES = 8 * 2**20
+_MAX_MESSAGE_BYTES = MAX_STEP_BYTES + MAX_FRAME_BYTES
 _POLL_SECONDS = 0.1
 _SEND_SECONDS = 5.0
 _SECONDS_TO_JOIN = 300.0
@@ -81,7 +84,7 @@ class RankHub:
         deadline = time.monotonic() + _SEND_SECONDS
         while True:
             try:
-                self._steps[rank].send(frame)
+                send_parts(self._steps[rank], frame)
                 return
             except zmq.Again:
                 self.check()
@@ -98,7 +101,7 @@ class RankHub:
         events = dict(self._poller.poll(int(1000 * timeout)))
         if self._results in events:
             try:
-                incarnation, message = decode(self._results.recv(), FromRank)
+                incarnation, message = receive_parts(self._results, FromRank)
             except DecodeError as error:
                 log.warning("bad_message", error=str(error))
                 return None
@@ -192,6 +195,21 @@ class RankHub:
         socket.bind(address)
 
 
+def send_parts(socket: zmq.Socket[bytes], message: bytes) -> None:
+    """Send an encoded message in frames that the other end takes. It arrives as a whole or not at all."""
+    if len(message) <= _PART_BYTES:
+        socket.send(message)
+    else:
+        view = memoryview(message)
+        socket.send_multipart([view[start : start + _PART_BYTES] for start in range(0, len(message), _PART_BYTES)])
+
+
+def receive_parts(socket: zmq.Socket[bytes], expected: Any) -> tuple[int, Any]:
+    """Return the incarnation and the message that `send_parts` sent. Raise DecodeError as `decode` does."""
+    frames = socket.recv_multipart()
+    return decode(frames[0] if len(frames) == 1 else b"".join(frames), expected, _MAX_MESSAGE_BYTES)
+
+
 def _address(socket: zmq.Socket[bytes]) -> str:
     address = socket.getsockopt(zmq.LAST_ENDPOINT)
     assert isinstance(address, bytes)
@@ -232,7 +250,7 @@ class RankLink:
         self._poller.register(self._first_pidfd, zmq.POLLIN)
 
     def send(self, message: FromRank) -> None:
-        self._results.send(encode(message, self._incarnation))
+        send_parts(self._results, encode(message, self._incarnation))
 
     def receive(self, on_wait: Callable[[], None] = lambda: None) -> Any:
         """Wait for the next message and return it; meanwhile call `on_wait` a few times a second.
@@ -247,7 +265,7 @@ class RankLink:
         """Return the next message, None if none comes in `seconds`. Raise RankError as `receive` does."""
         events = dict(self._poller.poll(int(1000 * seconds)))
         if self._steps in events:
-            incarnation, message = decode(self._steps.recv(), ToRank)
+            incarnation, message = receive_parts(self._steps, ToRank)
             if incarnation == self._incarnation:
                 return message
         elif self._first_pidfd in events:

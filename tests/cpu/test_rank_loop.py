@@ -12,10 +12,11 @@ from experts.errors import CollectiveError
 from experts.rebalance import Migration, Outcome
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
 from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
+from moeserve.ranks.plan_link import PlanSender
 from moeserve.ranks.steps import RankSteps
 from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import BeatThread, RankLink
-from moeserve.wire import decode_result, encode_plan
+from moeserve.wire import decode_result
 
 
 @dataclass(frozen=True)
@@ -99,7 +100,7 @@ class Step:
 
 def forward(step: int, version: int = 0) -> Forward:
     chunk = Chunk("a", array("i", [5]), 3, array("i", [0]), SamplingParams(max_tokens=2))
-    return Forward(encode_plan(StepPlan(step, [chunk])), [1, 1], [1, 1], True, version)
+    return Forward(PlanSender().encode(StepPlan(step, [chunk])), [1, 1], [1, 1], True, version)
 
 
 def test_the_next_step_is_launched_while_one_is_computed_and_results_go_home_as_they_come() -> None:

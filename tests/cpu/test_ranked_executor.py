@@ -17,13 +17,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
-from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from moeserve.plan import Chunk, ChunkExtras, ChunkResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
 from moeserve.ranks.meeting import Meeting
 from moeserve.ranks.messages import Forward, Joined, LayerLoaded, RankBeat, RankError, RankResult, Shutdown
+from moeserve.ranks.plan_link import PlanReceiver
 from moeserve.ranks.steps import RankedExecutor
 from moeserve.ranks.together import StepRows
 from moeserve.ranks.transport import RankHub, RankLink
-from moeserve.wire import DecodeError, decode_plan, decode_result, encode_result
+from moeserve.wire import MAX_FRAME_BYTES, DecodeError, decode_result, encode_result
 from tests.support.examples import examples
 
 LOGPROBS = st.builds(
@@ -140,7 +141,8 @@ def make_plans(step: int = 9) -> list[StepPlan]:
 def test_a_step_is_announced_before_the_results_of_the_one_before_have_come(group: Group) -> None:
     pending = [group.executor.launch(make_plans(step)) for step in (1, 2)]
     steps = [group.link.receive() for _ in range(2)]
-    assert [decode_plan(step.plan).step for step in steps] == [1, 2]
+    plans = PlanReceiver()
+    assert [plans.decode(step.plan).step for step in steps] == [1, 2]
     # Of several ranks one may be a step ahead of another's message.
     for step, token in ((2, 8), (1, 7)):
         group.link.send(RankResult(1, encode_result(StepResult(step, [ChunkResult(), ChunkResult(token)]))))
@@ -180,12 +182,22 @@ def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) ->
     assert group.received == [LayerLoaded(1, 2, None)]
     step = group.link.receive()
     assert isinstance(step, Forward)
-    assert decode_plan(step.plan) == plans[1]
+    assert PlanReceiver().decode(step.plan) == plans[1]
     assert step.placement_version == 4
     assert StepRows(step.num_rows, step.num_logit_rows, step.only_decodes) == group.first.rows
     assert group.first.rows == StepRows([1, 4], [1, 1], only_decodes=False)
     group.executor.close()
     assert isinstance(group.link.receive(), Shutdown)
+
+
+def test_a_plan_and_a_result_larger_than_a_frame_arrive(group: Group) -> None:
+    sampling = SamplingParams(max_tokens=2, presence_penalty=0.5)
+    extras = ChunkExtras(array("i", bytes(MAX_FRAME_BYTES + 4)), 5)
+    plan = StepPlan(9, [Chunk("a", array("i", [5]), 3, array("i", [0]), sampling, extras)])
+    group.link.send(RankResult(1, encode_result(StepResult(9, [ChunkResult(7)], bytes(MAX_FRAME_BYTES + 1)))))
+    pending = group.executor.launch([StepPlan(9, []), plan])
+    assert PlanReceiver().decode(group.link.receive().plan) == plan
+    assert pending.result()[1].chunks == [ChunkResult(7)]
 
 
 def test_a_missing_result_is_laid_to_its_rank(group: Group) -> None:

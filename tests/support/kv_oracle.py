@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from moeserve.wire import decode_plan, encode_plan
+from moeserve.ranks.plan_link import PlanReceiver, PlanSender
 from radix_cache import PrefixCache
 from radix_cache.nodes import Node
 
@@ -92,13 +92,17 @@ class KvOracle:
         num_windows = 0 if cache.windows is None else cache.windows.num_blocks
         self._window_kv: list[list[Cell | None]] = [[None] * self._size for _ in range(num_windows)]
         self._in_flight: deque[_Submitted] = deque()
+        self._sender, self._receiver = PlanSender(), PlanReceiver()
         self.fails: Callable[[Chunk], bool] = lambda chunk: False
         self.num_computed_tokens = 0
 
     def submit(self, plan: StepPlan, records: list[Record]) -> None:
         """Takes a plan; `records[i]` is who chunk i belongs to."""
-        copy = decode_plan(encode_plan(plan))
+        copy = self._receiver.decode(self._sender.encode(plan))
         assert copy == plan
+        for chunk in copy.chunks:
+            # The receiver's table grows with later plans.
+            chunk.block_table = chunk.block_table[:]
         assert len({id(record) for record in records}) == len(records)
         zeroed, zeroed_windows = copy.zeroed_blocks.tolist(), copy.zeroed_windows.tolist()
         assert len(set(zeroed)) == len(zeroed)

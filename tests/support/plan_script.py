@@ -7,7 +7,7 @@ from hashlib import sha256
 from random import Random
 
 from moeserve.plan import SamplingParams
-from moeserve.wire import encode_plan
+from moeserve.ranks.plan_link import PlanSender
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
 
@@ -36,7 +36,7 @@ def digests(policy: str, depth: int) -> list[str]:
     counters = simulation.scheduler.counters
     assert counters.preemptions > 0
     assert counters.prefix_hit_tokens > 0
-    return [sha256(encode_plan(plan)).hexdigest() for plan in simulation.plans]
+    return [sha256(PlanSender().encode(plan)).hexdigest() for plan in simulation.plans]
 
 
 if __name__ == "__main__":

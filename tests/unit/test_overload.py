@@ -9,8 +9,8 @@ import pytest
 
 from moeserve.pacing import Slo
 from moeserve.plan import SamplingParams, Terms
+from moeserve.ranks.plan_link import PlanSender
 from moeserve.scheduler import TooLateError
-from moeserve.wire import encode_plan
 from tests.support.overload_simulation import Client, OverloadSimulation, poisson
 from tests.support.scheduler_simulation import Simulation
 
@@ -185,7 +185,7 @@ def test_two_runs_of_one_script_plan_the_same_bytes() -> None:
             for number, at in enumerate(poisson(8.0, 10, seed))
         ]
         simulation.run(asked)
-        digests.append([sha256(encode_plan(plan)).hexdigest() for plan in simulation.plans])
+        digests.append([sha256(PlanSender().encode(plan)).hexdigest() for plan in simulation.plans])
     assert digests[0] == digests[1]
 
 
