@@ -270,6 +270,11 @@ class ServeConfig:
     cors_allow_origin: tuple[str, ...] = setting(
         (), "Origin whose pages may call the server from a browser; * for any.", group="HTTP"
     )
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "Name by which clients may call a server without keys, beside addresses and local names; * for any.",
+        group="HTTP",
+    )
     tool_call_parser: str = setting(
         "auto",
         "Form in which the model writes tool calls; auto goes by the chat template and the model's type.",

@@ -23,6 +23,7 @@ from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.live_routes import LiveRoutes
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.openapi import DescriptionRoutes
+from moeserve.frontend.page_gate import PageGate
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.peers import Peers
 from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
@@ -71,6 +72,12 @@ def create_app(services: Services) -> Starlette:
         middleware=[
             *_cors(config.cors_allow_origin),
             Middleware(RequestBoundary, metrics=services.metrics, routes=paths, error_bodies=ERROR_BODIES),
+            Middleware(
+                PageGate,
+                is_open=not keys,
+                hosts=(config.host, *config.allowed_host),
+                origins=config.cors_allow_origin,
+            ),
             Middleware(AuthGate, keys=keys),
         ],
         exception_handlers={404: _no_route, 405: _no_method},

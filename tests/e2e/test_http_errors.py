@@ -1,5 +1,6 @@
 """Refusals over real HTTP: status, shape, and that they harm nobody else."""
 
+import gzip
 import json
 import socket
 from collections.abc import Iterator
@@ -201,3 +202,36 @@ def test_bad_headers_end_the_connection(server: Frontend, headers: bytes) -> Non
 
 def test_headers_that_fit_are_fine(server: Frontend) -> None:
     assert server.http.get("/health", headers={"x": "y" * 20_000}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("headers", "status", "code"),
+    [
+        ({"host": "evil.example"}, 403, "foreign_host"),
+        ({"origin": "http://evil.example"}, 403, "foreign_origin"),
+        ({"content-type": "text/plain"}, 415, "unsupported_media_type"),
+        ({"content-encoding": "zstd"}, 415, "unsupported_content_encoding"),
+    ],
+)
+def test_a_foreign_page_does_nothing_on_a_server_without_keys(
+    server: Frontend, headers: dict[str, str], status: int, code: str
+) -> None:
+    body = json.dumps(CHAT).encode()
+    sent = {"content-type": "application/json", **headers}
+    response = server.http.post("/v1/chat/completions", content=body, headers=sent)
+    assert error_of(response, status)["code"] == code
+    assert not server.engine.received
+    answer = server.http.post("/v1/messages", content=body, headers=sent)
+    assert (answer.status_code, answer.json()["type"]) == (status, "error")
+
+
+def test_a_compressed_request_is_answered(server: Frontend) -> None:
+    headers = {"content-type": "application/json; charset=utf-8", "content-encoding": "gzip"}
+    body = gzip.compress(json.dumps(CHAT).encode())
+    assert server.http.post("/v1/chat/completions", content=body, headers=headers).status_code == 200
+
+
+def test_a_preflight_learns_which_setting_it_takes(server: Frontend) -> None:
+    asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
+    error = error_of(server.http.options("/v1/chat/completions", headers=asked), 405)
+    assert "--cors-allow-origin https://chat.example" in error["message"]
