@@ -211,6 +211,7 @@ class Engine:
             cache=_checked(message.cache),
             terms=message.terms,
             arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
+            resumes=message.resumes,
             earlier_output=output,
         )
 

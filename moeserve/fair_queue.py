@@ -149,7 +149,8 @@ def tokens_before(own: int, other: int) -> int:
 class WaitingQueue:
     """Waiting requests; a preempted one returns to the place of its arrival.
 
-    Among the requests of one priority and tenant, policy `fcfs` goes by arrival. `lpm` tries requests of the most
+    Among the requests of one priority and tenant, those that an earlier life of the engine had are first, in the order
+    of their arrival there. Among the others policy `fcfs` goes by arrival. `lpm` tries requests of the most
     urgent priority with the longest cached prefix first, so that requests which share a prompt run while it is in
     memory; a request that was overtaken `_LPM_MAX_OVERTAKERS` times goes first, so none starves.
 
@@ -219,10 +220,10 @@ class WaitingQueue:
         if self._policy == "fcfs" or not is_top:
             return requests
         window = requests[:_LPM_WINDOW]
-        starving = [r for r in window if r.num_overtakers >= _LPM_MAX_OVERTAKERS]
-        others = [r for r in window if r.num_overtakers < _LPM_MAX_OVERTAKERS]
+        first = [r for r in window if r.resumes or r.num_overtakers >= _LPM_MAX_OVERTAKERS]
+        others = [r for r in window if not (r.resumes or r.num_overtakers >= _LPM_MAX_OVERTAKERS)]
         others.sort(key=self._matched_tokens, reverse=True)
-        return starving + others + requests[len(window) :]
+        return first + others + requests[len(window) :]
 
 
 def _by_turns(lines: dict[Tenant, list[Request]]) -> list[Request]:
@@ -230,7 +231,7 @@ def _by_turns(lines: dict[Tenant, list[Request]]) -> list[Request]:
     if len(lines) == 1:
         return next(iter(lines.values()))
     found: list[Request] = []
-    turns = [(tenant.served, line[0].arrival, tenant, 0) for tenant, line in lines.items()]
+    turns = [(tenant.served, line[0].queue_key, tenant, 0) for tenant, line in lines.items()]
     heapify(turns)
     while turns:
         served, _, tenant, place = turns[0]
@@ -241,9 +242,9 @@ def _by_turns(lines: dict[Tenant, list[Request]]) -> list[Request]:
             heappop(turns)
         else:
             served += request.num_uncached_tokens / tenant.terms.weight
-            heapreplace(turns, (served, line[place + 1].arrival, tenant, place + 1))
+            heapreplace(turns, (served, line[place + 1].queue_key, tenant, place + 1))
     return found
 
 
-def _queue_key(request: Request) -> tuple[int, int]:
+def _queue_key(request: Request) -> tuple[int, float, int]:
     return request.queue_key

@@ -6,6 +6,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
+from math import inf
 from typing import Generic, Protocol, SupportsBytes, TypeVar
 
 from radix_cache import Lease, Miss, Snapshot
@@ -142,8 +143,9 @@ class Request:
     scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
     soon as no plan in flight names it.
 
-    `earlier_output`: tokens that an earlier life of the engine has sampled and reported. The request then continues
-    like a preempted request.
+    `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
+    tokens that this life has sampled and reported; the request then continues like a preempted request.
+    `suspect_until`: the request may have ended that life, until it has computed so many tokens; 0 without suspicion.
     """
 
     request_id: str
@@ -172,6 +174,8 @@ class Request:
     arrived_at: float = 0.0
     num_uncached_tokens: int = field(init=False)
     yields: bool = False
+    resumes: bool = False
+    suspect_until: int = 0
     is_plain: bool = field(init=False)
     earlier_output: InitVar[array[int] | None] = None
 
@@ -203,9 +207,9 @@ class Request:
         return self.num_preemptions > 0 or self.terms.patient
 
     @property
-    def queue_key(self) -> tuple[int, int]:
+    def queue_key(self) -> tuple[int, float, int]:
         """The order of service: lower first."""
-        return (self.priority, self.arrival)
+        return (self.priority, self.arrived_at if self.resumes else inf, self.arrival)
 
 
 @dataclass(slots=True)

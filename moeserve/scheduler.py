@@ -90,6 +90,8 @@ class Scheduler:
         self._lacking: dict[Tenant, Request] = {}
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
+        # The suspect that plans in flight, or the draft, name.
+        self._on_trial: Request | None = None
         self._started: list[Request] = []
         self._num_arrivals = 0
         self._num_tried = 0
@@ -191,6 +193,8 @@ class Scheduler:
             self._preempt(request)
             self._extend(request)
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
+        if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.num_scheduled_tokens):
+            self._on_trial = None
         prompts: list[Request] = []
         self._num_places = self._pace.num_places()
         self._make_room()
@@ -198,7 +202,7 @@ class Scheduler:
         self._lacking = {}
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
-            if request.yields or (request.num_scheduled_tokens and not self._run_ahead):
+            if request.yields or (request.num_scheduled_tokens and not self._run_ahead) or self._awaits_trial(request):
                 continue
             num_pending = _num_pending(request)
             if num_pending > 1:
@@ -248,6 +252,8 @@ class Scheduler:
             goes_on = error is None and not request.finished
             if goes_on:
                 request.num_computed_tokens += num_tokens
+                if request.num_computed_tokens >= request.suspect_until:
+                    request.suspect_until = 0
                 self._publish(request, computed.annotation)
             if chunk.state is not None:
                 self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
@@ -305,9 +311,9 @@ class Scheduler:
         return max([num_cached, *(self._memories[0].num_shared(request, other) for other in others)])
 
     def _check_queue(self, request: Request) -> None:
-        """Raise QueueFullError if no place is left. A request that has begun before is always taken."""
+        """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
         num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
-        if not request.num_preemptions and not self._sharing.may_wait(request.terms, self._waiting, num_places):
+        if not request.resumes and not self._sharing.may_wait(request.terms, self._waiting, num_places):
             raise QueueFullError(f"{len(self._waiting)} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
@@ -346,7 +352,7 @@ class Scheduler:
                 continue
             if _num_pending(request) > draft.budgets[rank] > 0:
                 self._let_shorter_pass(request, prompts, draft)
-            if request.lease is None or draft.budgets[rank] <= 0:
+            if request.lease is None or draft.budgets[rank] <= 0 or self._awaits_trial(request):
                 continue
             if not request.num_scheduled_tokens:
                 self._count_hits(request, self._memories[rank].catch_up(request))
@@ -373,17 +379,27 @@ class Scheduler:
         """Admit waiting requests while budget, places and memory for their whole prompts last.
 
         No request passes one of its own tenant that finds no memory. Other tenants' requests do until they have had as
-        much as it will. candidates: in the order in which they are tried; None for all.
+        much as it will. While a suspect awaits its trial, its place is kept, and of its tenant only requests that an
+        earlier engine had are admitted. candidates: in the order in which they are tried; None for all.
         """
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
             return
         loads = RankLoads(self._memories, self._running)
         num_followers = 0
+        awaiting: list[Tenant] = []
         places = Counter(map(self._tenants.of, self._running))
         waiting = self._waiting.candidates()
         for request in waiting if candidates is None else candidates:
+            if draft.is_full or len(self._running) + len(awaiting) >= self._num_places:
+                break
             tenant = self._tenants.of(request)
             if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
+                continue
+            if self._awaits_trial(request):
+                awaiting.append(tenant)
+                places[tenant] += 1
+                continue
+            if tenant in awaiting and not request.resumes:
                 continue
             if not all(self._tenants.may_pass(request, other) for other in self._lacking.values()):
                 break
@@ -404,8 +420,6 @@ class Scheduler:
             self._count_start(request)
             self._plan_chunk(request, draft.budgets[request.rank], draft)
             loads.add(request)
-            if draft.is_full or len(self._running) >= self._num_places:
-                break
         self._sharing.sort(self._running)
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
@@ -439,7 +453,7 @@ class Scheduler:
             count = wanted
         draft.zero(rank, new, memory.windows_of(new))
         draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
-        self._tenants.charge(request, count)
+        self._note_planned(request, count)
 
     def _has_others(self, request: Request) -> bool:
         """Return whether other requests of the tenant run on the request's rank."""
@@ -474,7 +488,16 @@ class Scheduler:
         if new is not None:
             draft.zero(request.rank, new, memory.windows_of(new))
             draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
-            self._tenants.charge(request, 1)
+            self._note_planned(request, 1)
+
+    def _note_planned(self, request: Request, num_tokens: int) -> None:
+        self._tenants.charge(request, num_tokens)
+        if request.suspect_until:
+            self._on_trial = request
+
+    def _awaits_trial(self, request: Request) -> bool:
+        """Return whether the request and another one that is planned may both have ended an earlier engine."""
+        return request.suspect_until > 0 and self._on_trial not in (None, request)
 
     def _outgrows(self, request: Request) -> bool:
         """Return whether the request's next token needs other rotary angles for all its keys."""

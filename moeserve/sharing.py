@@ -50,7 +50,7 @@ class Sharing:
 
         Tenants that hold more than their share come last, and so are the first to lose memory.
         """
-        running.sort(key=lambda r: (r.priority, self._tenants.of(r) in self._over, r.arrival))
+        running.sort(key=lambda r: (r.priority, self._tenants.of(r) in self._over, r.queue_key))
 
     def victims(self, waiting: WaitingQueue, *, is_full: bool, lacks_memory: bool) -> Iterator[Request]:
         """Yield running requests that give way to the next, if its tenant holds less and another more than its share.

@@ -128,8 +128,9 @@ class Generate(Message):
 
     `arrived_at`: the arrival of the client's request, in seconds of the machine's monotonic clock; None for now.
 
-    A request that another life of the engine has begun continues: `output_token_ids` (int32 bytes) are its output so
-    far, and `num_prompt_logprobs` log probabilities of its prompt are known already.
+    A request that `resumes` was with an earlier life of the engine, and goes before all that were not. If that life has
+    begun it, it continues: `output_token_ids` (int32 bytes) are its output so far, and `num_prompt_logprobs` log
+    probabilities of its prompt are known already.
     """
 
     request_id: str
@@ -142,6 +143,7 @@ class Generate(Message):
     arrived_at: float | None = None
     output_token_ids: bytes = b""
     num_prompt_logprobs: int = 0
+    resumes: bool = False
 
 
 class Finish(Message):

@@ -69,6 +69,7 @@ class _Sequence:
             terms=replace(self.generate.terms, patient=True),
             output_token_ids=pack_token_ids(self.output_ids),
             num_prompt_logprobs=self.num_prompt_logprobs,
+            resumes=True,
         )
 
 

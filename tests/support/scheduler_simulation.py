@@ -86,9 +86,14 @@ class Simulation:
         namespace: str = "",
         priority: int = 0,
         terms: Terms = DEFAULT_TERMS,
+        resumed_from: float | None = None,
+        suspect_until: int = 0,
     ) -> Record:
-        request = Request(request_id, array("i", prompt), sampling, namespace, priority)
-        request.terms = terms
+        """resumed_from: when the request arrived in an earlier life of the engine; None for a new one."""
+        request = Request(request_id, array("i", prompt), sampling, namespace, priority, terms=terms)
+        if resumed_from is not None:
+            request.resumes, request.arrived_at = True, resumed_from
+        request.suspect_until = suspect_until
         self.scheduler.add(request)
         record = Record(request, prompt, sampling, array("i", prompt))
         self.records[request_id] = record
@@ -148,6 +153,7 @@ class Simulation:
             if record.request.lease is not None
             and not record.request.finished
             and not record.request.num_scheduled_tokens
+            and not record.request.suspect_until
             and len(record.history) - record.request.num_computed_tokens == 1
         ]
         num_preemptions = self.scheduler.counters.preemptions
