@@ -6,7 +6,9 @@ positions before it. So its seconds are a curve over the number of rows, plus a 
 
 from __future__ import annotations
 
-from math import sqrt
+from bisect import bisect_right
+from dataclasses import dataclass
+from math import log2, sqrt
 
 # Knots of the curve: 1, 2, 4, ... rows.
 _NUM_KNOTS = 18
@@ -18,21 +20,33 @@ _MOST_TIMES_EXPECTED = 4.0
 _TRUSTED_FROM = 8
 
 
+@dataclass(slots=True)
+class StepSize:
+    """The rows of a step, and the positions that they attend to in total."""
+
+    rows: int = 0
+    attended: float = 0.0
+
+    def plus(self, count: int, start: int) -> tuple[int, float]:
+        """Return rows and attended positions with `count` more tokens of one request, from position `start` on."""
+        return self.rows + count, self.attended + count * (start + 0.5 * count)
+
+    def add(self, count: int, start: int) -> None:
+        self.rows, self.attended = self.plus(count, start)
+
+
 class CostModel:
     """Predicts the seconds of a step; `observe` follows measured ones by normalised least mean squares.
 
     Between knots the curve is linear. Without measurements it follows the square root of the rows from the nearest
-    known knot: weights are read once for all rows, experts more often with more rows.
+    known knot: weights are read once for all rows, experts more often with more rows. Below the least known knot it
+    follows the known ones where these are flatter.
     """
 
     def __init__(self) -> None:
         self._knots: list[float | None] = [None] * _NUM_KNOTS
         self._per_positions = 0.0
         self._num_observed = 0
-
-    @property
-    def is_known(self) -> bool:
-        return self._num_observed > 0
 
     def seconds(self, rows: int, attended: float) -> float:
         """Return the expected seconds of a step of `rows` tokens that attend to `attended` positions in total.
@@ -62,16 +76,14 @@ class CostModel:
                 self._knots[index] = max(0.0, self._knot(index) + step * value)
         self._per_positions = max(0.0, self._per_positions + step * inputs[2])
 
-    def rows_within(self, seconds: float, most: int, attended: float) -> int:
-        """Return the largest number of rows, 0 to `most`, with which a step takes at most `seconds`."""
-        low, high = 0, most
-        while low < high:
-            middle = (low + high + 1) // 2
-            if self.seconds(middle, attended) <= seconds:
-                low = middle
-            else:
-                high = middle - 1
-        return low
+    def rows_within(self, seconds: float, most: int, step: StepSize, start: int = 0) -> int:
+        """Return how many of the next `most` tokens of a prompt fit into a step that takes at most `seconds`.
+
+        step: the rest of the step. start: the position of the first of these tokens.
+        """
+        if self.seconds(*step.plus(most, start)) <= seconds:
+            return most
+        return bisect_right(range(1, most + 1), seconds, key=lambda count: self.seconds(*step.plus(count, start)))
 
     def _knot(self, index: int) -> float:
         known = self._knots[index]
@@ -81,7 +93,12 @@ class CostModel:
         if not others:
             return 0.0
         nearest = min(others, key=lambda other: (abs(other - index), other))
-        return (self._knots[nearest] or 0.0) * sqrt(2.0 ** (index - nearest))
+        seconds, exponent = self._knots[nearest] or 0.0, 0.5
+        above = next((other for other in others if other > nearest), None)
+        if index < nearest and above is not None:
+            ratio = (self._knots[above] or 0.0) / max(seconds, 1e-9)
+            exponent = min(exponent, log2(max(1.0, ratio)) / (above - nearest))
+        return float(seconds * 2.0 ** (exponent * (index - nearest)))
 
 
 def _place(rows: int) -> tuple[int, float]:

@@ -12,19 +12,20 @@ from dataclasses import dataclass, field
 from math import inf
 
 from moeserve.config import ServeConfig, parse_limits
-from moeserve.cost_model import CostModel
+from moeserve.cost_model import CostModel, StepSize
 from moeserve.plan import FinishReason, Request
 from moeserve.survival import Survival
 
 # A request may always wait for this share of its time to the first token, however long its own prompt takes.
 _LEAST_SHARE = 0.25
 # A step has room for at least this number of prompt tokens, whatever pace the running requests need.
-_LEAST_PROMPT_TOKENS = 16
+LEAST_PROMPT_TOKENS = 16
 _SMOOTHING = 0.1
-# While requests wait, a step may take this share of the time to the first token: requests come during a step, and need
-# another.
+# While requests wait, a step may take this share of the time to the first token, otherwise the rest of it: a request
+# that comes during a step needs another one.
 _STEP_SHARE = 1 / 3
-# The largest share of the throughput to give up for faster answers, while clients leave before their answer is whole.
+# The largest share of the throughput to give up for faster answers: for shorter steps, and while clients leave before
+# their answer is whole.
 _MOST_GIVEN_UP = 1 / 2
 # The ratio between numbers of running requests that are compared.
 _NEXT_TRIED = 0.8
@@ -161,6 +162,29 @@ class Load:
         return max(self.step_s * num_tokens / max(1, self.step_tokens), self.place_s * num_places, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class StepBound:
+    """The seconds that a step should take at most, and so the tokens of prompts that it has room for.
+
+    `pace_s` keeps the pace of running requests. `ttft_s` leaves time to requests that come during the step, more if
+    others wait already (`is_awaited`). Where the least step takes nearly as long, as with experts that are loaded from
+    a disk in every step, a short step would only cost throughput.
+    """
+
+    cost: CostModel
+    pace_s: float
+    ttft_s: float
+    is_awaited: bool
+
+    def seconds(self, decodes: StepSize) -> float:
+        """Return the longest that a step with these decodes should take; inf without a bound."""
+        least_s = self.cost.seconds(decodes.rows + LEAST_PROMPT_TOKENS, decodes.attended)
+        step_s = self.ttft_s * (_STEP_SHARE if self.is_awaited else 1 - _STEP_SHARE)
+        if least_s > step_s or not self.is_awaited:
+            step_s = max(step_s, least_s / (1 - _MOST_GIVEN_UP))
+        return min(self.pace_s, step_s)
+
+
 class Pace:
     """Measures how fast requests are served, and derives how long each may wait. It decides nothing about memory.
 
@@ -176,7 +200,7 @@ class Pace:
         self._max_num_seqs = max_num_seqs
         self._num_ranks = num_ranks
         self._cost = CostModel()
-        self._num_waiting = 0
+        self._is_awaited = False
         self._attended = 0.0
         self._attended_of_row = 0.0
         self._step_s = 0.0
@@ -198,12 +222,12 @@ class Pace:
         """Set the time, which must not go back."""
         self.now = now
 
-    def count_step(self, rows: int, attended: float, seconds: float) -> None:
+    def count_step(self, size: StepSize, seconds: float) -> None:
         """Learn from a measured step."""
-        self._cost.observe(rows, attended, seconds)
-        self._attended += _SMOOTHING * (attended - self._attended)
-        self._attended_of_row += _SMOOTHING * (attended / rows - self._attended_of_row)
-        self._step_s += _SMOOTHING * (self._cost.seconds(rows, attended) - self._step_s)
+        self._cost.observe(size.rows, size.attended, seconds)
+        self._attended += _SMOOTHING * (size.attended - self._attended)
+        self._attended_of_row += _SMOOTHING * (size.attended / size.rows - self._attended_of_row)
+        self._step_s += _SMOOTHING * (self._cost.seconds(size.rows, size.attended) - self._step_s)
         self._full_step_s = self._cost.seconds(self._max_num_batched_tokens, self._attended)
 
     def count_start(self, request: Request) -> None:
@@ -230,7 +254,7 @@ class Pace:
     def note_waiting(self, waiting: Iterable[Request]) -> None:
         """Note the requests that still wait after a step."""
         bounded = [request.arrived_at for request in waiting if self.is_bounded(request)]
-        self._num_waiting = len(bounded)
+        self._is_awaited = bool(bounded)
         if self._patience is not None:
             self._patience.note(self.now, self.now - min(bounded) if bounded else None)
         if self._num_new_ends and self._slo is not None:
@@ -259,20 +283,15 @@ class Pace:
         longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._longest_for_whole_s)
         return self.now - request.arrived_at > longest_s
 
-    def prompt_tokens(self, decodes: Sequence[Request], left: int) -> int:
-        """Return the number of the `left` tokens of a step that prompts may have.
+    def step_bound(self, decodes: Sequence[Request]) -> StepBound:
+        """Return the bound of a step in which the requests `decodes` have a token each.
 
-        `decodes` must keep their pace. While requests wait, a step must not be so long that requests which come during
-        it are late when it ends.
+        They must keep their pace. And a step must not be so long that requests which come during it are late when it
+        ends.
         """
         usual = inf if self._slo is None or self._slo.tpot_s is None else self._slo.tpot_s
-        longest = min((r.terms.tpot_s or usual for r in decodes if not r.terms.background), default=inf)
-        if self._slo is not None and self._num_waiting:
-            longest = min(longest, _STEP_SHARE * self._slo.ttft_s)
-        if longest == inf:
-            return left
-        rows = self._cost.rows_within(longest, len(decodes) + left, self._attended)
-        return min(left, max(_LEAST_PROMPT_TOKENS, rows - len(decodes)))
+        pace_s = min((r.terms.tpot_s or usual for r in decodes if not r.terms.background), default=inf)
+        return StepBound(self._cost, pace_s, inf if self._slo is None else self._slo.ttft_s, self._is_awaited)
 
     def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
         """Return the load that a new request would find. lacks_memory: whether no more requests fit than run now."""
@@ -282,7 +301,7 @@ class Pace:
             at=self.now,
             limit_s=inf if self._patience is None else min(self._patience.limit(2 * self._full_step_s), self._spare_s),
             step_s=self._full_step_s,
-            step_tokens=max(_LEAST_PROMPT_TOKENS, self._num_ranks * self._max_num_batched_tokens - num_running),
+            step_tokens=max(LEAST_PROMPT_TOKENS, self._num_ranks * self._max_num_batched_tokens - num_running),
             places=places,
             place_s=(self._output_tokens.mean() + 1) * self._step_s / places,
             request_tokens=round(self._request_tokens.value),

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from math import inf
 
+from moeserve.cost_model import CostModel, StepSize
+from moeserve.pacing import LEAST_PROMPT_TOKENS, StepBound
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, Request, StateUse, StepPlan, StepResult, WindowTable
 
 
@@ -13,18 +16,33 @@ class PlanDraft:
 
     `requests[i]` belongs to the chunk that was added i-th, so the requests of rank r are in the order of
     `plans[r].chunks`. The first `num_decodes` requests lacked one token, the others are prompts. `budgets[r]` is the
-    number of tokens that still fit into the plan of rank r. `duplicates` are (rank, block ids) that this plan may be
-    the last to read.
+    number of tokens that still fit into the plan of rank r, `sizes[r]` the size of that plan so far. `duplicates` are
+    (rank, block ids) that this plan may be the last to read.
     """
 
-    __slots__ = ("budgets", "duplicates", "num_decodes", "plans", "requests")
+    __slots__ = (
+        "_cost",
+        "_least",
+        "_limits",
+        "budgets",
+        "duplicates",
+        "num_decodes",
+        "plans",
+        "requests",
+        "sizes",
+    )
 
     def __init__(self, step: int, budget: int, num_ranks: int) -> None:
         self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
         self.requests: list[Request] = []
         self.num_decodes = 0
         self.budgets = [budget] * num_ranks
+        self.sizes = [StepSize() for _ in range(num_ranks)]
         self.duplicates: list[tuple[int, list[int]]] = []
+        # The prediction of the step's seconds and, by rank, their limit and the rows that fit whatever they take.
+        self._cost = CostModel()
+        self._limits = [inf] * num_ranks
+        self._least = [0] * num_ranks
 
     @property
     def is_full(self) -> bool:
@@ -52,36 +70,47 @@ class PlanDraft:
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
         chunk.annotation, request.annotation = request.annotation, None
         chunk.state, chunk.window = state, window
-        chunk.first_angle = request.first_angle
-        self.plans[request.rank].chunks.append(chunk)
-        self.requests.append(request)
-        self.budgets[request.rank] -= count
+        self._append(request, chunk)
 
     @property
-    def size(self) -> tuple[int, float]:
-        """The rows of the busiest rank, and the positions that they attend to."""
-        sizes = []
-        for plan in self.plans:
-            attended = sum(len(c.token_ids) * (c.start + 0.5 * len(c.token_ids)) for c in plan.chunks)
-            sizes.append((plan.num_tokens, attended))
-        return max(sizes)
+    def size(self) -> StepSize:
+        """The size of the busiest rank's plan."""
+        return max(self.sizes, key=lambda size: (size.rows, size.attended))
 
-    def end_decodes(self, prompt_tokens: Callable[[list[Request], int], int]) -> None:
-        """Note that all further requests are prompts, and set the budget of each rank for their tokens.
-
-        prompt_tokens: computes this budget from the requests so far and the tokens that are left.
-        """
+    def end_decodes(self, bound: StepBound) -> None:
+        """Note that all further requests are prompts, and bound the time of the step."""
         self.num_decodes = len(self.requests)
-        self.budgets = [prompt_tokens(self.requests, budget) for budget in self.budgets]
+        self._cost, self._limits = bound.cost, [bound.seconds(size) for size in self.sizes]
+        self._least = [size.rows + LEAST_PROMPT_TOKENS for size in self.sizes]
 
-    def set_half_aside(self) -> list[int]:
-        """Halve the budgets; return the other halves, the larger ones, for `take_back`."""
-        set_aside = [budget - budget // 2 for budget in self.budgets]
-        self.budgets = [budget - half for budget, half in zip(self.budgets, set_aside, strict=True)]
-        return set_aside
+    def room(self, request: Request, count: int) -> int:
+        """Return how many of the request's next `count` tokens fit into the step, by tokens and by time."""
+        rank = request.rank
+        count, limit_s = min(count, self.budgets[rank]), self._limits[rank]
+        if limit_s == inf or count <= 0:
+            return count
+        fitting = self._cost.rows_within(limit_s, count, self.sizes[rank], request.num_planned_tokens)
+        return max(fitting, min(count, self._least[rank] - self.sizes[rank].rows))
 
-    def take_back(self, set_aside: list[int]) -> None:
-        self.budgets = [budget + half for budget, half in zip(self.budgets, set_aside, strict=True)]
+    def claim(self, request: Request, count: int) -> int:
+        """Return the request's `room`, and take nothing else into its rank's plan if time cuts it short."""
+        fitting, budget = self.room(request, count), self.budgets[request.rank]
+        if fitting < min(count, budget):
+            self.budgets[request.rank] = fitting
+        return fitting
+
+    def set_half_aside(self) -> tuple[list[int], list[float], list[int]]:
+        """Halve what the step still has room for. Return what `take_back` needs."""
+        halves, limits, least = [budget - budget // 2 for budget in self.budgets], self._limits, self._least
+        self.budgets = [budget - half for budget, half in zip(self.budgets, halves, strict=True)]
+        so_far = [self._cost.seconds(size.rows, size.attended) for size in self.sizes]
+        self._limits = [min(limit, (limit + s) / 2) for limit, s in zip(limits, so_far, strict=True)]
+        self._least = [(rows + size.rows) // 2 for rows, size in zip(least, self.sizes, strict=True)]
+        return halves, limits, least
+
+    def take_back(self, set_aside: tuple[list[int], list[float], list[int]]) -> None:
+        halves, self._limits, self._least = set_aside
+        self.budgets = [budget + half for budget, half in zip(self.budgets, halves, strict=True)]
 
     def add_unsampled(
         self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
@@ -93,10 +122,15 @@ class PlanDraft:
         request.num_scheduled_tokens += 1
         chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
         chunk.state, chunk.window = state, window
+        self._append(request, chunk)
+
+    def _append(self, request: Request, chunk: Chunk) -> None:
+        rank, count = request.rank, len(chunk.token_ids)
         chunk.first_angle = request.first_angle
-        self.plans[request.rank].chunks.append(chunk)
+        self.plans[rank].chunks.append(chunk)
         self.requests.append(request)
-        self.budgets[request.rank] -= 1
+        self.budgets[rank] -= count
+        self.sizes[rank].add(count, chunk.start)
 
     def rows(self, results: Sequence[StepResult]) -> list[Iterator[tuple[Chunk, ChunkResult]]]:
         """Return, per rank, its chunks with their results. Raise ValueError if `results` do not fit the plans."""

@@ -208,10 +208,10 @@ class Scheduler:
             if num_pending > 1:
                 prompts.append(request)
             elif num_pending == 1:
-                self._plan_chunk(request, 1, draft)
+                self._plan_chunk(request, draft)
             elif num_pending == 0:
                 self._plan_unsampled(request, draft)
-        draft.end_decodes(self._pace.prompt_tokens)
+        draft.end_decodes(self._pace.step_bound(draft.requests))
         awaited = next(iter(self._waiting.candidates()), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
         urgent = [request for request in prompts if awaited is None or not self._tenants.goes_before(awaited, request)]
@@ -286,7 +286,7 @@ class Scheduler:
     def count_step(self, seconds: float) -> None:
         """Learn from the seconds that the last committed step took."""
         if self._committed is not None:
-            self._pace.count_step(*self._committed.size, seconds)
+            self._pace.count_step(self._committed.size, seconds)
             self._committed = None
 
     def load(self, num_tokens: int | None = None) -> Load:
@@ -350,14 +350,15 @@ class Scheduler:
             rank = request.rank
             if request in draft.prompts:
                 continue
-            if _num_pending(request) > draft.budgets[rank] > 0:
+            pending = _num_pending(request)
+            if pending > draft.room(request, pending) > 0:
                 self._let_shorter_pass(request, prompts, draft)
             if request.lease is None or draft.budgets[rank] <= 0 or self._awaits_trial(request):
                 continue
             if not request.num_scheduled_tokens:
                 self._count_hits(request, self._memories[rank].catch_up(request))
             if not self._memories[rank].awaits_any(request, self._scheduled_prompts(draft)):
-                self._plan_chunk(request, draft.budgets[rank], draft)
+                self._plan_chunk(request, draft)
 
     def _let_shorter_pass(self, request: Request, prompts: list[Request], draft: PlanDraft) -> None:
         """Plan requests of the same tenant that lack far fewer tokens than this one, which would fill the step.
@@ -418,7 +419,7 @@ class Scheduler:
             self._memories[request.rank].recall(request)
             self._memories[request.rank].foresee(request, waiting[:_MAX_FOLLOWERS_TRIED])
             self._count_start(request)
-            self._plan_chunk(request, draft.budgets[request.rank], draft)
+            self._plan_chunk(request, draft)
             loads.add(request)
         self._sharing.sort(self._running)
 
@@ -426,18 +427,19 @@ class Scheduler:
         """Return the requests whose prompts are computed in this step or in one in flight."""
         return [request for step in (draft, *self._in_flight) for request in step.prompts]
 
-    def _plan_chunk(self, request: Request, limit: int, draft: PlanDraft) -> None:
-        """Plan up to `limit` of the request's pending tokens: as many as fit into memory, preempting if none does.
+    def _plan_chunk(self, request: Request, draft: PlanDraft) -> None:
+        """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
 
         The victim is the last request of the same rank. Without a victim the request waits for memory of others.
         Prefixes that other tenants have cached within their shares are evicted only for a tenant's single request on
         the rank.
         """
+        limit = draft.claim(request, _num_pending(request))
         if limit <= 0:
             return
         rank = request.rank
         memory = self._memories[rank]
-        count = wanted = memory.cut_chunk(request, min(_num_pending(request), limit))
+        count = wanted = memory.cut_chunk(request, limit)
         sparing = True
         while (new := memory.grow(request, count, sparing=sparing)) is None:
             count = memory.num_tokens_that_fit(request, sparing=sparing)

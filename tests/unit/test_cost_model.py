@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from moeserve.cost_model import CostModel
+from moeserve.cost_model import CostModel, StepSize
 
 
 def true_seconds(rows: int, attended: float) -> float:
@@ -63,8 +63,8 @@ def test_it_follows_a_machine_that_has_become_slower() -> None:
 def test_as_many_rows_fit_into_a_time_as_the_prediction_says() -> None:
     model = learnt()
     for seconds in (0.01, 0.1, 0.3, 9.0):
-        rows = model.rows_within(seconds, 256, 0.0)
-        assert rows == max([n for n in range(1, 257) if model.seconds(n, 0.0) <= seconds], default=0)
+        rows = model.rows_within(seconds, 256, StepSize())
+        assert rows == max([n for n in range(1, 257) if model.seconds(n, 0.5 * n * n) <= seconds], default=0)
 
 
 def test_no_parameter_becomes_negative_whatever_is_measured() -> None:

@@ -8,6 +8,7 @@ from random import Random
 
 import pytest
 
+from moeserve.cost_model import StepSize
 from moeserve.pacing import Backlog, Load, Pace, Patience, Slo, allowance
 from moeserve.plan import FinishReason, Request, SamplingParams, Terms
 
@@ -109,7 +110,7 @@ def request(num_tokens: int = 10, arrived_at: float = 0.0, **terms: float | bool
 
 def test_a_request_has_its_own_time_the_services_or_none() -> None:
     pace = Pace(SLO, 256, 64)
-    pace.count_step(256, 0.0, 0.4)
+    pace.count_step(StepSize(256), 0.4)
     assert pace.limit(request()) == 10.0
     assert pace.limit(request(ttft_s=1.0)) == pytest.approx(0.6)
     assert pace.limit(request(1000, ttft_s=2.0)) == pytest.approx(0.5)
@@ -120,7 +121,7 @@ def test_a_request_has_its_own_time_the_services_or_none() -> None:
 
 def test_a_request_is_late_when_its_first_token_cannot_come_in_time() -> None:
     pace = Pace(SLO, 256, 64)
-    pace.count_step(256, 0.0, 0.4)
+    pace.count_step(StepSize(256), 0.4)
     pace.tell_time(101.5)
     assert not pace.is_late(request(arrived_at=100.0))
     assert pace.is_late(request(arrived_at=99.8))
@@ -144,7 +145,7 @@ def measured_pace(step_seconds: Callable[[int], float], context: int = 0) -> Pac
         pace.count_start(answered())
         pace.count_end(answered(), FinishReason.LENGTH)
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            pace.count_step(rows, context * rows, step_seconds(rows) + 1e-7 * context * rows)
+            pace.count_step(StepSize(rows, context * rows), step_seconds(rows) + 1e-7 * context * rows)
     return pace
 
 
