@@ -19,7 +19,8 @@ import msgspec
 from moeserve.model.cache import is_recorded, verify
 from moeserve.model.demo import ensure_demo
 from moeserve.model.families import load_generation_defaults
-from moeserve.model.files import check_file, read_json, size_bound
+from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
+from moeserve.model.gguf.folder import gguf_files, gguf_folder
 from moeserve.model.spec import ModelError, Progress, silent
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def resolve_model(
         path = _expanded(model)
         if not path.exists():
             raise ModelError(_no_folder(path))
+        if path.suffix == ".gguf":
+            return check_folder(gguf_folder(path, progress=report))
         check_folder(path)
         if is_recorded(path):
             verify(path, progress=report)
@@ -74,6 +77,8 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
         path = _expanded(model)
+        if path.suffix == ".gguf" and path.exists():
+            return gguf_folder(path)
         if not path.is_dir():
             raise ModelError(_no_folder(path))
         if not (path / "config.json").exists():
@@ -174,6 +179,8 @@ def _check_files_of(folder: Path) -> None:
 def _check_weights(folder: Path) -> None:
     if (folder / _INDEX_NAME).is_file():
         _check_shards(folder)
+    elif is_gguf_folder(folder):
+        gguf_files(folder)
     elif not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
         if pickles:

@@ -99,6 +99,7 @@ FOREIGN_ATTRIBUTES = {
     "moeserve/frontend/app.py": {"redirect_slashes"},
     "moeserve/frontend/workers.py": {"__context__"},
     "moeserve/model/demo_build.py": {"decoder", "pre_tokenizer"},
+    "moeserve/model/gguf/tokenizer.py": {"decoder", "normalizer", "pre_tokenizer"},
     "moeserve/model/hf/decoder.py": {"_attn_implementation_internal", "forward"},
     "moeserve/model/hf/fused.py": {"keywords"},
     "moeserve/model/hf/geometry.py": {"forward"},
