@@ -7,7 +7,7 @@ any batch and any chunking. Plain `torch.nn.functional.linear` does not guarante
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -15,6 +15,11 @@ from torch.nn import functional
 
 from kernels.cpu.library import native_kernels
 from kernels.cpu.panels import PANEL_COLUMNS, PanelWeight
+from kernels.cpu.quantised import pack_rows
+from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, WeightFormat, widened
+
+# Moves packed bytes to where they stay.
+Keep = Callable[[Tensor], Tensor]
 
 
 class Linear(ABC):
@@ -27,16 +32,28 @@ class Linear(ABC):
     def __call__(self, x: Tensor) -> Tensor: ...
 
 
-def pack_linear(weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
+def pack_linear(
+    weight: Matrix,
+    bias: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    arithmetic: Arithmetic = "int8",
+    keep: Keep | None = None,
+) -> Linear:
     """Pack weight [N, K] and bias [N] into a `Linear`; it keeps a copy, so the caller may drop the weight.
 
     It computes in `dtype`, by default the weight's. Weights of fewer bits may stay as they are: float32 products with
-    bfloat16 weights are exact, and half as many bytes are read.
+    bfloat16 weights are exact, and half as many bytes are read. Quantised weights are read in their own bits by float32
+    products of compiled kernels, and `arithmetic` says how; others widen them. keep: for the packed weight.
     """
+    if isinstance(weight, QuantizedRows):
+        if dtype in (None, torch.float32) and native_kernels() is not None:
+            return _QuantizedLinear(weight, bias, arithmetic, keep)
+        weight = widened(weight)
     dtype = dtype or weight.dtype
     if weight.device.type == "cpu":
         if dtype == torch.float32 and native_kernels() is not None:
-            return _NativeLinear(PanelWeight.pack(weight), bias, *weight.shape)
+            return _NativeLinear(PanelWeight.pack(weight, keep), bias, *weight.shape)
         if _onednn_computes(dtype):
             return _OneDnnLinear(weight.to(dtype), bias)
     return TorchLinear(weight.to(dtype), bias)
@@ -101,6 +118,38 @@ class _NativeLinear(Linear):
             None if self._bias is None else self._bias.data_ptr(),
             out.data_ptr(),
             width,
+        )
+        return out
+
+
+class _QuantizedLinear(Linear):
+    def __init__(self, rows: QuantizedRows, bias: Tensor | None, arithmetic: Arithmetic, keep: Keep | None) -> None:
+        kernels = native_kernels()
+        assert kernels is not None
+        self._run = kernels.quantised_linear
+        self._format: WeightFormat = rows.format
+        self._exact = arithmetic == "exact"
+        packed = pack_rows(rows, kernels)
+        self._packed = packed if keep is None else keep(packed)
+        self._bias = None if bias is None else bias.float().contiguous()
+        super().__init__(*rows.shape, self._packed.numel())
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if x.dtype is not torch.float32:
+            raise TypeError(f"x is {x.dtype}, the product is in float32")
+        out = x.new_empty((x.shape[0], self.out_features))
+        self._run(
+            x.data_ptr(),
+            x.stride(0),
+            x.shape[0],
+            self._packed.data_ptr(),
+            self._format.number,
+            self._exact,
+            self.in_features,
+            self.out_features,
+            None if self._bias is None else self._bias.data_ptr(),
+            out.data_ptr(),
+            self.out_features,
         )
         return out
 

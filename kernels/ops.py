@@ -16,10 +16,11 @@ from torch import Tensor
 from kernels.activation import Activation, sigmoid
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
+from kernels.cpu.memory import WeightMemory
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
 from kernels.linear import Linear, pack_linear
 from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
-from kernels.moe import expert_layout, moe_experts, pack_experts
+from kernels.moe import expert_layout, moe_experts
 from kernels.moe_gate import select_experts
 from kernels.norm import gated_norm, layer_norm, rms_norm
 from kernels.packed_experts import ExpertShape, PackedExperts
@@ -28,9 +29,10 @@ from kernels.sampling import Draw, sample
 from kernels.short_conv import short_conv
 from kernels.specs import GateSpec
 from kernels.state_rows import StateRows
+from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, widened
 
 # gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], if there are any.
-ExpertMatrices = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+ExpertMatrices = tuple[Matrix, Matrix, Tensor | None, Tensor | None]
 # x [T, H, K] -> [T, H, N], with one projection per head.
 HeadLinear = Callable[[Tensor], Tensor]
 # x [T, H] -> [T, H], a dense gated feed-forward block.
@@ -76,7 +78,7 @@ class Ops(Protocol):
     @property
     def wide_angles(self) -> bool: ...
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Pack weight [N, K] and bias [N], on the device, for inputs of `dtype`."""
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
@@ -84,8 +86,8 @@ class Ops(Protocol):
 
     def pack_gated(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: Activation,
@@ -224,28 +226,46 @@ class CpuOps:
     mamba1_scan = staticmethod(mamba1_scan)
     mamba2_scan = staticmethod(mamba2_scan)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        return pack_linear(weight, bias, dtype)
+    def __init__(self, arithmetic: Arithmetic = "int8") -> None:
+        """arithmetic: of products with quantised weights."""
+        self._arithmetic: Arithmetic = arithmetic
+        self._memory = WeightMemory()
+
+    def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        return pack_linear(weight, bias, dtype, arithmetic=self._arithmetic, keep=self._memory.keep)
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         return _LinearPerHead([pack_linear(head.contiguous(), dtype=dtype) for head in weight])
 
     def pack_gated(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: Activation,
         dtype: torch.dtype,
     ) -> GatedBlock:
-        if gate_up_bias is None and down_bias is None:
-            return _OneExpert(pack_experts(gate_up[None], down[None], dtype=dtype), activation)
-        biases = [
-            torch.zeros((1, len(weight)), dtype=dtype) if bias is None else bias[None]
-            for weight, bias in ((gate_up, gate_up_bias), (down, down_bias))
-        ]
-        return _OneExpert(pack_experts(gate_up[None], down[None], *biases, dtype=dtype), activation)
+        (hidden_size, width), rows = down.shape, gate_up.shape[0]
+        formats = None
+        if isinstance(gate_up, QuantizedRows) and isinstance(down, QuantizedRows):
+            formats = gate_up.format, down.format
+        else:
+            gate_up, down = widened(gate_up), widened(down)
+        shape = ExpertShape(
+            hidden_size,
+            width,
+            dtype,
+            down.dtype if isinstance(down, Tensor) else dtype,
+            has_bias=gate_up_bias is not None or down_bias is not None,
+            is_gated=rows != width,
+            formats=formats,
+            arithmetic=self._arithmetic,
+        )
+        if shape.has_bias:
+            gate_up_bias = torch.zeros(rows, dtype=dtype) if gate_up_bias is None else gate_up_bias
+            down_bias = torch.zeros(hidden_size, dtype=dtype) if down_bias is None else down_bias
+        return _OneExpert(self.pack_experts(shape, 1, lambda _: (gate_up, down, gate_up_bias, down_bias)), activation)
 
     def pack_experts(
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
@@ -253,7 +273,7 @@ class CpuOps:
         layout = expert_layout(shape)
         experts = layout.experts(num_experts)
         for expert in range(num_experts):
-            experts.put(expert, layout.pack(*matrices_of(expert)))
+            experts.put(expert, self._memory.keep(layout.pack(*matrices_of(expert))))
         return experts
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:

@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from kernels.specs import Activation
+from kernels.weight_formats import Arithmetic, Matrix, WeightFormat
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertShape:
     """Sizes of one expert of a layer. It computes in `dtype`; its weights are kept in `weight_dtype`.
 
-    is_gated: True if there are gate channels beside the up channels.
+    is_gated: True if there are gate channels beside the up channels. formats: of the first and the second matrix where
+    they are quantised; `arithmetic` then says how they multiply.
     """
 
     hidden_size: int
@@ -29,6 +31,8 @@ class ExpertShape:
     weight_dtype: torch.dtype
     has_bias: bool = False
     is_gated: bool = True
+    formats: tuple[WeightFormat, WeightFormat] | None = None
+    arithmetic: Arithmetic = "int8"
 
     @property
     def gate_up_rows(self) -> int:
@@ -43,6 +47,10 @@ class PackedExperts(ABC, Sized):
     def put(self, expert: int, packed: Tensor) -> None:
         """Take packed bytes [num_bytes] for an expert. They may be used in place: the caller must not change them until
         the expert is dropped or put again."""
+
+    def replace(self, expert: int, packed: Tensor) -> None:
+        """Put an expert in the place of another one. The bytes may be copied."""
+        self.put(expert, packed)
 
     @abstractmethod
     def drop(self, expert: int) -> None:
@@ -77,10 +85,10 @@ class ExpertPacking(ABC):
 
     @abstractmethod
     def pack(
-        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
         """Pack gate_up [2I, H] (gate rows first; [I, H] without a gate), down [H, I], biases [2I] and [H] into uint8
-        [num_bytes]."""
+        [num_bytes]. Numbers are rounded to the format; a matrix of another format is a ValueError."""
 
 
 class ExpertLayout(ExpertPacking):

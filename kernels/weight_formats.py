@@ -9,7 +9,7 @@ without widening them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -88,6 +88,20 @@ class QuantizedRows:
         """Return some rows, or all in another order. Bytes of zeros are weights of zero in every format."""
         return QuantizedRows(self.format, self.data[which], self.depth)
 
+    def dequantise(self) -> Tensor:
+        """Return the weights [N, depth] in float32, with the bits that ggml's definitions of its formats give."""
+        blocks = self.data.reshape(len(self.data), -1, self.format.block_bytes)
+        return _WIDEN[self.format](blocks).reshape(len(self.data), self.depth)
+
+
+# A matrix [N, K] in a checkpoint: numbers, or quantised.
+Matrix = Tensor | QuantizedRows
+
+
+def widened(matrix: Matrix) -> Tensor:
+    """Return a matrix as numbers, float32 if it is quantised."""
+    return matrix.dequantise() if isinstance(matrix, QuantizedRows) else matrix
+
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
     """Return the rows of several matrices one below the other; None if their formats differ."""
@@ -135,3 +149,70 @@ def rows_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) ->
         blocks[..., :16] | blocks[..., 16:] << 4,
     ]
     return QuantizedRows(formats[scales.dtype], torch.cat(parts, -1).flatten(1), depth)
+
+
+def _numbers(blocks: Tensor, first: int, dtype: torch.dtype) -> Tensor:
+    """Return the number of `dtype` at byte `first` of each block, [..., 1] float32."""
+    return blocks[..., first : first + dtype.itemsize].contiguous().view(dtype).float()
+
+
+def _nibbles(low_and_high: Tensor) -> Tensor:
+    """Return the codes of bytes [..., n]: their low halves, then their high halves, [..., 2 n]."""
+    return torch.cat([low_and_high & 15, low_and_high >> 4], -1)
+
+
+def _widen_int4(blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    codes = _nibbles(blocks[..., 3:]).float() - blocks[..., 2:3].float()
+    return _numbers(blocks, 0, dtype) * codes
+
+
+def _widen_q4_1(blocks: Tensor) -> Tensor:
+    codes = _nibbles(blocks[..., 4:]).float()
+    return _numbers(blocks, 0, torch.float16) * codes + _numbers(blocks, 2, torch.float16)
+
+
+def _widen_mxfp4(blocks: Tensor) -> Tensor:
+    doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
+    return torch.ldexp(doubled[_nibbles(blocks[..., 1:]).long()], blocks[..., :1].int() - 128)
+
+
+def _widen_q4_k(blocks: Tensor, high_bits: bool) -> Tensor:
+    scales = blocks[..., 4:16].int()
+    low, middle, high = scales.split(4, -1)
+    of_groups = torch.cat([low & 63, high & 15 | low >> 6 << 4], -1).float()
+    mins = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], -1).float()
+    codes = blocks[..., -128:].unflatten(-1, (4, 32))
+    groups = torch.stack([codes & 15, codes >> 4], -2).flatten(-3, -2)
+    if high_bits:
+        shifts = torch.arange(8, dtype=torch.uint8).unsqueeze(-1)
+        groups = groups | (blocks[..., None, 16:48] >> shifts & 1) << 4
+    scale = (_numbers(blocks, 0, torch.float16) * of_groups).unsqueeze(-1)
+    return scale * groups.float() - (_numbers(blocks, 2, torch.float16) * mins).unsqueeze(-1)
+
+
+def _widen_q6_k(blocks: Tensor) -> Tensor:
+    low = blocks[..., :128].unflatten(-1, (2, 1, 64)) >> torch.tensor([[0], [4]], dtype=torch.uint8) & 15
+    shifts = torch.tensor([[0], [2], [4], [6]], dtype=torch.uint8)
+    high = (blocks[..., 128:192].unflatten(-1, (2, 1, 32)) >> shifts & 3) << 4
+    codes = low.flatten(-2).unflatten(-1, (4, 32)) | high
+    scales = _numbers(blocks, 208, torch.float16) * blocks[..., 192:208].contiguous().view(torch.int8).float()
+    return scales.unsqueeze(-1) * (codes.flatten(-3).unflatten(-1, (16, 16)).float() - 32.0)
+
+
+def _widen_int8(blocks: Tensor, dtype: torch.dtype) -> Tensor:
+    return _numbers(blocks, 0, dtype) * blocks[..., dtype.itemsize :].contiguous().view(torch.int8).float()
+
+
+# Widens blocks [N, depth / block, block_bytes] to float32 [N, ...].
+_WIDEN: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
+    Q8_0: lambda blocks: _widen_int8(blocks, torch.float16),
+    Q4_0: lambda blocks: _numbers(blocks, 0, torch.float16) * (_nibbles(blocks[..., 2:]).float() - 8.0),
+    Q4_1: _widen_q4_1,
+    Q4_K: lambda blocks: _widen_q4_k(blocks, high_bits=False),
+    Q5_K: lambda blocks: _widen_q4_k(blocks, high_bits=True),
+    Q6_K: _widen_q6_k,
+    MXFP4: _widen_mxfp4,
+    INT4_F16: lambda blocks: _widen_int4(blocks, torch.float16),
+    INT4_BF16: lambda blocks: _widen_int4(blocks, torch.bfloat16),
+    INT8_F32: lambda blocks: _widen_int8(blocks, torch.float32),
+}

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "panels.h"
+#include "quantised.h"
 
 namespace moeserve {
 namespace {
@@ -51,11 +51,25 @@ inline Floats relu2(Floats x) {
   return positive * positive;
 }
 
+// How an expert's matrix is packed: float32, bfloat16, or the formats of quantised.h from 2 on.
+struct Kind {
+  int64_t number;
+
+  bool is_quantised() const { return number >= 2; }
+  Format format() const { return static_cast<Format>(number - 2); }
+  int64_t panel_bytes(int64_t depth) const {
+    if (is_quantised()) return Quantised{format(), depth, false}.panel_bytes();
+    return depth * kPanelColumns * (number == 1 ? 2 : 4);
+  }
+};
+
 // A packed expert: panels of gate and up [intermediate / 16, hidden, 32] (16 gate columns beside their 16 up columns),
 // panels of down [hidden / 32, intermediate, 32], then float32 biases in the same order of columns, where there are any.
 // Without a gate the first are panels of up [intermediate / 32, hidden, 32].
 struct Shape {
   int64_t hidden, intermediate;
+  Kind gate_up, down;
+  bool exact;  // Quantised weights multiply rows of floats.
   bool has_bias;
   Activation activation;
   float alpha, limit;
@@ -64,8 +78,9 @@ struct Shape {
   int64_t channels_of_panel() const { return is_gated() ? kLanes : kPanelColumns; }
   int64_t gate_up_panels() const { return (intermediate + channels_of_panel() - 1) / channels_of_panel(); }
   int64_t padded_intermediate() const { return gate_up_panels() * channels_of_panel(); }
-  int64_t gate_up_weights() const { return gate_up_panels() * kPanelColumns * hidden; }
-  int64_t down_weights() const { return num_panels(hidden) * kPanelColumns * intermediate; }
+  int64_t gate_up_bytes() const { return gate_up_panels() * gate_up.panel_bytes(hidden); }
+  int64_t down_bytes() const { return num_panels(hidden) * down.panel_bytes(intermediate); }
+  bool rounds(Kind kind) const { return kind.is_quantised() && !exact; }
 };
 
 struct Rows {
@@ -95,29 +110,46 @@ Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t num_experts) {
 
 struct Step {
   const float* x;
-  int64_t x_stride, top_k;
+  int64_t x_stride, num_tokens, top_k;
   const void* const* experts;
   Rows rows;
-  float* hidden;   // [chosen rows in sorted order, padded intermediate]
-  float* results;  // [num_tokens * top_k, hidden]
+  float* hidden;            // [chosen rows in sorted order, padded intermediate]
+  Rounded* rounded_x;       // [num_tokens, hidden / 32], if gate and up multiply rounded rows.
+  Rounded* rounded_hidden;  // [chosen rows in sorted order, intermediate / 32], if down does.
+  float* results;           // [num_tokens * top_k, hidden]
+
+  const uint8_t* expert(int64_t group) const { return static_cast<const uint8_t*>(experts[rows.experts[group]]); }
+  int64_t num_rows(int64_t group) const { return rows.first[group + 1] - rows.first[group]; }
 };
 
-template <typename Weight>
-const float* biases(const Shape& shape, const void* expert) {
-  const Weight* weights = static_cast<const Weight*>(expert);
-  return reinterpret_cast<const float*>(weights + shape.gate_up_weights() + shape.down_weights());
+const float* biases(const Shape& shape, const uint8_t* expert) {
+  return reinterpret_cast<const float*>(expert + shape.gate_up_bytes() + shape.down_bytes());
 }
 
-template <typename Weight>
+// Multiplies rows with a panel: for_tiles for any kind of weights. `floats_of(r)` and `rounded_of(r)` are where row r
+// begins; only one of them is called.
+template <typename FloatsOf, typename RoundedOf, typename Use>
+void for_any_tiles(Kind kind, bool exact, int64_t num_rows, const uint8_t* panel, int64_t depth, FloatsOf floats_of,
+                   RoundedOf rounded_of, Use use) {
+  if (!kind.is_quantised()) {
+    if (kind.number == 1) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
+    return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
+  }
+  const Quantised weights = {kind.format(), depth, exact};
+  if (exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
+  for_rounded_tiles(num_rows, weights, panel, rounded_of, use);
+}
+
 void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
   if (!panel) count_progress();
-  const void* expert = step.experts[step.rows.experts[group]];
-  const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
-  const int64_t width = shape.padded_intermediate();
-  const Columns bias = shape.has_bias ? load_columns(biases<Weight>(shape, expert) + panel * kPanelColumns) : Columns{};
-  for_tiles(
-      num_rows, static_cast<const Weight*>(expert) + panel * kPanelColumns * shape.hidden, shape.hidden,
-      [&](int64_t r) { return step.x + step.rows.places[first_row + r] / step.top_k * step.x_stride; },
+  const uint8_t* expert = step.expert(group);
+  const int64_t first_row = step.rows.first[group], width = shape.padded_intermediate();
+  const Columns bias = shape.has_bias ? load_columns(biases(shape, expert) + panel * kPanelColumns) : Columns{};
+  const auto token = [&](int64_t r) { return step.rows.places[first_row + r] / step.top_k; };
+  for_any_tiles(
+      shape.gate_up, shape.exact, step.num_rows(group), expert + panel * shape.gate_up.panel_bytes(shape.hidden),
+      shape.hidden, [&](int64_t r) { return step.x + token(r) * step.x_stride; },
+      [&](int64_t r) { return step.rounded_x + token(r) * (shape.hidden / kGroup); },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Floats low = sums[r].low + bias.low, high = sums[r].high + bias.high;
@@ -132,21 +164,21 @@ void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t 
       });
 }
 
-template <typename Weight>
 void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
   if (!panel) count_progress();
-  const void* expert = step.experts[step.rows.experts[group]];
-  const int64_t first_row = step.rows.first[group], num_rows = step.rows.first[group + 1] - first_row;
+  const uint8_t* expert = step.expert(group);
+  const int64_t first_row = step.rows.first[group];
   const int64_t width = shape.padded_intermediate(), column = panel * kPanelColumns;
   const int64_t columns = std::min<int64_t>(kPanelColumns, shape.hidden - column);
-  const Weight* down = static_cast<const Weight*>(expert) + shape.gate_up_weights();
+  const uint8_t* weights = expert + shape.gate_up_bytes() + panel * shape.down.panel_bytes(shape.intermediate);
   const Columns bias =
       shape.has_bias
-          ? load_existing(biases<Weight>(shape, expert) + shape.gate_up_panels() * kPanelColumns + column, columns)
+          ? load_existing(biases(shape, expert) + shape.gate_up_panels() * kPanelColumns + column, columns)
           : Columns{};
-  for_tiles(
-      num_rows, down + column * shape.intermediate, shape.intermediate,
+  for_any_tiles(
+      shape.down, shape.exact, step.num_rows(group), weights, shape.intermediate,
       [&](int64_t r) { return step.hidden + (first_row + r) * width; },
+      [&](int64_t r) { return step.rounded_hidden + (first_row + r) * (shape.intermediate / kGroup); },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Columns value = {sums[r].low + bias.low, sums[r].high + bias.high};
@@ -167,24 +199,35 @@ void combine(const float* products, int64_t top_k, int64_t hidden, const int64_t
   }
 }
 
-template <typename Weight>
-void run(const Shape& shape, const Step& step, const int64_t* ids, const float* weights, int64_t num_tokens, float* out,
+void run(const Shape& shape, const Step& step, const int64_t* ids, const float* weights, float* out,
          int64_t out_stride) {
-  const int64_t groups = int64_t(step.rows.experts.size());
+  const int64_t groups = int64_t(step.rows.experts.size()), chosen = int64_t(step.rows.places.size());
   const int64_t gate_up_panels = shape.gate_up_panels(), down_panels = num_panels(shape.hidden);
   const int64_t gate_up_grain = std::max<int64_t>(1, groups * gate_up_panels / 16);
   const int64_t down_grain = std::max<int64_t>(1, groups * down_panels / 12);
 #pragma omp parallel
   {
+    if (shape.rounds(shape.gate_up)) {
+#pragma omp for schedule(static)
+      for (int64_t token = 0; token < step.num_tokens; ++token)
+        round_row(step.x + token * step.x_stride, shape.hidden, shape.gate_up.format(),
+                  step.rounded_x + token * (shape.hidden / kGroup));
+    }
 #pragma omp for schedule(dynamic, gate_up_grain)
     for (int64_t task = 0; task < groups * gate_up_panels; ++task)
-      gate_up_panel<Weight>(shape, step, task / gate_up_panels, task % gate_up_panels);
+      gate_up_panel(shape, step, task / gate_up_panels, task % gate_up_panels);
+    if (shape.rounds(shape.down)) {
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < chosen; ++row)
+        round_row(step.hidden + row * shape.padded_intermediate(), shape.intermediate, shape.down.format(),
+                  step.rounded_hidden + row * (shape.intermediate / kGroup));
+    }
 #pragma omp for schedule(dynamic, down_grain)
     for (int64_t task = 0; task < groups * down_panels; ++task)
-      down_panel<Weight>(shape, step, task / down_panels, task % down_panels);
+      down_panel(shape, step, task / down_panels, task % down_panels);
     if (weights) {
 #pragma omp for schedule(static)
-      for (int64_t token = 0; token < num_tokens; ++token) {
+      for (int64_t token = 0; token < step.num_tokens; ++token) {
         const int64_t first = token * step.top_k;
         combine(step.results + first * shape.hidden, step.top_k, shape.hidden, ids + first, weights + first,
                 out + token * out_stride);
@@ -193,35 +236,42 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
   }
 }
 
+// Memory that is kept from call to call: fresh memory of this size would be cleared by the operating system each time.
+template <typename Item>
+Item* scratch(std::vector<Item>& kept, int64_t count) {
+  if (int64_t(kept.size()) < count) kept.resize(count);
+  return kept.data();
+}
+
 }  // namespace
 }  // namespace moeserve
 
 // out [num_tokens, hidden] = sum over k of weight * expert(x [num_tokens, hidden]). ids [num_tokens, top_k], -1 for an
 // expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null for absent ones.
-// Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], and rows with an id of -1 are left
-// untouched. Returns -1, or a chosen expert that is not here, and then computes nothing.
+// gate_up, down: see Kind. Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], and rows with
+// an id of -1 are left untouched. Returns -1, or a chosen expert that is not here, and then computes nothing.
 extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
-                                 const float* weights, int64_t top_k, const void* const* experts, int64_t num_experts,
-                                 int64_t is_bf16, int64_t hidden, int64_t intermediate, int64_t has_bias,
-                                 int64_t activation, double alpha, double limit, float* out,
-                                 int64_t out_stride) {
+                                    const float* weights, int64_t top_k, const void* const* experts,
+                                    int64_t num_experts, int64_t gate_up, int64_t down, int64_t exact, int64_t hidden,
+                                    int64_t intermediate, int64_t has_bias, int64_t activation, double alpha,
+                                    double limit, float* out, int64_t out_stride) {
   using namespace moeserve;
-  const Shape shape = {hidden,       intermediate, has_bias != 0, static_cast<Activation>(activation),
-                       float(alpha), float(limit)};
+  const Shape shape = {hidden, intermediate, {gate_up}, {down}, exact != 0, has_bias != 0,
+                       static_cast<Activation>(activation), float(alpha), float(limit)};
   for (int64_t i = 0; i < num_tokens * top_k; ++i)
     if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
-  Step step = {x, x_stride, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts), nullptr, out};
-  // Kept from call to call: fresh memory of this size would be cleared by the operating system each time.
-  static thread_local std::vector<float> scratch;
-  const int64_t hidden_floats = int64_t(step.rows.places.size()) * shape.padded_intermediate();
-  const int64_t needed = hidden_floats + (weights ? num_tokens * top_k * hidden : 0);
-  if (int64_t(scratch.size()) < needed) scratch.resize(needed);
-  step.hidden = scratch.data();
-  if (weights) step.results = scratch.data() + hidden_floats;
-  if (is_bf16)
-    run<Bf16>(shape, step, ids, weights, num_tokens, out, out_stride);
-  else
-    run<float>(shape, step, ids, weights, num_tokens, out, out_stride);
+  Step step = {x, x_stride, num_tokens, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts)};
+  static thread_local std::vector<float> floats;
+  static thread_local std::vector<Rounded> rounded;
+  const int64_t chosen = int64_t(step.rows.places.size());
+  const int64_t hidden_floats = chosen * shape.padded_intermediate();
+  step.hidden = scratch(floats, hidden_floats + (weights ? num_tokens * top_k * hidden : 0));
+  step.results = weights ? step.hidden + hidden_floats : out;
+  const int64_t x_blocks = shape.rounds(shape.gate_up) ? num_tokens * (hidden / kGroup) : 0;
+  const int64_t hidden_blocks = shape.rounds(shape.down) ? chosen * (intermediate / kGroup) : 0;
+  step.rounded_x = scratch(rounded, x_blocks + hidden_blocks);
+  step.rounded_hidden = step.rounded_x + x_blocks;
+  run(shape, step, ids, weights, out, out_stride);
   return -1;
 }
 

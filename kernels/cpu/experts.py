@@ -1,6 +1,6 @@
 """The CPU's bodies of the expert product, each with its layout of packed experts.
 
-- The compiled kernel reads panels of weights in place and computes all chosen experts in one call.
+- The compiled kernel reads panels of weights in place, quantised or not, and computes all chosen experts in one call.
 - The matrix library computes one expert after another. It prepares itself for every new number of rows, which takes
   longer than a product with few rows. So an expert's number of rows is rounded up to one of a few numbers; the extra
   rows belong to the next expert, and their results are dropped.
@@ -16,38 +16,65 @@ from torch import Tensor
 from kernels.activation import activate
 from kernels.cpu.library import NativeKernels
 from kernels.cpu.panels import LANES, PANEL_COLUMNS, gate_beside_up, pack_panels, panel_elements
+from kernels.cpu.quantised import pack_rows, packed_bytes, quantise
 from kernels.linear import Linear, pack_linear
 from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
 from kernels.specs import Activation, ActivationKind
+from kernels.weight_formats import Matrix, QuantizedRows, WeightFormat, widened
 
 # The order of `Activation` in experts.cpp.
 _KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
 
 
 class PanelLayout(ExpertLayout):
-    """Panels of gate and up, panels of down, then float32 biases; weights are bfloat16 or float32."""
+    """Panels of gate and up, panels of down, then float32 biases; weights are bfloat16, float32 or quantised."""
 
     def __init__(self, shape: ExpertShape, kernels: NativeKernels) -> None:
+        """Raise ValueError if the rows of a matrix are not whole blocks of its format."""
         self.shape = shape
         self._kernels = kernels
-        self.weight_dtype = torch.bfloat16 if shape.weight_dtype == torch.bfloat16 else torch.float32
-        self.name = f"panels of {str(self.weight_dtype).removeprefix('torch.')}"
+        self._dtype = torch.bfloat16 if shape.weight_dtype == torch.bfloat16 else torch.float32
         # A panel has 16 gate columns and their 16 up columns, or 32 up columns.
         channels = LANES if shape.is_gated else PANEL_COLUMNS
-        gate_up_columns = -(-shape.intermediate_size // channels) * PANEL_COLUMNS
-        weights = panel_elements(gate_up_columns, shape.hidden_size) + panel_elements(
-            shape.hidden_size, shape.intermediate_size
-        )
-        biases = gate_up_columns + shape.hidden_size if shape.has_bias else 0
-        self.num_bytes = weights * self.weight_dtype.itemsize + 4 * biases
+        columns = -(-shape.intermediate_size // channels) * PANEL_COLUMNS, shape.hidden_size
+        depths = shape.hidden_size, shape.intermediate_size
+        if shape.formats is None:
+            self.name = f"panels of {str(self._dtype).removeprefix('torch.')}"
+            weights = sum(map(panel_elements, columns, depths)) * self._dtype.itemsize
+        else:
+            self.name = f"panels of {' and '.join(form.name for form in shape.formats)}"
+            weights = sum(map(packed_bytes, shape.formats, columns, depths))
+        self.num_bytes = weights + (4 * sum(columns) if shape.has_bias else 0)
+
+    @property
+    def kinds(self) -> tuple[int, int]:
+        """The numbers of the matrices' kinds in experts.cpp."""
+        if self.shape.formats is None:
+            kind = int(self._dtype == torch.bfloat16)
+            return kind, kind
+        first, second = self.shape.formats
+        return 2 + first.number, 2 + second.number
 
     def pack(
-        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
-        parts = [pack_panels(self._ordered(gate_up.to(self.weight_dtype))), pack_panels(down.to(self.weight_dtype))]
+        if self.shape.formats is not None:
+            first, second = self.shape.formats
+            order = self._ordered(torch.arange(1, gate_up.shape[0] + 1)) - 1
+            parts = [self._pack_rows(gate_up, first, order), self._pack_rows(down, second)]
+        else:
+            if isinstance(gate_up, QuantizedRows) or isinstance(down, QuantizedRows):
+                raise ValueError(f"quantised weights do not go into {self.name}")
+            parts = [pack_panels(self._ordered(gate_up.to(self._dtype))), pack_panels(down.to(self._dtype))]
         if gate_up_bias is not None and down_bias is not None:
             parts += [bias.float().view(torch.uint8) for bias in (self._ordered(gate_up_bias), down_bias)]
         return torch.cat(parts)
+
+    def _pack_rows(self, matrix: Matrix, form: WeightFormat, order: Tensor | None = None) -> Tensor:
+        rows = matrix if isinstance(matrix, QuantizedRows) else quantise(matrix, form, self._kernels)
+        if rows.format is not form:
+            raise ValueError(f"rows of {rows.format.name} do not go into panels of {form.name}")
+        return pack_rows(rows, self._kernels, order)
 
     def _ordered(self, rows: Tensor) -> Tensor:
         """Order rows of gate and up, [2I, ...] or [I, ...], like a panel's columns, padded with zeros."""
@@ -73,6 +100,14 @@ class _NativeExperts(SplitExperts):
     def put(self, expert: int, packed: Tensor) -> None:
         self._packed[expert] = packed
         self._addresses[expert] = packed.data_ptr()
+
+    def replace(self, expert: int, packed: Tensor) -> None:
+        """Copy the bytes into those of the other expert, whose memory may be shared with experts that stay."""
+        former = self._packed[expert]
+        if former is None:
+            self.put(expert, packed)
+        else:
+            former.copy_(packed)
 
     def drop(self, expert: int) -> None:
         self._packed[expert] = None
@@ -115,7 +150,8 @@ class _NativeExperts(SplitExperts):
             top_k,
             self._addresses.data_ptr(),
             len(self._packed),
-            self._layout.weight_dtype == torch.bfloat16,
+            *self._layout.kinds,
+            shape.arithmetic == "exact",
             shape.hidden_size,
             shape.intermediate_size,
             shape.has_bias,
@@ -146,9 +182,10 @@ class RowLayout(ExpertLayout):
         self.num_bytes = sum(self._part_bytes)
 
     def pack(
-        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
-        parts = [gate_up, down] + ([] if gate_up_bias is None or down_bias is None else [gate_up_bias, down_bias])
+        wide = [widened(part) for part in (gate_up, down)]
+        parts = wide + ([] if gate_up_bias is None or down_bias is None else [gate_up_bias, down_bias])
         flat = [
             part.to(dtype).contiguous().view(torch.uint8).flatten()
             for part, (_, dtype) in zip(parts, self._parts, strict=True)

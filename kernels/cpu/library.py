@@ -17,15 +17,26 @@ from collections.abc import Callable
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
-_SOURCES = ("linear.cpp", "experts.cpp", "elementwise.cpp", "attention.cpp", "recurrent.cpp")
-_HEADERS = ("simd.h", "panels.h", "attention_tile.h")
+_SOURCES = (
+    "linear.cpp",
+    "quantised.cpp",
+    "repack.cpp",
+    "experts.cpp",
+    "elementwise.cpp",
+    "attention.cpp",
+    "recurrent.cpp",
+)
+_HEADERS = ("simd.h", "panels.h", "quantised.h", "attention_tile.h")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _BUILD_SECONDS = 120
 
 _P, _N, _R = c_void_p, c_int64, c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _N, _N, _P, _N, _N, _N, _P, _P, _N),
-    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
+    "quantised_linear": (_P, _N, _N, _P, _N, _N, _N, _N, _P, _P, _N),
+    "pack_quantised": (_N, _P, _N, _N, _P, _N, _P),
+    "quantise": (_P, _N, _N, _N, _N, _N, _P),
+    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),
@@ -51,12 +62,18 @@ class NativeKernels:
         "linear",
         "mamba1_scan",
         "mamba2_scan",
+        "pack_quantised",
+        "quantise",
+        "quantised_linear",
         "rms_norm",
         "rotate_and_store",
         "short_conv",
     )
 
     linear: Callable[..., None]
+    quantised_linear: Callable[..., None]
+    pack_quantised: Callable[..., None]
+    quantise: Callable[..., None]
     experts: Callable[..., int]
     combine: Callable[..., None]
     rms_norm: Callable[..., None]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,10 +22,12 @@ class PanelWeight:
     is_bf16: bool
 
     @staticmethod
-    def pack(weight: Tensor) -> PanelWeight:
-        """Pack weight [N, K], bfloat16 as it is, any other dtype as float32."""
+    def pack(weight: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> PanelWeight:
+        """Pack weight [N, K], bfloat16 as it is, any other dtype as float32. keep: moves the data to where it stays."""
         narrow = weight.dtype == torch.bfloat16
         data = pack_panels(weight if narrow else weight.float())
+        if keep is not None:
+            data = keep(data)
         return PanelWeight(data, data.data_ptr(), narrow)
 
 

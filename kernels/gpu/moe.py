@@ -34,6 +34,7 @@ from kernels.gpu.moe_kernels import (
 from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, store_weights
 from kernels.packed_experts import ExpertPacking, ExpertShape
 from kernels.specs import Activation
+from kernels.weight_formats import Matrix, widened
 
 _INTERPRETED = Device(shared_bytes=227 << 10, num_multiprocessors=4, has_descriptors=True)
 # The alignment of every field of an expert in its slot, in bytes.
@@ -331,12 +332,12 @@ class SlotLayout(ExpertPacking):
         return store_weights(weights.to(self._shape.weight_dtype).contiguous(), self.storage, bias)
 
     def pack(
-        self, gate_up: Tensor, down: Tensor, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
         """See `ExpertPacking.pack`. All on the CPU."""
         packed = torch.zeros(self.num_bytes, dtype=torch.uint8)
         first = 0
-        for weights, bias in ((gate_up, gate_up_bias), (down, down_bias)):
+        for weights, bias in ((widened(gate_up), gate_up_bias), (widened(down), down_bias)):
             stored = self._stored(weights[None], weights.shape[0], bias)
             for field in (stored.values, stored.scale, stored.bias):
                 if field is not None:

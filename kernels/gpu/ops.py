@@ -27,6 +27,7 @@ from kernels.packed_experts import ExpertShape
 from kernels.sampling import Draw
 from kernels.specs import GateSpec
 from kernels.transfer import to_device
+from kernels.weight_formats import Matrix, widened
 
 _SIGN = 1 << 63
 
@@ -72,17 +73,17 @@ class GpuOps:
         self.device = device
         self._storage, self._moe = storage, moe
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+    def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Return a product of the vendor's matrix library."""
-        return TorchLinear(weight.to(dtype), bias)
+        return TorchLinear(widened(weight).to(self.device, dtype), bias)
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         return _BatchedHeads(weight.to(dtype).transpose(1, 2).contiguous())
 
     def pack_gated(
         self,
-        gate_up: Tensor,
-        down: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
         gate_up_bias: Tensor | None,
         down_bias: Tensor | None,
         activation: Activation,
@@ -247,7 +248,7 @@ def store_expert(
 ) -> GpuExperts:
     """Store an expert on `device` as a layer's only one; bits are equal on all devices. dtype: of plain weights."""
     gate_up, down, up_bias, down_bias = (
-        None if matrix is None else matrix.to(device, dtype)[None] for matrix in matrices
+        None if matrix is None else widened(matrix).to(device, dtype)[None] for matrix in matrices
     )
     assert gate_up is not None
     assert down is not None

@@ -2,9 +2,8 @@
 
 Between two plans of a running request almost nothing changes: it has one more token, and now and then one more block.
 Both ends therefore keep the facts about each request that recent plans named: its sampling parameters, block table,
-history, mask and window table. The sender describes a chunk by its differences from these facts, in a few dozen bytes
-however long the context is, and names the request by a small number. Only a grammar's mask comes whole, one bit per
-token of the vocabulary, whenever it is another one. Whoever executes the plans keeps nothing.
+history, output and window table. The sender describes a chunk by its differences from these facts, in a few dozen bytes
+however long the context is, and names the request by a small number. Whoever executes the plans keeps nothing.
 
 A plan travels as the MessagePack array of `_WirePlan`. Plans are numbered: number 0 makes the receiver forget
 everything, and a gap is an error. So a sender that starts anew is understood by any receiver, and none computes with
@@ -34,12 +33,13 @@ _Change = bytes | tuple[int, int, bytes] | None
 
 
 class _WireExtras(msgspec.Struct, array_like=True, frozen=True):
-    """Trailing fields that are None are left out. `has_history` tells a history that has not changed from none. The
-    two numbers are None if unchanged. `mask` and `banned_token_ids`: None for none, True if unchanged."""
+    """Trailing fields that are None are left out. `has_history` and `has_output` tell an array that has not changed
+    from none. The two numbers are None if unchanged. `banned_token_ids`: None for none, True if unchanged."""
 
     has_history: bool
+    has_output: bool
     history: _Change = None
-    mask: bool | bytes | None = None
+    output: _Change = None
     num_prompt_tokens: int | None = None
     num_top_logprobs: int | None = None
     banned_token_ids: bool | tuple[int, ...] | None = None
@@ -88,7 +88,7 @@ class _Sent:
     sampling: SamplingParams | None = None
     block_table: bytes = b""
     history: bytes = b""
-    mask: bytes | None = None
+    output: bytes = b""
     num_prompt_tokens: int = 0
     num_top_logprobs: int = 0
     banned_token_ids: tuple[int, ...] = ()
@@ -155,15 +155,13 @@ class PlanSender:
 
 
 def _describe_extras(extras: ChunkExtras, sent: _Sent) -> list[Any]:
-    history = None
+    history = output = None
     if extras.history is not None:
         before, sent.history = sent.history, extras.history.tobytes()
         history = _difference(before, sent.history)
-    mask: bool | bytes | None = extras.mask
-    if mask is not None:
-        if mask == sent.mask:
-            mask = True
-        sent.mask = extras.mask
+    if extras.output is not None:
+        before, sent.output = sent.output, extras.output.tobytes()
+        output = _difference(before, sent.output)
     banned: bool | tuple[int, ...] | None = extras.banned_token_ids or None
     if banned is not None:
         if extras.banned_token_ids == sent.banned_token_ids:
@@ -174,7 +172,8 @@ def _describe_extras(extras: ChunkExtras, sent: _Sent) -> list[Any]:
     sent.num_prompt_tokens, sent.num_top_logprobs = numbers
     targets = None if extras.prompt_targets is None else extras.prompt_targets.tobytes()
     changed = [None if new == old else new for new, old in zip(numbers, known, strict=True)]
-    return _shortened([extras.history is not None, history, mask, *changed, banned, targets])
+    has = [extras.history is not None, extras.output is not None]
+    return _shortened([*has, history, output, *changed, banned, targets])
 
 
 def _describe_window(window: WindowTable, sent: _Sent) -> tuple[int, _Change]:
@@ -221,7 +220,7 @@ class _Received:
     sampling: SamplingParams | None = None
     block_table: array[int] = field(default_factory=lambda: array("i"))
     history: array[int] = field(default_factory=lambda: array("i"))
-    mask: bytes | None = None
+    output: array[int] = field(default_factory=lambda: array("i"))
     num_prompt_tokens: int = 0
     num_top_logprobs: int = 0
     banned_token_ids: tuple[int, ...] = ()
@@ -282,8 +281,7 @@ class PlanReceiver:
 
 def _extras(wire: _WireExtras, known: _Received) -> ChunkExtras:
     known.history = _changed(known.history, wire.history)
-    if isinstance(wire.mask, bytes):
-        known.mask = wire.mask
+    known.output = _changed(known.output, wire.output)
     if wire.num_prompt_tokens is not None:
         known.num_prompt_tokens = wire.num_prompt_tokens
     if wire.num_top_logprobs is not None:
@@ -296,7 +294,7 @@ def _extras(wire: _WireExtras, known: _Received) -> ChunkExtras:
         known.banned_token_ids if wire.banned_token_ids else (),
         None if wire.prompt_targets is None else unpack_token_ids(wire.prompt_targets),
         known.num_top_logprobs,
-        known.mask if wire.mask is not None else None,
+        known.output[:] if wire.has_output else None,
     )
 
 

@@ -1,0 +1,415 @@
+// The products of quantised.h, y = x W^T + bias over quantised weights, and the rounding of rows to 8 bits.
+#include "quantised.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include <algorithm>
+#include <array>
+#include <utility>
+#include <vector>
+
+namespace moeserve {
+namespace {
+
+inline Words load_words(const uint8_t* from) {
+  Words value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+inline Ints splat(int32_t v) { return Ints{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
+
+// The compiler would call some of these functions for the formats with more code, with sums in memory.
+#define MOESERVE_INLINE inline __attribute__((always_inline))
+
+// Four codes of a row, read in place so that the compiler broadcasts them from memory.
+typedef int32_t Four __attribute__((may_alias));
+
+// Adds the products of four unsigned bytes of each lane with the four signed bytes of `four`. Narrow: codes < 128.
+template <bool Narrow>
+inline Ints dot(Ints sums, Words codes, int32_t four) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, (__m512i)codes, _mm512_set1_epi32(four));
+#elif defined(__AVX2__)
+  union {
+    Words whole;
+    __m256i halves[2];
+  } code = {codes};
+  union {
+    Ints whole;
+    __m256i halves[2];
+  } sum = {sums};
+  const __m256i x = _mm256_set1_epi32(four);
+  for (int half = 0; half < 2; ++half) {
+#if defined(__AVXVNNI__)
+    sum.halves[half] = _mm256_dpbusd_avx_epi32(sum.halves[half], code.halves[half], x);
+#else
+    // Sums of two products must fit 16 bits, so that codes of 8 bits are multiplied in two parts of 4.
+    const __m256i ones = _mm256_set1_epi16(1), low = _mm256_set1_epi8(15);
+    const auto products = [&](__m256i c) { return _mm256_madd_epi16(_mm256_maddubs_epi16(c, x), ones); };
+    __m256i product;
+    if (Narrow) {
+      product = products(code.halves[half]);
+    } else {
+      const __m256i upper = _mm256_and_si256(_mm256_srli_epi16(code.halves[half], 4), low);
+      product = _mm256_add_epi32(products(_mm256_and_si256(code.halves[half], low)),
+                                 _mm256_slli_epi32(products(upper), 4));
+    }
+    sum.halves[half] = _mm256_add_epi32(sum.halves[half], product);
+#endif
+  }
+  return sum.whole;
+#else
+  for (int b = 0; b < 4; ++b)
+    sums += (Ints)((codes >> (8 * b)) & 255u) * splat(int32_t(int8_t(uint32_t(four) >> (8 * b))));
+  return sums;
+#endif
+}
+
+inline Floats from_half(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)from));
+#elif defined(__F16C__)
+  union {
+    Floats whole;
+    __m256 halves[2];
+  } out;
+  for (int i = 0; i < 2; ++i) out.halves[i] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(from + 16 * i)));
+  return out.whole;
+#else
+  // Shifted into float's fields, a half is 2^112 times too small; so are subnormal ones.
+  Words bits;
+  uint16_t halves[kLanes];
+  std::memcpy(halves, from, sizeof(halves));
+  for (int i = 0; i < kLanes; ++i) bits[i] = halves[i];
+  const Words magnitude = (bits & 0x7fffu) << 13;
+  const Floats value = (Floats)magnitude * 0x1p112f;
+  const Ints special = (Ints)(magnitude >= 0x0f800000u);
+  return (Floats)((Words)select(special, (Floats)(magnitude | 0x7f800000u), value) | (bits & 0x8000u) << 16);
+#endif
+}
+
+inline Words from_bytes(const uint8_t* from) {
+  typedef uint8_t Bytes __attribute__((vector_size(16)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return __builtin_convertvector(bytes, Words);
+}
+
+inline Floats to_floats(Words w) { return __builtin_convertvector((Ints)w, Floats); }
+
+inline Floats from_exponents(const uint8_t* from) {
+  // Twice 2^(e - 127), because the codes of MXFP4 are doubled to be whole.
+  const Words e = from_bytes(from);
+  return (Floats)((Words)select((Ints)(e == 0u), (Floats)(Words{} + 0x00400000u), (Floats)(e << 23))) * 0.5f;
+}
+
+inline Floats from_bf16(const uint8_t* from) {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  Halves halves;
+  std::memcpy(&halves, from, sizeof(halves));
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
+}
+
+// Twice the values of e2m1 plus 12.
+constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+
+inline Words look_up(Words codes) {
+#if defined(__AVX512BW__)
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kE2m1));
+  return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
+#else
+  uint8_t bytes[64];
+  std::memcpy(bytes, &codes, 64);
+  for (uint8_t& byte : bytes) byte = kE2m1[byte];
+  return load_words(bytes);
+#endif
+}
+
+// The scales of a superblock.
+struct Super {
+  Floats scale, min;
+};
+
+template <Format F>
+struct Group {
+  static constexpr Traits kFormat = traits_of(F);
+  Words codes[8];
+  Floats scale[kFormat.parts];
+  Floats shift;  // What Shift says, but for a constant.
+
+  MOESERVE_INLINE Group(const uint8_t* from, const Super& super) {
+    load_codes(from);
+    from += kFormat.code_bytes();
+    for (int part = 0; part < kFormat.parts; ++part, from += kFormat.scale_bytes()) scale[part] = load_scale(from, super);
+    if constexpr (kFormat.shift == Shift::kMin) shift = from_half(from);
+    if constexpr (kFormat.shift == Shift::kSuperMin) shift = super.min * to_floats(from_bytes(from));
+    if constexpr (kFormat.shift == Shift::kZero) shift = to_floats(from_bytes(from));
+  }
+
+  MOESERVE_INLINE void load_codes(const uint8_t* from) {
+    if constexpr (kFormat.bits == 8) {
+      for (int i = 0; i < 8; ++i) codes[i] = load_words(from + 64 * i);
+      return;
+    }
+    for (int i = 0; i < 4; ++i) {
+      const Words pair = load_words(from + 64 * i);
+      codes[2 * i] = pair & 0x0f0f0f0fu;
+      codes[2 * i + 1] = (pair >> 4) & 0x0f0f0f0fu;
+    }
+    if constexpr (F == Format::kMxfp4)
+      for (Words& code : codes) code = look_up(code);
+    if constexpr (kFormat.bits == 5) {
+      const Words high = load_words(from + 256);
+      for (int i = 0; i < 8; ++i) codes[i] |= (i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x10101010u;
+    }
+    if constexpr (kFormat.bits == 6) {
+      for (int i = 0; i < 8; ++i) {
+        const Words high = load_words(from + 256 + 64 * (i / 4));
+        codes[i] |= (i % 4 == 3 ? high >> 2 : high << (4 - 2 * (i % 4))) & 0x30303030u;
+      }
+    }
+  }
+
+  static MOESERVE_INLINE Floats load_scale(const uint8_t* from, const Super& super) {
+    if constexpr (kFormat.scale == Scale::kF16) return from_half(from);
+    if constexpr (kFormat.scale == Scale::kBf16) return from_bf16(from);
+    if constexpr (kFormat.scale == Scale::kF32) return load(reinterpret_cast<const float*>(from));
+    if constexpr (kFormat.scale == Scale::kE8m0) return from_exponents(from);
+    // Bytes of Q6_K are signed; those of the others are below 64.
+    const Ints bytes = (Ints)(from_bytes(from) << 24) >> 24;
+    return super.scale * __builtin_convertvector(bytes, Floats);
+  }
+
+  // The weights of 16 columns at depth 4 i + b. Every format but one with 32-bit scales is exact up to the minimum.
+  MOESERVE_INLINE Floats weights(int i, int b) const {
+    Floats value = to_floats((codes[i] >> (8 * b)) & 255u);
+    if constexpr (kFormat.shift == Shift::kConstant) value -= float(kFormat.offset);
+    if constexpr (kFormat.shift == Shift::kZero) value -= shift;
+    value *= scale[kFormat.parts * i / 8];
+    if constexpr (kFormat.shift == Shift::kMin) value += shift;
+    if constexpr (kFormat.shift == Shift::kSuperMin) value -= shift;
+    return value;
+  }
+};
+
+constexpr int kPrefetch = 4608;  // Bytes: the time of a miss at the speed of the memory.
+
+// Calls use(group number, group) for the groups of one half of a panel.
+template <Format F, typename Use>
+MOESERVE_INLINE void for_groups(const uint8_t* half, int64_t num_blocks, Use use) {
+  constexpr Traits format = traits_of(F);
+  Super super{};
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    if constexpr (format.scale == Scale::kSuper) {
+      super.scale = from_half(half);
+      if constexpr (format.shift == Shift::kSuperMin) super.min = from_half(half + 2 * kLanes);
+      half += format.super_bytes();
+    }
+    for (int g = 0; g < format.groups; ++g, half += format.group_bytes()) {
+      for (int line = 0; line < format.group_bytes(); line += 64) __builtin_prefetch(half + line + kPrefetch);
+      use(block * format.groups + g, Group<F>(half, super));
+    }
+  }
+}
+
+template <Format F>
+MOESERVE_INLINE void add_rounded(const Group<F>& group, const Rounded& x, Floats& sum) {
+  constexpr Traits format = traits_of(F);
+  constexpr int per_part = 8 / format.parts;
+  const Four* fours = reinterpret_cast<const Four*>(x.codes);
+  for (int part = 0; part < format.parts; ++part) {
+    Ints products{};
+    if constexpr (format.shift == Shift::kConstant)
+      products = splat(format.parts == 1 ? x.shift : x.shift_of_half[part]);
+#pragma GCC unroll 8
+    for (int i = 0; i < per_part; ++i)
+      products = dot<(format.bits < 8)>(products, group.codes[part * per_part + i], fours[part * per_part + i]);
+    Floats whole = __builtin_convertvector(products, Floats);
+    if constexpr (format.shift == Shift::kZero) whole -= group.shift * x.sum;
+    sum += whole * (group.scale[part] * x.scale);
+  }
+  if constexpr (format.shift == Shift::kMin) sum += group.shift * x.scaled_sum;
+  if constexpr (format.shift == Shift::kSuperMin) sum -= group.shift * x.scaled_sum;
+}
+
+template <Format F, int Rows>
+void multiply_rounded(const Rounded* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
+  const Rounded* row[Rows];
+  Floats sums[Rows];
+  for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Floats{};
+  for_groups<F>(half, num_blocks, [&](int64_t g, const Group<F>& group) __attribute__((always_inline)) {
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) add_rounded(group, row[r][g], sums[r]);
+  });
+  for (int r = 0; r < Rows; ++r) out[r] = sums[r];
+}
+
+template <Format F, int Rows>
+void multiply_wide(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
+  Floats sums[Rows];
+  for (int r = 0; r < Rows; ++r) sums[r] = Floats{};
+  for_groups<F>(half, num_blocks, [&](int64_t g, const Group<F>& group) __attribute__((always_inline)) {
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) {
+#pragma GCC unroll 4
+      for (int b = 0; b < 4; ++b) {
+        const Floats weights = group.weights(i, b);
+        for (int r = 0; r < Rows; ++r) sums[r] += moeserve::splat(rows[r][g * kGroup + 4 * i + b]) * weights;
+      }
+    }
+  });
+  for (int r = 0; r < Rows; ++r) out[r] = sums[r];
+}
+
+template <Format F>
+void widen_half(const uint8_t* half, int64_t num_blocks, float* out) {
+  for_groups<F>(half, num_blocks, [&](int64_t g, const Group<F>& group) __attribute__((always_inline)) {
+    for (int k = 0; k < kGroup; ++k) store(out + (g * kGroup + k) * kPanelColumns, group.weights(k / 4, k % 4));
+  });
+}
+
+constexpr int kTileSizes[] = {1, 2, 3, 4, 6, 8, 10, 12};
+constexpr int kNumTileSizes = kTileRows == 12 ? 8 : 3;
+
+template <Format F, size_t... Size>
+constexpr std::array<RoundedTile, kNumTileSizes> rounded_tiles(std::index_sequence<Size...>) {
+  return {&multiply_rounded<F, kTileSizes[Size]>...};
+}
+
+struct Kernels {
+  std::array<RoundedTile, kNumTileSizes> rounded;
+  std::array<WideTile, kWideRows> wide;
+  Widen widen;
+};
+
+template <size_t... F>
+constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...>) {
+  return {Kernels{rounded_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
+                  {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,
+                   &multiply_wide<Format(F), 4>},
+                  &widen_half<Format(F)>}...};
+}
+
+constexpr auto kKernels = all_kernels(std::make_index_sequence<size_t(Format::kCount)>());
+
+}  // namespace
+
+RoundedTile rounded_tile(Format format, int num_rows) {
+  const int size = num_rows <= 4 ? num_rows - 1 : (num_rows + 1) / 2 + 1;
+  return kKernels[int(format)].rounded[size];
+}
+
+WideTile wide_tile(Format format, int num_rows) { return kKernels[int(format)].wide[num_rows - 1]; }
+
+float* widened_panel(const Quantised& weights, const uint8_t* panel) {
+  static thread_local std::vector<float> wide;
+  const int64_t needed = weights.depth * kPanelColumns, num_blocks = weights.depth / traits_of(weights.format).depth();
+  if (int64_t(wide.size()) < needed) wide.resize(needed);
+  const Widen widen = kKernels[int(weights.format)].widen;
+  widen(panel, num_blocks, wide.data());
+  widen(panel + weights.half_bytes(), num_blocks, wide.data() + kLanes);
+  return wide.data();
+}
+
+void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
+  const Traits& traits = traits_of(format);
+  for (int64_t g = 0; g < depth / kGroup; ++g, ++out) {
+    const Floats low = load(x + g * kGroup), high = load(x + g * kGroup + kLanes);
+    const Floats magnitude = max(max(low, -low), max(high, -high));
+    // What is not finite becomes NaN here, and so do all sums with this block.
+    const float poison = sum(low * 0.0f + high * 0.0f), most = largest(magnitude);
+    out->scale = most / 127.0f + poison;
+    const Floats inverse = moeserve::splat(most > 0.0f && poison == 0.0f ? 127.0f / most : 0.0f);
+    const Floats magic = moeserve::splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
+    int32_t sums[2];
+    for (int half = 0; half < 2; ++half) {
+      const Floats rounded = ((half ? high : low) * inverse + magic) - magic;
+      const Ints codes = __builtin_convertvector(rounded, Ints);
+      int32_t total = 0;
+      for (int i = 0; i < kLanes; ++i) {
+        out->codes[half * kLanes + i] = int8_t(codes[i]);
+        total += codes[i];
+      }
+      sums[half] = total;
+      out->shift_of_half[half] = -traits.offset * total;
+    }
+    const int32_t total = sums[0] + sums[1];
+    if (traits.shift == Shift::kConstant)
+      out->shift = -traits.offset * total;
+    else if (traits.shift == Shift::kZero)
+      out->sum = float(total);
+    else
+      out->scaled_sum = out->scale * float(total);
+  }
+}
+
+namespace {
+
+constexpr int64_t kRowBlock = 192;        // Rows that stay in the second-level cache while all panels pass.
+constexpr int64_t kRoundInParallel = 16;  // Rows below it are rounded by one thread: starting others costs more.
+
+struct Product {
+  const float* x;
+  int64_t x_stride, num_rows, width;
+  const Rounded* rounded;
+  Quantised weights;
+  const uint8_t* packed;
+  const float* bias;
+  float* y;
+  int64_t y_stride;
+};
+
+void panel_product(const Product& p, int64_t panel, int64_t first_row, int64_t num_rows) {
+  if (!panel) count_progress();
+  const int64_t column = panel * kPanelColumns, count = std::min<int64_t>(kPanelColumns, p.width - column);
+  const Columns bias = p.bias ? load_existing(p.bias + column, count) : Columns{};
+  const uint8_t* weights = p.packed + panel * p.weights.panel_bytes();
+  const auto use = [&](int64_t first, int rows, const Columns* sums) {
+    for (int r = 0; r < rows; ++r) {
+      float* to = p.y + (first_row + first + r) * p.y_stride + column;
+      store_columns(to, {sums[r].low + bias.low, sums[r].high + bias.high}, count);
+    }
+  };
+  if (p.weights.exact)
+    for_wide_tiles(num_rows, p.weights, weights, [&](int64_t r) { return p.x + (first_row + r) * p.x_stride; }, use);
+  else
+    for_rounded_tiles(
+        num_rows, p.weights, weights, [&](int64_t r) { return p.rounded + (first_row + r) * p.weights.groups(); }, use);
+}
+
+}  // namespace
+}  // namespace moeserve
+
+// x [num_rows, depth], y [num_rows, width], rows `*_stride` floats apart; bias [width] or null.
+extern "C" void moeserve_quantised_linear(const float* x, int64_t x_stride, int64_t num_rows, const void* packed,
+                                          int64_t format, int64_t exact, int64_t depth, int64_t width,
+                                          const float* bias, float* y, int64_t y_stride) {
+  using namespace moeserve;
+  const Quantised weights = {static_cast<Format>(format), depth, exact != 0};
+  static thread_local std::vector<Rounded> scratch;
+  if (!exact && int64_t(scratch.size()) < num_rows * weights.groups()) scratch.resize(num_rows * weights.groups());
+  Rounded* rounded = scratch.data();
+  const Product p = {x,    x_stride, num_rows, width, rounded, weights, static_cast<const uint8_t*>(packed), bias, y,
+                     y_stride};
+  const int64_t panels = num_panels(width), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+  const int64_t grain = std::max<int64_t>(1, panels / 16);
+  if (!exact && num_rows < kRoundInParallel)
+    for (int64_t row = 0; row < num_rows; ++row)
+      round_row(x + row * x_stride, depth, weights.format, rounded + row * weights.groups());
+#pragma omp parallel
+  {
+    if (!exact && num_rows >= kRoundInParallel) {
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < num_rows; ++row)
+        round_row(x + row * x_stride, depth, weights.format, rounded + row * weights.groups());
+    }
+    for (int64_t block = 0; block < row_blocks; ++block) {
+      const int64_t first = block * kRowBlock, rows = std::min(kRowBlock, num_rows - first);
+#pragma omp for schedule(dynamic, grain) nowait
+      for (int64_t panel = 0; panel < panels; ++panel) panel_product(p, panel, first, rows);
+    }
+  }
+}

@@ -1,0 +1,132 @@
+// Products with quantised weights in panels of 32 output columns, two halves of 16 columns, each half one block of
+// weights after another along the depth. `kernels/weight_formats.py` describes the formats, in the order of `Format`.
+//
+// A block of 32 weights of 16 columns is a `Group`: eight vectors of codes, lane c of vector i holding the codes
+// 4 i ... 4 i + 3 of column c in its bytes, and for every column a scale and what is to be subtracted.
+#pragma once
+
+#include "panels.h"
+
+namespace moeserve {
+
+constexpr int kGroup = 32;
+
+enum class Format : int64_t { kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kCount };
+enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper };   // kSuper: a byte times the float16 of a superblock.
+enum class Shift { kConstant, kMin, kSuperMin, kZero };  // kMin: added; kSuperMin: a byte times a float16, subtracted.
+
+// weight = scale * (code - offset) or scale * (code - zero), plus or minus a minimum.
+struct Traits {
+  int bits;    // Of a code.
+  int groups;  // Of a block.
+  int parts;   // Scales of a group: 1, or 2 with one for each 16 weights.
+  Scale scale;
+  Shift shift;
+  int offset;
+  int row_bytes;  // Of a block of a row.
+
+  constexpr int code_bytes() const { return kLanes * kGroup * bits / 8; }
+  constexpr int scale_bytes() const {
+    return scale == Scale::kF32 ? 4 * kLanes : scale == Scale::kE8m0 || scale == Scale::kSuper ? kLanes : 2 * kLanes;
+  }
+  constexpr int shift_bytes() const {
+    return shift == Shift::kConstant ? 0 : shift == Shift::kMin ? 2 * kLanes : kLanes;
+  }
+  constexpr int super_bytes() const {
+    return scale != Scale::kSuper ? 0 : shift == Shift::kSuperMin ? 4 * kLanes : 2 * kLanes;
+  }
+  constexpr int group_bytes() const { return code_bytes() + parts * scale_bytes() + shift_bytes(); }
+  constexpr int block_bytes() const { return super_bytes() + groups * group_bytes(); }
+  constexpr int depth() const { return groups * kGroup; }
+};
+
+constexpr Traits kTraits[] = {
+    {8, 1, 1, Scale::kF16, Shift::kConstant, 128, 34},   {4, 1, 1, Scale::kF16, Shift::kConstant, 8, 18},
+    {4, 1, 1, Scale::kF16, Shift::kMin, 0, 20},          {4, 8, 1, Scale::kSuper, Shift::kSuperMin, 0, 144},
+    {5, 8, 1, Scale::kSuper, Shift::kSuperMin, 0, 176},  {6, 8, 2, Scale::kSuper, Shift::kConstant, 32, 210},
+    {4, 1, 1, Scale::kE8m0, Shift::kConstant, 12, 17},   {4, 1, 1, Scale::kF16, Shift::kZero, 0, 19},
+    {4, 1, 1, Scale::kBf16, Shift::kZero, 0, 19},        {8, 1, 1, Scale::kF32, Shift::kConstant, 128, 36},
+};
+
+constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; }
+
+// 32 numbers of a row, rounded to 8 bits: number i is about scale * codes[i].
+struct Rounded {
+  int8_t codes[kGroup];
+  float scale;
+  union {
+    int32_t shift;    // Shift::kConstant: minus the offset times the sum of the codes.
+    float scaled_sum; // Shift::kMin and kSuperMin: scale times the sum of the codes.
+    float sum;        // Shift::kZero: the sum of the codes.
+  };
+  int32_t shift_of_half[2];  // The same as `shift` for each 16 numbers.
+};
+
+// Rounds `depth` floats of a row, a multiple of 32, for products with weights of `format`.
+void round_row(const float* x, int64_t depth, Format format, Rounded* out);
+
+// A packed matrix: `depth` is a multiple of the format's.
+struct Quantised {
+  Format format;
+  int64_t depth;
+  bool exact;
+
+  int64_t half_bytes() const { return depth / traits_of(format).depth() * traits_of(format).block_bytes(); }
+  int64_t panel_bytes() const { return 2 * half_bytes(); }
+  int64_t groups() const { return depth / kGroup; }
+};
+
+// Computes products of up to kTileRows rows with one half of a panel.
+using RoundedTile = void (*)(const Rounded* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
+using WideTile = void (*)(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
+// Writes the weights of one half of a panel, [depth, 16] of [depth, 32].
+using Widen = void (*)(const uint8_t* half, int64_t num_blocks, float* out);
+
+constexpr int kWideRows = 4;  // Up to so many rows multiply weights that are widened in registers.
+
+RoundedTile rounded_tile(Format format, int num_rows);
+WideTile wide_tile(Format format, int num_rows);
+Widen widen(Format format);
+float* widened_panel(const Quantised& weights, const uint8_t* panel);
+
+// See for_tiles of panels.h: for rows that were rounded, `row_of(r)` is a row's first block of 32 numbers.
+template <typename RowOf, typename Use>
+static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, RowOf row_of,
+                                     Use use) {
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, num_blocks =
+      weights.depth / traits_of(weights.format).depth();
+  Floats low[kTileRows + 1], high[kTileRows + 1];
+  Columns sums[kTileRows];
+  const Rounded* rows[kTileRows + 1];
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
+    const int count = int(last - first);
+    for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
+    rows[count] = rows[count - 1];  // A tile of odd size is computed as the next even one.
+    const RoundedTile multiply = rounded_tile(weights.format, count);
+    multiply(rows, panel, num_blocks, low);
+    multiply(rows, panel + weights.half_bytes(), num_blocks, high);
+    for (int r = 0; r < count; ++r) sums[r] = {low[r], high[r]};
+    use(first, count, sums);
+  }
+}
+
+// The same for rows of floats: a row's bits are those of a product with the widened weights in panels of floats.
+template <typename RowOf, typename Use>
+static inline void for_wide_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, RowOf row_of,
+                                  Use use) {
+  if (num_rows > kWideRows)
+    return for_tiles(num_rows, widened_panel(weights, panel), weights.depth, row_of, use);
+  const int64_t num_blocks = weights.depth / traits_of(weights.format).depth();
+  const WideTile multiply = wide_tile(weights.format, int(num_rows));
+  const float* rows[kWideRows];
+  Floats low[kWideRows], high[kWideRows];
+  Columns sums[kWideRows];
+  for (int r = 0; r < num_rows; ++r) rows[r] = row_of(r);
+  multiply(rows, panel, num_blocks, low);
+  multiply(rows, panel + weights.half_bytes(), num_blocks, high);
+  for (int r = 0; r < num_rows; ++r) sums[r] = {low[r], high[r]};
+  use(0, int(num_rows), sums);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,53 @@
+"""Quantised weights for the compiled kernels: rounding matrices to rows of blocks, and packing those into panels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kernels.cpu.library import NativeKernels
+from kernels.cpu.panels import PANEL_COLUMNS
+from kernels.weight_formats import Q4_0, Q8_0, QuantizedRows, WeightFormat
+
+_ROUNDED_TO = (Q4_0, Q8_0)
+
+
+def quantise(weight: Tensor, form: WeightFormat, kernels: NativeKernels) -> QuantizedRows:
+    """Round weight [N, K] of any float dtype to Q8_0 or Q4_0; K is a multiple of 32.
+
+    The scale of a group of Q4_0 is that of the least squared error among 25 candidates.
+    """
+    if form not in _ROUNDED_TO:
+        raise ValueError(f"weights are rounded to {', '.join(form.name for form in _ROUNDED_TO)}, not to {form.name}")
+    narrow = weight.dtype == torch.bfloat16
+    numbers = weight if narrow else weight.float()
+    if numbers.stride(1) != 1:
+        numbers = numbers.contiguous()
+    num_rows, depth = numbers.shape
+    out = torch.empty((num_rows, form.row_bytes(depth)), dtype=torch.uint8)
+    kernels.quantise(numbers.data_ptr(), narrow, numbers.stride(0), num_rows, depth, form.number, out.data_ptr())
+    return QuantizedRows(form, out, depth)
+
+
+def packed_bytes(form: WeightFormat, num_columns: int, depth: int) -> int:
+    """Return the bytes of a packed [num_columns, depth] matrix. Raise ValueError unless `depth` is whole blocks."""
+    form.row_bytes(depth)
+    return -(-num_columns // PANEL_COLUMNS) * PANEL_COLUMNS * (depth // form.block) * form.packed_bytes
+
+
+def pack_rows(rows: QuantizedRows, kernels: NativeKernels, order: Tensor | None = None) -> Tensor:
+    """Pack rows into panels, uint8 [packed_bytes]. Every weight keeps its value.
+
+    order: [columns] int64, the row of each column of the panels, -1 for zeros, a multiple of 32 of them; by default the
+    rows as they are.
+    """
+    num_rows, depth = rows.shape
+    if order is None:
+        order = torch.arange(-(-num_rows // PANEL_COLUMNS) * PANEL_COLUMNS)
+        order[num_rows:] = -1
+    data = rows.data if rows.data.stride(1) == 1 else rows.data.contiguous()
+    out = torch.empty(packed_bytes(rows.format, len(order), depth), dtype=torch.uint8)
+    kernels.pack_quantised(
+        rows.format.number, data.data_ptr(), data.stride(0), depth, order.data_ptr(), len(order), out.data_ptr()
+    )
+    return out

@@ -1,0 +1,257 @@
+// Quantised weights before any product: rows of blocks into the panels of quantised.h, and floats into rows of blocks.
+#include <algorithm>
+
+#if defined(__F16C__)
+#include <immintrin.h>
+#endif
+
+#include "quantised.h"
+
+namespace moeserve {
+namespace {
+
+constexpr int kMaxDepth = 256;  // Weights of the longest block.
+
+// A block of one row: a byte for each code, unsigned, and the bytes of scales and shifts as they are in a panel.
+struct Block {
+  uint8_t codes[kMaxDepth];
+  uint8_t super[4];     // The float16 of the scale, then that of the minimum.
+  uint8_t scales[64];   // By group, then by part.
+  uint8_t shifts[16];   // By group.
+};
+
+void unpack_nibbles(const uint8_t* from, uint8_t* codes) {
+  for (int i = 0; i < 16; ++i) {
+    codes[i] = from[i] & 15;
+    codes[16 + i] = from[i] >> 4;
+  }
+}
+
+void unpack_simple(const Traits& format, const uint8_t* from, Block& block) {
+  const int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
+  std::memcpy(block.scales, from, scale_bytes);
+  std::memcpy(block.shifts, from + scale_bytes, shift_bytes);
+  from += scale_bytes + shift_bytes;
+  if (format.bits == 4) return unpack_nibbles(from, block.codes);
+  for (int i = 0; i < kGroup; ++i) block.codes[i] = from[i] ^ 0x80;
+}
+
+// The twelve bytes with eight pairs of 6 bits of ggml's Q4_K and Q5_K.
+void unpack_scales(const uint8_t* from, Block& block) {
+  for (int g = 0; g < 4; ++g) {
+    block.scales[g] = from[g] & 63;
+    block.shifts[g] = from[g + 4] & 63;
+    block.scales[g + 4] = (from[g + 8] & 15) | (from[g] >> 6) << 4;
+    block.shifts[g + 4] = from[g + 8] >> 4 | (from[g + 4] >> 6) << 4;
+  }
+}
+
+void unpack_q4_k(const uint8_t* from, bool fifth_bit, Block& block) {
+  std::memcpy(block.super, from, 4);
+  unpack_scales(from + 4, block);
+  const uint8_t* high = from + 16;
+  const uint8_t* low = fifth_bit ? high + 32 : high;
+  for (int g = 0; g < 8; ++g)
+    for (int i = 0; i < kGroup; ++i) {
+      const uint8_t byte = low[g / 2 * kGroup + i];
+      block.codes[g * kGroup + i] =
+          (g % 2 ? byte >> 4 : byte & 15) | (fifth_bit ? (high[i] >> g & 1) << 4 : 0);
+    }
+}
+
+void unpack_q6_k(const uint8_t* from, Block& block) {
+  std::memcpy(block.super, from + 208, 2);
+  std::memcpy(block.scales, from + 192, 16);
+  for (int half = 0; half < 2; ++half)
+    for (int quarter = 0; quarter < 4; ++quarter)
+      for (int i = 0; i < kGroup; ++i) {
+        const uint8_t low = from[half * 64 + quarter % 2 * 32 + i], high = from[128 + half * 32 + i];
+        block.codes[half * 128 + quarter * 32 + i] =
+            (quarter / 2 ? low >> 4 : low & 15) | (high >> 2 * quarter & 3) << 4;
+      }
+}
+
+void unpack(Format format, const uint8_t* from, Block& block) {
+  switch (format) {
+    case Format::kQ4_K:
+    case Format::kQ5_K:
+      return unpack_q4_k(from, format == Format::kQ5_K, block);
+    case Format::kQ6_K:
+      return unpack_q6_k(from, block);
+    default:
+      return unpack_simple(traits_of(format), from, block);
+  }
+}
+
+// Codes of 32 weights of 16 columns: see Group::load_codes.
+void write_codes(int bits, const Block* columns, int first, uint8_t* out) {
+  Words codes[8];
+  for (int c = 0; c < kLanes; ++c)
+    for (int i = 0; i < 8; ++i) {
+      uint32_t four;
+      std::memcpy(&four, columns[c].codes + first + 4 * i, 4);
+      codes[i][c] = four;
+    }
+  if (bits == 8) return void(std::memcpy(out, codes, sizeof(codes)));
+  Words pairs[4], high[2] = {};
+  for (int i = 0; i < 4; ++i)
+    pairs[i] = (codes[2 * i] & 0x0f0f0f0fu) | (codes[2 * i + 1] & 0x0f0f0f0fu) << 4;
+  std::memcpy(out, pairs, sizeof(pairs));
+  if (bits == 5)
+    for (int i = 0; i < 8; ++i) high[0] |= ((codes[i] & 0x10101010u) >> 4) << i;
+  if (bits == 6)
+    for (int i = 0; i < 8; ++i) high[i / 4] |= ((codes[i] & 0x30303030u) >> 4) << 2 * (i % 4);
+  std::memcpy(out + sizeof(pairs), high, 64 * (bits - 4));
+}
+
+void write_column_bytes(int bytes, int column, const uint8_t* from, uint8_t* out) {
+  std::memcpy(out + column * bytes, from, bytes);
+}
+
+// Writes a block of 16 columns.
+void write_block(const Traits& format, const Block* columns, uint8_t* out) {
+  for (int c = 0; c < kLanes; ++c)
+    for (int i = 0; i < format.super_bytes() / (2 * kLanes); ++i)
+      write_column_bytes(2, c, columns[c].super + 2 * i, out + i * 2 * kLanes);
+  out += format.super_bytes();
+  const int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
+  for (int g = 0; g < format.groups; ++g) {
+    write_codes(format.bits, columns, g * kGroup, out);
+    out += format.code_bytes();
+    for (int part = 0; part < format.parts; ++part, out += format.scale_bytes())
+      for (int c = 0; c < kLanes; ++c)
+        write_column_bytes(scale_bytes, c, columns[c].scales + (g * format.parts + part) * scale_bytes, out);
+    for (int c = 0; c < kLanes; ++c)
+      write_column_bytes(shift_bytes, c, columns[c].shifts + g * shift_bytes, out);
+    out += format.shift_bytes();
+  }
+}
+
+inline uint16_t to_half(float value) {
+#if defined(__F16C__)
+  return uint16_t(_cvtss_sh(value, 0));
+#else
+  return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value));
+#endif
+}
+
+inline float from_half(uint16_t half) {
+#if defined(__F16C__)
+  return _cvtsh_ss(half);
+#else
+  return static_cast<float>(__builtin_bit_cast(_Float16, half));
+#endif
+}
+
+struct Numbers {
+  Floats low, high;
+};
+
+inline Floats round(Floats x) {
+  const Floats magic = splat(12582912.0f);
+  return (x + magic) - magic;
+}
+
+void quantise_q8_0(const Numbers& x, uint8_t* out) {
+  const float most = largest(max(max(x.low, -x.low), max(x.high, -x.high)));
+  const uint16_t scale = to_half(most / 127.0f);
+  const float kept = from_half(scale);
+  const Floats inverse = splat(kept > 0.0f ? 1.0f / kept : 0.0f), bound = splat(127.0f);
+  const Floats halves[] = {round(x.low * inverse), round(x.high * inverse)};
+  std::memcpy(out, &scale, 2);
+  for (int i = 0; i < kGroup; ++i) out[2 + i] = uint8_t(int8_t(min(bound, max(-bound, halves[i / kLanes]))[i % kLanes]));
+}
+
+struct Fit {
+  float scale, error;
+};
+
+// The best scale for codes -8 ... 7 found by rounding at 1 / `inverse`, and what it leaves of the squares.
+inline Fit fit(const Numbers& x, float inverse) {
+  const Floats least = splat(-8.0f), most = splat(7.0f), by = splat(inverse);
+  const Floats low = min(most, max(least, round(x.low * by))), high = min(most, max(least, round(x.high * by)));
+  const float products = sum(x.low * low + x.high * high), squares = sum(low * low + high * high);
+  if (squares == 0.0f) return {0.0f, 0.0f};
+  const float scale = from_half(to_half(products / squares));
+  return {scale, scale * (scale * squares - 2.0f * products)};
+}
+
+// Of the scales around those that take the largest number to -8 or 7, keeps that of the least squared error.
+void quantise_q4_0(const Numbers& x, uint8_t* out) {
+  const float largest_of = largest(max(x.low, x.high)), smallest = -largest(max(-x.low, -x.high));
+  const float extreme = largest_of > -smallest ? largest_of : smallest;
+  Fit best = {0.0f, 0.0f};
+  for (int i = -12; extreme != 0.0f && i <= 12; ++i) {
+    const Fit one = fit(x, (-8.0f + 0.15f * i) / extreme);
+    if (one.error < best.error) best = one;
+  }
+  const uint16_t scale = to_half(best.scale);
+  const Floats inverse = splat(best.scale != 0.0f ? 1.0f / best.scale : 0.0f);
+  const Floats least = splat(-8.0f), most = splat(7.0f);
+  const Floats low = min(most, max(least, round(x.low * inverse))), high = min(most, max(least, round(x.high * inverse)));
+  std::memcpy(out, &scale, 2);
+  for (int i = 0; i < 16; ++i) out[2 + i] = uint8_t(int(low[i]) + 8) | uint8_t(int(high[i]) + 8) << 4;
+}
+
+inline Numbers load_numbers(const float* from) { return {load(from), load(from + kLanes)}; }
+
+inline Numbers load_numbers(const Bf16* from) {
+  Numbers out;
+  for (int i = 0; i < kLanes; ++i) {
+    out.low[i] = __builtin_bit_cast(float, uint32_t(from[i].bits) << 16);
+    out.high[i] = __builtin_bit_cast(float, uint32_t(from[kLanes + i].bits) << 16);
+  }
+  return out;
+}
+
+template <typename Number>
+void quantise_row(const Number* x, int64_t depth, Format format, uint8_t* out) {
+  for (int64_t k = 0; k < depth; k += kGroup, out += traits_of(format).row_bytes) {
+    const Numbers numbers = load_numbers(x + k);
+    if (format == Format::kQ8_0)
+      quantise_q8_0(numbers, out);
+    else
+      quantise_q4_0(numbers, out);
+  }
+}
+
+}  // namespace
+}  // namespace moeserve
+
+// Packs rows of blocks, `row_bytes` apart, each of `depth` weights. order [num_columns] tells the row of each column of
+// the panels, -1 for zeros; num_columns is a multiple of 32.
+extern "C" void moeserve_pack_quantised(int64_t format, const uint8_t* rows, int64_t row_bytes, int64_t depth,
+                                        const int64_t* order, int64_t num_columns, uint8_t* out) {
+  using namespace moeserve;
+  const Traits& traits = traits_of(static_cast<Format>(format));
+  const int64_t num_blocks = depth / traits.depth();
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t half = 0; half < num_columns / kLanes; ++half) {
+    uint8_t* to = out + half * num_blocks * traits.block_bytes();
+    const int64_t* of = order + half * kLanes;
+    static const uint8_t zeros[256] = {};
+    Block columns[kLanes];
+    for (int64_t block = 0; block < num_blocks; ++block, to += traits.block_bytes()) {
+      for (int c = 0; c < kLanes; ++c)
+        unpack(static_cast<Format>(format), of[c] < 0 ? zeros : rows + of[c] * row_bytes + block * traits.row_bytes,
+               columns[c]);
+      write_block(traits, columns, to);
+    }
+  }
+}
+
+// Rounds x [num_rows, depth], float32 or bfloat16, rows `x_stride` numbers apart, to rows of blocks of Q8_0 or Q4_0.
+extern "C" void moeserve_quantise(const void* x, int64_t is_bf16, int64_t x_stride, int64_t num_rows, int64_t depth,
+                                  int64_t format, uint8_t* out) {
+  using namespace moeserve;
+  const Format to = static_cast<Format>(format);
+  const int64_t row_bytes = depth / kGroup * traits_of(to).row_bytes;
+#pragma omp parallel for schedule(static)
+  for (int64_t row = 0; row < num_rows; ++row) {
+    if (is_bf16)
+      quantise_row(static_cast<const Bf16*>(x) + row * x_stride, depth, to, out + row * row_bytes);
+    else
+      quantise_row(static_cast<const float*>(x) + row * x_stride, depth, to, out + row * row_bytes);
+  }
+}
+

@@ -1,0 +1,238 @@
+"""Products with quantised weights against the same values in float32, and the independence of a row from its batch."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import gguf
+import pytest
+import torch
+from torch import Tensor
+
+import kernels.cpu
+from kernels.activation import Activation
+from kernels.cpu.experts import PanelLayout
+from kernels.cpu.library import native_kernels
+from kernels.cpu.quantised import pack_rows, quantise
+from kernels.linear import Linear, pack_linear
+from kernels.moe import moe_experts_reference
+from kernels.packed_experts import ExpertShape, PackedExperts
+from kernels.weight_formats import FORMATS, Q4_0, Q4_K, Q6_K, Q8_0, Arithmetic, QuantizedRows, WeightFormat
+from tests.support.quantised_rows import random_rows
+
+NATIVE = native_kernels()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="There are no compiled kernels.")
+DEPTH = 512
+every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+every_arithmetic = pytest.mark.parametrize("arithmetic", ["int8", "exact"])
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name.upper() in gguf.GGMLQuantizationType.__members__])
+def test_rows_of_gguf_have_the_values_that_its_own_package_reads(name: str) -> None:
+    rows = random_rows(FORMATS[name], 40, DEPTH)
+    wanted = gguf.dequantize(rows.data.numpy(), gguf.GGMLQuantizationType[name.upper()])
+    assert torch.equal(rows.dequantise(), torch.from_numpy(wanted))
+
+
+@every_format
+def test_exact_products_have_the_bits_of_the_same_values_in_float32(form: WeightFormat) -> None:
+    rows, x, bias = random_rows(form, 70, DEPTH), torch.randn(40, DEPTH), torch.randn(70)
+    exact, wide = pack_quantized_linear(rows, bias, "exact"), pack_linear(rows.dequantise(), bias)
+    for num_rows in (1, 2, 3, 4, 5, 13, 40):
+        assert torch.equal(exact(x[:num_rows]), wide(x[:num_rows])), num_rows
+
+
+def pack_quantized_linear(rows: QuantizedRows, bias: Tensor | None = None, arithmetic: Arithmetic = "int8") -> Linear:
+    return pack_linear(rows, bias, arithmetic=arithmetic)
+
+
+def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round rows to 8 bits in blocks of 32: codes [T, G, 32] and scales [T, G]."""
+    blocks = x.unflatten(1, (-1, 32))
+    most = blocks.abs().amax(2)
+    return (blocks * (127.0 / most).unsqueeze(2)).round(), most / 127.0
+
+
+@every_format
+def test_int8_products_sum_rounded_rows_times_the_weights(form: WeightFormat) -> None:
+    rows, x = random_rows(form, 70, DEPTH), torch.randn(9, DEPTH)
+    codes, scales = rounded(x)
+    wanted = (codes * scales.unsqueeze(2)).flatten(1).double() @ rows.dequantise().double().T
+    got = pack_quantized_linear(rows, None, "int8")(x)
+    assert ((got - wanted).abs().max() / wanted.std()).item() < 1e-5
+
+
+@every_format
+@every_arithmetic
+def test_a_row_has_the_same_bits_in_any_batch(form: WeightFormat, arithmetic: Arithmetic) -> None:
+    linear = pack_quantized_linear(random_rows(form, 48, 256), None, arithmetic)
+    x = torch.randn(300, 256)
+    whole = linear(x)
+    for _ in range(150):
+        rows = torch.randperm(300)[: int(torch.randint(1, 40, ()))]
+        assert torch.equal(linear(x[rows]), whole[rows])
+    assert torch.equal(linear(x[:200]), whole[:200])
+
+
+def test_a_row_has_the_same_bits_with_any_number_of_threads() -> None:
+    linear, x = pack_quantized_linear(random_rows(Q4_K, 320, DEPTH)), torch.randn(33, DEPTH)
+    threads = torch.get_num_threads()
+    try:
+        results = []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(linear(x))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+@pytest.mark.parametrize("form", [Q8_0, Q4_K, FORMATS["int4_f16"]], ids=lambda form: form.name)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_row_that_is_not_finite_spoils_itself_alone(form: WeightFormat, value: float) -> None:
+    linear, x = pack_quantized_linear(random_rows(form, 32, 256)), torch.randn(5, 256)
+    wanted = linear(x)
+    x[2, 77] = value
+    got = linear(x)
+    assert not got[2].isfinite().any()
+    assert torch.equal(got[[0, 1, 3, 4]], wanted[[0, 1, 3, 4]])
+
+
+def test_rows_of_zeros_and_of_tiny_numbers_are_not_lost() -> None:
+    rows = random_rows(Q8_0, 32, 64)
+    x = torch.stack([torch.zeros(64), torch.full((64,), 1e-30)])
+    got = pack_quantized_linear(rows)(x)
+    assert torch.equal(got[0], torch.zeros(32))
+    torch.testing.assert_close(got[1], rows.dequantise().sum(1) * 1e-30, atol=0.0, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_rounding_to_8_bits_is_off_by_half_a_step(dtype: torch.dtype) -> None:
+    assert NATIVE is not None
+    weight = torch.randn(40, 96).to(dtype)
+    blocks = quantise(weight, Q8_0, NATIVE).dequantise().view(40, 3, 32)
+    wanted = weight.float().view(40, 3, 32)
+    step = wanted.abs().amax(2, keepdim=True) / 127
+    assert ((blocks - wanted).abs() <= 0.52 * step).all()
+
+
+def test_rounding_to_4_bits_leaves_less_error_than_the_scale_of_the_largest_number() -> None:
+    assert NATIVE is not None
+    weight = torch.randn(64, 512)
+    plain = torch.from_numpy(
+        gguf.dequantize(gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0), gguf.GGMLQuantizationType.Q4_0)
+    )
+    searched = quantise(weight, Q4_0, NATIVE).dequantise()
+    assert (searched - weight).square().mean() < 0.9 * (plain - weight).square().mean()
+
+
+def test_weights_on_the_grid_of_a_format_are_kept() -> None:
+    assert NATIVE is not None
+    for form in (Q8_0, Q4_0):
+        rows = random_rows(form, 64, 128)
+        again = quantise(rows.dequantise(), form, NATIVE)
+        torch.testing.assert_close(again.dequantise(), rows.dequantise(), atol=2e-3, rtol=0.0)
+
+
+def test_numbers_are_not_rounded_to_formats_of_checkpoints() -> None:
+    assert NATIVE is not None
+    with pytest.raises(ValueError, match="not to q4_k"):
+        quantise(torch.randn(4, 256), Q4_K, NATIVE)
+
+
+def test_rows_are_packed_in_any_order_with_zeros_between() -> None:
+    assert NATIVE is not None
+    rows = random_rows(Q6_K, 32, 256)
+    order = torch.randperm(32)
+    assert torch.equal(pack_rows(rows, NATIVE, order), pack_rows(rows.rows(order), NATIVE))
+    zeros = torch.full((32,), -1)
+    assert not pack_rows(rows, NATIVE, zeros).any()
+
+
+NUM_EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 512
+
+
+def make_experts(
+    formats: tuple[WeightFormat, WeightFormat], arithmetic: Arithmetic, is_gated: bool
+) -> tuple[PackedExperts, list[tuple[QuantizedRows, QuantizedRows]]]:
+    assert NATIVE is not None
+    shape = ExpertShape(HIDDEN, INTERMEDIATE, torch.float32, torch.float32, False, is_gated, formats, arithmetic)
+    layout = PanelLayout(shape, NATIVE)
+    experts, matrices = layout.experts(NUM_EXPERTS), []
+    for number in range(NUM_EXPERTS):
+        pair = (
+            random_rows(formats[0], shape.gate_up_rows, HIDDEN),
+            random_rows(formats[1], HIDDEN, INTERMEDIATE),
+        )
+        packed = layout.pack(*pair)
+        assert packed.shape == (layout.num_bytes,)
+        experts.put(number, packed)
+        matrices.append(pair)
+    return experts, matrices
+
+
+def choices(num_tokens: int) -> tuple[Tensor, Tensor]:
+    ids = torch.stack([torch.randperm(NUM_EXPERTS)[:3] for _ in range(num_tokens)])
+    return ids, torch.rand(num_tokens, 3)
+
+
+@pytest.mark.parametrize("formats", [(Q8_0, Q8_0), (Q4_K, Q6_K), (FORMATS["mxfp4"], Q8_0)], ids=str)
+@pytest.mark.parametrize(("arithmetic", "tolerance"), [("exact", 1e-5), ("int8", 0.15)])
+@pytest.mark.parametrize("kind", ["silu", "relu2"])
+def test_quantised_experts_match_the_same_values_in_float32(
+    formats: tuple[WeightFormat, WeightFormat], arithmetic: Arithmetic, tolerance: float, kind: str
+) -> None:
+    activation = Activation(kind)  # type: ignore[arg-type]
+    experts, matrices = make_experts(formats, arithmetic, activation.is_gated)
+    x, (ids, weights) = torch.randn(30, HIDDEN) / 8, choices(30)
+    first, second = (torch.stack([pair[i].dequantise() for pair in matrices]) for i in (0, 1))
+    wanted = moe_experts_reference(x, ids, weights, first, second, activation)
+    got = experts(x, ids, weights, activation)
+    assert ((got - wanted).abs().max() / wanted.std()).item() < tolerance
+
+
+@every_arithmetic
+def test_a_token_has_the_same_bits_in_any_batch_of_quantised_experts(arithmetic: Arithmetic) -> None:
+    experts, _ = make_experts((Q4_K, Q6_K), arithmetic, True)
+    x, (ids, weights) = torch.randn(120, HIDDEN), choices(120)
+    whole = experts(x, ids, weights, Activation())
+    for _ in range(60):
+        rows = torch.randperm(120)[: int(torch.randint(1, 30, ()))]
+        assert torch.equal(experts(x[rows], ids[rows], weights[rows], Activation()), whole[rows])
+
+
+BODIES = {"avx2": ["-march=haswell"], "avx512 without vnni": ["-march=skylake-avx512"], "plain": ["-march=x86-64-v2"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("flags", BODIES.values(), ids=BODIES)
+def test_every_body_computes_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None or not Path("/proc/cpuinfo").read_text().count("avx512"):
+        pytest.skip("needs g++ and a machine with AVX-512")
+    sources = [Path(kernels.cpu.__path__[0]) / name for name in ("quantised.cpp", "elementwise.cpp")]
+    library = tmp_path / "body.so"
+    command = [compiler, "-O2", "-w", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", *flags]
+    subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)
+    run = ctypes.CDLL(str(library)).moeserve_quantised_linear
+    pointer, number = ctypes.c_void_p, ctypes.c_int64
+    run.argtypes = (pointer, number, number, pointer, number, number, number, number, pointer, pointer, number)
+    assert NATIVE is not None
+    for form in FORMATS.values():
+        rows, x = random_rows(form, 64, DEPTH), torch.randn(7, DEPTH)
+        packed = pack_rows(rows, NATIVE)
+        for arithmetic in (0, 1):
+            out = torch.empty(7, 64)
+            run(x.data_ptr(), DEPTH, 7, packed.data_ptr(), form.number, arithmetic, DEPTH, 64, None, out.data_ptr(), 64)
+            wanted = pack_quantized_linear(rows, None, "exact" if arithmetic else "int8")(x)
+            torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-5, msg=form.name)

@@ -1,0 +1,46 @@
+"""Random quantised weights of every format."""
+
+from __future__ import annotations
+
+import gguf
+import torch
+
+from kernels.weight_formats import (
+    INT4_BF16,
+    INT4_F16,
+    INT8_F32,
+    MXFP4,
+    QuantizedRows,
+    WeightFormat,
+    rows_of_codes,
+    rows_of_mxfp4,
+)
+
+
+def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
+    if form is MXFP4:
+        blocks = torch.randint(0, 256, (num_rows, depth // 32, 16), dtype=torch.uint8)
+        return rows_of_mxfp4(blocks, torch.randint(115, 127, (num_rows, depth // 32), dtype=torch.uint8))
+    if form is INT8_F32:
+        return rows_of_codes(torch.randint(-128, 128, (num_rows, depth)).to(torch.int8), scales_of(num_rows, depth))
+    if form in (INT4_F16, INT4_BF16):
+        codes = torch.randint(0, 16, (num_rows, depth), dtype=torch.uint8)
+        scales = scales_of(num_rows, depth).to(torch.float16 if form is INT4_F16 else torch.bfloat16)
+        return rows_of_codes(codes, scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))
+    kind = gguf.GGMLQuantizationType[form.name.upper()]
+    if form.block == 32:
+        data = torch.from_numpy(gguf.quantize(torch.randn(num_rows, depth).numpy(), kind))
+        return QuantizedRows(form, data, depth)
+    # Any bytes are valid codes and scales of a superblock; only its float16 scales must be finite.
+    blocks = torch.randint(0, 256, (num_rows, depth // 256, form.block_bytes), dtype=torch.uint8)
+    scales = (torch.rand(num_rows, depth // 256, 2) / 1000).half().view(torch.uint8)
+    if form.name == "q6_k":
+        blocks[..., 208:] = scales[..., :2]
+    else:
+        blocks[..., :4] = scales
+    return QuantizedRows(form, blocks.flatten(1), depth)
+
+
+def scales_of(num_rows: int, depth: int) -> torch.Tensor:
+    """Return positive scales of groups of 64."""
+    return torch.rand(num_rows, depth // 64) / 64
