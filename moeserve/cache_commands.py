@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
-from dataclasses import asdict
-from heapq import nlargest
+from collections.abc import Generator, Sequence
+from heapq import merge
+from itertools import islice
 from typing import Any
 
 import msgspec
 
-from moeserve.wire import FeatureSamples, unpack_token_ids
-from radix_cache import PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
+from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
+from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
 
 MAX_LISTED = 1000
+_ENTRIES_AT_ONCE = 100  # entries that one slice of a listing makes
+
+Job = Generator[None, None, dict[str, Any]]
 
 
 class CacheCommandError(Exception):
@@ -21,9 +24,9 @@ class CacheCommandError(Exception):
 
 
 class ListArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """account: None for all. share: of the account's budget, None for the service's setting."""
+    """namespace: None for all. share: of the account's budget, None for the service's setting."""
 
-    account: str | None
+    namespace: str | None
     limit: int
     share: float | None = None
 
@@ -45,11 +48,16 @@ class UnpinArguments(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class DropArguments(msgspec.Struct, forbid_unknown_fields=True):
-    account: str
+    """namespace: None for all."""
+
+    namespace: str | None
 
 
 class CacheCommands:
-    """Commands about the caches of all ranks. Every account has its budget on each rank."""
+    """Commands about the caches of all ranks. Every account has its budget on each rank.
+
+    A command is a generator: the engine does other work between its slices, and it returns the answer.
+    """
 
     def __init__(self, caches: Sequence[PrefixCache]) -> None:
         self._caches = caches
@@ -63,13 +71,19 @@ class CacheCommands:
     def __contains__(self, command: str) -> bool:
         return command in self._commands
 
-    def command(self, command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the result of a command. Raise CacheCommandError."""
+    def start(self, command: str, arguments: dict[str, Any]) -> Job:
+        """Begin a command, without any work yet. Raise CacheCommandError, here or in a slice."""
         kind, run = self._commands[command]
         try:
             # The commands' types differ only in their arguments.
-            return run(msgspec.convert(arguments, kind))  # type: ignore[operator, no-any-return]
-        except ValueError as error:  # msgspec's ValidationError and the wire's DecodeError among them
+            return self._run(run(msgspec.convert(arguments, kind)))  # type: ignore[operator]
+        except ValueError as error:  # msgspec's ValidationError
+            raise CacheCommandError(str(error)) from None
+
+    def _run(self, job: Job) -> Job:
+        try:
+            return (yield from job)
+        except ValueError as error:  # the wire's DecodeError among them
             raise CacheCommandError(str(error)) from None
 
     def samples(self) -> FeatureSamples:
@@ -101,18 +115,25 @@ class CacheCommands:
             }
         return samples
 
-    def _list(self, arguments: ListArguments) -> dict[str, Any]:
+    def _list(self, arguments: ListArguments) -> Job:
         limit = min(max(1, arguments.limit), MAX_LISTED)
-        found: list[tuple[int, CachedPrefix]] = []
-        num_runs, complete = 0, True
+        namespaces = None if arguments.namespace is None else _spellings(arguments.namespace)
+        of_rank, num_runs, complete = [], 0, True
         for rank, cache in enumerate(self._caches):
-            prefixes, visited, whole = cache.prefixes(arguments.account, limit)
-            found += [(rank, prefix) for prefix in prefixes]
-            num_runs, complete = num_runs + visited, complete and whole
-        best = nlargest(limit, found, key=lambda one: (one[1].tokens_saved, -one[1].unused_for))
-        budgets = [cache.budget(arguments.account or "", arguments.share) for cache in self._caches]
+            listing = yield from cache.prefixes(namespaces, limit)
+            of_rank.append([(rank, prefix) for prefix in listing.prefixes])
+            num_runs, complete = num_runs + listing.num_visited, complete and listing.complete
+            yield
+        best = merge(*of_rank, key=lambda one: (-one[1].tokens_saved, one[1].unused_for))
+        entries = []
+        for rank, prefix in islice(best, limit):
+            entries.append(_listed(rank, prefix))
+            if len(entries) % _ENTRIES_AT_ONCE == 0:
+                yield
+        account = account_of(arguments.namespace or "")
+        budgets = [cache.budget(account, arguments.share) for cache in self._caches]
         return {
-            "prefixes": [_listed(rank, prefix) for rank, prefix in best],
+            "prefixes": entries,
             "num_prefixes": num_runs,
             "complete": complete,
             "block_size": self._caches[0].block_size,
@@ -120,11 +141,12 @@ class CacheCommands:
             "budget": dict(zip(("blocks", "retained", "pinned"), map(sum, zip(*budgets, strict=True)), strict=True)),
         }
 
-    def _pin(self, arguments: PinArguments) -> dict[str, Any]:
+    def _pin(self, arguments: PinArguments) -> Job:
         """Pin a prefix where most of it is cached, a public one on every rank.
 
         `missing_tokens` is 0 if it is pinned now; with several ranks it is the largest number that a rank lacks.
         """
+        yield from ()
         tokens = unpack_token_ids(arguments.token_ids)
         size = self._caches[0].block_size
         wanted = len(tokens) // size * size
@@ -138,20 +160,45 @@ class CacheCommands:
             return {"over_budget": True, "wanted_blocks": error.num_wanted, "free_blocks": error.num_free}
         return {"over_budget": False, "tokens": wanted, "missing_tokens": wanted - cached}
 
-    def _unpin(self, arguments: UnpinArguments) -> dict[str, Any]:
+    def _unpin(self, arguments: UnpinArguments) -> Job:
+        yield from ()
         if arguments.prefix_id is None:
             tokens = unpack_token_ids(arguments.token_ids)
             return {"unpinned": sum(cache.unpin(tokens, arguments.namespace) for cache in self._caches)}
         rank, _, serial = arguments.prefix_id.partition(".")
         if not (rank.isdecimal() and serial.isdecimal() and len(serial) < 20 and int(rank) < len(self._caches)):
             return {"unpinned": 0}
-        return {"unpinned": int(self._caches[int(rank)].unpin_serial(int(serial), account_of(arguments.namespace)))}
+        return {"unpinned": int(self._caches[int(rank)].unpin_serial(int(serial), arguments.namespace))}
 
-    def _drop(self, arguments: DropArguments) -> dict[str, Any]:
-        return {"blocks_freed": sum(cache.drop(arguments.account) for cache in self._caches)}
+    def _drop(self, arguments: DropArguments) -> Job:
+        namespaces = None if arguments.namespace is None else _spellings(arguments.namespace)
+        num_freed = 0
+        for cache in self._caches:
+            for count in cache.drop(namespaces):
+                num_freed += count
+                yield
+        return {"blocks_freed": num_freed}
+
+
+def _spellings(namespace: str) -> tuple[str, str]:
+    """Return the namespaces where a client's prefixes are: also that of its requests beyond a change of rotation."""
+    return namespace, namespace + APART
 
 
 def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:
-    entry = asdict(prefix)
-    serial, parent = entry.pop("serial"), entry.pop("parent")
-    return {"id": f"{rank}.{serial}", "parent": None if parent is None else f"{rank}.{parent}", **entry}
+    return {
+        "id": f"{rank}.{prefix.serial}",
+        "parent": None if prefix.parent is None else f"{rank}.{prefix.parent}",
+        "namespace": prefix.namespace,
+        "num_prefix_tokens": prefix.num_prefix_tokens,
+        "num_tokens": prefix.num_tokens,
+        "num_blocks": prefix.num_blocks,
+        "hits": prefix.hits,
+        "tokens_saved": prefix.tokens_saved,
+        "unused_for": prefix.unused_for,
+        "retained_for": prefix.retained_for,
+        "is_retained": prefix.is_retained,
+        "is_pinned": prefix.is_pinned,
+        "is_leased": prefix.is_leased,
+        "preview": pack_token_ids(prefix.preview),
+    }

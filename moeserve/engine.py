@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import structlog
-import zmq
 
-from moeserve.cache_commands import CacheCommandError, CacheCommands
-from moeserve.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
-from moeserve.file_writer import FileJob, FileWriter
-from moeserve.plan import CacheWish, Request
+from moeserve.commands import Commands
+from moeserve.engine_socket import EngineSocket
+from moeserve.experts.monitor import ExpertMonitor
+from moeserve.inbox import Inbox
+from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler, TooLateError
 from moeserve.steps import Steps
 from moeserve.wire import (
-    MAX_FRAME_BYTES,
     PROTOCOL_VERSION,
     Abort,
     Admitted,
     Control,
-    ControlResult,
     DecodeError,
     EngineReady,
     FeatureSamples,
@@ -37,19 +34,13 @@ from moeserve.wire import (
     Refused,
     Rejected,
     Stats,
-    ToEngine,
-    decode,
-    encode,
     unpack_token_ids,
 )
 from radix_cache import PrefixCache
 
-_HIGH_WATER_MARK = 100_000
-_HEARTBEAT_SECONDS = 0.2
 _IDLE_POLL_SECONDS = 0.25
 # The poll interval while a file is written, as its end wakes no thread.
 _WRITING_POLL_SECONDS = 0.02
-_LAST_WRITE_SECONDS = 1.0
 _SECONDS_BETWEEN_STATS = 0.5
 _MAX_RETENTION_SECONDS = 31 * 86400.0
 
@@ -72,32 +63,27 @@ class Engine:
         """steps: runs the plans of `scheduler`. step_progress: returns a count that moves within a long step too."""
         self._socket = socket
         self._scheduler = scheduler
-        self._caches = caches
         self._steps = steps
         self._ready = ready
-        self._experts = experts
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
-        self._cache_commands = CacheCommands(caches)
+        self._inbox = Inbox(socket.receive)
+        self._commands = Commands(caches, experts, self._send)
         self._stats = EngineStats(scheduler, caches)
-        self._turn = 0
+        self._progress = 0
         self._step_progress = step_progress
-        self._writer = FileWriter()
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Open requests are then left to the frontends, which see this process end."""
         while not stop.is_set():
-            self._turn += 1
-            idle = self._scheduler.is_idle
-            if idle:
-                self._scheduler.check_idle()
-                self._steps.check()
-                self._send_stats()
-            poll = _WRITING_POLL_SECONDS if self._writer.is_busy else _IDLE_POLL_SECONDS
-            for sender, message in self._socket.drain(poll if idle else 0.0):
+            self._progress += 1
+            if self._scheduler.is_idle:
+                self._idle()
+            for sender, message in self._inbox.turn():
                 self._scheduler.tell_time(time.monotonic())
                 self._handle(sender, message)
-            self._answer_writes()
+                self._progress += 1
+            self._commands.advance()
             started = time.monotonic()
             self._scheduler.tell_time(started)
             self._drop_late()
@@ -110,18 +96,31 @@ class Engine:
                 self._scheduler.count_step(seconds)
                 if self._stats.due():
                     self._send_stats()
-        self._writer.wait(_LAST_WRITE_SECONDS)
-        self._answer_writes()
+        self._commands.close()
 
     def heartbeat(self) -> Heartbeat:
-        """Return the state for the heartbeat thread: `progress` moves with the loop, idle or not, and within a step."""
-        progress = self._turn + self._step_progress()
+        """Return the state for the heartbeat thread.
+
+        `progress` moves with the loop, idle or not, with each message that a turn handles, and within a step.
+        """
+        progress = self._progress + self._step_progress()
         return Heartbeat(pid=self._ready.pid, progress=progress, busy=not self._scheduler.is_idle)
+
+    def _idle(self) -> None:
+        """Check what can be checked without a step, and wait a moment for messages unless there is work."""
+        self._scheduler.check_idle()
+        self._steps.check()
+        if self._inbox or self._commands.is_waiting:
+            return
+        self._send_stats()
+        self._socket.wait(_WRITING_POLL_SECONDS if self._commands.is_writing else _IDLE_POLL_SECONDS)
 
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:
             case Generate():
                 self._generate(sender, message)
+            case Abort() | Finish() if self._inbox.withdraw(message.request_id):
+                self._send(sender, Outputs([Output(message.request_id, [], FinishReason.ABORT, 0, 0)]))
             case Abort():
                 self._end(self._scheduler.abort(message.request_id))
             case Finish():
@@ -129,9 +128,7 @@ class Engine:
             case Hello():
                 self._send(sender, self._answer_hello(sender, message))
             case Control():
-                answer = self._control(sender, message)
-                if answer is not None:
-                    self._send(sender, answer)
+                self._commands.add(sender, message)
 
     def _answer_hello(self, sender: bytes, hello: Hello) -> EngineReady | Refused:
         if hello.protocol_version != PROTOCOL_VERSION:
@@ -141,40 +138,6 @@ class Engine:
         if sender not in self._frontends:
             self._frontends.append(sender)
         return self._ready
-
-    def _control(self, sender: bytes, control: Control) -> ControlResult | None:
-        """Carry out a command. Return its answer; None while a file is written for it, which delays the answer."""
-        if control.command == "reset_prefix_cache":
-            return ControlResult(control.control_id, {"blocks_freed": sum(cache.reset() for cache in self._caches)})
-        if control.command in self._cache_commands:
-            try:
-                return ControlResult(
-                    control.control_id, self._cache_commands.command(control.command, control.arguments)
-                )
-            except CacheCommandError as error:
-                return ControlResult(control.control_id, {}, str(error))
-        if self._experts is not None:
-            try:
-                if self._writer.is_busy and control.command in FILE_COMMANDS:
-                    raise ExpertCommandError("A file is still being written for an earlier command.")
-                result = self._experts.command(control.command, control.arguments)
-            except ExpertCommandError as error:
-                return ControlResult(control.control_id, {}, str(error))
-            if isinstance(result, FileJob):
-                self._writer.start(result, partial(self._answer_write, sender, control.control_id))
-                return None
-            return ControlResult(control.control_id, result)
-        return ControlResult(control.control_id, {}, f"unknown command {control.command!r}")
-
-    def _answer_writes(self) -> None:
-        if finished := self._writer.take_finished():
-            finished()
-
-    def _answer_write(self, sender: bytes, control_id: int, job: FileJob, error: OSError | None) -> None:
-        if error is None:
-            self._send(sender, ControlResult(control_id, job.result))
-        else:
-            self._send(sender, ControlResult(control_id, {}, file_failure(error)))
 
     def _generate(self, sender: bytes, message: Generate) -> None:
         request_id = message.request_id
@@ -247,10 +210,7 @@ class Engine:
             self._send(receiver, Outputs(messages))
 
     def _send_stats(self) -> None:
-        features = self._cache_commands.samples()
-        if self._experts is not None:
-            features |= self._experts.samples()
-        stats = self._stats.snapshot(self._steps.step, features)
+        stats = self._stats.snapshot(self._steps.step, self._commands.samples())
         for frontend in list(self._frontends):
             self._send(frontend, stats)
             # Frontends observe queue times and count together, so each time goes to only one of them.
@@ -346,80 +306,3 @@ class EngineStats:
             features=features,
             load=self._scheduler.load(),
         )
-
-
-class EngineSocket:
-    """A ROUTER that frontends connect to; it never blocks. Used by the engine's thread alone."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, incarnation: int) -> None:
-        self._incarnation = incarnation
-        self._socket = context.socket(zmq.ROUTER)
-        self._socket.setsockopt(zmq.LINGER, 500)
-        self._socket.setsockopt(zmq.SNDHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.RCVHWM, _HIGH_WATER_MARK)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_FRAME_BYTES)
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._socket.bind(address)
-
-    def drain(self, wait_seconds: float) -> Iterator[tuple[bytes, Any]]:
-        """Yield (sender, message) for every frame that has arrived; wait for a first one up to `wait_seconds`.
-
-        Frames that do not decode or have another incarnation are dropped.
-        """
-        if not self._socket.poll(int(wait_seconds * 1000)):
-            return
-        while True:
-            try:
-                frames = self._socket.recv_multipart(zmq.NOBLOCK)
-            except zmq.Again:
-                return
-            try:
-                if len(frames) != 2:
-                    raise DecodeError(f"{len(frames)} frames instead of 2")
-                incarnation, message = decode(frames[1], ToEngine)
-            except DecodeError as error:
-                log.warning("bad_message", error=str(error))
-                continue
-            if incarnation == self._incarnation:
-                yield frames[0], message
-
-    def send(self, receiver: bytes, message: Message) -> bool:
-        """Send a message. Return False if the receiver is gone or does not read: its requests are to be aborted."""
-        try:
-            self._socket.send_multipart([receiver, encode(message, self._incarnation)], zmq.NOBLOCK)
-        except zmq.ZMQError as error:
-            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
-                raise
-            return False
-        return True
-
-    def close(self) -> None:
-        self._socket.close()
-
-
-class HeartbeatThread(threading.Thread):
-    """Publishes `Heartbeat` on a socket of its own while the engine computes, so that a long step is not a hang."""
-
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        incarnation: int,
-        read: Callable[[], Heartbeat],
-    ) -> None:
-        super().__init__(name="heartbeat", daemon=True)
-        self._incarnation = incarnation
-        self._read = read
-        self._stopped = threading.Event()
-        self._socket = context.socket(zmq.PUB)
-        self._socket.setsockopt(zmq.LINGER, 0)
-        self._socket.bind(address)
-
-    def run(self) -> None:
-        while not self._stopped.wait(_HEARTBEAT_SECONDS):
-            self._socket.send(encode(self._read(), self._incarnation), zmq.NOBLOCK)
-        self._socket.close()
-
-    def stop(self) -> None:
-        self._stopped.set()
-        self.join()

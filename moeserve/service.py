@@ -18,7 +18,8 @@ from kernels.cpu.library import native_kernels_absence
 from moeserve.assemble import LoadedRank, Report, build_scheduler, load_rank
 from moeserve.containment import ContainingExecutor
 from moeserve.doctor import summary
-from moeserve.engine import Engine, EngineSocket, HeartbeatThread
+from moeserve.engine import Engine
+from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
 from moeserve.memory_plan import plan_model

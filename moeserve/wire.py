@@ -160,14 +160,15 @@ class Abort(Message):
 
 
 class Control(Message):
-    """An operator's command; answered with `ControlResult` of the same id.
+    """A command; answered with `ControlResult` of the same id. tenant: the account of the key that asks for it.
 
-    Commands: `reset_prefix_cache`, and those of `moeserve.cache_commands` and `moeserve.experts.monitor`.
+    Commands: those of `moeserve.cache_commands` and `moeserve.experts.monitor`.
     """
 
     control_id: int
     command: str
     arguments: dict[str, Any] = {}
+    tenant: str = ""
 
 
 class EngineReady(Message):
@@ -265,11 +266,12 @@ class Stats(Message):
 
 
 class ControlResult(Message):
-    """The answer to `Control`; `error` is None on success."""
+    """The answer to `Control`; `error` is None on success. is_refused: the command found no place among those waiting."""
 
     control_id: int
     result: dict[str, Any]
     error: str | None = None
+    is_refused: bool = False
 
 
 class Heartbeat(Message):

@@ -1,7 +1,7 @@
 """Which KV block holds which tokens. `PrefixCache` is the only interface."""
 
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
-from radix_cache.listing import CachedPrefix
+from radix_cache.listing import CachedPrefix, Listing
 from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import APART, PUBLIC, Lease, Snapshot
 from radix_cache.prefix_cache import PrefixCache
@@ -15,6 +15,7 @@ __all__ = [
     "InvariantError",
     "Lease",
     "LeaseError",
+    "Listing",
     "Miss",
     "MissReason",
     "PrefixCache",

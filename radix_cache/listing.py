@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
-from heapq import nlargest
+from heapq import heappush, heappushpop
+from itertools import islice
 
 from radix_cache.nodes import PUBLIC, Node
-from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
 
 MAX_VISITED_NODES = 20_000
+# Runs that one slice of a listing visits, and entries that it makes.
+_VISITED_AT_ONCE = 500
+_LISTED_AT_ONCE = 100
 _PREVIEW_TOKENS = 24
 
 
@@ -41,49 +44,111 @@ class CachedPrefix:
     preview: list[int]
 
 
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """Prefixes in their order, the number of visited runs, and whether these were all."""
+
+    prefixes: list[CachedPrefix]
+    num_visited: int
+    complete: bool
+
+
+# (tokens saved, time of the latest use, recency of the run, number among the visited, the run)
+_Place = tuple[int, float, int, int, Node]
+
+
 def list_prefixes(
-    tree: RadixTree, block_size: int, account: str | None, limit: int
-) -> tuple[list[CachedPrefix], int, bool]:
-    """Return the prefixes of an account (None: of all) with the most tokens saved, the most recently used among equals.
+    tree: RadixTree, block_size: int, namespaces: Collection[str] | None, limit: int
+) -> Generator[None, None, Listing]:
+    """Return the prefixes of namespaces (None: of all) with the most tokens saved, the most recently used among equals.
 
-    Return also the number of visited runs, and whether the visit ended before all runs were visited.
+    At most `MAX_VISITED_NODES` runs are visited, the newest first. It is a generator, so that the tree can be used
+    between its slices, each a fraction of a millisecond. The list then shows each run as it was when its slice came: a
+    run that was evicted meanwhile is left out, and one that was added or split may be.
     """
-    visited: list[tuple[int, Node]] = []
+    visited: list[Node] = []
+    complete = yield from _visit(tree, namespaces, visited)
+    places = yield from _best(visited, limit)
+    prefixes: list[CachedPrefix] = []
+    depths: dict[Node, int] = {}
+    for number, (_, used_at, _, _, node) in enumerate(places):
+        if node.parent is not None:
+            prefixes.append(_prefix(tree, node, _depth(node, depths), block_size, used_at))
+        if number % _LISTED_AT_ONCE == _LISTED_AT_ONCE - 1:
+            yield
+    return Listing(prefixes, len(visited), complete)
+
+
+def _visit(
+    tree: RadixTree, namespaces: Collection[str] | None, visited: list[Node]
+) -> Generator[None, None, bool]:
+    """Append the runs of namespaces to `visited`, each before the runs below it. Return whether these were all."""
+    waiting, complete = _tops(tree, namespaces)
+    work = 0
+    while waiting and len(visited) < MAX_VISITED_NODES:
+        node = waiting.pop()
+        if node.parent is not None:
+            visited.append(node)
+        num_below, room = len(node.children), MAX_VISITED_NODES - len(visited)
+        if num_below:
+            newest = list(islice(reversed(node.children.values()), room))
+            if namespaces is not None and node.namespace == PUBLIC:
+                newest = [child for child in newest if child.namespace == PUBLIC]  # the others' runs are their own
+            waiting += reversed(newest)
+            complete = complete and num_below <= room
+        work += 1 + num_below // 16
+        if work >= _VISITED_AT_ONCE:
+            work = 0
+            yield
+    return complete and not waiting
+
+
+def _tops(tree: RadixTree, namespaces: Collection[str] | None) -> tuple[list[Node], bool]:
+    """Return the nodes below which all runs of namespaces lie, the newest last, and whether these are all such nodes."""
+    if namespaces is None:
+        found = list(islice(reversed(tree.roots.values()), MAX_VISITED_NODES))
+        return found[::-1], len(found) == len(tree.roots)
+    tops: list[Node] = []
     complete = True
-    for depth, node in _runs(tree, account):
-        if len(visited) == MAX_VISITED_NODES:
-            complete = False
-            break
-        visited.append((depth, node))
-    latest = _latest_uses(visited)
-    best = nlargest(limit, visited, key=lambda run: (run[1].saved_tokens, latest[run[1]], run[1].last_used))
-    found = [_prefix(tree, node, depth, block_size, latest[node]) for depth, node in best]
-    return found, len(visited), complete
+    for name in namespaces:
+        if (root := tree.roots.get(name)) is not None:
+            tops.append(root)
+        own = tree.branches.get(name, {})
+        tops += list(islice(reversed(own), MAX_VISITED_NODES))[::-1]
+        complete = complete and len(own) <= MAX_VISITED_NODES
+    return tops, complete
 
 
-def _runs(tree: RadixTree, account: str | None) -> Iterator[tuple[int, Node]]:
-    """Yield (blocks up to its end, node) for the runs of an account."""
-    for namespace, root in reversed(tree.roots.items()):
-        if account is not None and account_of(namespace) != account and namespace != PUBLIC:
-            continue
-        waiting = [(0, root)]
-        while waiting:
-            above, node = waiting.pop()
-            depth = above + len(node.blocks)
-            is_own = account is None or account_of(node.namespace) == account
-            if node.parent is not None and is_own:
-                yield depth, node
-            if is_own or node.namespace == PUBLIC:
-                waiting.extend((depth, child) for child in node.children.values())
+def _best(visited: Sequence[Node], limit: int) -> Generator[None, None, list[_Place]]:
+    """Return the best places, the first one first. The use of a run below a run counts as its own use, too."""
+    latest: dict[Node, float] = {}
+    best: list[_Place] = []
+    for number, node in enumerate(reversed(visited)):
+        used_at = max(latest.pop(node, 0.0), node.used_at)
+        if node.parent is not None:
+            latest[node.parent] = max(latest.get(node.parent, 0.0), used_at)
+            place = (node.saved_tokens, used_at, node.last_used, number, node)
+            if len(best) < limit:
+                heappush(best, place)
+            else:
+                heappushpop(best, place)
+        if number % _VISITED_AT_ONCE == _VISITED_AT_ONCE - 1:
+            yield
+    return sorted(best, reverse=True)
 
 
-def _latest_uses(visited: Sequence[tuple[int, Node]]) -> dict[Node, float]:
-    """Return the time of each run's latest use; the use of a run below it counts too. Parents are visited first."""
-    latest = {node: node.used_at for _, node in visited}
-    for _, node in reversed(visited):
-        if node.parent in latest:
-            latest[node.parent] = max(latest[node.parent], latest[node])
-    return latest
+def _depth(node: Node, depths: dict[Node, int]) -> int:
+    """Return the number of blocks up to the end of a run. depths: of runs, filled in."""
+    path = []
+    above: Node | None = node
+    while above is not None and above not in depths:
+        path.append(above)
+        above = above.parent
+    depth = 0 if above is None else depths[above]
+    for below in reversed(path):
+        depth += len(below.blocks)
+        depths[below] = depth
+    return depth
 
 
 def _prefix(tree: RadixTree, node: Node, depth: int, block_size: int, used_at: float) -> CachedPrefix:

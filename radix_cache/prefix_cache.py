@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_BLOCKS
 from radix_cache.invariants import check_snapshots, check_tree
-from radix_cache.listing import CachedPrefix, list_prefixes
+from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.retention import account_of
@@ -490,23 +490,26 @@ class PrefixCache:
             namespace, lambda pinned: self._tree.prefix(pinned) == data and pinned.namespace == namespace
         )
 
-    def unpin_serial(self, serial: int, account: str) -> bool:
-        """End the pin of the run that `prefixes` names `serial`. Return False if the account has no pin there."""
-        return self._unpin(account, lambda node: node.serial == serial)
+    def unpin_serial(self, serial: int, namespace: str) -> bool:
+        """End the pin of the run that `prefixes` names `serial`. Return False if the namespace has no pin there."""
+        return self._unpin(namespace, lambda node: node.serial == serial and node.namespace == namespace)
 
-    def drop(self, account: str) -> int:
-        """Evict all prefixes of an account that no lease protects, retained ones too. Return the number of blocks."""
-        evicted = self._tree.drop(account)
-        self._free(evicted)
-        return len(evicted)
+    def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
+        """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
+
+        Yield the numbers of blocks that went, some at a time; between two the cache may be used.
+        """
+        for evicted in self._tree.drop(namespaces):
+            self._free(evicted)
+            yield len(evicted)
 
     def budget(self, account: str, share: float | None = None) -> tuple[int, int, int]:
         """Return the numbers of blocks that an account may retain, retains, and has pinned."""
         return self._budget(share), *self._account(account)
 
-    def prefixes(self, account: str | None, limit: int) -> tuple[list[CachedPrefix], int, bool]:
-        """Return cached prefixes of an account, or of all. See `list_prefixes`."""
-        return list_prefixes(self._tree, self.block_size, account, limit)
+    def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
+        """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
+        return list_prefixes(self._tree, self.block_size, namespaces, limit)
 
     def explain(self, lease: Lease, tokens: array[int]) -> Miss:
         """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it.
@@ -542,9 +545,7 @@ class PrefixCache:
 
     def reset(self) -> int:
         """Evict all blocks that no lease protects. Return their number."""
-        evicted = self._tree.evict(self._tree.num_evictable_blocks)
-        self._free(evicted)
-        return len(evicted)
+        return sum(self.drop(None))
 
     def check_counts(self) -> None:
         """Raise InvariantError unless free + cached + leased + duplicates = all blocks. O(1)."""

@@ -9,12 +9,15 @@ of a node are found by the ids of their first block, and the rest of a run is co
 from __future__ import annotations
 
 from array import array
+from collections.abc import Collection, Iterator
 
 from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
 from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, split_snapshots
 from radix_cache.victims import Victims
+
+_DROPPED_AT_ONCE = 128  # blocks, about half a millisecond's work
 
 
 class RadixTree:
@@ -31,13 +34,14 @@ class RadixTree:
     its own prefixes.
 
     Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, set by
-    `tell_time`.
+    `tell_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC.
     """
 
     __slots__ = (
         "_block_bytes",
         "_clock",
         "_serial",
+        "branches",
         "evictions",
         "ledger",
         "now",
@@ -62,6 +66,7 @@ class RadixTree:
         self.snapshots = SnapshotTable(snapshot_rows, self.victims.excess_of)
         self.now = 0.0
         self.roots: dict[str, Node] = {}
+        self.branches: dict[str, dict[Node, None]] = {}
         self.num_nodes = 0
         self.num_blocks = 0
         self.num_pinned_blocks = 0
@@ -157,7 +162,7 @@ class RadixTree:
         # An annotated or retained run that no lease refers to is a leaf in the eviction queue until now.
         node.queued = NOT_QUEUED
         child = self._new_node(namespace, node, bytearray(tokens), added)
-        node.children[self.key(child)] = child
+        self._hang(child, node)
         return child, canonical
 
     def acquire(self, node: Node) -> None:
@@ -289,17 +294,27 @@ class RadixTree:
             current = current.parent
         return b"".join(reversed(runs))
 
-    def drop(self, account: str) -> array[int]:
-        """Remove all evictable blocks of an account, retained ones too. Return their ids, which the caller owns."""
+    def drop(self, namespaces: Collection[str] | None) -> Iterator[array[int]]:
+        """Remove the evictable blocks of namespaces (None: of all), retained ones too.
+
+        Yield their ids, which the caller owns, some at a time. The tree may change meanwhile: what is used again stays.
+        """
         removed: array[int] = array("i")
-        for leaf in self.victims.of(account):
+        accounts = None if namespaces is None else {account_of(name) for name in namespaces}
+        for leaf in self.victims.leaves(accounts):
             node: Node | None = leaf
-            while node is not None and node.queued != NOT_QUEUED and account_of(node.namespace) == account:
-                parent = node.parent
-                self.evictions.add(node, len(node.blocks))
-                removed.extend(self._cut_tail(node, len(node.blocks), lost=False))
-                node = parent
-        return removed
+            while node is not None and node.queued != NOT_QUEUED:
+                if namespaces is not None and node.namespace not in namespaces:
+                    break
+                parent, cut = node.parent, min(len(node.blocks), _DROPPED_AT_ONCE - len(removed))
+                self.evictions.add(node, cut)
+                removed.extend(self._cut_tail(node, cut, lost=False))
+                if len(removed) == _DROPPED_AT_ONCE:
+                    yield removed
+                    removed = array("i")
+                if node.parent is None:
+                    node = parent
+        yield removed
 
     def pin(self, node: Node) -> None:
         """Retain the prefix that ends with `node`, without end."""
@@ -336,6 +351,18 @@ class RadixTree:
         self.num_nodes += 1
         return Node(namespace, self._serial, parent, tokens, blocks)
 
+    def _hang(self, node: Node, parent: Node) -> None:
+        """Enter a node among the children of its parent, in place of a child that begins alike."""
+        parent.children[self.key(node)] = node
+        if node.namespace != parent.namespace:
+            self.branches.setdefault(node.namespace, {})[node] = None
+
+    def _forget_branch(self, node: Node) -> None:
+        own = self.branches[node.namespace]
+        del own[node]
+        if not own:
+            del self.branches[node.namespace]
+
     def _num_common_blocks(self, run: bytearray, data: bytes, position: int) -> int:
         """Count the blocks of `run` that equal `data` from `position` on; the first is known to. Bisects memcmp."""
         size = self._block_bytes
@@ -359,7 +386,9 @@ class RadixTree:
         upper = self._new_node(node.namespace, parent, node.tokens[: count * size], node.blocks[:count])
         del node.tokens[: count * size]
         del node.blocks[:count]
-        parent.children[self.key(upper)] = upper
+        if node.namespace != parent.namespace:
+            self._forget_branch(node)
+        self._hang(upper, parent)
         node.parent = upper
         upper.children[self.key(node)] = node
         upper.last_used = node.last_used
@@ -429,6 +458,8 @@ class RadixTree:
         if node.keeps:
             self.ledger.move_up(node)
         del parent.children[self.key(node)]
+        if node.namespace != parent.namespace:
+            self._forget_branch(node)
         node.queued = NOT_QUEUED
         node.parent = None
         self.num_nodes -= 1

@@ -12,7 +12,8 @@ before leaves of accounts that hold less; a part of the latter can be spared (`n
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from heapq import heapify, heappop, heappush, heapreplace
 from math import inf, log2
 
@@ -97,7 +98,8 @@ class Holding:
         return tier, rank, -excess, node.last_used, node.serial
 
     def bound_queue(self) -> None:
-        """Drop dead entries when there are more of them than of blocks."""
+        """Drop dead entries at the top, and all of them when there are more of them than of blocks."""
+        self.first()
         if len(self.queue) > 2 * self.num_blocks + _HEAP_SLACK:
             self.queue = [entry for entry in self.queue if entry[4].queued == entry[3]]
             heapify(self.queue)
@@ -226,10 +228,19 @@ class Victims:
                 else:
                     heappop(turns)
 
-    def of(self, account: str) -> list[Node]:
-        """Return the leaves of an account that may go, in no particular order."""
-        holding = self._holdings.get(account)
-        return [] if holding is None else [node for *_, entry, node in holding.queue if node.queued == entry]
+    def leaves(self, accounts: Collection[str] | None = None) -> Iterator[Node]:
+        """Yield the leaves of some accounts (None: of all) that may go now, in no particular order.
+
+        Leaves may come and go meanwhile: new ones are not among them, and what went may be.
+        """
+        names = list(self._holdings) if accounts is None else [name for name in accounts if name in self._holdings]
+        for name in names:
+            holding = self._holdings.get(name)
+            waiting = deque(() if holding is None else holding.queue)
+            while waiting:
+                *_, entry, node = waiting.popleft()
+                if node.queued == entry:
+                    yield node
 
     def num_blocks(self) -> dict[str, int]:
         """Return the number of blocks of the tree by account."""
@@ -247,7 +258,7 @@ class Victims:
         """Return the serials of the leaves that may go. Raise InvariantError if dead entries pile up."""
         for holding in self._holdings.values():
             require(len(holding.queue) <= 2 * holding.num_blocks + _HEAP_SLACK, "a queue of victims outgrew its blocks")
-        return [node.serial for account in self._holdings for node in self.of(account)]
+        return [node.serial for node in self.leaves()]
 
     def _of(self, namespace: str) -> Holding:
         account = account_of(namespace)

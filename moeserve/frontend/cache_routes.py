@@ -26,7 +26,7 @@ from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.workers import InlineBudget
 from moeserve.plan import SamplingParams
-from moeserve.wire import pack_token_ids
+from moeserve.wire import pack_token_ids, unpack_token_ids
 from radix_cache import APART
 
 _P = TypeVar("_P", bound="PrefixBody")
@@ -171,7 +171,7 @@ class CacheRoutes:
             "token_ids": pack_token_ids(token_ids),
             "share": _identity(request).retention_share,
         }
-        result = await self._command("pin_prefix", arguments)
+        result = await self._command(request, "pin_prefix", arguments)
         if result["over_budget"]:
             message = (
                 f"The key's budget has {result['free_blocks']} free KV blocks, and this prefix needs "
@@ -193,7 +193,7 @@ class CacheRoutes:
             "token_ids": pack_token_ids(token_ids or []),
             "prefix_id": body.id,
         }
-        if not (await self._command("unpin_prefix", arguments))["unpinned"]:
+        if not (await self._command(request, "unpin_prefix", arguments))["unpinned"]:
             raise ApiError(404, "No such prefix is pinned", code="not_pinned")
         return json_response({"object": "cache.unpin", "status": "ok"})
 
@@ -209,11 +209,11 @@ class CacheRoutes:
                 code="insufficient_role",
             )
         arguments = {
-            "account": None if every else cache_account(self._services.run.secret, identity),
+            "namespace": None if every else self._salted(request),
             "limit": _limit(query.get("limit")),
             "share": identity.retention_share,
         }
-        result = await self._command("list_prefixes", arguments)
+        result = await self._command(request, "list_prefixes", arguments)
         prefixes = [self._entry(entry, every) for entry in result.pop("prefixes")]
         budget = result.pop("budget")
         if not every:
@@ -222,11 +222,11 @@ class CacheRoutes:
 
     async def _drop(self, request: Request) -> Response:
         self._services.check_serving()
-        account = cache_account(self._services.run.secret, _identity(request))
-        return json_response({"object": "cache.drop", **await self._command("drop_prefixes", {"account": account})})
+        arguments = {"namespace": self._salted(request)}
+        return json_response({"object": "cache.drop", **await self._command(request, "drop_prefixes", arguments)})
 
     def _entry(self, entry: dict[str, Any], every: bool) -> dict[str, Any]:
-        namespace = entry["namespace"]
+        namespace, preview = entry["namespace"], unpack_token_ids(entry["preview"]).tolist()
         shown = {
             "id": entry["id"],
             "parent": entry["parent"],
@@ -241,7 +241,7 @@ class CacheRoutes:
             "pinned": entry["is_pinned"],
             "in_use": entry["is_leased"],
             "salted": "/" in namespace.removesuffix(APART),
-            "preview": self._services.tokenizer.decode(entry["preview"], skip_special_tokens=False),
+            "preview": self._services.tokenizer.decode(preview, skip_special_tokens=False),
         }
         return {**shown, "namespace": namespace} if every else shown
 
@@ -265,9 +265,15 @@ class CacheRoutes:
         salt = fields.read_cache_salt(body.cache_salt)
         return cache_namespace(self._services.run.secret, _identity(request), salt)
 
-    async def _command(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _salted(self, request: Request) -> str:
+        """Return the namespace of a request without a body, whose salt is in the query."""
+        salt = fields.read_cache_salt(request.query_params.get("cache_salt"))
+        return cache_namespace(self._services.run.secret, _identity(request), salt)
+
+    async def _command(self, request: Request, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        tenant = cache_account(self._services.run.secret, _identity(request))
         try:
-            result = await self._services.engine.control(name, arguments)
+            result = await self._services.engine.control(name, arguments, tenant)
         except EngineGone as error:
             raise engine_unavailable(error) from error
         if result.error is not None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,7 +18,7 @@ import structlog
 import zmq.asyncio
 
 from moeserve.frontend.engine_link import EngineLink
-from moeserve.frontend.request_group import CrashSuspect, EngineGone, EngineSilent, RequestGroup
+from moeserve.frontend.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent, RequestGroup
 from moeserve.plan import SamplingParams
 from moeserve.wire import (
     Abort,
@@ -45,6 +45,8 @@ _PATIENCE = 1.5
 # served for a minute begins a new count of restarts (`launcher.restarts`), which a repeated request cannot use up then.
 _MAX_CULPRITS = 16
 _CULPRIT_SECONDS = 90.0
+MAX_COMMANDS_OF_KEY = 8  # commands of one key that this process has sent and that are not answered
+_TOO_MANY_COMMANDS = "too many commands of this key wait for the engine"
 
 _Work = tuple[bytes, SamplingParams]
 
@@ -83,6 +85,7 @@ class EngineClient:
         self._culprits: deque[tuple[float, _Work]] = deque(maxlen=_MAX_CULPRITS)
         self._controls: dict[int, asyncio.Future[ControlResult]] = {}
         self._next_control = 0
+        self._num_commands: Counter[str] = Counter()
         self._link: EngineLink | None = None
         self._incarnation = context.incarnation
         self._num_restarts_told = 0
@@ -133,24 +136,36 @@ class EngineClient:
                     self._link.send(Abort(request_id))
             self._go_on_with_trials()
 
-    async def control(self, command: str, arguments: dict[str, Any] | None = None) -> ControlResult:
-        """Send an operator's command and return the engine's answer.
+    async def control(
+        self, command: str, arguments: dict[str, Any] | None = None, tenant: str = ""
+    ) -> ControlResult:
+        """Send a command and return the engine's answer. tenant: the account of the key that asks for it.
 
-        Raises EngineGone; EngineSilent if no answer came in time, and then the command may still be carried out.
+        Raise EngineGone; EngineBusy at once if too many commands of the tenant wait; EngineSilent if no answer came in
+        time, and then the command may still be carried out.
         """
         timeout_s = self._run.config.engine_timeout
+        if self._num_commands[tenant] >= MAX_COMMANDS_OF_KEY:
+            raise EngineBusy(_TOO_MANY_COMMANDS)
+        self._num_commands[tenant] += 1
         self._next_control += 1
         control_id = self._next_control
         future: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
         self._controls[control_id] = future
         try:
-            self._send(Control(control_id, command, arguments or {}))
+            self._send(Control(control_id, command, arguments or {}, tenant))
             async with asyncio.timeout(timeout_s):
-                return await future
+                result = await future
+            if result.is_refused:
+                raise EngineBusy(_TOO_MANY_COMMANDS)
+            return result
         except TimeoutError:
             raise EngineSilent(f"the engine has not answered the command within {timeout_s:g} s") from None
         finally:
             self._controls.pop(control_id, None)
+            self._num_commands[tenant] -= 1
+            if not self._num_commands[tenant]:
+                del self._num_commands[tenant]
 
     def fail_all(self, reason: str) -> None:
         """End every open request and command with EngineGone; `submit` then aborts the requests in the engine."""

@@ -30,6 +30,10 @@ class EngineSilent(EngineGone):
     """The engine has not answered in time; it may still live."""
 
 
+class EngineBusy(EngineGone):
+    """The engine takes no further command of this key until one of the key's has been answered."""
+
+
 class CrashSuspect(EngineGone):
     """The engine ended so often while it had this request that the request may be the cause."""
 

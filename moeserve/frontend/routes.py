@@ -66,7 +66,7 @@ class ServiceRoutes:
         """Drop every cached prefix that no request uses."""
         self._services.check_serving()
         try:
-            result = await self._services.engine.control("reset_prefix_cache")
+            result = await self._services.engine.control("drop_prefixes", {"namespace": None})
         except EngineGone as error:
             raise engine_unavailable(error) from error
         if result.error is not None:

@@ -21,7 +21,7 @@ from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, u
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
-from moeserve.frontend.request_group import CrashSuspect, EngineGone, EngineSilent
+from moeserve.frontend.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts, render_job
 from moeserve.frontend.templates import GuardedPrompt, guard_prompt, read_sources
 from moeserve.frontend.text import TextTokenizer
@@ -259,6 +259,8 @@ def engine_unavailable(error: EngineGone) -> ApiError:
     match error:
         case EngineSilent():
             return unavailable(message, "engine_silent", _RETRY_WHILE_LOADING_S)
+        case EngineBusy():
+            return ApiError(429, message, type="rate_limit_error", code="key_commands_full", retry_after_s=1.0)
         case CrashSuspect():
             return ApiError(500, message, type="server_error", code="engine_crash", may_retry=False)
         case _:

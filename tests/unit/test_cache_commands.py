@@ -9,8 +9,9 @@ import pytest
 
 from moeserve.cache_commands import CacheCommandError, CacheCommands
 from moeserve.plan import CacheWish, SamplingParams
-from moeserve.wire import pack_token_ids
+from moeserve.wire import pack_token_ids, unpack_token_ids
 from radix_cache import PUBLIC, MissReason, PrefixCache
+from tests.support.jobs import finish
 from tests.support.scheduler_simulation import Simulation
 
 SIZE = 4
@@ -27,7 +28,8 @@ def fill(cache: PrefixCache, prompt: list[int], namespace: str = "a") -> None:
 
 
 def pin(commands: CacheCommands, prompt: list[int], share: float | None = None) -> dict[str, Any]:
-    return commands.command("pin_prefix", {"namespace": "a", "token_ids": pack_token_ids(prompt), "share": share})
+    arguments = {"namespace": "a", "token_ids": pack_token_ids(prompt), "share": share}
+    return finish(commands.start("pin_prefix", arguments))
 
 
 def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> None:
@@ -37,16 +39,18 @@ def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> N
     fill(caches[1], PROMPT)
     assert pin(commands, PROMPT)["missing_tokens"] == 0
     assert [cache.num_pins for cache in caches] == [0, 1]
-    listed = commands.command("list_prefixes", {"account": "a", "limit": 10})
+    listed = finish(commands.start("list_prefixes", {"namespace": "a", "limit": 10}))
     (entry,) = listed["prefixes"]
     assert entry["id"].startswith("1.")
     assert entry["is_pinned"]
     assert listed["budget"] == {"blocks": 32, "retained": 6, "pinned": 6}
     assert commands.samples()["moeserve_kv_pinned_prefixes"] == [[1]]
     for wrong in ("0.1", "7.1", "x", "", "1.", "1.99999999999999999999"):
-        assert commands.command("unpin_prefix", {"namespace": "a", "prefix_id": wrong}) == {"unpinned": 0}
-    assert commands.command("unpin_prefix", {"namespace": "b", "prefix_id": entry["id"]}) == {"unpinned": 0}
-    assert commands.command("unpin_prefix", {"namespace": "a/x", "prefix_id": entry["id"]}) == {"unpinned": 1}
+        assert finish(commands.start("unpin_prefix", {"namespace": "a", "prefix_id": wrong})) == {"unpinned": 0}
+    for other in ("b", "a/x"):
+        arguments = {"namespace": other, "prefix_id": entry["id"]}
+        assert finish(commands.start("unpin_prefix", arguments)) == {"unpinned": 0}
+    assert finish(commands.start("unpin_prefix", {"namespace": "a", "prefix_id": entry["id"]})) == {"unpinned": 1}
     assert commands.samples()["moeserve_kv_retained_blocks"] == [[0]]
 
 
@@ -55,9 +59,9 @@ def test_a_public_prefix_is_pinned_on_every_rank() -> None:
     commands = CacheCommands(caches)
     arguments = {"namespace": PUBLIC, "token_ids": pack_token_ids(PROMPT), "share": 1.0}
     fill(caches[0], PROMPT, PUBLIC)
-    assert commands.command("pin_prefix", arguments)["missing_tokens"] == 24
+    assert finish(commands.start("pin_prefix", arguments))["missing_tokens"] == 24
     fill(caches[1], PROMPT, PUBLIC)
-    assert commands.command("pin_prefix", arguments)["missing_tokens"] == 0
+    assert finish(commands.start("pin_prefix", arguments))["missing_tokens"] == 0
     assert [cache.num_pins for cache in caches] == [1, 1]
 
 
@@ -107,26 +111,26 @@ def test_a_listing_has_the_prefixes_that_saved_most_first_and_no_more_than_asked
         for _ in range(times):
             fill(cache, list(range(start, start + 9)))
     fill(cache, PROMPT, "b")
-    listed = commands.command("list_prefixes", {"account": "a", "limit": 2})
+    listed = finish(commands.start("list_prefixes", {"namespace": "a", "limit": 2}))
     assert [entry["tokens_saved"] for entry in listed["prefixes"]] == [16, 8]
-    assert [entry["preview"][0] for entry in listed["prefixes"]] == [200, 300]
+    assert [unpack_token_ids(entry["preview"])[0] for entry in listed["prefixes"]] == [200, 300]
     assert listed["num_prefixes"] == 3
     assert listed["complete"]
-    assert len(commands.command("list_prefixes", {"account": None, "limit": 1000})["prefixes"]) == 4
+    assert len(finish(commands.start("list_prefixes", {"namespace": None, "limit": 1000}))["prefixes"]) == 4
 
 
 @pytest.mark.parametrize(
     ("command", "arguments"),
     [
-        ("list_prefixes", {"account": "a"}),
-        ("list_prefixes", {"account": 1, "limit": 1}),
+        ("list_prefixes", {"namespace": "a"}),
+        ("list_prefixes", {"namespace": 1, "limit": 1}),
         ("pin_prefix", {"namespace": "a", "token_ids": b"abc"}),
-        ("drop_prefixes", {"account": "a", "more": 1}),
+        ("drop_prefixes", {"namespace": "a", "more": 1}),
     ],
 )
 def test_wrong_arguments_are_an_error_of_the_command(command: str, arguments: dict[str, Any]) -> None:
     with pytest.raises(CacheCommandError):
-        CacheCommands([PrefixCache(8, SIZE)]).command(command, arguments)
+        finish(CacheCommands([PrefixCache(8, SIZE)]).start(command, arguments))
 
 
 def test_a_wish_retains_the_prompt_once_the_request_has_ended_and_time_ends_it() -> None:

@@ -17,7 +17,8 @@ import pytest
 import zmq
 
 from launcher.watches import ProgressWatch
-from moeserve.engine import Engine, EngineSocket, HeartbeatThread
+from moeserve.engine import Engine
+from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertCommandError
 from moeserve.file_writer import FileJob
 from moeserve.plan import ChunkResult, Computed, FinishReason, Request, SamplingParams, StepPlan, StepResult
@@ -315,7 +316,7 @@ def test_frontends_hear_of_each_queue_time_once(served: Served) -> None:
 def test_the_prefix_cache_can_be_reset(served: Served) -> None:
     served.client.send(generate("r", list(range(10, 22)), max_tokens=2))
     served.client.outputs_of("r")
-    served.client.send(Control(3, "reset_prefix_cache"))
+    served.client.send(Control(3, "drop_prefixes", {"namespace": None}))
     assert served.client.receive() == ControlResult(3, {"blocks_freed": 3})
     served.client.send(Control(4, "format_disk"))
     assert served.client.receive().error is not None

@@ -275,10 +275,9 @@ class World:
             del self.marks[key]
 
     def drop(self, namespace: int) -> None:
-        account = account_of(NAMESPACES[namespace % 4])
-        protected = self.protected()
-        own = [key for key in self.entries if account_of(key[0]) == account and key not in protected]
-        assert self.cache.drop(account) == len(own)
+        name, protected = NAMESPACES[namespace % 4], self.protected()
+        own = [key for key in self.entries if key[0] == name and key not in protected]
+        assert sum(self.cache.drop((name,))) == len(own)
         for key in sorted(own, key=lambda key: -len(key[1])):
             self.remove(key)
 

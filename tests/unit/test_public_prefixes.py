@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from radix_cache import APART, PUBLIC, BudgetError, Lease, MissReason, PrefixCache
+from tests.support.jobs import finish
 from tests.support.parameters import first
 
 SIZE = 4
@@ -62,13 +63,13 @@ def test_listing_dropping_and_reports_keep_to_ones_own_below_a_public_prefix() -
     use(cache, SYSTEM, PUBLIC)
     use(cache, [*SYSTEM, 1, 1, 1, 1], "a")
     use(cache, [*SYSTEM, 2, 2, 2, 2], "b")
-    assert [prefix.preview for prefix in cache.prefixes("a", 10)[0]] == [[1, 1, 1, 1]]
-    assert len(cache.prefixes(None, 10)[0]) == 3
+    assert [prefix.preview for prefix in finish(cache.prefixes(("a",), 10)).prefixes] == [[1, 1, 1, 1]]
+    assert len(finish(cache.prefixes(None, 10)).prefixes) == 3
     tokens = array("i", [*SYSTEM, 2, 2, 2, 3, 3])
     lease = cache.match(tokens, "a")
     assert cache.explain(lease, tokens).reason is MissReason.NEVER_SEEN or 2 not in cache.explain(lease, tokens).nearest
     cache.release(lease)
-    assert cache.drop("a") == 1
+    assert sum(cache.drop(("a",))) == 1
     assert use(cache, [*SYSTEM, 2, 2, 2, 2, 9], "b") == 20
 
 
@@ -108,7 +109,7 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
         return [*stem[: draw.randint(0, 24)], *(draw.randint(0, 1) for _ in range(draw.randint(1, 8)))]
 
     def num_public_blocks() -> int:
-        return sum(prefix.num_blocks for prefix in cache.prefixes(PUBLIC, 1000)[0])
+        return sum(prefix.num_blocks for prefix in finish(cache.prefixes((PUBLIC,), 1000)).prefixes)
 
     def check(lease: Lease, name: str, tokens: array[int], blocks: int) -> int:
         foreign = 0
@@ -157,7 +158,7 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
                 continue
         elif kind < 0.97:
             name, before = draw.choice(names), num_public_blocks()
-            cache.drop(name)
+            sum(cache.drop((name,)))
             assert name == PUBLIC or num_public_blocks() == before
         cache.check_invariants()
     assert num_foreign > 20

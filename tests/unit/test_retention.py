@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from radix_cache import BudgetError, Lease, PrefixCache
+from tests.support.jobs import finish
 
 SIZE = 4
 
@@ -27,7 +28,7 @@ def retain(cache: PrefixCache, prompt: array[int], ttl: float, share: float | No
 
 def retained(cache: PrefixCache) -> set[tuple[int, float]]:
     """Return (hundred of its tokens, seconds left) of every prefix that a retention ends."""
-    found, *_ = cache.prefixes(None, 100)
+    found = finish(cache.prefixes(None, 100)).prefixes
     return {(one.preview[0] // 100, one.retained_for) for one in found if one.retained_for is not None}
 
 
@@ -82,8 +83,8 @@ def test_a_prefix_is_as_recent_as_whatever_goes_on_from_it() -> None:
     cache.tell_time(1000.0)
     lease = run(cache, prompt)
     cache.retain(lease, 8, 60.0)  # splits a run that nobody has released yet
-    assert [one.unused_for for one in cache.prefixes(None, 10)[0]] == [0.0, 0.0]
+    assert [one.unused_for for one in finish(cache.prefixes(None, 10)).prefixes] == [0.0, 0.0]
     cache.tell_time(1001.0)
     cache.release(lease)
     cache.tell_time(1003.0)
-    assert [one.unused_for for one in cache.prefixes(None, 10)[0]] == [2.0, 2.0]
+    assert [one.unused_for for one in finish(cache.prefixes(None, 10)).prefixes] == [2.0, 2.0]
