@@ -51,7 +51,7 @@ from moeserve.request_memory import MergeAnnotations
 from moeserve.request_states import StatePolicy
 from moeserve.scheduler import Scheduler
 from moeserve.steps import Runner
-from radix_cache import PrefixCache
+from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache
 
 if TYPE_CHECKING:
     # Both import torch.distributed and deepspeed, which a single rank does not need.
@@ -459,6 +459,7 @@ def build_scheduler(
             config.block_size,
             caching=config.enable_prefix_caching,
             retention_share=config.cache_retention_share,
+            max_recorded_evictions=MAX_RECORDED_EVICTIONS // config.expert_parallel_size,
             snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
             num_window_blocks=kv.num_window_blocks,
             window=kv.window,

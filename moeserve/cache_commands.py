@@ -104,7 +104,7 @@ class CacheCommands:
                 ["leased", sum(blocks.num_held for blocks in windows)],
             ]
             samples["moeserve_kv_window_evictions"] = [[sum(blocks.num_evicted for blocks in windows)]]
-        tables = [cache.snapshots for cache in caches if cache.snapshots.num_rows]
+        tables = [cache.snapshots for cache in caches if cache.keeps_states]
         if tables:
             samples |= {
                 "moeserve_state_snapshots": [[sum(table.num_cached for table in tables)]],

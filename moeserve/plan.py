@@ -69,13 +69,14 @@ class CacheWish:
     `retentions`: (prompt tokens, seconds) of prefixes to be retained once the request has ended. `share`: the share of
     the KV blocks that its account may retain, None for the service's setting. `report`: explain where the match ended.
     `borders`: numbers of prompt tokens after which other prompts are likely to diverge, for models with recurrent
-    states.
+    states. `tells_salts`: the report may tell that the prompt is cached for the account under another salt.
     """
 
     retentions: tuple[tuple[int, float], ...] = ()
     share: float | None = None
     report: bool = False
     borders: tuple[int, ...] = ()
+    tells_salts: bool = False
 
 
 # The priority of background requests, behind every priority that a client may ask for.

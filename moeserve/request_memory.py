@@ -93,7 +93,7 @@ class RequestMemory:
         assert lease is not None
         last = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
         positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
-        if lease.num_known_tokens > lease.num_published_tokens or lease.node.children:
+        if self._cache.is_branch(lease):
             positions += [lease.num_known_tokens, lease.num_published_tokens]
         if request.cache is not None:
             positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
@@ -122,10 +122,10 @@ class RequestMemory:
         assert request.lease is not None
         self._cache.note_hit(request.lease, num_tokens)
 
-    def explain(self, request: Request) -> Miss:
+    def explain(self, request: Request, wish: CacheWish) -> Miss:
         """Return why no more of the request's tokens were cached. To be called immediately after the match."""
         assert request.lease is not None
-        return self._cache.explain(request.lease, request.token_ids)
+        return self._cache.explain(request.lease, request.token_ids, tells_salts=wish.tells_salts)
 
     def retain(self, request: Request, wish: CacheWish) -> None:
         """Retain the prefixes of the request's prompt that it wishes to keep, as far as they are published.

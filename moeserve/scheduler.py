@@ -542,7 +542,7 @@ class Scheduler:
             return
         # A match after tokens that the request computed itself says nothing about its prompt.
         if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
-            request.miss = memory.explain(request)
+            request.miss = memory.explain(request, request.cache)
 
     def _publish(self, request: Request, annotation: bytes | None) -> None:
         """Publish the request's full blocks, and free the duplicates once no plan names them."""

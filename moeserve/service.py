@@ -133,7 +133,7 @@ def serve(
         rope_switch=model.rope_switch,
         slo=service_slo(config),
     )
-    ready = _ready(context, model, keeps_states=caches[0].snapshots.num_rows > 0)
+    ready = _ready(context, model, keeps_states=caches[0].keeps_states)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
     steps = Steps(scheduler, executor, rank.depth, observers)

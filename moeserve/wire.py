@@ -266,7 +266,7 @@ class Stats(Message):
 
 
 class ControlResult(Message):
-    """The answer to `Control`; `error` is None on success. is_refused: the command found no place among those waiting."""
+    """The answer to `Control`; `error` is None on success. is_refused: too many commands wait."""
 
     control_id: int
     result: dict[str, Any]

@@ -1,6 +1,7 @@
 """Which KV block holds which tokens. `PrefixCache` is the only interface."""
 
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
+from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.listing import CachedPrefix, Listing
 from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import APART, PUBLIC, Lease, Snapshot
@@ -9,6 +10,7 @@ from radix_cache.retention import account_of
 
 __all__ = [
     "APART",
+    "MAX_RECORDED_EVICTIONS",
     "PUBLIC",
     "BudgetError",
     "CachedPrefix",

@@ -1,6 +1,7 @@
 """Which prefixes were evicted: a bounded record, so that a miss can be told from a prompt that was never seen.
 
-Hashing evicted blocks costs as much as evicting them, so the record of an account begins when it first asks.
+Hashing evicted blocks costs as much as evicting them. So the record of an account begins when it first asks, and ends
+when it has not asked for a while.
 
 The digest of a prefix is chained block by block from the name of its namespace. It is a `hash()`, the cheapest digest,
 and differs from process to process: digests serve only reports, no decision depends on them.
@@ -10,27 +11,53 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from math import inf
 
 from radix_cache.nodes import Node
 from radix_cache.retention import account_of
 
-MAX_RECORDED_BLOCKS = 16_384
+MAX_RECORDED_EVICTIONS = 65_536  # blocks of all accounts, about 125 bytes each
+_SHARE_OF_ACCOUNT = 4  # an account records at most this part of them
+_UNREAD_SECONDS = 600.0  # a record ends this long after the account last asked
 
 
 class EvictionRecord:
-    """The digests of the prefixes that were evicted last of each account that has asked, at most `limit` of them."""
+    """The digests of the prefixes that were evicted last of each account that asks, at most `limit` of all together.
 
-    __slots__ = ("_block_bytes", "_evicted", "_incomplete", "_limit")
+    If there are more, the record ends whose account asked longest ago. Time is the caller's (`tell_time`).
+    """
+
+    __slots__ = ("_block_bytes", "_evicted", "_incomplete", "_limit", "_now", "_num_recorded", "_read_at")
 
     def __init__(self, block_bytes: int, limit: int) -> None:
         self._block_bytes = block_bytes
         self._limit = limit
         self._evicted: dict[str, OrderedDict[int, None]] = {}
+        # When each account with a record last asked, the one that asked longest ago first.
+        self._read_at: OrderedDict[str, float] = OrderedDict()
         self._incomplete: set[str] = set()
+        self._num_recorded = 0
+        self._now = -inf
+
+    @property
+    def num_recorded(self) -> int:
+        """The number of blocks that are recorded."""
+        return self._num_recorded
 
     def begin(self, account: str) -> None:
-        """Record the evictions of an account from now on."""
+        """Record the evictions of an account from now on: it asks."""
         self._evicted.setdefault(account, OrderedDict())
+        self._read_at[account] = self._now
+        self._read_at.move_to_end(account)
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, which never goes back, in seconds, and end the records that nobody has asked for."""
+        self._now = now
+        while self._read_at:
+            account, read_at = next(iter(self._read_at.items()))
+            if now - read_at <= _UNREAD_SECONDS:
+                return
+            self._end(account)
 
     def add(self, node: Node, count: int) -> None:
         """Note that the last `count` blocks of a node are about to be evicted."""
@@ -40,12 +67,24 @@ class EvictionRecord:
             self._incomplete.add(account)
             return
         digests = self.digests(node)
+        self._num_recorded -= len(record)
         # The tail first: the head of a prefix is remembered longest.
         record.update(dict.fromkeys(reversed(digests[len(digests) - count :])))
-        while len(record) > self._limit:
+        self._num_recorded += len(record)
+        while len(record) > self._limit // _SHARE_OF_ACCOUNT:
             record.popitem(last=False)
+            self._num_recorded -= 1
             self._incomplete.add(account)
+        while self._num_recorded > self._limit:
+            self._end(next(iter(self._read_at)))
         del digests[len(digests) - count :]
+
+    def _end(self, account: str) -> None:
+        record = self._evicted.pop(account)
+        del self._read_at[account]
+        self._num_recorded -= len(record)
+        if record:
+            self._incomplete.add(account)
 
     def is_incomplete(self, account: str) -> bool:
         """Return whether the record of an account lacks an eviction, or has forgotten one."""

@@ -79,9 +79,7 @@ def list_prefixes(
     return Listing(prefixes, len(visited), complete)
 
 
-def _visit(
-    tree: RadixTree, namespaces: Collection[str] | None, visited: list[Node]
-) -> Generator[None, None, bool]:
+def _visit(tree: RadixTree, namespaces: Collection[str] | None, visited: list[Node]) -> Generator[None, None, bool]:
     """Append the runs of namespaces to `visited`, each before the runs below it. Return whether these were all."""
     waiting, complete = _tops(tree, namespaces)
     work = 0
@@ -104,7 +102,7 @@ def _visit(
 
 
 def _tops(tree: RadixTree, namespaces: Collection[str] | None) -> tuple[list[Node], bool]:
-    """Return the nodes below which all runs of namespaces lie, the newest last, and whether these are all such nodes."""
+    """Return the nodes below which all runs of namespaces lie, the newest last, and whether none is missing."""
     if namespaces is None:
         found = list(islice(reversed(tree.roots.values()), MAX_VISITED_NODES))
         return found[::-1], len(found) == len(tree.roots)

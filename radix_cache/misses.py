@@ -16,16 +16,17 @@ from radix_cache.nodes import PUBLIC, Lease, Node
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
 
-_MAX_SIBLINGS = 256
+_MAX_SIBLINGS = 64
 _MAX_NAMESPACES = 256
 _MAX_VISITED = 4096
 _TOKENS_BEFORE, _TOKENS_AFTER = 12, 12
 # A head is volatile if a prompt diverges within its first _HEAD_TOKENS tokens, and after at most _MAX_DIFFERENT_TOKENS
-# different tokens it equals at least _MIN_WITNESSES earlier prompts again for _SAME_TOKENS tokens.
+# different tokens it equals at least _MIN_WITNESSES earlier prompts again for _SAME_TOKENS tokens. No more than
+# _MAX_WITNESSES are counted.
 _HEAD_TOKENS = 1024
 _MAX_DIFFERENT_TOKENS = 96
 _SAME_TOKENS = 24
-_MIN_WITNESSES = 2
+_MIN_WITNESSES, _MAX_WITNESSES = 2, 16
 
 
 class MissReason(StrEnum):
@@ -66,11 +67,17 @@ class Miss:
 
 
 def explain_miss(
-    tree: RadixTree, lease: Lease, tokens: array[int], block_size: int, lacking: MissReason = MissReason.NO_STATE
+    tree: RadixTree,
+    lease: Lease,
+    tokens: array[int],
+    block_size: int,
+    lacking: MissReason = MissReason.NO_STATE,
+    *,
+    tells_salts: bool = False,
 ) -> Miss:
     """Return why the lease, which covers the cached tokens of `tokens` in whole blocks, covers no more of them.
 
-    lacking: the reason if the KV continues and something else is missing.
+    lacking: the reason if the KV continues and something else is missing. tells_salts: whether OTHER_SALT may be it.
     """
     matched = lease.num_published_tokens
     if not lease.use_cache:
@@ -85,11 +92,12 @@ def explain_miss(
     data = tokens[matched:reusable].tobytes()
     if num_evicted := tree.evictions.num_evicted(lease.node, data):
         return Miss(MissReason.EVICTED, matched, matched, matched + num_evicted * block_size)
-    whole = tokens[:reusable].tobytes()
-    elsewhere = max((tree.depth(name, whole) for name in _other_namespaces(tree, lease.namespace)), default=0)
-    if elsewhere * block_size > matched:
-        return Miss(MissReason.OTHER_SALT, matched, matched, elsewhere * block_size)
-    if diverged := _divergence(lease.node, tokens, matched, lease.namespace):
+    if tells_salts:
+        whole = tokens[:reusable].tobytes()
+        elsewhere = max((tree.depth(name, whole) for name in _other_namespaces(tree, lease.namespace)), default=0)
+        if elsewhere * block_size > matched:
+            return Miss(MissReason.OTHER_SALT, matched, matched, elsewhere * block_size)
+    if diverged := _divergence(lease.node, tokens, matched, block_size, lease.namespace):
         return diverged
     incomplete = tree.evictions.is_incomplete(account_of(lease.namespace))
     return Miss(MissReason.NOT_KNOWN if incomplete else MissReason.NEVER_SEEN, matched, matched)
@@ -109,11 +117,15 @@ def _visible_children(node: Node, namespace: str) -> Iterator[Node]:
     return islice((child for child in newest if child.namespace in (PUBLIC, namespace)), _MAX_SIBLINGS)
 
 
-def _divergence(node: Node, tokens: array[int], matched: int, namespace: str) -> Miss | None:
-    """Return where the prompt diverges from the nearest prefix that continues after `node`; None without one."""
+def _divergence(node: Node, tokens: array[int], matched: int, block_size: int, namespace: str) -> Miss | None:
+    """Return where the prompt diverges from the nearest prefix that continues after `node`; None without one.
+
+    It diverges within the first block: a child that has this block in common would have been matched.
+    """
     rest = tokens[matched:]
+    first = rest[:block_size]
     siblings = [
-        (_num_common(array("i", bytes(child.tokens[: 4 * len(rest)])), rest), child)
+        (_num_common(array("i", bytes(child.tokens[: 4 * block_size])), first), child)
         for child in _visible_children(node, namespace)
     ]
     if not siblings:
@@ -128,7 +140,7 @@ def _divergence(node: Node, tokens: array[int], matched: int, namespace: str) ->
     shown = tokens[start:position].tolist() + theirs.tolist()
     volatile, witnesses = 0, 0
     if position < _HEAD_TOKENS:
-        alike = [child for length, child in siblings if length == common]
+        alike = [child for length, child in siblings if length == common][:_MAX_WITNESSES]
         volatile, witnesses = _volatile(rest[common:], alike, common, namespace)
     reason = MissReason.DIVERGED if witnesses < _MIN_WITNESSES else MissReason.VOLATILE_HEAD
     if reason is MissReason.DIVERGED:

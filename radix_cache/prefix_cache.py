@@ -9,7 +9,7 @@ from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import BudgetError, LeaseError, require
-from radix_cache.evictions import MAX_RECORDED_BLOCKS
+from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.invariants import check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
@@ -69,13 +69,14 @@ class PrefixCache:
         *,
         caching: bool = True,
         retention_share: float = 0.5,
-        max_recorded_evictions: int = MAX_RECORDED_BLOCKS,
+        max_recorded_evictions: int = MAX_RECORDED_EVICTIONS,
         snapshot_rows: range | None = None,
         num_window_blocks: int = 0,
         window: int = 0,
     ) -> None:
-        """snapshot_rows: None for models without recurrent states. num_window_blocks: 0 if all layers keep their KV in
-        the same blocks. window: the number of tokens that layers with window blocks see, the new token included."""
+        """max_recorded_evictions: blocks, of all accounts together. snapshot_rows: None for models without recurrent
+        states. num_window_blocks: 0 if all layers keep their KV in the same blocks. window: the number of tokens that
+        layers with window blocks see, the new token included."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -147,6 +148,11 @@ class PrefixCache:
     def num_duplicates(self) -> int:
         """The number of blocks that `publish` has returned and `free` has not received yet."""
         return len(self._duplicates)
+
+    @property
+    def keeps_states(self) -> bool:
+        """True if there are rows for snapshots: prefixes serve up to a boundary with a recurrent state."""
+        return self._tree.snapshots.num_rows > 0
 
     @property
     def snapshots(self) -> SnapshotTable:
@@ -511,16 +517,23 @@ class PrefixCache:
         """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
         return list_prefixes(self._tree, self.block_size, namespaces, limit)
 
-    def explain(self, lease: Lease, tokens: array[int]) -> Miss:
+    def is_branch(self, lease: Lease) -> bool:
+        """Return whether other prompts are cached that go on in another way where the lease's published tokens end."""
+        if lease.owner is not self:
+            raise _not_leased()
+        return lease.num_known_tokens > lease.num_published_tokens or bool(lease.node.children)
+
+    def explain(self, lease: Lease, tokens: array[int], *, tells_salts: bool = False) -> Miss:
         """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it.
 
-        Evictions of the lease's account are recorded from the first call on.
+        Evictions of the lease's account are recorded from the first call on, until a while after the last call.
+        tells_salts: whether to tell of the other namespaces of the lease's account.
         """
         if lease.owner is not self:
             raise _not_leased()
         self._tree.evictions.begin(account_of(lease.namespace))
         lacking = MissReason.NO_STATE if self._stateful else MissReason.NO_WINDOW
-        return explain_miss(self._tree, lease, tokens, self.block_size, lacking)
+        return explain_miss(self._tree, lease, tokens, self.block_size, lacking, tells_salts=tells_salts)
 
     def _count_private(self, lease: Lease, change: int) -> None:
         """Count blocks of a lease that are not in the tree."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Collection, Iterator
 
-from radix_cache.evictions import MAX_RECORDED_BLOCKS, EvictionRecord
+from radix_cache.evictions import MAX_RECORDED_EVICTIONS, EvictionRecord
 from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, split_snapshots
@@ -54,9 +54,9 @@ class RadixTree:
     )
 
     def __init__(
-        self, block_size: int, max_recorded_evictions: int = MAX_RECORDED_BLOCKS, snapshot_rows: range = range(0)
+        self, block_size: int, max_recorded_evictions: int = MAX_RECORDED_EVICTIONS, snapshot_rows: range = range(0)
     ) -> None:
-        """max_recorded_evictions: blocks of each account."""
+        """max_recorded_evictions: blocks, of all accounts together."""
         self._block_bytes = 4 * block_size
         self._clock = 0
         self._serial = 0
@@ -330,6 +330,7 @@ class RadixTree:
         """Set the time, which never goes back, and end overdue retentions."""
         self.now = now
         self.victims.tell_time(now)
+        self.evictions.tell_time(now)
         for node in self.ledger.end_overdue(now):
             self._requeue(node)
 

@@ -34,7 +34,7 @@ async def cache_wishes(
         borders: tuple[int, ...] = ()
         if facts.keeps_states and isinstance(prompt, ChatPrompt):
             borders = await _borders(services, prompt, token_ids, facts)
-        wishes.append(CacheWish(kept, identity.retention_share, options.report, borders))
+        wishes.append(CacheWish(kept, identity.retention_share, options.report, borders, identity.is_admin))
     return wishes
 
 

@@ -136,9 +136,7 @@ class EngineClient:
                     self._link.send(Abort(request_id))
             self._go_on_with_trials()
 
-    async def control(
-        self, command: str, arguments: dict[str, Any] | None = None, tenant: str = ""
-    ) -> ControlResult:
+    async def control(self, command: str, arguments: dict[str, Any] | None = None, tenant: str = "") -> ControlResult:
         """Send a command and return the engine's answer. tenant: the account of the key that asks for it.
 
         Raise EngineGone; EngineBusy at once if too many commands of the tenant wait; EngineSilent if no answer came in

@@ -79,6 +79,11 @@ class Identity:
         return self.rights.retention
 
     @property
+    def is_admin(self) -> bool:
+        """Return whether this is a key with the role `admin`. Without keys nobody is, though all routes are open."""
+        return bool(self.digest) and ADMIN in self.grants
+
+    @property
     def may_hurry(self) -> bool:
         """Return whether the key may ask for more than its turn: an urgent priority, or a pace that slows others."""
         return self.rights.priority or ADMIN in self.grants

@@ -80,8 +80,7 @@ def test_ten_misses_have_their_reasons(running: Service) -> None:
 
     complete(running, "Salted " + TAIL, cache_salt="s1")
     salted = report(running, "Salted " + TAIL, cache_salt="s2")
-    assert (salted["reason"], salted["matched_tokens"]) == ("other_salt", 0)
-    assert salted["known_tokens"] == 240
+    assert (salted["reason"], salted["matched_tokens"]) == ("never_seen", 0)
 
     stranger = report(running, prompt, "bob")
     assert (stranger["reason"], stranger["matched_tokens"]) == ("never_seen", 0)
@@ -210,6 +209,32 @@ def test_dropping_takes_ones_own_prefixes_alone(running: Service) -> None:
     assert call(running, "GET", "/v1/cache", "alice").json()["prefixes"] == []
     assert cached(running, "Dropped " + TAIL) == 0
     assert cached(running, "Dropped " + TAIL, "bob") > 200
+
+
+def test_a_salt_keeps_its_prefixes_from_the_keys_other_salts(running: Service) -> None:
+    salted = {"cache_salt": "secret"}
+    complete(running, "Of the salt " + TAIL, **salted)
+    complete(running, "Without salt " + TAIL)
+    shown = {
+        salt: call(running, "GET", f"/v1/cache?limit=1000{salt}", "alice").text
+        for salt in ("", "&cache_salt=secret", "&cache_salt=other")
+    }
+    assert ["Of the salt" in text for text in shown.values()] == [False, True, False]
+    assert ["Without salt" in text for text in shown.values()] == [True, False, False]
+    assert call(running, "GET", "/v1/cache?cache_salt=", "alice").status_code == 400
+    assert "Of the salt" in call(running, "GET", "/v1/cache?all=1&limit=1000", "root").text
+    complete(running, "Of the salt " + TAIL, "root", **salted)
+    told = report(running, "Of the salt " + TAIL, "root", cache_salt="other")
+    assert (told["reason"], told["matched_tokens"], told["known_tokens"]) == ("other_salt", 0, 240)
+    pinned = {"prompt": "Of the salt " + TAIL, **salted}
+    assert call(running, "POST", "/v1/cache/pin", "alice", pinned).status_code == 200
+    (entry,) = [one for one in json.loads(shown["&cache_salt=secret"])["prefixes"] if "Of the salt" in one["preview"]]
+    assert call(running, "POST", "/v1/cache/unpin", "alice", {"id": entry["id"]}).status_code == 404
+    assert call(running, "POST", "/v1/cache/unpin", "alice", {"id": entry["id"], **salted}).status_code == 200
+    assert call(running, "DELETE", "/v1/cache", "alice").json()["blocks_freed"] > 0
+    assert complete(running, "Of the salt " + TAIL, **salted)["prompt_tokens_details"]["cached_tokens"] > 200
+    assert call(running, "DELETE", "/v1/cache?cache_salt=secret", "alice").json()["blocks_freed"] > 0
+    assert complete(running, "Of the salt " + TAIL, **salted)["prompt_tokens_details"]["cached_tokens"] == 0
 
 
 @pytest.mark.parametrize(

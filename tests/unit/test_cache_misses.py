@@ -8,6 +8,9 @@ from collections.abc import Sequence
 import pytest
 
 from radix_cache import Miss, MissReason, PrefixCache
+from radix_cache.evictions import EvictionRecord
+from radix_cache.nodes import Node
+from tests.support.line_counts import num_lines
 
 SIZE = 4
 TAIL = list(range(100, 160))
@@ -99,7 +102,7 @@ def test_evictions_are_found_through_splits_and_partial_cuts() -> None:
 
 
 def test_a_record_that_was_overrun_says_not_known_for_that_account_alone() -> None:
-    cache = PrefixCache(16, SIZE, max_recorded_evictions=4)
+    cache = PrefixCache(16, SIZE, max_recorded_evictions=16)
     use(cache, TAIL[:40], "a")
     use(cache, range(1000, 1064), "a")
     # The head of a prompt is evicted last, so the record knows it longest.
@@ -125,11 +128,17 @@ def test_evictions_are_recorded_once_the_account_has_asked_and_not_known_before(
     assert use(cache, range(60), "c").reason is MissReason.NEVER_SEEN
 
 
-def test_another_salt_of_the_account_is_named_and_another_account_is_not() -> None:
+def test_another_salt_of_the_account_is_named_where_it_may_be_and_another_account_never() -> None:
     cache = PrefixCache(64, SIZE)
     use(cache, TAIL[:24], "a/salt")
-    assert use(cache, TAIL[:24], "a") == Miss(MissReason.OTHER_SALT, 0, 0, 20)
-    assert use(cache, TAIL[:24], "b").reason is MissReason.NEVER_SEEN
+    tokens = array("i", TAIL[:24])
+    told = [
+        cache.explain(cache.match(tokens, namespace), tokens, tells_salts=tells_salts)
+        for namespace, tells_salts in (("a", True), ("a", False), ("b", True))
+    ]
+    assert told[0] == Miss(MissReason.OTHER_SALT, 0, 0, 20)
+    # Salts keep their prefixes from each other: only the operator's key learns of both.
+    assert told[1:] == [Miss(MissReason.NEVER_SEEN, 0, 0)] * 2
 
 
 def test_a_head_that_changes_with_every_request_is_found_with_its_place_and_length() -> None:
@@ -175,3 +184,51 @@ def test_explaining_changes_nothing() -> None:
             cache.release(lease)
         runs.append(ids)
     assert runs[0] == runs[1]
+
+
+def test_a_record_ends_a_while_after_the_last_report_and_begins_anew() -> None:
+    cache = PrefixCache(16, SIZE)
+    cache.tell_time(0.0)
+    use(cache, TAIL[:24], "a")
+    cache.tell_time(599.0)
+    use(cache, range(1000, 1060), "a")
+    assert use(cache, TAIL[:24], "a").reason is MissReason.EVICTED
+    cache.tell_time(599.0 + 601.0)
+    assert use(cache, range(1000, 1060), "a").reason is MissReason.NOT_KNOWN
+    assert use(cache, TAIL[:24], "a").reason is MissReason.EVICTED
+
+
+def test_the_records_of_all_accounts_are_bounded_together() -> None:
+    record = EvictionRecord(4 * SIZE, 100)
+    nodes = [
+        Node(f"a{number}", number, None, bytearray(4 * SIZE * 40), array("i", range(40))) for number in range(1000)
+    ]
+    for node in nodes:
+        record.begin(node.namespace)
+        parent = Node(node.namespace, 0, None, bytearray(), array("i"))
+        node.parent = parent
+        record.add(node, 40)
+        assert record.num_recorded <= 100
+    assert record.num_recorded == 100
+    assert [record.is_incomplete(f"a{number}") for number in (0, 995, 996, 999)] == [True] * 4
+    record.tell_time(0.0)
+    record.begin("late")
+    record.tell_time(601.0)
+    assert record.num_recorded == 0
+
+
+def test_the_work_of_a_report_does_not_grow_with_the_length_of_the_prefixes_beside() -> None:
+    counts = []
+    for length in (256, 4096):
+        cache = PrefixCache(40_000, SIZE)
+        for number in range(30):
+            tokens = array("i", [9] * SIZE + [10 + number] * SIZE + list(range(length)))
+            lease = cache.match(tokens)
+            cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids))
+            cache.publish(lease, tokens, len(tokens))
+            cache.release(lease)
+        tokens = array("i", [9] * SIZE + [5] * SIZE + list(range(length)))
+        lease = cache.match(tokens)
+        assert lease.num_cached_tokens == SIZE
+        counts.append(num_lines(lambda cache=cache, lease=lease, tokens=tokens: cache.explain(lease, tokens)))
+    assert counts[1] <= 1.1 * counts[0]

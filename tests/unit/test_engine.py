@@ -438,3 +438,89 @@ def test_token_ids_survive_the_wire() -> None:
     incarnation, decoded = decode(encode(message, 9), Generate)
     assert (incarnation, decoded) == (9, message)
     assert array("i", [0, 2**31 - 1]).tobytes() == decoded.token_ids
+
+
+def test_a_flood_of_commands_costs_a_stream_one_slice_per_step(served: Served) -> None:
+    served.client.send(generate("r", list(range(10, 22)), max_tokens=2))
+    served.client.outputs_of("r")
+    served.executor.gate = threading.Semaphore(0)
+    served.client.send(generate("stream", [10], max_tokens=40))
+    assert served.client.receive() == Admitted("stream")
+    for number in range(1000):
+        arguments = {"namespace": "", "limit": 1000}
+        served.client.send(Control(number, "list_prefixes", arguments, f"key {number % 20}"))
+    served.executor.gate.release(PLENTY)
+    since_output, most, answered, tokens = 0, 0, set(), 0
+    while tokens < 40 or len(answered) < 1000:
+        message = served.client.receive()
+        if isinstance(message, Outputs):
+            tokens += len(message.outputs)
+            since_output = 0
+        elif not message.is_refused:
+            since_output += tokens < 40
+            most = max(most, since_output)
+            assert message.error is None
+        if isinstance(message, ControlResult):
+            assert message.control_id not in answered
+            answered.add(message.control_id)
+    assert most <= 2
+
+
+def test_an_abort_passes_the_requests_that_wait_to_be_read_and_reaches_them(served: Served) -> None:
+    served.executor.gate = threading.Semaphore(1)
+    served.client.send(generate("first", [10], max_tokens=50))
+    assert served.client.receive() == Admitted("first")
+    names = [f"r{number}" for number in range(300)]
+    for name in names:
+        served.client.send(generate(name, [10], max_tokens=50))
+    served.client.send(Abort("first"))
+    served.client.send(Abort("r299"))
+    served.executor.gate.release(PLENTY)
+    ends: dict[str, list[str]] = {}
+    order = []
+    while len(ends) < 301:
+        message = served.client.receive()
+        if isinstance(message, Rejected):
+            ends.setdefault(message.request_id, []).append(message.code)
+        elif isinstance(message, Outputs):
+            for output in message.outputs:
+                if output.finish_reason is not None:
+                    ends.setdefault(output.request_id, []).append(output.finish_reason)
+                    order.append(output.request_id)
+    assert all(len(reasons) == 1 for reasons in ends.values())
+    assert ends["first"] == ends["r299"] == [FinishReason.ABORT]
+    assert set(order[:2]) == {"first", "r299"}
+
+
+class FloodedSocket:
+    """Stands in for the socket of an engine: a hundred messages have arrived, and heartbeats are read meanwhile."""
+
+    def __init__(self) -> None:
+        self.waiting = [Abort(f"r{number}") for number in range(100)]
+        self.progress: list[int] = []
+        self.engine: Engine
+
+    def wait(self, seconds: float) -> None:
+        """Something has arrived."""
+
+    def receive(self) -> tuple[bytes, Message] | None:
+        self.progress.append(self.engine.heartbeat().progress)
+        return (b"f", self.waiting.pop()) if self.waiting else None
+
+    def send(self, receiver: bytes, message: Message) -> bool:
+        return True
+
+
+def test_heartbeats_tell_the_progress_within_a_turn() -> None:
+    socket, stop = FloodedSocket(), threading.Event()
+    cache = PrefixCache(32, 4)
+    scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
+
+    class Stopping(CountingExecutor):
+        def check(self) -> None:
+            stop.set()
+
+    steps = Steps(scheduler, Stopping(), depth=0)
+    socket.engine = Engine(socket, scheduler, [cache], steps, READY)  # type: ignore[arg-type]
+    socket.engine.run(stop)
+    assert len(set(socket.progress)) == 101

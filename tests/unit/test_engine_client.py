@@ -13,11 +13,13 @@ import zmq.asyncio
 
 from moeserve.config import ServeConfig
 from moeserve.frontend import engine_client
-from moeserve.frontend.engine_client import EngineClient
-from moeserve.frontend.request_group import CrashSuspect, EngineGone
+from moeserve.frontend.engine_client import MAX_COMMANDS_OF_KEY, EngineClient
+from moeserve.frontend.request_group import CrashSuspect, EngineBusy, EngineGone
 from moeserve.plan import SamplingParams, Terms
 from moeserve.wire import (
     Abort,
+    Control,
+    ControlResult,
     EngineNews,
     Generate,
     Message,
@@ -203,6 +205,33 @@ def test_a_client_that_leaves_holds_up_nobody_on_trial(tmp_path: Path, monkeypat
                 link = await lives.begin()
                 assert link.asked() == ["new"]
                 assert (a.num_deaths, new.num_deaths) == (2, 1)
+        await lives.end()
+
+    asyncio.run(run())
+
+
+def test_a_key_that_asks_too_much_is_refused_before_anything_is_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        link = await lives.begin()
+        asked = [asyncio.ensure_future(lives.client.control("x", {}, "a")) for _ in range(MAX_COMMANDS_OF_KEY + 3)]
+        other = asyncio.ensure_future(lives.client.control("x", {}, "b"))
+        await asyncio.sleep(0)
+        sent = [message for message in link.sent if isinstance(message, Control)]
+        assert [message.tenant for message in sent] == ["a"] * MAX_COMMANDS_OF_KEY + ["b"]
+        results = await asyncio.gather(*asked[MAX_COMMANDS_OF_KEY:], return_exceptions=True)
+        assert all(isinstance(result, EngineBusy) for result in results)
+        for message in sent:
+            link.say(ControlResult(message.control_id, {}, "no", is_refused=message.control_id == 1))
+        answers = await asyncio.gather(*asked[:MAX_COMMANDS_OF_KEY], other, return_exceptions=True)
+        assert [isinstance(answer, EngineBusy) for answer in answers] == [True] + [False] * MAX_COMMANDS_OF_KEY
+        # The places are free again.
+        again = asyncio.ensure_future(lives.client.control("x", {}, "a"))
+        await asyncio.sleep(0)
+        link.say(ControlResult(sent[-1].control_id + 1, {"done": True}))
+        assert (await again).result == {"done": True}
         await lives.end()
 
     asyncio.run(run())

@@ -400,7 +400,9 @@ class World:
     def reset(self) -> None:
         evictable = len(self.entries) - len(self.protected())
         assert self.cache.reset() == evictable
+        num_lost = self.num_lost
         self.evict(evictable, None)
+        self.num_lost = num_lost  # it was the operator's wish
 
     def check(self) -> None:
         cache, pinned = self.cache, len(self.protected())
