@@ -1,8 +1,9 @@
 """`python -m benchmarks.constrained`: what a JSON schema costs a decode step of the demo on this machine's CPU.
 
-Every step is computed twice, with the schema and without it, in turns which goes first: the same tokens at the same
-positions choose the same experts, and whatever else the machine does slows both. The streams go on with the schema's
-tokens; its end is far away, which keeps every stream going.
+Every step is computed twice, with the schema's masks and without them, in turns which goes first: the same tokens at
+the same positions choose the same experts, and whatever else the machine does slows both. The streams go on with the
+schema's tokens; its end is far away, which keeps every stream going. Masks are made between two steps, so the time from
+one step to the next is told too, beside that of streams without a schema.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
 from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.grammar_masks import GrammarMasks
 from moeserve.memory_plan import plan_model
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Chunk, Computed, Pending, Request, SamplingParams, StepPlan, StepResult
@@ -70,8 +72,11 @@ class Twice:
     runner: Runner
     plain: list[Cost] = field(default_factory=list)
     constrained: list[Cost] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    _ended_at: float = 0.0
 
     def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
+        self.between.append(time.perf_counter() - self._ended_at)
         (plan,) = plans
         without = replace(plan, chunks=[_without_grammar(chunk) for chunk in plan.chunks])
         plain_first = len(self.plain) % 2 == 0
@@ -84,6 +89,7 @@ class Twice:
         for computed in result.chunks:
             if computed.error is not None:
                 raise RuntimeError(computed.error)
+        self._ended_at = time.perf_counter()
         return Computed([result])
 
     def check(self) -> None:
@@ -111,18 +117,21 @@ class Bench:
         self._prompt = Tokenizer.from_file(str(folder / "tokenizer.json")).encode(PROMPT).ids
         self._eos = tuple(rank.model.eos_token_ids)
         self._grammar = constraint_of(OutputFormat("json_schema", SCHEMA)).grammar
+        self._masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self._eos)
 
-    def measure(self, streams: int, steps: int) -> Twice:
+    def measure(self, streams: int, steps: int, *, constrained: bool = True) -> Twice:
         """Return what the steps cost in which every stream decodes one token, but for the first few."""
+        grammar, ends = (self._grammar, self._eos) if constrained else (None, ())
         for stream in range(streams):
-            sampling = SamplingParams(steps + 1, seed=stream, stop_token_ids=self._eos, grammar=self._grammar)
+            sampling = SamplingParams(steps + 1, seed=stream, stop_token_ids=ends, grammar=grammar)
             self._scheduler.add(Request(f"{stream}", array("i", self._prompt), sampling))
         twice = Twice(self._runner)
-        steps_of = Steps(self._scheduler, twice, 0)
+        steps_of = Steps(self._scheduler, twice, 0, masks=self._masks)
         while steps_of.advance() is not None:
             pass
         self._scheduler.take_started()
-        return Twice(self._runner, twice.plain[_FIRST_STEP:], twice.constrained[_FIRST_STEP:])
+        first = _FIRST_STEP
+        return Twice(self._runner, twice.plain[first:], twice.constrained[first:], twice.between[first:])
 
 
 @click.command()
@@ -141,6 +150,9 @@ def command(model: Path | None, streams: tuple[int, ...], steps: int) -> None:
                 f"{1000 * statistics.median(plain):.2f} ms plain, {1000 * statistics.median(constrained):.2f} ms with"
             )
             click.echo(f"{count:3} streams, {name:4}: {times}: x {ratio:.3f}")
+        free = bench.measure(count, steps, constrained=False)
+        without, with_masks = (1000 * statistics.median(each.between) for each in (free, twice))
+        click.echo(f"{count:3} streams, from step to step: {without:.3f} ms plain, {with_masks:.3f} ms with")
 
 
 if __name__ == "__main__":

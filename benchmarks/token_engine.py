@@ -10,6 +10,7 @@ from pathlib import Path
 from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
 from moeserve.experts.observe import signature_merger
+from moeserve.grammar_masks import GrammarMasks
 from moeserve.memory_plan import plan_model
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
 from moeserve.steps import LocalExecutor, Steps
@@ -41,11 +42,13 @@ class TokenEngine:
         merge = None if rank.prefetcher is None else signature_merger(self.spec)
         model = rank.model
         self.scheduler, _ = build_scheduler(config, model.kv, merge_annotations=merge, rope_switch=model.rope_switch)
-        self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth)
+        self.masks = GrammarMasks(directory / "tokenizer.json", model.spec.vocab_size, model.eos_token_ids)
+        self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth, masks=self.masks)
         self._count = 0
 
     def close(self) -> None:
         """End the threads beside the model. Nothing can be generated after it."""
+        self.masks.close()
         if self.experts is not None:
             self.experts.close()
 

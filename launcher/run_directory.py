@@ -119,11 +119,11 @@ def make_context(config: ServeConfig, model_dir: Path, directory: Path, *, meets
 
 
 def _default_name(model: str | None) -> str:
-    """Return a hub id as it is, a directory's last part, or the demo's name."""
+    """Return a hub id as it is, the last part of a path, without `.gguf`, or the demo's name."""
     if model is None:
         return _DEMO_NAME
     path = Path(model).expanduser()
-    return path.resolve().name if path.exists() else model
+    return path.resolve().name.removesuffix(".gguf") if path.exists() else model
 
 
 def hash_model(folder: Path) -> str:

@@ -35,17 +35,15 @@ from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_store import stored_experts
 from moeserve.model.expert_weights import LayerExperts, Rereader
 from moeserve.model.families import load_generation_defaults
-from moeserve.model.grammars import Grammars
 from moeserve.model.kv_pool import KVPool, kv_pool_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
 from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
-from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
 from moeserve.pacing import Slo
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
-from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress, eos_token_ids
+from moeserve.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
 from moeserve.ranks.together import GroupSteps, StepRows
 from moeserve.request_memory import MergeAnnotations
 from moeserve.request_states import StatePolicy
@@ -100,12 +98,10 @@ class Body(Protocol):
     def meet(self, decoder: StepDecoder, group: Group) -> None:
         """Prepare for the first exchange of rows between ranks."""
 
-    def prepare(
-        self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource
-    ) -> Prepared:
+    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         """Allocate KV memory and get the device ready for any step.
 
-        tap: observes the decoder's gates. grammars: enforces the grammars of requests.
+        tap: observes the decoder's gates.
         """
 
 
@@ -134,15 +130,13 @@ class _CpuBody:
     def meet(self, decoder: StepDecoder, group: Group) -> None:
         """Do nothing: no kernel is compiled at its first call."""
 
-    def prepare(
-        self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource
-    ) -> Prepared:
+    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
         pool = KVPool(layers, kv.num_blocks, block_size, plan.dtype, num_window_blocks=kv.num_window_blocks)
         states = plan.spec.state_layers
         state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
-        runner = ModelRunner(decoder, pool, tap, grammars, state_pool)
+        runner = ModelRunner(decoder, pool, tap, state_pool)
 
         def begin_step(num_rows: int) -> None:
             if group is not None:
@@ -314,9 +308,7 @@ class LoadedRank:
             shape = self._choose_shape(group)
             group.steps.use(shape, body.captured_sizes)
         defaults = load_generation_defaults(self._directory)
-        eos = eos_token_ids(defaults, plan.spec)
-        grammars = Grammars(self._directory / "tokenizer.json", plan.spec.vocab_size, eos)
-        prepared = body.prepare(self._decoder, self._tap, group, grammars)
+        prepared = body.prepare(self._decoder, self._tap, group)
         if plan.device == "cuda" and group is None:
             state = StateUse(0) if plan.spec.state_layers else None
             check_first_answer(prepared.runner, plan.spec.vocab_size, config.block_size, state)

@@ -41,7 +41,6 @@ from moeserve.model.gpu_setup import alone, launch_expert_variants
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.step_arrays import capture_sizes
 from moeserve.model.tensor_reader import Progress
-from moeserve.model.token_masks import MaskSource
 from moeserve.rank import Group, Prepared
 from moeserve.ranks.together import captures_decodes
 
@@ -179,9 +178,7 @@ class GpuBody:
         max_rows = self._settings.max_num_batched_tokens
         launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, ids)
 
-    def prepare(
-        self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None, grammars: MaskSource
-    ) -> Prepared:
+    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         """Compute the largest step, allocate the memory that is left for KV, and compile all kernels.
 
         All ranks allocate as much as the rank with the least memory left. Raise ConfigError if none is left.
@@ -193,7 +190,7 @@ class GpuBody:
         if group is not None:
             memory = group.collectives.agree_on_least(memory)
         kv, kv_bytes = kv_blocks(self._spec, self._dtype, settings, memory)
-        runner = make_runner(decoder, kv, settings, self._configs, peers, tap, grammars)
+        runner = make_runner(decoder, kv, settings, self._configs, peers, tap)
         if group is not None:
             weights_bytes = group.collectives.add_up(weights_bytes)
         row_bytes = 0 if settings.states is None else settings.states.row_bytes

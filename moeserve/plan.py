@@ -142,7 +142,8 @@ class Request:
     `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
     `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
     scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
-    soon as no plan in flight names it.
+    soon as no plan in flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`), None while
+    they are not known.
 
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
@@ -178,6 +179,7 @@ class Request:
     resumes: bool = False
     suspect_until: int = 0
     is_plain: bool = field(init=False)
+    mask: bytes | None = None
     earlier_output: InitVar[array[int] | None] = None
 
     def __post_init__(self, earlier_output: array[int] | None) -> None:
@@ -196,6 +198,11 @@ class Request:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def lacks_mask(self) -> bool:
+        """True if no step may compute the request yet, because the tokens that its grammar allows are not known."""
+        return self.mask is None and self.sampling.grammar is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -241,7 +248,7 @@ class WindowTable:
     blocks: array[int]
 
 
-# Begins the error of a request whose grammar cannot be enforced any further; its text may be shown to the client.
+# Begins the error of a request whose grammar cannot be enforced; its text may be shown to the client.
 GRAMMAR_FAILED = "The grammar failed: "
 # The limit for the annotation that a chunk carries.
 MAX_ANNOTATION_BYTES = 4096
@@ -291,8 +298,10 @@ class Chunk:
 class ChunkExtras:
     """Further inputs, which few chunks need.
 
-    `history` (prompt and output so far) is set if penalties depend on it, `output` (the output so far) if a grammar
-    does. `banned_token_ids` may not be sampled (EOS before `min_tokens`), unless a grammar allows nothing else.
+    `history` (prompt and output so far) is set if penalties depend on it. `mask` is set if a grammar says which tokens
+    may be sampled: bit b of byte i stands for token 8 i + b, tokens beyond the last byte are forbidden, and the bytes
+    are whole words of 32 bits. `banned_token_ids` may not be sampled (EOS before `min_tokens`); where there is a mask,
+    it is without them already.
     `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log probabilities are requested;
     None without a request.
     """
@@ -302,7 +311,7 @@ class ChunkExtras:
     banned_token_ids: tuple[int, ...] = ()
     prompt_targets: array[int] | None = None
     num_top_logprobs: int = 0
-    output: array[int] | None = None
+    mask: bytes | None = None
 
 
 @dataclass(slots=True)

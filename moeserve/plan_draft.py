@@ -166,5 +166,5 @@ def _chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
         banned_token_ids=sampling.stop_token_ids if is_banned else (),
         prompt_targets=targets,
         num_top_logprobs=sampling.prompt_logprobs or 0,
-        output=request.token_ids[request.num_prompt_tokens :] if is_sampled and sampling.grammar is not None else None,
+        mask=request.mask if is_sampled else None,
     )

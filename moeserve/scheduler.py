@@ -88,6 +88,9 @@ class Scheduler:
         self._committed: PlanDraft | None = None
         # The first request of each tenant that found no memory in the latest step.
         self._lacking: dict[Tenant, Request] = {}
+        # Requests outside the queue: the first mask of their grammar is still to come.
+        self._unmasked: dict[str, Request] = {}
+        self._mask_changes: list[Request] = []
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
         # The suspect that plans in flight, or the draft, name.
@@ -104,7 +107,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self._unmasked)
 
     @property
     def is_idle(self) -> bool:
@@ -139,16 +142,38 @@ class Scheduler:
             memory.share(request)
         if self._outgrows(request):
             self._extend(request)
-        self._waiting.add(request)
+        if request.lacks_mask:
+            self._mask_changes.append(request)
+        self._enqueue(request)
+
+    def take_mask_changes(self) -> list[Request]:
+        """Return the requests with a grammar that have come to need a mask, or have finished, since the last call."""
+        changes, self._mask_changes = self._mask_changes, []
+        return changes
+
+    def provide(self, request: Request, mask: bytes) -> None:
+        """Receive the tokens that a request's grammar allows next. Without them no step computes the request.
+
+        With its first mask it takes its place in the queue, by its arrival. A request that has finished is left alone.
+        """
+        if not request.finished:
+            request.mask = mask
+            if self._unmasked.pop(request.request_id, None) is not None:
+                self._waiting.add(request)
+
+    def fail(self, request: Request, error: str) -> RequestOutput | None:
+        """End a request with an error. Return None for a request that has finished."""
+        return None if request.finished else self._end(request, FinishReason.ERROR, error)
 
     def drop_late(self) -> list[RequestOutput]:
         """End the requests that never began and have waited too long, or will before those ahead of them have begun.
 
         Each has had its chance in at least one step, however long the previous step took.
         """
+        late = [r for r in self._unmasked.values() if self._pace.now - r.arrived_at > self._pace.limit(r)]
         if not len(self._waiting):
-            return []
-        load, late = self.load(), []
+            return [self._end(request, FinishReason.LATE) for request in late]
+        load = self.load()
         ahead: list[int] = []
         num_tokens = 0
         for request in self._waiting.candidates():
@@ -202,7 +227,9 @@ class Scheduler:
         self._lacking = {}
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
-            if request.yields or (request.num_scheduled_tokens and not self._run_ahead) or self._awaits_trial(request):
+            if request.yields or request.lacks_mask or self._awaits_trial(request):
+                continue
+            if request.num_scheduled_tokens and not self._run_ahead:
                 continue
             num_pending = _num_pending(request)
             if num_pending > 1:
@@ -270,6 +297,9 @@ class Scheduler:
                         output.miss, request.miss = request.miss, None
                     if output.finish_reason is not None:
                         self._end(request, output.finish_reason)
+                    elif output.token_id is not None and request.mask is not None:
+                        request.mask = None
+                        self._mask_changes.append(request)
                     outputs.append(output)
         return outputs
 
@@ -291,7 +321,8 @@ class Scheduler:
 
     def load(self, num_tokens: int | None = None) -> Load:
         """Return the load that a request would find now. num_tokens: its uncached prompt's; None for a typical one."""
-        backlogs = self._tenants.backlogs(self._running, self._waiting, num_tokens)
+        waiting = [*self._waiting, *self._unmasked.values()]
+        backlogs = self._tenants.backlogs(self._running, waiting, num_tokens)
         is_awaited = any(backlog.waiting for backlog in backlogs.values())
         gives_way = any(request.terms.background for request in self._running)
         return self._pace.load(backlogs, bool(self._lacking) and is_awaited and not gives_way)
@@ -313,8 +344,9 @@ class Scheduler:
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
         num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
-        if not request.resumes and not self._sharing.may_wait(request.terms, self._waiting, num_places):
-            raise QueueFullError(f"{len(self._waiting)} requests wait already")
+        waiting = [*self._waiting, *self._unmasked.values()]
+        if not request.resumes and not self._sharing.may_wait(request.terms, waiting, num_places):
+            raise QueueFullError(f"{len(waiting)} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
         """Raise TooLateError if the request would wait much longer than it may.
@@ -518,7 +550,14 @@ class Scheduler:
         request.num_preemptions += 1
         request.yields = False
         self.counters.preemptions += 1
-        self._waiting.add(request)
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """Let a request wait for its turn, or first for its mask."""
+        if request.lacks_mask:
+            self._unmasked[request.request_id] = request
+        else:
+            self._waiting.add(request)
 
     def _count_start(self, request: Request) -> None:
         self.counters.prefix_query_tokens += len(request.token_ids)
@@ -559,8 +598,11 @@ class Scheduler:
         self._tenants.leave(request)
         request.finished, request.failed = True, error is not None
         self._pace.count_end(request, reason)
+        if request.sampling.grammar is not None:
+            self._mask_changes.append(request)
         if request.lease is None:
-            self._waiting.remove(request)
+            if self._unmasked.pop(request.request_id, None) is None:
+                self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
         self._release(request)

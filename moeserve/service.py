@@ -22,6 +22,7 @@ from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, plan_recording, signature_merger
+from moeserve.grammar_masks import GrammarMasks
 from moeserve.memory_plan import plan_model
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.pacing import service_slo
@@ -136,7 +137,9 @@ def serve(
     ready = _ready(context, model, keeps_states=caches[0].keeps_states)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-    steps = Steps(scheduler, executor, rank.depth, observers)
+    tokenizer_json = Path(context.model_dir) / "tokenizer.json"
+    masks = GrammarMasks(tokenizer_json, model.spec.vocab_size, model.eos_token_ids)
+    steps = Steps(scheduler, executor, rank.depth, observers, masks)
     monitor = _monitor(context, model.spec, recording, sources)
     engine = Engine(socket, scheduler, caches, steps, ready, monitor, rank.progress.count)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)

@@ -9,10 +9,18 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from moeserve.plan import Pending, StepPlan, StepResult
+from moeserve.plan import GRAMMAR_FAILED, Pending, StepPlan, StepResult
 from moeserve.scheduler import RequestOutput, Scheduler
+
+if TYPE_CHECKING:
+    from moeserve.grammar_masks import GrammarMasks
+
+# A step waits up to this time for masks of grammars; requests whose mask comes later are left out of it.
+_MASK_SECONDS = 0.005
+# The time between two looks for new messages while nothing can be computed before a mask is made.
+_IDLE_MASK_SECONDS = 0.002
 
 
 class Runner(Protocol):
@@ -77,28 +85,42 @@ class Steps:
     """
 
     def __init__(
-        self, scheduler: Scheduler, executor: Executor, depth: int, observers: Sequence[RanksObserver] = ()
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int,
+        observers: Sequence[RanksObserver] = (),
+        masks: GrammarMasks | None = None,
     ) -> None:
+        """masks: makes the masks of requests that have a grammar; without it, such requests fail."""
         self._scheduler = scheduler
         self._executor = executor
         self._depth = depth
         self._observers = observers
+        self._masks = masks
         self._in_flight: deque[tuple[list[StepPlan], Pending[list[StepResult]]]] = deque()
         self.step = 0
 
     def advance(self) -> list[RequestOutput] | None:
         """Launch the next step if there is one. Without one, or with more than `depth` in flight, commit the oldest.
 
-        Return the outputs of the committed step, none without a commit, or None if there was nothing to do.
+        Return the outputs of the committed step, none without a commit, and of requests whose grammar failed; None if
+        there was nothing to do.
         """
+        failed = self._provide_masks()
         plans = self._scheduler.schedule()
         if plans is not None:
             for observer in self._observers:
                 observer.begin(plans)
             self._in_flight.append((plans, self._executor.launch(plans)))
             if len(self._in_flight) <= self._depth:
-                return []
-        return self._commit() if self._in_flight else None
+                return failed
+        if self._in_flight:
+            return failed + self._commit()
+        if self._masks is not None and self._masks.is_awaited:
+            self._masks.wait(_IDLE_MASK_SECONDS)
+            return failed
+        return failed or None
 
     def check(self) -> None:
         """Raise the error that would make the next step fail. Meant for times when there is nothing to do."""
@@ -111,4 +133,23 @@ class Steps:
             observer.end(plans, results)
         outputs = self._scheduler.commit(plans, results)
         self.step = plans[0].step
+        if self._masks is not None:
+            # Masks are made while the outputs are sent and messages are read.
+            self._masks.update(self._scheduler.take_mask_changes())
         return outputs
+
+    def _provide_masks(self) -> list[RequestOutput]:
+        """Give the scheduler the masks that are made. Return the ends of requests whose grammar failed."""
+        changes = self._scheduler.take_mask_changes()
+        failed: list[RequestOutput | None] = []
+        if self._masks is None:
+            error = f"{GRAMMAR_FAILED}nothing enforces grammars here"
+            failed = [self._scheduler.fail(request, error) for request in changes]
+        else:
+            self._masks.update(changes)
+            for made in self._masks.take(_MASK_SECONDS):
+                if made.error is None:
+                    self._scheduler.provide(made.request, made.mask)
+                else:
+                    failed.append(self._scheduler.fail(made.request, made.error))
+        return [output for output in failed if output is not None]

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from moeserve.model.files import check_file, read_json
+from moeserve.model.files import check_file, is_gguf_folder, read_json
 from moeserve.model.spec import (
     AttentionSpec,
     CheckpointError,
@@ -24,6 +24,9 @@ from moeserve.model.spec import (
     MoeSpec,
     QuantizationSpec,
 )
+
+if TYPE_CHECKING:
+    from moeserve.model.gguf.parts import GgufPart
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -39,12 +42,14 @@ def item_bits(dtype: str) -> int:
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One stored tensor. dtype: as safetensors names it (``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ...)."""
+    """One stored tensor. dtype: as safetensors names it (``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ...), or as
+    ggml does (``Q4_K``). gguf: where it lies in a GGUF file, None in a safetensors file."""
 
     file: Path
     dtype: str
     shape: tuple[int, ...]
     num_bytes: int
+    gguf: GgufPart | None = None
 
 
 def read_index(directory: Path) -> dict[str, TensorInfo]:
@@ -53,6 +58,8 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
     Raise CheckpointError if files are missing, truncated or not safetensors, or if the index names a tensor that its
     file does not hold.
     """
+    if is_gguf_folder(directory):
+        return _read_gguf(directory)
     if (directory / _INDEX).is_file():
         return _read_sharded(directory)
     if (directory / _SINGLE).is_file():
@@ -67,9 +74,18 @@ def read_index(directory: Path) -> dict[str, TensorInfo]:
     raise CheckpointError(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
 
 
+def _read_gguf(directory: Path) -> dict[str, TensorInfo]:
+    from moeserve.model.gguf.folder import gguf_parts  # Imported late: other checkpoints do without its packages.
+
+    return {
+        name: TensorInfo(part.sources[0].file, part.kind, part.shape, part.num_bytes, part)
+        for name, part in gguf_parts(directory)
+    }
+
+
 def has_weights(directory: Path) -> bool:
     """Return whether there is any file of weights."""
-    return any(directory.glob("*.safetensors"))
+    return is_gguf_folder(directory) or any(directory.glob("*.safetensors"))
 
 
 def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
@@ -160,11 +176,11 @@ class StoredTensor:
 class ExpertsPlan:
     """The owned experts of one layer.
 
-    tensors: with ``split`` storage one mapping (gate, up, down) per owned expert, in their order; with ``fused`` and
-    ``mxfp4`` a single mapping of tensors that hold all experts of the layer.
+    tensors: with ``split`` storage one mapping (gate, up, down) per owned expert, in their order; with ``fused``,
+    ``stacked`` and ``mxfp4`` a single mapping of tensors that hold all experts of the layer.
     """
 
-    storage: Literal["split", "fused", "mxfp4"]
+    storage: Literal["split", "fused", "stacked", "mxfp4"]
     owned: tuple[int, ...]
     tensors: tuple[Mapping[str, StoredTensor], ...]
 
@@ -288,6 +304,9 @@ class _Matcher:
         fused = fused_expert_tensors(spec, layer)
         if self._find(fused["gate_up"]) is not None:
             return ExpertsPlan("fused", owned, (self.match(fused),))
+        stacked = stacked_expert_tensors(spec, layer)
+        if self._find(stacked["gate"]) is not None:
+            return ExpertsPlan("stacked", owned, (self.match(stacked),))
         experts = [self.match(_split_expert_tensors(spec, layer, e)) for e in range(spec.moe.num_experts)]
         return ExpertsPlan("split", owned, tuple(experts[expert] for expert in owned))
 
@@ -316,7 +335,7 @@ class _Matcher:
 
     def _match_one(self, ref: TensorRef) -> StoredTensor:
         name, info = self._take(ref)
-        if info.dtype in _PLAIN_DTYPES:
+        if info.dtype in _PLAIN_DTYPES or info.gguf is not None:
             return StoredTensor(name, ref.shape, info.num_bytes, info.dtype)
         if info.dtype != "F8_E4M3":
             raise CheckpointError(f"{name} is stored as {info.dtype}, which cannot be read.")
@@ -538,13 +557,31 @@ def fused_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
     flip = -1 if moe.transposed_experts else 1
     tensors = {
         "gate_up": TensorRef(
-            names("experts.gate_up_proj", "input_linear.weight"), (count, *(2 * width, hidden)[::flip])
+            names("experts.gate_up_proj", "experts.gate_up_proj.weight", "input_linear.weight"),
+            (count, *(2 * width, hidden)[::flip]),
         ),
-        "down": TensorRef(names("experts.down_proj", "output_linear.weight"), (count, *(hidden, width)[::flip])),
+        "down": TensorRef(
+            names("experts.down_proj", "experts.down_proj.weight", "output_linear.weight"),
+            (count, *(hidden, width)[::flip]),
+        ),
     }
     if moe.expert_bias:
         tensors["gate_up.bias"] = TensorRef(names("experts.gate_up_proj_bias"), (count, 2 * width))
         tensors["down.bias"] = TensorRef(names("experts.down_proj_bias"), (count, hidden))
+    return tensors
+
+
+def stacked_expert_tensors(spec: DecoderSpec, layer: int) -> Tensors:
+    """Return the tensors that hold one projection of all experts: ``gate``, ``up`` [E, I, H] and ``down`` [E, H, I]."""
+    moe = spec.moe
+    assert moe is not None
+    count, hidden, width = moe.num_experts, spec.hidden_size, moe.intermediate_size
+    tensors = {}
+    for key, shape in (("gate", (width, hidden)), ("up", (width, hidden)), ("down", (hidden, width))):
+        name = f"layers.{layer}.mlp.experts.{key}_proj"
+        tensors[key] = TensorRef((f"{name}.weight",), (count, *shape))
+        if moe.expert_bias:
+            tensors[f"{key}.bias"] = TensorRef((f"{name}.bias",), (count, shape[0]))
     return tensors
 
 

@@ -116,6 +116,10 @@ class ExpertReader:
             self._reader.read_into(tensors["gate"], gate_up[:width])
             self._reader.read_into(tensors["up"], gate_up[width:])
             self._reader.read_into(tensors["down"], down)
+        elif self._plan.storage == "stacked":
+            self._reader.read_expert_into(tensors["gate"], expert, gate_up[:width])
+            self._reader.read_expert_into(tensors["up"], expert, gate_up[width:])
+            self._reader.read_expert_into(tensors["down"], expert, down)
         elif self._plan.storage == "mxfp4":
             # The file holds [I, (gate, up), H] and [H, I].
             for key, out in (("gate_up", _halves(gate_up).transpose(0, 1)), ("down", down)):
@@ -136,8 +140,12 @@ class ExpertReader:
             return None, None
         gate_up_bias = torch.empty(2 * self.shape.intermediate_size, dtype=self.shape.dtype)
         down_bias = torch.empty(self.shape.hidden_size, dtype=self.shape.dtype)
-        seen = _halves(gate_up_bias).T if self._moe.transposed_experts else gate_up_bias
-        self._reader.read_expert_into(tensors["gate_up.bias"], expert, seen)
+        if self._plan.storage == "stacked":
+            for key, half in zip(("gate.bias", "up.bias"), _halves(gate_up_bias), strict=True):
+                self._reader.read_expert_into(tensors[key], expert, half)
+        else:
+            seen = _halves(gate_up_bias).T if self._moe.transposed_experts else gate_up_bias
+            self._reader.read_expert_into(tensors["gate_up.bias"], expert, seen)
         self._reader.read_expert_into(tensors["down.bias"], expert, down_bias)
         return gate_up_bias, down_bias
 

@@ -11,6 +11,8 @@ from typing import Any
 from moeserve.model.spec import ModelError
 
 _MIB = 2**20
+# In a folder that was made for a GGUF file: names the file.
+GGUF_POINTER = "gguf.json"
 # By name or ending of a file that is read whole, its most bytes: several times the largest known of real models.
 _BOUNDS = {
     "manifest.json": 16 * _MIB,
@@ -19,9 +21,15 @@ _BOUNDS = {
     "generation_config.json": _MIB,
     "tokenizer.json": 128 * _MIB,
     "tokenizer_config.json": 16 * _MIB,
+    GGUF_POINTER: _MIB,
     "model.safetensors.index.json": 128 * _MIB,
     ".jinja": 4 * _MIB,
 }
+
+
+def is_gguf_folder(directory: Path) -> bool:
+    """Return whether the folder was made for a GGUF file (`moeserve.model.gguf.folder`), which holds the weights."""
+    return (directory / GGUF_POINTER).is_file()
 
 
 def size_bound(path: Path) -> int | None:

@@ -29,7 +29,6 @@ from moeserve.model.sampler import SCORED_AT_ONCE
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import StepShape, capture_sizes
-from moeserve.model.token_masks import MaskSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,12 +83,11 @@ def make_runner(
     configs: MoeConfigs | None = None,
     peers: Peers | None = None,
     tap: RoutingTap | None = None,
-    grammars: MaskSource | None = None,
 ) -> GpuModelRunner:
     """Allocate the KV memory; on a GPU compile all kernels and, unless eager, capture the decode steps.
 
     configs: the kernel configurations of the decoder's experts. peers: the other ranks, which must do the same at the
-    same time. tap: observes the decoder's gates. grammars: enforces the grammars of requests.
+    same time. tap: observes the decoder's gates.
     """
     spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
     kv_dtype = settings.kv_dtype or dtype
@@ -112,7 +110,7 @@ def make_runner(
         if decoder.device.type == "cuda":
             decode.capture()
     wait = torch.cuda.Event.synchronize if peers is None else peers.wait_for
-    return GpuModelRunner(tapped, pool, batches, decode=decode, wait=wait, grammars=grammars, state_pool=state_pool)
+    return GpuModelRunner(tapped, pool, batches, decode=decode, wait=wait, state_pool=state_pool)
 
 
 @torch.inference_mode()

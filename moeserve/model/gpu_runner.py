@@ -27,7 +27,6 @@ from moeserve.model.kv_pool import KVPool
 from moeserve.model.sampler import SampledStep, sample_step
 from moeserve.model.state_pool import StatePool
 from moeserve.model.step_arrays import StepArrays, StepShape, padded_size, step_arrays
-from moeserve.model.token_masks import MaskSource, begin_masks
 from moeserve.plan import StepPlan, StepResult, wanted_logits
 
 if TYPE_CHECKING:
@@ -79,12 +78,11 @@ class GpuModelRunner:
         *,
         decode: DecodeSteps | None,
         wait: Wait = torch.cuda.Event.synchronize,
-        grammars: MaskSource | None = None,
         state_pool: StatePool | None = None,
     ) -> None:
         """computes: a decoder over `kv_pool` and `state_pool`, which is None without recurrent layers. decode: batches
         for decode steps; None launches every step's kernels (`--enforce-eager`). wait: among several ranks, a wait with
-        a time limit. grammars: if None, a request that has a grammar fails.
+        a time limit.
         """
         self._computes = computes
         self._kv_pool = kv_pool
@@ -92,7 +90,6 @@ class GpuModelRunner:
         self._batches = batches
         self._decode = decode
         self._wait = wait
-        self._grammars = grammars
         self._drawn: Tensor | None = None
 
     @torch.inference_mode()
@@ -103,7 +100,6 @@ class GpuModelRunner:
         """
         if not plan.chunks:
             return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
-        masks = begin_masks(self._grammars, plan.chunks)
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
@@ -113,9 +109,7 @@ class GpuModelRunner:
         if self._state_pool is not None:
             self._state_pool.end(plan.chunks)
         routing = None if computed.routing is None else computed.routing.on_host()
-        # The device computes the forward meanwhile.
-        allowed = None if masks is None else masks.result()
-        sampled = sample_step(self._computes.decoder, plan.chunks, places, computed.states, computed.logits, allowed)
+        sampled = sample_step(self._computes.decoder, plan.chunks, places, computed.states, computed.logits)
         if sampled.drawn is not None:
             self._drawn = sampled.drawn.token_ids
         return LaunchedStep(plan, sampled, _mark(computed.states), self._wait, routing)

@@ -17,7 +17,6 @@ from moeserve.model.sampler import sample_step
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
 from moeserve.model.state_pool import StatePool, state_rows
 from moeserve.model.step_arrays import step_arrays
-from moeserve.model.token_masks import MaskSource, begin_masks
 from moeserve.plan import Chunk, ChunkResult, Computed, StateUse, StepPlan, StepResult, wanted_logits
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
@@ -31,17 +30,15 @@ class ModelRunner:
         decoder: StepDecoder,
         kv_pool: KVPool,
         tap: RoutingTap | None = None,
-        grammars: MaskSource | None = None,
         state_pool: StatePool | None = None,
     ) -> None:
-        """tap: observes the decoder's gates; results carry its observations. grammars: if None, a request that has a
-        grammar fails. state_pool: None for a model without recurrent layers."""
+        """tap: observes the decoder's gates; results carry its observations. state_pool: None for a model without
+        recurrent layers."""
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._state_pool = state_pool
         self._pools = decoder.arrange_pools(kv_pool.layers, state_pool)
         self._tap = tap
-        self._grammars = grammars
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Computed[StepResult]:
@@ -57,11 +54,9 @@ class ModelRunner:
         if not plan.chunks:
             self._decoder.serve_others()
             return []
-        masks = begin_masks(self._grammars, plan.chunks)
         logit_rows, places = wanted_logits(plan.chunks)
         states = self._states(plan.chunks, logit_rows)
-        allowed = None if masks is None else masks.result()
-        return sample_step(self._decoder, plan.chunks, places, states, masks=allowed).results()
+        return sample_step(self._decoder, plan.chunks, places, states).results()
 
     def _states(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
         """Return [S, hidden] after the last norm, of the rows that need logits."""

@@ -17,7 +17,7 @@ from kernels.ops import Ops
 from kernels.sampling import Draw
 from kernels.transfer import to_device, to_host
 from moeserve.model.decoder import StepDecoder
-from moeserve.model.token_masks import TokenMasks, forbid
+from moeserve.model.token_masks import forbid, masks_of
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -56,12 +56,11 @@ def sample_step(
     places: Sequence[range],
     states: Tensor,
     logits: Tensor | None = None,
-    masks: TokenMasks | None = None,
 ) -> SampledStep:
     """Launch sampling and scoring for the chunks, from states [S, H] of the rows that need logits.
 
     places: each chunk's range of these rows. logits: [S, vocab] of the states; None to compute only a few rows of
-    logits at a time. masks: the tokens that grammars allow the sampled chunks.
+    logits at a time.
     """
     drawing = [chunk for chunk in chunks if chunk.sampling is not None]
     drawn = None
@@ -70,7 +69,7 @@ def sample_step(
         of_rows = states if logits is None else logits
         if len(last) < len(of_rows):
             of_rows = of_rows[to_device(array("q", last), of_rows.device)]
-        drawn = draw_tokens(decoder.ops, decoder.logits(of_rows) if logits is None else of_rows, drawing, masks)
+        drawn = draw_tokens(decoder.ops, decoder.logits(of_rows) if logits is None else of_rows, drawing)
     prompt_logprobs = {}
     for number, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
         if chunk.extras is not None and chunk.extras.prompt_targets:
@@ -80,10 +79,10 @@ def sample_step(
     return SampledStep(chunks, drawn, prompt_logprobs)
 
 
-def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks | None = None) -> Drawn:
+def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
     """Launch the draws for logits [S, V] (any float dtype). Row i belongs to `chunks[i]`, which has `sampling`."""
     draws = [_draw_of(chunk) for chunk in chunks]
-    adjusted = adjusted_logits(logits, chunks, masks)
+    adjusted = adjusted_logits(logits, chunks)
     token_ids, largest = ops.sample(adjusted, draws)
     if adjusted is not logits:
         # A banned token may be the only finite one, so check the model's own logits.
@@ -100,7 +99,7 @@ def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk], masks: TokenM
             some_logits, some_ids = logits[places], token_ids[places]
         found = Logprobs(some_logits, some_ids, num_top)
         logprobs |= {row: (found, place) for place, row in enumerate(rows)}
-    return Drawn(token_ids, to_host(token_ids), to_host(largest), logprobs, {} if masks is None else masks.errors)
+    return Drawn(token_ids, to_host(token_ids), to_host(largest), logprobs)
 
 
 def _draw_of(chunk: Chunk) -> Draw:
@@ -117,15 +116,13 @@ class Drawn:
     """The drawn tokens of a step.
 
     They lie on the device [S] int64 for the next step, and are copied to the host [S] with the rows' largest logits [S]
-    fp32. Rows that want log probabilities have these too, with their places in them. errors: of rows whose token has no
-    meaning.
+    fp32. Rows that want log probabilities have these too, with their places in them.
     """
 
     token_ids: Tensor
     home: Tensor
     largest: Tensor
     logprobs: dict[int, tuple[Logprobs, int]]
-    errors: dict[int, str]
 
     def results(self) -> list[ChunkResult]:
         """Return one result per sampled chunk, after the device is done. A row that is not finite fails alone."""
@@ -133,8 +130,6 @@ class Drawn:
         for row, (token_id, largest) in enumerate(zip(self.home.tolist(), self.largest.tolist(), strict=True)):
             if not math.isfinite(largest):
                 results.append(ChunkResult(error=NOT_FINITE))
-            elif row in self.errors:
-                results.append(ChunkResult(error=self.errors[row]))
             elif row in self.logprobs:
                 found, place = self.logprobs[row]
                 results.append(ChunkResult(token_id, found.of_row(place)))
@@ -179,14 +174,15 @@ class ScoredTokens:
         return [found.of_row(row) for count, found in self._parts for row in range(count)]
 
 
-def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks | None = None) -> Tensor:
-    """Return a copy of logits [S, V] in fp32, adjusted as `chunks`, one per row, and `masks` ask.
+def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+    """Return a copy of logits [S, V] in fp32, adjusted as `chunks`, one per row, ask.
 
-    Penalties come first, then biases, then bans, at last the masks. If no row asks for any, return the same tensor. A
-    row's bits do not depend on other rows.
+    Penalties come first, then biases, then bans, at last the masks of grammars. If no row asks for any, return the same
+    tensor. A row's bits do not depend on other rows.
     """
     penalised = [row for row, chunk in enumerate(chunks) if chunk.extras is not None and chunk.extras.history]
     places, biases, banned = _changes(chunks, logits.shape[1])
+    masks = masks_of(chunks)
     if not (penalised or places or banned) and masks is None:
         return logits
     device = logits.device
@@ -205,14 +201,14 @@ def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk], masks: TokenMasks |
 
 
 def _changes(chunks: Sequence[Chunk], vocab_size: int) -> tuple[array[int], array[float], array[int]]:
-    """Return biased places among all rows' logits, their biases, and banned places; masks hold bans of their own."""
+    """Return biased places among all rows' logits, their biases, and banned places; masks are without banned tokens."""
     places, biases, banned = array("q"), array("f"), array("q")
     for row, chunk in enumerate(chunks):
         first = row * vocab_size
         if chunk.sampling is not None and chunk.sampling.logit_bias:
             places.extend(first + token for token in chunk.sampling.logit_bias)
             biases.extend(chunk.sampling.logit_bias.values())
-        if chunk.extras is not None and (chunk.sampling is None or chunk.sampling.grammar is None):
+        if chunk.extras is not None and chunk.extras.mask is None:
             banned.extend(first + token for token in chunk.extras.banned_token_ids)
     return places, biases, banned
 

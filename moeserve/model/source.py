@@ -8,7 +8,7 @@ import errno
 import os
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -19,7 +19,8 @@ import msgspec
 from moeserve.model.cache import is_recorded, verify
 from moeserve.model.demo import ensure_demo
 from moeserve.model.families import load_generation_defaults
-from moeserve.model.files import check_file, read_json, size_bound
+from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
+from moeserve.model.gguf.hub import choose_files, only_gguf_sentence, split_name
 from moeserve.model.spec import ModelError, Progress, silent
 
 if TYPE_CHECKING:
@@ -55,11 +56,20 @@ def resolve_model(
         path = _expanded(model)
         if not path.exists():
             raise ModelError(_no_folder(path))
+        if path.suffix == ".gguf":
+            return check_folder(_gguf_folder(path, report))
         check_folder(path)
         if is_recorded(path):
             verify(path, progress=report)
         return path
-    return check_folder(_download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report))
+    found = _download(model, revision=revision, offline=offline, cache_dir=cache_dir, report=report)
+    return check_folder(_gguf_folder(found, report) if found.suffix == ".gguf" else found)
+
+
+def _gguf_folder(path: Path, report: Progress) -> Path:
+    from moeserve.model.gguf.folder import gguf_folder  # Imported late: reading GGUF takes numpy.
+
+    return gguf_folder(path, progress=report)
 
 
 def _no_folder(path: Path) -> str:
@@ -74,6 +84,8 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
         path = _expanded(model)
+        if path.suffix == ".gguf" and path.exists():
+            return _gguf_folder(path, silent)
         if not path.is_dir():
             raise ModelError(_no_folder(path))
         if not (path / "config.json").exists():
@@ -82,7 +94,9 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
     from huggingface_hub import constants, hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
-    cache = Path(constants.HF_HUB_CACHE)
+    cache, (name, kind) = Path(constants.HF_HUB_CACHE), split_name(model)
+    if kind is not None:
+        return _gguf_folder(_cached(name, kind, revision, cache, "a GGUF file is described once it is here"), silent)
     with _as_model_errors(model, revision, cache):
         try:
             local = offline or constants.HF_HUB_OFFLINE
@@ -174,6 +188,10 @@ def _check_files_of(folder: Path) -> None:
 def _check_weights(folder: Path) -> None:
     if (folder / _INDEX_NAME).is_file():
         _check_shards(folder)
+    elif is_gguf_folder(folder):
+        from moeserve.model.gguf.folder import gguf_files
+
+        gguf_files(folder)
     elif not any(folder.glob("*.safetensors")):
         pickles = sorted(path.name for path in folder.iterdir() if path.suffix in _PICKLE_SUFFIXES)
         if pickles:
@@ -204,24 +222,29 @@ def _check_shards(folder: Path) -> None:
 
 
 def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Path | None, report: Progress) -> Path:
-    """Return the folder of a hub model at `revision` (default: the main branch). Fetch what is missing.
+    """Return the folder of a hub model at `revision` (default: the main branch), or the first file of the GGUF model
+    that `owner/name:KIND` names. Fetch what is missing.
 
     Resume an interrupted download. Without a network, or with `offline` or HF_HUB_OFFLINE, a complete copy in the cache
     is enough. cache_dir: the hub library's by default. Raise ModelError.
     """
     from huggingface_hub import constants
 
-    cache = cache_dir or Path(constants.HF_HUB_CACHE)
+    cache, (name, kind) = cache_dir or Path(constants.HF_HUB_CACHE), split_name(model)
     if offline or constants.HF_HUB_OFFLINE:
-        return _cached(model, revision, cache, "offline mode is on")
+        return _cached(name, kind, revision, cache, "offline mode is on")
     report("look up model", 0, 0)
-    with _as_model_errors(model, revision, cache):
-        info, trouble = _look_up(model, revision)
+    with _as_model_errors(name, revision, cache):
+        info, trouble = _look_up(name, revision)
         if info is None:
-            return _cached(model, revision, cache, f"the hub cannot be reached ({trouble})")
-        missing = _check_files(model, info, cache)
-        _check_disk(model, missing, cache)
-        return _fetch(model, revision, cache, _progress_bar_class(report, missing) if missing else None)
+            return _cached(name, kind, revision, cache, f"the hub cannot be reached ({trouble})")
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+        files = _files_of(name, sizes) if kind is None else choose_files(name, kind, sizes)
+        missing = _missing_bytes(name, {file: sizes[file] for file in files}, info, cache)
+        _check_disk(name, missing, cache)
+        bars = _progress_bar_class(report, missing) if missing else None
+        folder = _fetch(name, revision, cache, bars, None if kind is None else files)
+        return folder if kind is None else folder / files[0]
 
 
 def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]:
@@ -241,23 +264,28 @@ def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]
         return None, f"HTTP status {status}"
 
 
-def _check_files(model: str, info: "ModelInfo", cache: Path) -> int:
-    """Return the bytes still to be fetched. Raise ModelError if the repository cannot be served at all."""
-    from huggingface_hub import try_to_load_from_cache
-
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-    wanted = {name: size for name, size in sizes.items() if _is_wanted(name)}
+def _files_of(model: str, names: Collection[str]) -> list[str]:
+    """Return the files to fetch. Raise ModelError if the repository cannot be served at all."""
+    wanted = [name for name in names if _is_wanted(name)]
     if not any(name.endswith(".safetensors") for name in wanted):
-        pickles = [name for name in sizes if name.endswith((".bin", ".pt", ".pth"))]
+        if sentence := only_gguf_sentence(model, names):
+            raise ModelError(sentence)
+        pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth"))]
         if pickles:
             raise ModelError(_pickle_sentence(f"Model {model}", pickles[0]))
         raise ModelError(f"Model {model} has no safetensors weights, so it cannot be served.")
     for needed in ("config.json", "tokenizer.json"):
         if needed not in wanted:
             raise ModelError(f"Model {model} has no {needed}, so it cannot be served.")
+    return wanted
+
+
+def _missing_bytes(model: str, sizes: Mapping[str, int], info: "ModelInfo", cache: Path) -> int:
+    from huggingface_hub import try_to_load_from_cache
+
     return sum(
         size
-        for name, size in wanted.items()
+        for name, size in sizes.items()
         if not isinstance(try_to_load_from_cache(model, name, cache_dir=cache, revision=info.sha), str)
     )
 
@@ -277,26 +305,39 @@ def _check_disk(model: str, missing: int, cache: Path) -> None:
         )
 
 
-def _fetch(model: str, revision: str | None, cache: Path, bars: type | None, *, local: bool = False) -> Path:
+def _fetch(
+    model: str,
+    revision: str | None,
+    cache: Path,
+    bars: type | None,
+    files: list[str] | None = None,
+    *,
+    local: bool = False,
+) -> Path:
+    """files: alone to fetch, all of a model of safetensors if None."""
     from huggingface_hub import snapshot_download
 
     folder = snapshot_download(
         model,
         revision=revision,
         cache_dir=cache,
-        allow_patterns=_ALLOW,
-        ignore_patterns=_IGNORE,
+        allow_patterns=_ALLOW if files is None else files,
+        ignore_patterns=_IGNORE if files is None else None,
         local_files_only=local,
         tqdm_class=bars,
     )
     return Path(folder)
 
 
-def _cached(model: str, revision: str | None, cache: Path, reason: str) -> Path:
+def _cached(model: str, kind: str | None, revision: str | None, cache: Path, reason: str) -> Path:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return _fetch(model, revision, cache, None, local=True)
+        folder = _fetch(model, revision, cache, None, local=True)
+        if kind is None:
+            return folder
+        names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        return folder / choose_files(model, kind, names)[0]
     except HFValidationError as error:
         raise ModelError(_NO_NAME.format(model=model)) from error
     except LocalEntryNotFoundError as error:

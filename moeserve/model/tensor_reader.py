@@ -1,4 +1,4 @@
-"""Reads planned tensors from safetensors files one at a time, expands FP8 and MXFP4, and converts them."""
+"""Reads planned tensors one at a time, from safetensors or GGUF files, expands FP8 and MXFP4, and converts them."""
 
 from __future__ import annotations
 
@@ -57,9 +57,9 @@ class TensorReader:
 
     def read_into(self, stored: StoredTensor, out: Tensor) -> None:
         """Fill ``out`` in its own dtype. Its shape may differ from the stored one by dimensions of 1."""
-        raw = self._call(stored.name, lambda file: file.get_tensor(stored.name))
+        raw = self._whole(stored.name)
         scale_name = stored.scale
-        scale = None if scale_name is None else self._call(scale_name, lambda file: file.get_tensor(scale_name))
+        scale = None if scale_name is None else self._whole(scale_name)
         self._copy(raw, scale, out)
         self._advance(stored.num_bytes)
 
@@ -113,7 +113,20 @@ class TensorReader:
         else:
             out.copy_(dequantise_fp8(raw, scale, block, out.dtype).view(out.shape))
 
+    def _whole(self, name: str) -> Tensor:
+        part = self._index[name].gguf
+        if part is None:
+            return self._call(name, lambda file: file.get_tensor(name))
+        from moeserve.model.gguf.tensors import read_part  # Imported late: other checkpoints do without its packages.
+
+        return read_part(part)
+
     def _row(self, name: str, row: int) -> Tensor:
+        part = self._index[name].gguf
+        if part is not None:
+            from moeserve.model.gguf.tensors import read_row  # As above.
+
+            return read_row(part, row)
         return self._call(name, lambda file: file.get_slice(name)[row])
 
     def _call(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:

@@ -2,8 +2,9 @@
 
 Between two plans of a running request almost nothing changes: it has one more token, and now and then one more block.
 Both ends therefore keep the facts about each request that recent plans named: its sampling parameters, block table,
-history, output and window table. The sender describes a chunk by its differences from these facts, in a few dozen bytes
-however long the context is, and names the request by a small number. Whoever executes the plans keeps nothing.
+history, mask and window table. The sender describes a chunk by its differences from these facts, in a few dozen bytes
+however long the context is, and names the request by a small number. Only a grammar's mask comes whole, one bit per
+token of the vocabulary, whenever it is another one. Whoever executes the plans keeps nothing.
 
 A plan travels as the MessagePack array of `_WirePlan`. Plans are numbered: number 0 makes the receiver forget
 everything, and a gap is an error. So a sender that starts anew is understood by any receiver, and none computes with
@@ -33,13 +34,12 @@ _Change = bytes | tuple[int, int, bytes] | None
 
 
 class _WireExtras(msgspec.Struct, array_like=True, frozen=True):
-    """Trailing fields that are None are left out. `has_history` and `has_output` tell an array that has not changed
-    from none. The two numbers are None if unchanged. `banned_token_ids`: None for none, True if unchanged."""
+    """Trailing fields that are None are left out. `has_history` tells a history that has not changed from none. The
+    two numbers are None if unchanged. `mask` and `banned_token_ids`: None for none, True if unchanged."""
 
     has_history: bool
-    has_output: bool
     history: _Change = None
-    output: _Change = None
+    mask: bool | bytes | None = None
     num_prompt_tokens: int | None = None
     num_top_logprobs: int | None = None
     banned_token_ids: bool | tuple[int, ...] | None = None
@@ -88,7 +88,7 @@ class _Sent:
     sampling: SamplingParams | None = None
     block_table: bytes = b""
     history: bytes = b""
-    output: bytes = b""
+    mask: bytes | None = None
     num_prompt_tokens: int = 0
     num_top_logprobs: int = 0
     banned_token_ids: tuple[int, ...] = ()
@@ -155,13 +155,15 @@ class PlanSender:
 
 
 def _describe_extras(extras: ChunkExtras, sent: _Sent) -> list[Any]:
-    history = output = None
+    history = None
     if extras.history is not None:
         before, sent.history = sent.history, extras.history.tobytes()
         history = _difference(before, sent.history)
-    if extras.output is not None:
-        before, sent.output = sent.output, extras.output.tobytes()
-        output = _difference(before, sent.output)
+    mask: bool | bytes | None = extras.mask
+    if mask is not None:
+        if mask == sent.mask:
+            mask = True
+        sent.mask = extras.mask
     banned: bool | tuple[int, ...] | None = extras.banned_token_ids or None
     if banned is not None:
         if extras.banned_token_ids == sent.banned_token_ids:
@@ -172,8 +174,7 @@ def _describe_extras(extras: ChunkExtras, sent: _Sent) -> list[Any]:
     sent.num_prompt_tokens, sent.num_top_logprobs = numbers
     targets = None if extras.prompt_targets is None else extras.prompt_targets.tobytes()
     changed = [None if new == old else new for new, old in zip(numbers, known, strict=True)]
-    has = [extras.history is not None, extras.output is not None]
-    return _shortened([*has, history, output, *changed, banned, targets])
+    return _shortened([extras.history is not None, history, mask, *changed, banned, targets])
 
 
 def _describe_window(window: WindowTable, sent: _Sent) -> tuple[int, _Change]:
@@ -220,7 +221,7 @@ class _Received:
     sampling: SamplingParams | None = None
     block_table: array[int] = field(default_factory=lambda: array("i"))
     history: array[int] = field(default_factory=lambda: array("i"))
-    output: array[int] = field(default_factory=lambda: array("i"))
+    mask: bytes | None = None
     num_prompt_tokens: int = 0
     num_top_logprobs: int = 0
     banned_token_ids: tuple[int, ...] = ()
@@ -281,7 +282,8 @@ class PlanReceiver:
 
 def _extras(wire: _WireExtras, known: _Received) -> ChunkExtras:
     known.history = _changed(known.history, wire.history)
-    known.output = _changed(known.output, wire.output)
+    if isinstance(wire.mask, bytes):
+        known.mask = wire.mask
     if wire.num_prompt_tokens is not None:
         known.num_prompt_tokens = wire.num_prompt_tokens
     if wire.num_top_logprobs is not None:
@@ -294,7 +296,7 @@ def _extras(wire: _WireExtras, known: _Received) -> ChunkExtras:
         known.banned_token_ids if wire.banned_token_ids else (),
         None if wire.prompt_targets is None else unpack_token_ids(wire.prompt_targets),
         known.num_top_logprobs,
-        known.output[:] if wire.has_output else None,
+        known.mask if wire.mask is not None else None,
     )
 
 

@@ -2,26 +2,31 @@
 
 import json
 import re
+import threading
 from array import array
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import jsonschema
 import numpy as np
 import pytest
 import torch
+from llguidance import LLMatcher, LLTokenizer
 
 from benchmarks.token_engine import Completion, TokenEngine
+from moeserve import grammar_masks, grammar_threads
 from moeserve.config import ServeConfig
 from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
-from moeserve.model import grammars
-from moeserve.model.grammars import Grammars
+from moeserve.grammar import compile_grammar
+from moeserve.grammar_masks import GrammarMasks, MadeMask
 from moeserve.model.sampler import adjusted_logits
-from moeserve.model.token_masks import TokenMasks, begin_masks
-from moeserve.plan import GRAMMAR_FAILED, Chunk, ChunkExtras, FinishReason, SamplingParams
+from moeserve.model.token_masks import masks_of
+from moeserve.plan import GRAMMAR_FAILED, Chunk, ChunkExtras, FinishReason, Request, SamplingParams, Terms
+from moeserve.steps import Steps
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS, VOCAB_SIZE, write_model_dir
 
@@ -172,18 +177,6 @@ def test_tokens_depend_neither_on_the_batch_nor_on_preemptions(checkpoint: Path,
     preempted.close()
 
 
-def test_matchers_that_are_lost_are_made_again(llm: TokenEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = [completion.token_ids for completion in llm.generate([PROMPT] * len(mixed()), mixed())]
-    real = Grammars._masks
-
-    def forgetful(self: Grammars, constrained: Any) -> TokenMasks:
-        self._held.clear()
-        return real(self, constrained)
-
-    monkeypatch.setattr(Grammars, "_masks", forgetful)
-    assert [completion.token_ids for completion in llm.generate([PROMPT] * len(mixed()), mixed())] == kept
-
-
 def test_a_grammar_that_cannot_be_enforced_ends_its_request_alone(llm: TokenEngine) -> None:
     with pytest.raises(RuntimeError, match=GRAMMAR_FAILED):
         llm.generate([PROMPT], replace(WILD, grammar="start: nothing"))
@@ -194,85 +187,237 @@ def test_a_grammar_that_cannot_be_enforced_ends_its_request_alone(llm: TokenEngi
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Grammars:
-    return Grammars(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE + 70, [EOS])
+def source(tmp_path: Path) -> Iterator[GrammarMasks]:
+    source = GrammarMasks(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE + 70, [EOS])
+    yield source
+    source.close()
 
 
-def chunk(request_id: str, grammar: str | None, output: bytes = b"", banned: tuple[int, ...] = ()) -> Chunk:
-    sampling = SamplingParams(8, grammar=grammar)
-    extras = ChunkExtras(output=array("i", list(output)), banned_token_ids=banned)
-    return Chunk(request_id, array("i", [1]), 0, array("i", [0]), sampling, extras)
+def request_of(name: str, grammar: str, output: bytes = b"", **sampling: Any) -> Request:
+    own = SamplingParams(10_000, grammar=grammar, stop_token_ids=(EOS,), **sampling)
+    return Request(name, array("i", PROMPT), own, earlier_output=array("i", list(output)))
 
 
-def masks_of(source: Grammars, *chunks: Chunk) -> TokenMasks:
-    begun = begin_masks(source, chunks)
-    assert begun is not None
-    return begun.result()
+def made_of(source: GrammarMasks, *requests: Request) -> dict[str, MadeMask]:
+    """The next masks of requests, by their names, when all are made."""
+    source.update(requests)
+    made: dict[str, MadeMask] = {}
+    while source.is_awaited:
+        source.wait(1.0)
+        made |= {one.request.request_id: one for one in source.take()}
+    return made
 
 
-def allowed(masks: TokenMasks, place: int = 0) -> list[int]:
-    bits = np.unpackbits(masks.allowed[place].numpy().view(np.uint8), bitorder="little")
+def allowed(made: MadeMask) -> list[int]:
+    assert made.error is None
+    bits = np.unpackbits(np.frombuffer(made.mask, np.uint8), bitorder="little")
     return np.flatnonzero(bits).tolist()
 
 
-def test_a_step_without_grammars_waits_for_nothing(source: Grammars) -> None:
-    assert begin_masks(source, [chunk("a", None), Chunk("b", array("i", [1]), 0, array("i", [0]), None)]) is None
+def go_on(request: Request, text: bytes) -> Request:
+    request.token_ids.extend(text)
+    return request
 
 
-def test_rows_without_a_grammar_keep_their_bits_and_tokens_without_text_are_forbidden(source: Grammars) -> None:
-    chunks = [chunk("free", None), chunk("bound", 'start: "ab"')]
-    masks = masks_of(source, *chunks)
-    assert list(masks.rows) == [1]
+def end(source: GrammarMasks, *requests: Request) -> None:
+    for request in requests:
+        request.finished = True
+    source.update(requests)
+
+
+def chunk(mask: bytes | None) -> Chunk:
+    return Chunk("a", array("i", [1]), 0, array("i", [0]), SamplingParams(8), ChunkExtras(mask=mask))
+
+
+def test_a_step_without_grammars_has_no_masks() -> None:
+    assert masks_of([chunk(None), Chunk("b", array("i", [1]), 0, array("i", [0]), SamplingParams(8))]) is None
+
+
+def test_rows_without_a_grammar_keep_their_bits_and_tokens_without_text_are_forbidden(source: GrammarMasks) -> None:
+    made = made_of(source, request_of("a", 'start: "ab"'))["a"]
     logits = torch.randn(2, VOCAB_SIZE + 70)
-    found = adjusted_logits(logits, chunks, masks)
+    found = adjusted_logits(logits, [chunk(None), chunk(made.mask)])
     assert torch.equal(found[0], logits[0])
     assert torch.isfinite(found[1]).nonzero().flatten().tolist() == [ord("a")]
     assert found[1, ord("a")] == logits[1, ord("a")]
 
 
-def test_bans_give_way_where_they_leave_nothing(source: Grammars) -> None:
-    first, last = chunk("a", 'start: "a"+', b"a", (EOS,)), chunk("b", 'start: "a"', b"a", (EOS,))
-    masks = masks_of(source, first, last)
-    assert (allowed(masks, 0), allowed(masks, 1)) == ([ord("a")], [EOS])
+def test_bans_give_way_where_they_leave_nothing(source: GrammarMasks) -> None:
+    first = request_of("a", 'start: "a"+', b"a", min_tokens=3)
+    last = request_of("b", 'start: "a"', b"a", min_tokens=3)
+    made = made_of(source, first, last)
+    assert (allowed(made["a"]), allowed(made["b"])) == ([ord("a")], [EOS])
+    assert allowed(made_of(source, go_on(first, b"aa"))["a"]) == [ord("a"), EOS]
 
 
-def test_a_request_that_went_another_way_gets_the_mask_of_its_output(source: Grammars) -> None:
+def test_masks_follow_the_output_and_failures_end_their_request_alone(source: GrammarMasks) -> None:
     grammar = 'start: "ab" "c" | "xyz"'
-    assert allowed(masks_of(source, chunk("a", grammar, b"ab"))) == [ord("c")]
-    assert allowed(masks_of(source, chunk("a", grammar, b"xy"))) == [ord("z")]
-    assert allowed(masks_of(source, chunk("a", grammar, b""))) == [ord("a"), ord("x")]
-    assert allowed(masks_of(source, chunk("a", 'start: "q"', b""))) == [ord("q")]
-    assert "satisfy" in masks_of(source, chunk("a", grammar, b"q")).errors[0]
+    one, two, wrong = request_of("1", grammar), request_of("2", grammar, b"xy"), request_of("3", grammar, b"q")
+    made = made_of(source, one, two, wrong)
+    assert (allowed(made["1"]), allowed(made["2"])) == ([ord("a"), ord("x")], [ord("z")])
+    assert made["3"].error is not None
+    assert "satisfy" in made["3"].error
+    assert allowed(made_of(source, go_on(one, b"ab"))["1"]) == [ord("c")]
 
 
-def test_requests_that_share_a_grammar_do_not_use_its_limit_up_for_each_other(tmp_path: Path) -> None:
-    source = Grammars(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE, [EOS])
+def test_requests_that_share_a_grammar_do_not_use_its_limit_up_for_each_other(source: GrammarMasks) -> None:
     grammar = grammar_of("regex", "(a|b)*a(a|b){14}")
     draw = np.random.default_rng(0)
-    while not source._held or all(held.shared for held in source._held.values()):
+    for number in range(100):
         output = bytes(draw.choice(list(b"ab"), 3000).tolist())
-        assert not masks_of(source, chunk(f"r{draw.integers(1 << 30)}", grammar, output)).errors
+        request = request_of(f"{number}", grammar, output)
+        assert made_of(source, request)[f"{number}"].error is None
+        if source._held[request].is_alone:
+            break
+        end(source, request)
+    else:
+        pytest.fail("the lexer never became full")
+    end(source, request)
+    assert (len(source._kept), len(source._slow)) == (0, 0)
 
 
-def test_a_rank_without_grammars_fails_the_request_and_not_the_step() -> None:
-    begun = begin_masks(None, [chunk("a", None), chunk("b", "start: x")])
-    assert begun is not None
-    masks = begun.result()
-    assert masks.errors[1].startswith(GRAMMAR_FAILED)
-    logits = torch.randn(2, VOCAB_SIZE)
-    assert torch.equal(adjusted_logits(logits, [chunk("a", None), chunk("b", "start: x")], masks), logits)
+def test_without_masks_a_request_with_a_grammar_fails_alone(llm: TokenEngine) -> None:
+    steps = Steps(llm.scheduler, llm.steps._executor, 0)
+    llm.scheduler.add(Request("bound", array("i", PROMPT), SamplingParams(2, grammar="start: x")))
+    llm.scheduler.add(Request("free", array("i", PROMPT), SamplingParams(2)))
+    outputs = []
+    while (some := steps.advance()) is not None:
+        outputs += some
+    assert [(output.request.request_id, bool(output.error)) for output in outputs] == [
+        ("bound", True),
+        ("free", False),
+        ("free", False),
+    ]
+    assert str(outputs[0].error).startswith(GRAMMAR_FAILED)
+    llm.scheduler.take_started()
 
 
 def test_a_model_without_a_tokenizer_fails_such_requests_alone(tmp_path: Path) -> None:
-    masks = masks_of(Grammars(tmp_path / "tokenizer.json", VOCAB_SIZE, [EOS]), chunk("a", 'start: "x"'))
-    assert "tokenizer.json" in masks.errors[0]
+    source = GrammarMasks(tmp_path / "tokenizer.json", VOCAB_SIZE, [EOS])
+    assert "tokenizer.json" in str(made_of(source, request_of("a", 'start: "x"'))["a"].error)
+    source.close()
 
 
-def test_few_matchers_are_kept(source: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "_KEPT_MATCHERS", 2)
-    for name in "abcdef":
-        masks_of(source, chunk(name, 'start: "x"'))
-    assert len(source._held) == 2
-    many = [chunk(name, 'start: "x"') for name in "abcdef"]
-    masks_of(source, *many)
-    assert len(source._held) == 6
+def test_a_grammar_is_compiled_once_and_kept_after_its_requests(
+    source: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+    monkeypatch.setattr(grammar_masks, "compile_grammar", lambda *of: compiled.append(of[1]) or compile_grammar(*of))
+    requests = [request_of(name, 'start: "x"') for name in "abc"]
+    assert len(made_of(source, *requests)) == 3
+    end(source, *requests)
+    assert allowed(made_of(source, request_of("d", 'start: "x"'))["d"]) == [ord("x")]
+    assert compiled == ['start: "x"']
+
+
+class Gate:
+    """A compiler that waits for the test to let it go on, once for each grammar."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: SimpleQueue[str] = SimpleQueue()
+        self._passes = threading.Semaphore(0)
+        monkeypatch.setattr(grammar_masks, "compile_grammar", self._compile)
+
+    def _compile(self, tokens: LLTokenizer, grammar: str) -> LLMatcher:
+        self.begun.put(grammar)
+        self._passes.acquire()
+        return compile_grammar(tokens, grammar)
+
+    def open(self, count: int = 1) -> None:
+        self._passes.release(count)
+
+
+def test_a_compilation_holds_up_neither_the_engine_nor_requests_with_other_grammars(
+    source: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = request_of("known", 'start: "k"+')
+    made_of(source, known)
+    gate = Gate(monkeypatch)
+    source.update([request_of("new", 'start: "n"')])
+    assert gate.begun.get(timeout=60) == 'start: "n"'
+    for _ in range(3):
+        source.update([go_on(known, b"k")])
+        made: list[MadeMask] = []
+        while not made:
+            source.wait(1.0)
+            made = source.take()
+        assert [one.request for one in made] == [known]
+    gate.open()
+    assert made_of(source).keys() == {"new"}
+
+
+def test_one_keys_grammars_do_not_delay_another_keys_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_masks, "_NUM_SLOW_THREADS", 1)
+    source = GrammarMasks(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE, [EOS])
+    gate = Gate(monkeypatch)
+    flood = [request_of(f"{number}", f'start: "f{number}"') for number in range(64)]
+    other = request_of("other", 'start: "o"')
+    for request in flood:
+        request.terms = Terms("flood")
+    other.terms = Terms("other")
+    source.update([*flood, other])
+    gate.open(65)
+    made_of(source)
+    order = [gate.begun.get(timeout=60) for _ in range(65)]
+    assert order.index('start: "o"') <= 1
+    source.close()
+
+
+def test_an_abort_while_compiling_frees_everything(source: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = Gate(monkeypatch)
+    count = grammar_masks._NUM_SLOW_THREADS
+    begun = [request_of(f"begun {number}", f'start: "b{number}"') for number in range(count)]
+    waiting = request_of("waiting", 'start: "w"')
+    source.update([*begun, waiting])
+    for _ in begun:
+        gate.begun.get(timeout=60)
+    end(source, *begun, waiting)
+    assert not source.is_awaited
+    assert not source._held
+    assert (len(source._compiling), len(source._slow)) == (count, 0)
+    gate.open(count)
+    while source._compiling:
+        source.wait(1.0)
+    assert source.take() == []
+    assert gate.begun.empty()
+    assert source._slow.num_held_bytes == 0
+    # A result that came too late serves the next request.
+    assert allowed(made_of(source, request_of("again", 'start: "b0"'))["again"]) == [ord("b")]
+
+
+def test_a_compilation_without_end_fails_its_requests_alone(
+    source: GrammarMasks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released = threading.Event()
+
+    def spin(tokens: LLTokenizer, grammar: str) -> LLMatcher:
+        while "endless" in grammar and not released.is_set():
+            pass
+        return compile_grammar(tokens, grammar)
+
+    monkeypatch.setattr(grammar_masks, "compile_grammar", spin)
+    monkeypatch.setattr(grammar_threads, "_MAX_CPU_SECONDS", 0.2)
+    endless = [request_of(name, 'start: "endless"') for name in ("one", "two")]
+    made = made_of(source, *endless, request_of("good", 'start: "g"'))
+    released.set()
+    assert allowed(made["good"]) == [ord("g")]
+    for name in ("one", "two"):
+        assert made[name].error == f"{GRAMMAR_FAILED}it takes too long to compile"
+    assert [held.request.request_id for held in source._held.values()] == ["good"]
+
+
+def test_compiled_grammars_are_kept_by_bytes_and_those_in_use_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_masks, "_BYTES_PER_MASK_SECOND", 0.0)
+    num_bytes = grammar_masks._GRAMMAR_BYTES + 10 * grammar_masks._BYTES_PER_TEXT_BYTE
+    path = write_model_dir(tmp_path) / "tokenizer.json"
+    source = GrammarMasks(path, VOCAB_SIZE, [EOS], max_bytes=3 * num_bytes)
+    used = request_of("used", 'start: "u"')
+    made_of(source, used)
+    for letter in "abcdef":
+        request = request_of(letter, f'start: "{letter}"')
+        made_of(source, request)
+        end(source, request)
+    assert list(source._kept._of_text) == ['start: "u"', 'start: "e"', 'start: "f"']
+    source.close()

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytest
@@ -23,7 +24,6 @@ from moeserve.model.gpu_runner import GpuModelRunner
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
-from moeserve.model.token_masks import MaskSource
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
 from moeserve.rank import ObservedRunner
@@ -32,6 +32,9 @@ from moeserve.steps import LocalExecutor, RanksObserver, Runner, Steps
 from radix_cache import PrefixCache
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
+
+if TYPE_CHECKING:
+    from moeserve.grammar_masks import GrammarMasks
 
 pytestmark = pytest.mark.kernel_change
 
@@ -111,9 +114,7 @@ def tap_of(spec: DecoderSpec) -> RoutingTap | None:
     return None if spec.moe is None else RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
 
 
-def make(
-    model_dir: Path, device: torch.device, *, enforce_eager: bool, grammars: MaskSource | None = None
-) -> GpuModelRunner:
+def make(model_dir: Path, device: torch.device, *, enforce_eager: bool) -> GpuModelRunner:
     spec = spec_of(model_dir)
     settings = GpuSettings(BLOCK_SIZE, 4, 16, MAX_LEN, None, 0.9, enforce_eager)
     tap = tap_of(spec)
@@ -126,10 +127,17 @@ def make(
         max_model_len=MAX_LEN,
         observers=[] if tap is None else [tap],
     )
-    return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings, tap=tap, grammars=grammars)
+    return make_runner(decoder, KvBudget(NUM_BLOCKS, MAX_LEN), settings, tap=tap)
 
 
-def serve(runner: Runner, spec: DecoderSpec, sampling: list[SamplingParams], *, depth: int) -> Served:
+def serve(
+    runner: Runner,
+    spec: DecoderSpec,
+    sampling: list[SamplingParams],
+    *,
+    depth: int,
+    masks: GrammarMasks | None = None,
+) -> Served:
     recording, shape = None, routing_shape(spec)
     annotations = Annotations()
     rank, observers = ObservedRunner(runner), list[RanksObserver]([annotations])
@@ -147,7 +155,7 @@ def serve(runner: Runner, spec: DecoderSpec, sampling: list[SamplingParams], *, 
         max_model_len=MAX_LEN,
         run_ahead=depth > 0,
     )
-    steps = Steps(scheduler, LocalExecutor(rank), depth, observers)
+    steps = Steps(scheduler, LocalExecutor(rank), depth, observers, masks)
     for number, (prompt, own) in enumerate(zip(PROMPTS, sampling, strict=True)):
         scheduler.add(Request(f"{number}", array("i", prompt), own))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
@@ -208,22 +216,24 @@ def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: to
         pytest.skip("grammars do not depend on the model")
     pytest.importorskip("llguidance")
     pytest.importorskip("msgspec")
-    from moeserve.model.grammars import Grammars
+    from moeserve.grammar_masks import GrammarMasks
     from tests.support.tiny_model import write_model_dir
 
     spec, eos = spec_of(model_dir), 127
     tokenizer_json = write_model_dir(tmp_path) / "tokenizer.json"
     # Of the model's 128 logits one ends the output; the tokenizer has more tokens than there are logits.
-    runner = make(model_dir, device, enforce_eager=False, grammars=Grammars(tokenizer_json, spec.vocab_size, [eos]))
+    runner = make(model_dir, device, enforce_eager=False)
+    masks = GrammarMasks(tokenizer_json, spec.vocab_size, [eos])
     bound = SamplingParams(max_tokens=9, temperature=1.5, stop_token_ids=(eos,), grammar='start: "ab" /[0-9]/')
     wishes = [GREEDY[0], bound, replace(bound, seed=3)]
     without = serve(runner, spec, GREEDY, depth=0).tokens[0]
     for depth in (0, 1):
-        plain, *texts = serve(runner, spec, wishes, depth=depth).tokens
+        plain, *texts = serve(runner, spec, wishes, depth=depth, masks=masks).tokens
         assert plain == without
         for tokens in texts:
             assert tokens[-1] == eos
             assert re.fullmatch(rb"ab\d", bytes(tokens[:-1]))
+    masks.close()
 
 
 def test_a_prompt_is_scored_in_parts_with_the_log_probabilities_of_the_cpu(

@@ -37,6 +37,11 @@ def draw(prefix: array[int], seed: int, vocab_size: int, banned: Collection[int]
     return token
 
 
+def mask_of(output: array[int]) -> bytes:
+    """Return the mask after an output. It tells outputs apart and forbids nothing here."""
+    return crc32(output.tobytes()).to_bytes(4, "little")
+
+
 def undisturbed(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> tuple[list[int], FinishReason]:
     """What a request yields that runs alone, in a plain loop without any scheduler."""
     tokens = array("i", prompt)
@@ -206,8 +211,8 @@ class KvOracle:
                 assert chunk.extras is not None
                 assert chunk.extras.history == history
                 assert chunk.extras.num_prompt_tokens == len(record.prompt)
-            output = history[len(record.prompt) :] if chunk.sampling.grammar is not None else None
-            assert (chunk.extras.output if chunk.extras else None) == output
+            mask = mask_of(history[len(record.prompt) :]) if chunk.sampling.grammar is not None else None
+            assert (chunk.extras.mask if chunk.extras else None) == mask
 
     def _check_rows(self, plan: StepPlan) -> None:
         """Slots have one user; a row in flight is neither written by a later plan nor read before its commit."""

@@ -10,7 +10,7 @@ from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, 
 from moeserve.request_states import StatePolicy
 from moeserve.scheduler import RequestOutput, Scheduler
 from radix_cache import PrefixCache
-from tests.support.kv_oracle import KvOracle, Record, undisturbed
+from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed
 
 VOCAB_SIZE = 50
 
@@ -76,6 +76,9 @@ class Simulation:
         self._in_flight: deque[list[StepPlan]] = deque()
         self.records: dict[str, Record] = {}
         self.plans: list[StepPlan] = []
+        # Requests by id whose masks are not made until they are removed from here.
+        self.late: set[str] = set()
+        self._unmasked: list[Request] = []
 
     def add(
         self,
@@ -146,7 +149,16 @@ class Simulation:
             cache.reset()
             assert cache.num_free == cache.num_blocks
 
+    def _provide_masks(self) -> None:
+        """Give requests their masks at once, but for late ones."""
+        asked = [*self._unmasked, *self.scheduler.take_mask_changes()]
+        self._unmasked = [request for request in asked if request.request_id in self.late and not request.finished]
+        for request in asked:
+            if request not in self._unmasked and not request.finished:
+                self.scheduler.provide(request, mask_of(request.token_ids[request.num_prompt_tokens :]))
+
     def _schedule(self) -> list[StepPlan] | None:
+        self._provide_masks()
         ready = [
             (record.request, record.request.lease)
             for record in self.records.values()
@@ -155,11 +167,12 @@ class Simulation:
             and not record.request.num_scheduled_tokens
             and not record.request.suspect_until
             and len(record.history) - record.request.num_computed_tokens == 1
+            and not record.request.lacks_mask
         ]
         num_preemptions = self.scheduler.counters.preemptions
         plans = self.scheduler.schedule()
         if plans is None:
-            assert self._in_flight or self.scheduler.is_idle, "something is runnable and the plan is empty"
+            assert self._in_flight or self.scheduler.is_idle or self._unmasked, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]
         assert len(plans) == len(self.caches)

@@ -18,7 +18,7 @@ _BASE = {
     "max_position_embeddings": 256,
     "pad_token_id": 0,
 }
-_YARN = {
+YARN = {
     "rope_type": "yarn",
     "rope_theta": 1e4,
     "factor": 8.0,
@@ -152,7 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "head_dim": 16,
             "sliding_window": 4,
             "swiglu_limit": 1.0,
-            "rope_parameters": {**_YARN, "truncate": False},
+            "rope_parameters": {**YARN, "truncate": False},
         },
     ),
     "glm4_moe": (
@@ -216,7 +216,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             **_MLA,
             "q_lora_rank": 24,
             "attention_bias": True,
-            "rope_parameters": {**_YARN, "mscale": 0.8, "mscale_all_dim": 1.1},
+            "rope_parameters": {**YARN, "mscale": 0.8, "mscale_all_dim": 1.1},
         },
     ),
 }

@@ -188,6 +188,41 @@ def test_progress_counts_the_bytes_of_the_bar_that_is_further_on(fake: FakeHub) 
     ]
 
 
+QUANTISED = {
+    "README.md": 5,
+    "tiny-Q4_K_M.gguf": 700,
+    "tiny-Q8_0.gguf": 1000,
+    "mmproj-F16.gguf": 90,
+    "BF16/tiny-BF16-00001-of-00002.gguf": 1500,
+    "BF16/tiny-BF16-00002-of-00002.gguf": 1400,
+}
+
+
+def test_one_kind_of_a_gguf_repository_is_fetched(fake: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake.files = QUANTISED
+    made: list[Path] = []
+    monkeypatch.setattr("moeserve.model.gguf.folder.gguf_folder", lambda path, **_: made.append(path) or fake.folder)
+    for kind, names in (
+        ("q4_k_m", ["tiny-Q4_K_M.gguf"]),
+        ("BF16", ["BF16/tiny-BF16-00001-of-00002.gguf", "BF16/tiny-BF16-00002-of-00002.gguf"]),
+    ):
+        resolve_model(f"owner/name:{kind}")
+        assert fake.calls[-1]["allow_patterns"] == names
+        assert made[-1] == fake.folder / names[0]
+
+
+def test_of_a_gguf_repository_a_kind_must_be_named(fake: FakeHub) -> None:
+    fake.files = QUANTISED
+    assert refusal("owner/name:Q5_K_M").endswith(
+        "has no GGUF file of kind Q5_K_M; these are there: BF16, Q4_K_M, Q8_0."
+    )
+    assert "GGUF files alone: name one by its kind, as owner/name:Q4_K_M" in refusal("owner/name")
+    fake.files = {"a-Q8_0.gguf": 1, "b-Q8_0.gguf": 1}
+    assert "has 2 GGUF models of kind Q8_0" in refusal("owner/name:Q8_0")
+    fake.files = dict(FILES)
+    assert refusal("owner/name:Q8_0") == "Model owner/name has no GGUF file of kind Q8_0."
+
+
 def test_an_unknown_model_reads_as_such(fake: FakeHub) -> None:
     fake.look_up = http_error(errors.RepositoryNotFoundError, 401)
     message = refusal("owner/name")

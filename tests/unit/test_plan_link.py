@@ -42,7 +42,7 @@ EXTRAS = st.builds(
     banned_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
     prompt_targets=st.none() | ARRAYS,
     num_top_logprobs=st.integers(0, 20),
-    output=st.none() | ARRAYS,
+    mask=st.none() | st.binary(max_size=8),
 )
 ROWS = st.integers(0, 2**31)
 CHUNKS = st.builds(
@@ -103,7 +103,7 @@ def sequences(draw: st.DrawFn) -> list[StepPlan]:
             extras = replace(
                 before.extras,
                 history=grown(draw, before.extras.history or array("i")),
-                output=grown(draw, before.extras.output or array("i")),
+                mask=draw(st.none() | st.just(before.extras.mask) | st.binary(max_size=2)),
                 num_prompt_tokens=draw(st.integers(0, 1)),
                 banned_token_ids=draw(st.sampled_from([(), (1,), (1, 2)])),
             )
@@ -191,7 +191,7 @@ def make_decode(number: int, context: int, *, is_rich: bool = False) -> Chunk:
     if is_rich:
         chunk.sampling = replace(sampling, grammar="g" * 20_000, presence_penalty=0.5, min_tokens=50)
         tokens = array("i", [1]) * context
-        chunk.extras = ChunkExtras(tokens, context - 20, sampling.stop_token_ids, output=tokens[:20])
+        chunk.extras = ChunkExtras(tokens, context - 20, sampling.stop_token_ids, mask=bytes(6144))
         chunk.state = StateUse(number)
         chunk.first_angle = context
         chunk.window = WindowTable(context // 16 - 256, array("i", range(257)))
@@ -206,8 +206,8 @@ def advance(chunk: Chunk) -> Chunk:
         table.append(start // 16)
         if window is not None:
             window = WindowTable(window.first + 1, array("i", [*window.blocks[1:], start // 16]))
-    if extras is not None and extras.history is not None and extras.output is not None:
-        extras = replace(extras, history=extras.history + array("i", [7]), output=extras.output + array("i", [7]))
+    if extras is not None and extras.history is not None:
+        extras = replace(extras, history=extras.history + array("i", [7]))
     return replace(chunk, token_ids=array("i", [7]), start=start, block_table=table, extras=extras, window=window)
 
 

@@ -142,7 +142,7 @@ def test_a_configuration_without_a_type_is_refused(model_type: object) -> None:
         ({"layer_types": ["linear_attention"] * 3}, "'linear_attention' are not supported"),
         ({"layer_types": ["full_attention"]}, "1 entries for 3 layers"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "type 'spiral' are not supported"),
-        ({"hidden_size": "big"}, "hidden_size is 'big': it must be from 1"),
+        ({"hidden_size": "big"}, "hidden_size is 'big': it must be a whole number"),
     ],
 )
 def test_contradictions_are_one_sentence(changes: dict[str, Any], sentence: str) -> None:

@@ -1,0 +1,355 @@
+"""The configuration of a GGUF model, as the `config.json` that transformers' classes read. Torch-free.
+
+A builder per architecture, as llama.cpp writes it; the other side of each choice is a branch of
+`moeserve.model.families`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from moeserve.model.gguf.header import GgufHeader
+from moeserve.model.spec import CheckpointError, UnsupportedModel
+
+Config = dict[str, Any]
+
+# Values of `expert_gating_func`.
+_SIGMOID = 2
+_TOKEN_IDS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
+# Tokens that end a turn, beside the end of the text.
+_ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+
+
+class Fields:
+    """The metadata of one architecture: `fields["attention.head_count"]`. Raise CheckpointError for a missing one."""
+
+    def __init__(self, header: GgufHeader) -> None:
+        self.header = header
+        name = header.metadata.get("general.architecture")
+        if not isinstance(name, str):
+            raise CheckpointError("The GGUF file names no architecture.")
+        self.architecture = name
+
+    def __getitem__(self, name: str) -> Any:
+        value = self.get(name)
+        if value is None:
+            raise CheckpointError(f"The GGUF file lacks the field {self.architecture}.{name}.")
+        return value
+
+    def get(self, name: str, default: Any = None) -> Any:
+        value = self.header.metadata.get(f"{self.architecture}.{name}")
+        return default if value is None else value
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a whole number; of a list, one per layer, the number that all layers share."""
+        value = self[name] if default is None else self.get(name, default)
+        if isinstance(value, list):
+            numbers = set(value[: self.get("block_count", len(value))]) or {0}
+            if len(numbers) > 1:
+                raise UnsupportedModel(f"Layers of a GGUF model that differ in {name} are not supported.")
+            (value,) = numbers
+        if type(value) is not int:
+            raise CheckpointError(f"The field {self.architecture}.{name} is no whole number.")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a float32 number as the shortest decimal that gives it: 1e-6, not 9.999999974752427e-07."""
+        value = self[name] if default is None else self.get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise CheckpointError(f"The field {self.architecture}.{name} is no number.")
+        return float(f"{value:.7g}")
+
+
+def config_of(header: GgufHeader) -> Config:
+    """Return `config.json`. Raise CheckpointError, UnsupportedModel for an architecture without a branch."""
+    fields = Fields(header)
+    build = _BUILDERS.get(fields.architecture)
+    if build is None:
+        raise UnsupportedModel(
+            f"GGUF models of architecture {fields.architecture!r} are not supported; these are: {', '.join(_BUILDERS)}."
+        )
+    return {**_base(fields), **build(fields), **_token_ids(header)}
+
+
+def generation_config_of(header: GgufHeader) -> Config:
+    """Return `generation_config.json`: the tokens that end an answer."""
+    ids = [header.metadata.get(f"tokenizer.ggml.{name}") for name in _ENDS]
+    ends = list(dict.fromkeys(token for token in ids if type(token) is int))
+    return {"eos_token_id": ends} if ends else {}
+
+
+def _token_ids(header: GgufHeader) -> Config:
+    found = {name: header.metadata.get(f"tokenizer.ggml.{key}") for name, key in _TOKEN_IDS.items()}
+    return {name: token for name, token in found.items() if type(token) is int}
+
+
+def num_layers(fields: Fields) -> int:
+    """Return the number of layers without those that only predict further tokens."""
+    return fields.count("block_count") - fields.count("nextn_predict_layers", 0)
+
+
+def head_dim(fields: Fields) -> int:
+    heads = fields.count("attention.head_count")
+    return fields.count("attention.key_length", fields.count("embedding_length") // max(heads, 1))
+
+
+def _base(fields: Fields) -> Config:
+    tensors = fields.header.tensors
+    embedding = tensors.get("token_embd.weight")
+    if embedding is None or len(embedding.shape) != 2:
+        raise CheckpointError("The GGUF file lacks the tensor token_embd.weight.")
+    return {
+        "dtype": "bfloat16",
+        "vocab_size": embedding.shape[0],
+        "hidden_size": fields.count("embedding_length"),
+        "num_hidden_layers": num_layers(fields),
+        "num_attention_heads": fields.count("attention.head_count"),
+        "num_key_value_heads": fields.count("attention.head_count_kv", fields.count("attention.head_count")),
+        "head_dim": head_dim(fields),
+        "intermediate_size": fields.count("feed_forward_length", 0) or fields.count("expert_feed_forward_length"),
+        "max_position_embeddings": fields.count("context_length"),
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon", 1e-5),
+        "rope_parameters": _rope(fields),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "attention_bias": "blk.0.attn_q.bias" in tensors,
+    }
+
+
+def _rope(fields: Fields) -> Config:
+    theta = {"rope_theta": fields.number("rope.freq_base", 10000.0)}
+    kind = fields.get("rope.scaling.type", "none")
+    if kind == "none" or (kind == "linear" and fields.number("rope.scaling.factor", 0.0) in (0.0, 1.0)):
+        return {"rope_type": "default", **theta}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModel(f"Rotary embeddings of type {kind!r} in a GGUF file are not supported.")
+    scaling = {"rope_type": kind, "factor": fields.number("rope.scaling.factor"), **theta}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = fields.count("rope.scaling.original_context_length")
+        for name, key in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
+            if fields.get(f"rope.scaling.{key}") is not None:
+                scaling[name] = fields.number(f"rope.scaling.{key}")
+    return scaling
+
+
+def _experts(fields: Fields) -> Config:
+    return {
+        "num_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": _expert_width(fields),
+    }
+
+
+def _expert_width(fields: Fields) -> int:
+    """Return the width of an expert: of files that do not tell it, by the shape of the experts."""
+    width = fields.get("expert_feed_forward_length")
+    if type(width) is int and width:
+        return width
+    for name, tensor in fields.header.tensors.items():
+        if name.endswith(".ffn_down_exps.weight"):
+            return tensor.shape[-1]
+    raise CheckpointError("The GGUF file holds no experts.")
+
+
+def _llama(fields: Fields) -> Config:
+    if not fields.count("expert_count", 0):
+        return {"model_type": "llama", "rope_parameters": _llama3_rope(fields)}
+    experts = {"num_local_experts": fields.count("expert_count"), "sliding_window": None}
+    width = {"intermediate_size": _expert_width(fields)}
+    return {"model_type": "mixtral", **experts, "num_experts_per_tok": fields.count("expert_used_count"), **width}
+
+
+def _llama3_rope(fields: Fields) -> Config:
+    if "rope_freqs.weight" in fields.header.tensors:
+        raise UnsupportedModel("GGUF models with factors per rotary frequency (Llama 3.1) are not supported.")
+    return _rope(fields)
+
+
+def _qwen2(fields: Fields) -> Config:
+    return {"model_type": "qwen2", "use_sliding_window": False}
+
+
+def _qwen3(fields: Fields) -> Config:
+    return {"model_type": "qwen3", "use_sliding_window": False}
+
+
+def _qwen2moe(fields: Fields) -> Config:
+    shared = next((t.shape[0] for n, t in fields.header.tensors.items() if n.endswith(".ffn_gate_shexp.weight")), 0)
+    return {
+        "model_type": "qwen2_moe",
+        **_experts(fields),
+        "shared_expert_intermediate_size": shared,
+        "norm_topk_prob": False,
+        "use_sliding_window": False,
+        "qkv_bias": "blk.0.attn_q.bias" in fields.header.tensors,
+    }
+
+
+def _qwen3moe(fields: Fields) -> Config:
+    return {"model_type": "qwen3_moe", **_experts(fields), "norm_topk_prob": True, "use_sliding_window": False}
+
+
+def _olmoe(fields: Fields) -> Config:
+    experts = {**_experts(fields), "intermediate_size": _expert_width(fields)}
+    clip = fields.get("attention.clamp_kqv")
+    return {"model_type": "olmoe", **experts, "norm_topk_prob": False, "clip_qkv": clip}
+
+
+def _gpt_oss(fields: Fields) -> Config:
+    layers = num_layers(fields)
+    return {
+        "model_type": "gpt_oss",
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "intermediate_size": _expert_width(fields),
+        "sliding_window": fields.count("attention.sliding_window"),
+        "layer_types": [("sliding_attention", "full_attention")[layer % 2] for layer in range(layers)],
+        # The file does not tell these; all models of the architecture have them.
+        "rope_parameters": {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, **_rope(fields)},
+    }
+
+
+def _deepseek2(fields: Fields) -> Config:
+    rope_dim = fields.count("rope.dimension_count")
+    new = fields.get("attention.key_length_mla") is not None
+    suffix = "_mla" if new else ""
+    is_v3 = fields.count("expert_gating_func", 1) == _SIGMOID
+    groups = {
+        "n_group": fields.count("expert_group_count", 1),
+        "topk_group": fields.count("expert_group_used_count", 1),
+    }
+    heads = fields.count("attention.head_count")
+    return {
+        "model_type": "deepseek_v3" if is_v3 else "deepseek_v2",
+        **_routed(fields),
+        **groups,
+        "topk_method": "noaux_tc" if is_v3 else "group_limited_greedy" if groups["n_group"] > 1 else "greedy",
+        "num_key_value_heads": heads,
+        "head_dim": rope_dim,
+        "qk_rope_head_dim": rope_dim,
+        "qk_nope_head_dim": fields.count(f"attention.key_length{suffix}") - rope_dim,
+        "v_head_dim": fields.count(f"attention.value_length{suffix}"),
+        "kv_lora_rank": fields.count("attention.kv_lora_rank"),
+        "q_lora_rank": fields.get("attention.q_lora_rank"),
+        "attention_bias": False,
+        "rope_parameters": _deepseek_rope(fields),
+    }
+
+
+def _deepseek_rope(fields: Fields) -> Config:
+    rope = _rope(fields)
+    multiplier = fields.get("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] == "yarn" and multiplier is not None:
+        # The file holds a tenth of both of the configuration's numbers, which are equal in all published models.
+        mscale = float(f"{10 * multiplier:.6g}")
+        rope |= {"mscale": mscale, "mscale_all_dim": mscale}
+    return rope
+
+
+def _routed(fields: Fields) -> Config:
+    """Return the experts of DeepSeek and its relatives."""
+    return {
+        "n_routed_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "moe_intermediate_size": _expert_width(fields),
+        "n_shared_experts": fields.count("expert_shared_count", 0),
+        "first_k_dense_replace": fields.count("leading_dense_block_count", 0),
+        "routed_scaling_factor": fields.number("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(fields.get("expert_weights_norm", False)),
+    }
+
+
+def _glm4moe(fields: Fields) -> Config:
+    return {
+        "model_type": "glm4_moe",
+        **_routed(fields),
+        "n_group": fields.count("expert_group_count", 1),
+        "topk_group": fields.count("expert_group_used_count", 1),
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in fields.header.tensors,
+        "rope_parameters": _partial_rope(fields),
+    }
+
+
+def _partial_rope(fields: Fields) -> Config:
+    factor = fields.count("rope.dimension_count") / head_dim(fields)
+    return {**_rope(fields), "partial_rotary_factor": factor}
+
+
+def _granitemoe(fields: Fields) -> Config:
+    if fields.count("expert_shared_feed_forward_length", 0):
+        raise UnsupportedModel("GGUF models of Granite with a shared expert are not supported.")
+    return {
+        "model_type": "granitemoe",
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "intermediate_size": _expert_width(fields),
+        "attention_multiplier": fields.number("attention.scale"),
+        "embedding_multiplier": fields.number("embedding_scale"),
+        "residual_multiplier": fields.number("residual_scale"),
+        "logits_scaling": fields.number("logit_scale"),
+    }
+
+
+def _phimoe(fields: Fields) -> Config:
+    if "rope_factors_long.weight" in fields.header.tensors:
+        raise UnsupportedModel("GGUF models with long-context factors of rotary embeddings (Phi) are not supported.")
+    return {
+        "model_type": "phimoe",
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "intermediate_size": _expert_width(fields),
+        "lm_head_bias": "output.bias" in fields.header.tensors,
+        "sliding_window": fields.get("attention.sliding_window") or None,
+        "router_jitter_noise": 0.01,
+    }
+
+
+def _ernie4_5_moe(fields: Fields) -> Config:
+    return {
+        "model_type": "ernie4_5_moe",
+        "moe_num_experts": fields.count("expert_count"),
+        "moe_k": fields.count("expert_used_count"),
+        "moe_intermediate_size": _expert_width(fields),
+        "moe_num_shared_experts": fields.count("expert_shared_count", 0),
+        "moe_layer_start_index": fields.count("leading_dense_block_count", 0),
+        "moe_layer_end_index": num_layers(fields) - 1,
+        "moe_layer_interval": fields.count("interleave_moe_layer_step", 1) or 1,
+        "use_bias": "blk.0.attn_q.bias" in fields.header.tensors,
+    }
+
+
+def _dots1(fields: Fields) -> Config:
+    groups = {
+        "n_group": fields.count("expert_group_count", 1),
+        "topk_group": fields.count("expert_group_used_count", 1),
+    }
+    return {"model_type": "dots1", **_routed(fields), **groups, "sliding_window": None}
+
+
+def _minimax_m2(fields: Fields) -> Config:
+    return {
+        "model_type": "minimax_m2",
+        "num_local_experts": fields.count("expert_count"),
+        "num_experts_per_tok": fields.count("expert_used_count"),
+        "intermediate_size": _expert_width(fields),
+        "rope_parameters": _partial_rope(fields),
+    }
+
+
+_BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
+    "llama": _llama,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "qwen2moe": _qwen2moe,
+    "qwen3moe": _qwen3moe,
+    "olmoe": _olmoe,
+    "gpt-oss": _gpt_oss,
+    "gptoss": _gpt_oss,
+    "deepseek2": _deepseek2,
+    "glm4moe": _glm4moe,
+    "granitemoe": _granitemoe,
+    "phimoe": _phimoe,
+    "ernie4_5-moe": _ernie4_5_moe,
+    "dots1": _dots1,
+    "minimax-m2": _minimax_m2,
+}

@@ -1,0 +1,100 @@
+"""A GGUF file as a model folder: the small files that every part of the service reads, made once beside the cache.
+
+The weights stay in their file; `gguf.json` in the folder says where that is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from moeserve.config import cache_root
+from moeserve.model.cache import ensure_built
+from moeserve.model.files import GGUF_POINTER, check_file, read_file
+from moeserve.model.gguf.config import Fields, config_of, generation_config_of, num_layers
+from moeserve.model.gguf.header import GgufHeader, read_gguf
+from moeserve.model.gguf.parts import GgufPart, parts_of
+from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
+from moeserve.model.spec import ModelError, Progress, silent
+
+# Of the files in the folder: a change of their content makes new folders.
+_VERSION = 1
+_BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+
+
+class _Pointer(msgspec.Struct, frozen=True):
+    """A file of weights, and what tells it from another one at its path. mtime: in nanoseconds."""
+
+    path: str
+    size: int
+    mtime: int
+
+    @classmethod
+    def to(cls, file: Path) -> _Pointer:
+        stat = file.stat()
+        return cls(str(file.absolute()), stat.st_size, stat.st_mtime_ns)
+
+
+def gguf_folder(path: Path, cache: Path | None = None, progress: Progress | None = None) -> Path:
+    """Return a model folder for a GGUF file, or for the split model that the file is a part of.
+
+    tokenizer.json, tokenizer_config.json and chat_template.jinja beside the file are taken instead of the file's own.
+    Raise ModelError.
+    """
+    header = read_gguf(path)
+    digest = hashlib.sha256(f"{_VERSION}\n".encode())
+    beside = [path.parent / name for name in _BESIDE if (path.parent / name).is_file()]
+    for file in (*header.files, *beside):
+        digest.update(msgspec.json.encode(_Pointer.to(file)))
+    root = cache or cache_root() / "gguf"
+    return ensure_built(
+        root / f"{path.stem}-{digest.hexdigest()[:16]}",
+        builder=f"moeserve gguf folder {_VERSION}",
+        build=lambda folder, _: _write(folder, header, beside),
+        bytes_needed=0,
+        progress=progress or silent,
+        advice="set XDG_CACHE_HOME to a folder that can be",
+    )
+
+
+def _write(folder: Path, header: GgufHeader, beside: list[Path]) -> None:
+    folder.mkdir(parents=True)
+    metadata = header.metadata
+    contents = {
+        "config.json": config_of(header),
+        "generation_config.json": generation_config_of(header),
+        "tokenizer_config.json": tokenizer_config_of(metadata),
+        GGUF_POINTER: [_Pointer.to(file) for file in header.files],
+    }
+    taken = {file.name for file in beside}
+    for name, content in contents.items():
+        if name not in taken:
+            (folder / name).write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n")
+    if "tokenizer.json" not in taken:
+        build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    for file in beside:
+        (folder / file.name).write_bytes(read_file(file))
+
+
+def gguf_files(folder: Path) -> list[Path]:
+    """Return the files of weights. Raise ModelError if one is gone, or not the file for which the folder was made."""
+    try:
+        pointers = msgspec.json.decode(read_file(folder / GGUF_POINTER), type=list[_Pointer])
+    except msgspec.MsgspecError:
+        raise ModelError(f"{folder / GGUF_POINTER} is damaged: delete {folder}.") from None
+    for pointer in pointers:
+        check_file(Path(pointer.path))
+        if _Pointer.to(Path(pointer.path)) != pointer:
+            raise ModelError(f"{pointer.path} has changed since the start of the service.")
+    return [Path(pointer.path) for pointer in pointers]
+
+
+def gguf_parts(folder: Path) -> Iterator[tuple[str, GgufPart]]:
+    """Yield every tensor of the model by its name in a checkpoint. Raise CheckpointError."""
+    header = read_gguf(gguf_files(folder)[0])
+    fields = Fields(header)
+    heads = fields.count("attention.head_count")
+    return parts_of(header, heads, fields.count("attention.head_count_kv", heads), num_layers(fields))

@@ -1,0 +1,57 @@
+"""Which files of a hub repository are one GGUF model. Nothing here reaches the hub."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from moeserve.model.spec import ModelError
+
+# The kind of quantisation at the end of a file's name, before the number of its part.
+_KIND = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf$", re.I)
+# Encoders of images, and heads that predict further tokens, which lie beside models.
+_NO_MODEL = re.compile(r"(?:^|/)(?:mmproj|mtp)[-_.]", re.I)
+
+
+def split_name(model: str) -> tuple[str, str | None]:
+    """Return repository and kind of `owner/name:Q4_K_M`; None for a name without a kind."""
+    repository, colon, kind = model.partition(":")
+    return repository, kind if colon else None
+
+
+def kinds_of(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the GGUF files of a repository by kind in capitals, the parts of a model in order."""
+    kinds: dict[str, list[str]] = {}
+    for name in sorted(names):
+        found = _KIND.search(name)
+        if found is not None and not _NO_MODEL.search(name):
+            kinds.setdefault(found[1].upper(), []).append(name)
+    return kinds
+
+
+def choose_files(repository: str, kind: str, names: Iterable[str]) -> list[str]:
+    """Return the files of the model of a kind. Raise ModelError, which lists the kinds that there are."""
+    kinds = kinds_of(names)
+    if kind.upper() not in kinds:
+        raise ModelError(f"Model {repository} has no GGUF file of kind {kind}{_listed(kinds)}.")
+    files = kinds[kind.upper()]
+    models = {re.sub(r"-\d{5}-of-", "-of-", name) for name in files}
+    if len(models) > 1:
+        raise ModelError(
+            f"Model {repository} has {len(models)} GGUF models of kind {kind}: download one and name its path."
+        )
+    return files
+
+
+def only_gguf_sentence(repository: str, names: Iterable[str]) -> str | None:
+    """Return what to say of a repository that holds GGUF files alone; None if it holds none."""
+    kinds = kinds_of(names)
+    if not kinds:
+        return None
+    example = next((kind for kind in ("Q4_K_M", "Q8_0") if kind in kinds), next(iter(kinds)))
+    return f"Model {repository} has GGUF files alone: name one by its kind, as {repository}:{example}{_listed(kinds)}."
+
+
+def _listed(kinds: Iterable[str]) -> str:
+    shown = ", ".join(kinds)
+    return f"; these are there: {shown}" if shown else ""

@@ -1,0 +1,160 @@
+"""The tokenizer of a GGUF model as `tokenizer.json`: byte-level BPE, and BPE by scores as SentencePiece has it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from moeserve.model.spec import CheckpointError, UnsupportedModel
+
+# Kinds of tokens in `tokenizer.ggml.token_type`.
+_NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
+_ADVICE = "put the model's tokenizer.json beside the file"
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_DEEPSEEK_V3 = (
+    r"\p{N}{1,3}",
+    "[\u4e00-\u9fa5\u3040-\u30ff]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+)
+# By `tokenizer.ggml.pre`: the expressions that cut a text before bytes are merged. None: those of GPT-2; digits of
+# themselves first where the name is in _SINGLE_DIGITS.
+_EXPRESSIONS: Mapping[str, tuple[str, ...] | None] = {
+    "default": None,
+    "gpt-2": None,
+    "olmo": None,
+    "smollm": None,
+    "refact": None,
+    "llama3": (_LLAMA3,),
+    "llama-bpe": (_LLAMA3,),
+    "glm4": (_LLAMA3,),
+    "chatglm-bpe": (_LLAMA3,),
+    "dbrx": (_LLAMA3,),
+    "qwen2": (_QWEN2,),
+    "deepseek-r1-qwen": (_QWEN2,),
+    "gpt-4o": (_O200K,),
+    "deepseek-v3": _DEEPSEEK_V3,
+    "joyai-llm": _DEEPSEEK_V3,
+}
+_SINGLE_DIGITS = frozenset(("smollm", "refact"))
+
+
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
+    """Return the tokenizer. Raise CheckpointError if its fields do not fit, UnsupportedModel for another kind."""
+    kind = metadata.get("tokenizer.ggml.model")
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise CheckpointError(f"The GGUF file holds no vocabulary: {_ADVICE}.")
+    if types is None:
+        types = [_NORMAL] * len(tokens)
+    if not isinstance(types, list) or len(types) != len(tokens):
+        raise CheckpointError("The GGUF file's kinds of tokens do not fit its vocabulary.")
+    if kind == "gpt2":
+        tokenizer = _byte_level(metadata, tokens)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(metadata, tokens, types)
+    else:
+        raise UnsupportedModel(f"GGUF tokenizers of kind {str(kind)[:40]!r} are not supported: {_ADVICE}.")
+    tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
+    tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
+    return tokenizer
+
+
+def tokenizer_config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `tokenizer_config.json`: the chat template and the tokens that it may name."""
+    tokens = metadata.get("tokenizer.ggml.tokens") or []
+    config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
+        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if type(token_id) is int and 0 <= token_id < len(tokens):
+            config[name] = tokens[token_id]
+    config["add_bos_token"] = bool(metadata.get("tokenizer.ggml.add_bos_token", False))
+    template = metadata.get("tokenizer.chat_template")
+    if isinstance(template, str):
+        config["chat_template"] = template
+    return config
+
+
+def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
+    special = kind == _CONTROL
+    chosen = (token for token, own in zip(tokens, types, strict=True) if own == kind and token)
+    return [AddedToken(token, special=special, normalized=False) for token in chosen]
+
+
+def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
+    pre = metadata.get("tokenizer.ggml.pre", "default")
+    if pre not in _EXPRESSIONS:
+        raise UnsupportedModel(f"How {str(pre)[:40]!r} cuts texts into words is not known here: {_ADVICE}.")
+    merges = metadata.get("tokenizer.ggml.merges")
+    if not isinstance(merges, list):
+        raise CheckpointError("The GGUF file's tokenizer has no merges.")
+    pairs = [_pair(merge) for merge in merges]
+    try:
+        tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
+    except Exception as error:  # The library raises its own exceptions for merges that do not fit.
+        raise CheckpointError(f"The GGUF file's tokenizer does not fit together: {str(error)[:200]}.") from None
+    expressions = _EXPRESSIONS[pre]
+    steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre in _SINGLE_DIGITS else []
+    if expressions is not None:
+        steps += [pre_tokenizers.Split(Regex(expression), "isolated") for expression in expressions]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expressions is None))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(merge: object) -> tuple[str, str]:
+    left, space, right = str(merge).partition(" ")
+    if not (left and space and right):
+        raise CheckpointError(f"The GGUF file's tokenizer has the merge {str(merge)[:80]!r}, which is no pair.")
+    return left, right
+
+
+def _sentencepiece(metadata: Mapping[str, Any], tokens: list[str], types: list[int]) -> Tokenizer:
+    """Return BPE that merges the pair whose token has the best score, with bytes for characters without a token."""
+    scores = metadata.get("tokenizer.ggml.scores")
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise CheckpointError("The GGUF file's scores of tokens do not fit its vocabulary.")
+    unknown = next((token for token, kind in zip(tokens, types, strict=True) if kind == _UNKNOWN), None)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab=vocabulary,
+            merges=_merges(tokens, types, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefixed = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
+    steps: list[Any] = [normalizers.Prepend("▁")] if prefixed else []
+    tokenizer.normalizer = normalizers.Sequence([*steps, normalizers.Replace(" ", "▁")])
+    parts: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if prefixed:
+        parts.append(decoders.Strip(content=" ", left=1))
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def _merges(tokens: list[str], types: list[int], scores: list[float]) -> list[tuple[str, str]]:
+    """Return all pairs of tokens that are a token together, the best score of their token first.
+
+    SentencePiece merges the neighbours whose token has the best score, which is what ranks do in that order.
+    """
+    merged = {token: i for i, token in enumerate(tokens) if types[i] == _NORMAL and len(token) > 1}
+    known = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
+    pairs = []
+    for token, i in merged.items():
+        found = [(token[:cut], token[cut:]) for cut in range(1, len(token))]
+        pairs += [(-scores[i], i, left, right) for left, right in found if left in known and right in known]
+    return [(left, right) for _, _, left, right in sorted(pairs)]

@@ -1,0 +1,209 @@
+"""GGUF models give the numbers of the models that they were made from."""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.gguf.folder import gguf_folder
+from moeserve.model.gguf.header import read_gguf
+from moeserve.model.gguf.parts import GgufPart
+from moeserve.model.gguf.tensors import read_packed, read_part
+from moeserve.model.source import resolve_model
+from moeserve.model.spec import CheckpointError, ModelError
+from moeserve.model.weights import load_decoder
+from tests.support.gguf_export import ARCHITECTURES, write_gguf
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import build
+
+_TOKENS = torch.randint(1, 128, (21,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def folder_of(path: Path, tmp_path: Path) -> Path:
+    return gguf_folder(path, tmp_path / "cache")
+
+
+def logits_of(folder: Path) -> torch.Tensor:
+    decoder = load_decoder(folder, build_spec(load_config(folder)), max_model_len=64)
+    return PagedRunner(decoder, [_TOKENS]).step([(0, 0, len(_TOKENS))])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "latent"),
+    [*((name, "split") for name in ARCHITECTURES), ("deepseek2", "whole"), ("deepseek2-v3", "whole")],
+)
+def test_logits_are_those_of_the_model_that_was_written(architecture: str, latent: str, tmp_path: Path) -> None:
+    case, fields = ARCHITECTURES[architecture]
+    model = build(case, **fields)
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, architecture, model, latent=latent)
+    with torch.no_grad():
+        expected = model(torch.tensor([_TOKENS]), use_cache=False).logits[0]
+    found = logits_of(folder_of(path, tmp_path))
+    assert 0.5 < expected.abs().max() < 50
+    assert (found - expected).abs().max() <= 1e-4
+
+
+def spelt(kinds: dict[str, Kind]) -> object:
+    """Quantise tensors whose names hold a key; the others stay float32."""
+    return lambda name, values: next((kind for key, kind in kinds.items() if key in name), Kind.F32)
+
+
+@pytest.fixture(scope="module")
+def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Mixtral of many kinds of tensors, with widths that all of them allow."""
+    path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
+    model = build("mixtral", hidden_size=256, intermediate_size=256, head_dim=64)
+    kinds = {"attn_q": Kind.Q8_0, "attn_k": Kind.Q4_0, "attn_v": Kind.Q4_1, "attn_output": Kind.BF16}
+    kinds |= {"ffn_gate_exps": Kind.Q5_0, "ffn_up_exps": Kind.F16, "token_embd": Kind.Q8_0}
+    write_gguf(path, "llama", model, spelt(kinds))  # type: ignore[arg-type]
+    return path
+
+
+def test_a_header_is_what_the_gguf_package_reads(quantised: Path) -> None:
+    header, reader = read_gguf(quantised), gguf.GGUFReader(quantised)
+    for tensor in reader.tensors:
+        own = header.tensors[tensor.name]
+        assert (own.kind, own.shape) == (tensor.tensor_type.name, tuple(int(n) for n in tensor.shape[::-1]))
+        assert (own.offset, own.num_bytes) == (tensor.data_offset, tensor.n_bytes)
+    found = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    assert dict(header.metadata) == found
+
+
+def test_numbers_are_those_that_the_gguf_package_unpacks(quantised: Path) -> None:
+    for tensor in gguf.GGUFReader(quantised).tensors:
+        own = read_gguf(quantised).tensors[tensor.name]
+        expected = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        assert torch.equal(read_part(GgufPart((own,))).float(), torch.from_numpy(expected).view(own.shape))
+
+
+def test_rows_keep_their_blocks_and_other_kinds_are_rounded_to_8_bits(quantised: Path) -> None:
+    tensors = read_gguf(quantised).tensors
+    plain, paired = (GgufPart((tensors["blk.0.attn_q.weight"],), form, 4) for form in ("plain", "pairs"))  # type: ignore[arg-type]
+    rows = read_packed(plain)
+    assert rows.format.name == "q8_0"
+    assert torch.equal(read_packed(paired).data, rows.rows(torch.arange(256).view(4, 32, 2).mT.flatten()).data)
+    experts = GgufPart((tensors["blk.0.ffn_gate_exps.weight"],))
+    with_expert = read_packed(experts, 3)
+    assert with_expert.format.name == "q8_0"
+    wide = gguf.quants.dequantize(with_expert.data.numpy(), Kind.Q8_0)
+    assert np.abs(wide - read_part(experts)[3].numpy()).max() < 0.01
+
+
+def test_the_logits_of_quantised_files_are_those_of_their_values(quantised: Path, tmp_path: Path) -> None:
+    reader = gguf.GGUFReader(quantised)
+    wide = tmp_path / "wide.gguf"
+    writer = gguf.GGUFWriter(wide, "llama")
+    for name, field in reader.fields.items():
+        if not name.startswith(("GGUF.", "general.architecture")):
+            kind = field.types[0]
+            writer.add_key_value(name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        writer.add_tensor(tensor.name, values.reshape(tuple(int(n) for n in tensor.shape[::-1])))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found, expected = logits_of(folder_of(quantised, tmp_path)), logits_of(folder_of(wide, tmp_path))
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def test_a_split_model_is_one_model(tmp_path: Path) -> None:
+    model = build("mixtral")
+    whole = tmp_path / "whole.gguf"
+    write_gguf(whole, "llama", model)
+    names = [f"tiny-{number:05d}-of-00002.gguf" for number in (1, 2)]
+    reader = gguf.GGUFReader(whole)
+    for number, name in enumerate(names):
+        writer = gguf.GGUFWriter(tmp_path / name, "llama")
+        if number == 0:
+            for key, field in reader.fields.items():
+                if not key.startswith(("GGUF.", "general.architecture")):
+                    kind = field.types[-1] if len(field.types) > 1 else None
+                    writer.add_key_value(key, field.contents(), field.types[0], kind)
+        for place, tensor in enumerate(reader.tensors):
+            if place % 2 == number:
+                writer.add_tensor(tensor.name, np.array(tensor.data))
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    expected = logits_of(folder_of(whole, tmp_path))
+    for name in names:
+        assert torch.equal(logits_of(folder_of(tmp_path / name, tmp_path)), expected)
+    (tmp_path / names[1]).unlink()
+    with pytest.raises(CheckpointError, match=r"lacks 1 of 2 parts, the first is tiny-00002-of-00002\.gguf"):
+        read_gguf(tmp_path / names[0])
+
+
+def test_a_file_is_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "qwen3moe", build("qwen3_moe", mlp_only_layers=[]))
+    folder = resolve_model(str(path))
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen3_moe"
+    # A tokenizer beside the file is taken instead of its own.
+    (tmp_path / "tokenizer.json").write_bytes((folder / "tokenizer.json").read_bytes() + b"\n")
+    other = resolve_model(str(path))
+    assert other != folder
+    assert (other / "tokenizer.json").read_bytes() == (tmp_path / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"general.architecture": "rwkv6"}, "GGUF models of architecture 'rwkv6' are not supported; these are: llama,"),
+        ({"tokenizer.ggml.pre": "own"}, "How 'own' cuts texts into words is not known here: put the model's tokenizer"),
+        ({"tokenizer.ggml.model": "rwkv"}, "GGUF tokenizers of kind 'rwkv' are not supported"),
+        ({"llama.rope.scaling.type": "su"}, "Rotary embeddings of type 'su' in a GGUF file are not supported"),
+        ({"llama.expert_used_count": "two"}, "The field llama.expert_used_count is no whole number"),
+        ({"llama.embedding_length": None}, "lacks the field llama.embedding_length"),
+        ({"tokenizer.ggml.merges": ["ab"]}, "has the merge 'ab', which is no pair"),
+    ],
+)
+def test_what_cannot_be_served_gets_one_sentence(
+    change: dict[str, object], sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", build("mixtral"))
+    header = read_gguf(path)
+    metadata = {name: value for name, value in {**header.metadata, **change}.items() if value is not None}
+    monkeypatch.setattr(
+        "moeserve.model.gguf.folder.read_gguf", lambda _: type(header)(metadata, header.tensors, header.files)
+    )
+    with pytest.raises(ModelError, match=sentence):
+        folder_of(path, tmp_path)
+
+
+@pytest.mark.parametrize("number", [400, pytest.param(100_000, marks=pytest.mark.long)])
+def test_mutated_headers_get_one_sentence(number: int, quantised: Path, tmp_path: Path) -> None:
+    """Flip, cut and overwrite bytes of a header: each is read, or refused in a sentence, with little memory."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    draw, content = random.Random(4), quantised.read_bytes()
+    header_bytes = min(tensor.offset for tensor in read_gguf(quantised).tensors.values())
+    head, path = content[:header_bytes], tmp_path / "bad.gguf"
+    numbers = [struct.pack("<Q", value) for value in (0, 1, 2**31, 2**40, 2**63, 2**64 - 1)]
+    for _ in range(number):
+        bad = bytearray(head)
+        for _ in range(draw.choice((1, 1, 2, 8))):
+            place = draw.randrange(len(bad) if draw.random() < 0.5 else 64)
+            new = draw.choice(numbers) if draw.random() < 0.5 else bytes((draw.randrange(256),))
+            bad[place : place + len(new)] = new
+        path.write_bytes(
+            bad[: draw.randrange(len(bad))] if draw.random() < 0.2 else bytes(bad) + content[header_bytes:]
+        )
+        with suppress(CheckpointError):
+            read_gguf(path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024

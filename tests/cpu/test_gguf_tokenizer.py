@@ -1,0 +1,115 @@
+"""The tokenizers of GGUF files cut and merge as the tokenizers that they were made from."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from tokenizers import Regex, pre_tokenizers
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from moeserve.model.gguf.header import read_gguf
+from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
+from moeserve.model.spec import ModelError
+
+_LETTERS = list("abcdehlo ▁!é")
+
+
+def pieces(seed: int = 0) -> tuple[list[str], list[float]]:
+    """A vocabulary with scores in which every longer piece can be made of shorter ones."""
+    draw = random.Random(seed)
+    tokens = ["▁", *"abcdehlo!"]
+    while len(tokens) < 90:
+        token = draw.choice(tokens) + draw.choice(tokens)
+        if token not in tokens and len(token) <= 6:
+            tokens.append(token)
+    return tokens, [-draw.random() * 10 for _ in tokens]
+
+
+def merged_by_score(text: str, scores: dict[str, float]) -> list[str]:
+    """Merge the neighbours whose token has the best score, the leftmost of equals, until none is a token."""
+    parts = list(text)
+    while True:
+        pairs = [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(parts)) if a + b in scores]
+        if not pairs:
+            return parts
+        _, i = min(pairs)
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def metadata_of(tokens: list[str], scores: list[float]) -> dict[str, Any]:
+    first = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": first + tokens,
+        "tokenizer.ggml.scores": [0.0] * len(first) + scores,
+        "tokenizer.ggml.token_type": [2, 3, 3] + [6] * 256 + [1] * len(tokens),
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
+
+
+def test_sentencepiece_merges_by_score() -> None:
+    draw = random.Random(1)
+    for seed in range(5):
+        tokens, scores = pieces(seed)
+        tokenizer = build_tokenizer(metadata_of(tokens, scores))
+        known = dict(zip(tokens, scores, strict=True))
+        for _ in range(60):
+            text = "".join(draw.choice("abcdehlo! ") for _ in range(draw.randrange(1, 30)))
+            expected = merged_by_score("▁" + text.replace(" ", "▁"), known)
+            assert tokenizer.encode(text, add_special_tokens=False).tokens == expected
+            assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_characters_without_a_token_become_bytes_and_come_back() -> None:
+    tokenizer = build_tokenizer(metadata_of(*pieces()))
+    assert tokenizer.encode("é").tokens == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(tokenizer.encode("é hello é").ids) == "é hello é"
+    assert tokenizer.encode("a</s>b").ids[2] == 2
+
+
+@pytest.mark.parametrize("text", ["It's 1234 o'clock\n\n  now", "x=3;\r\n\tif (a&&b)", "Ünïcode 東京 123", "  a  b "])
+def test_qwens_texts_are_cut_as_by_its_own_tokenizer(text: str) -> None:
+    own = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    metadata = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "qwen2",
+        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.merges": [],
+    }
+    tokenizer = build_tokenizer(metadata)
+    assert tokenizer.pre_tokenizer is not None
+    assert tokenizer.pre_tokenizer.pre_tokenize_str(text) == own.pre_tokenize_str(text)
+
+
+def test_the_demos_own_file_gives_the_demos_tokens() -> None:
+    from moeserve.model.demo import locate_gguf
+    from moeserve.model.demo_build import GgufSource
+    from moeserve.model.demo_build import build_tokenizer as build_demos
+
+    path = locate_gguf()
+    own, demos = build_tokenizer(read_gguf(path).metadata), build_demos(GgufSource(path).vocabulary)
+    for text in ("Hello, world! 12345", "<|im_start|>user\nWhat's up?<|im_end|>", "def f(x):\n    return x**2 # é東"):
+        assert own.encode(text).ids == demos.encode(text).ids
+        assert own.decode(own.encode(text).ids) == demos.decode(own.encode(text).ids)
+    assert "im_start" in tokenizer_config_of(read_gguf(path).metadata)["chat_template"]
+
+
+def test_fields_that_do_not_fit_get_one_sentence() -> None:
+    good = metadata_of(*pieces())
+    for change in (
+        {"tokenizer.ggml.scores": [0.0]},
+        {"tokenizer.ggml.token_type": [1]},
+        {"tokenizer.ggml.tokens": None},
+    ):
+        with pytest.raises(ModelError, match="GGUF file"):
+            build_tokenizer({**good, **change})
