@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.gguf.header import read_gguf
-from moeserve.model.gguf.parts import GgufPart
+from moeserve.model.gguf.parts import GgufPart, Heads
 from moeserve.model.gguf.tensors import read_packed, read_part
 from moeserve.model.source import resolve_model
 from moeserve.model.spec import CheckpointError, ModelError
@@ -90,7 +90,8 @@ def test_numbers_are_those_that_the_gguf_package_unpacks(quantised: Path) -> Non
 
 def test_rows_keep_their_blocks_and_other_kinds_are_rounded_to_8_bits(quantised: Path) -> None:
     tensors = read_gguf(quantised).tensors
-    plain, paired = (GgufPart((tensors["blk.0.attn_q.weight"],), form, 4) for form in ("plain", "pairs"))  # type: ignore[arg-type]
+    plain = GgufPart((tensors["blk.0.attn_q.weight"],))
+    paired = GgufPart(plain.sources, "pairs", Heads(4))
     rows = read_packed(plain)
     assert rows.format.name == "q8_0"
     assert torch.equal(read_packed(paired).data, rows.rows(torch.arange(256).view(4, 32, 2).mT.flatten()).data)

@@ -23,6 +23,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {}),
     "qwen2moe": ("qwen2_moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
+    "qwen3next": ("qwen3_next", {"mlp_only_layers": []}),
     "olmoe": ("olmoe", {}),
     "granitemoe": ("granitemoe", {}),
     "phimoe": ("phimoe", {"router_jitter_noise": 0.01}),
@@ -111,6 +112,12 @@ def _write_fields(writer: gguf.GGUFWriter, name: str, c: Any, latent: str) -> No
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_logit_scale(c.logits_scaling)
+    if name == "qwen3next":
+        writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
+        writer.add_ssm_state_size(c.linear_key_head_dim)
+        writer.add_ssm_group_count(c.linear_num_key_heads)
+        writer.add_ssm_time_step_rank(c.linear_num_value_heads)
+        writer.add_ssm_inner_size(c.linear_num_value_heads * c.linear_value_head_dim)
     if name == "gpt-oss":
         writer.add_sliding_window(c.sliding_window)
     if getattr(c, "clip_qkv", None):
@@ -178,6 +185,12 @@ def _tensors(name: str, config: Any, state: dict[str, torch.Tensor], latent: str
             yield named(f"{tensor}.weight"), values
         elif tensor.endswith("kv_b_proj.weight") and latent == "split":
             yield from _split_latent(config, tensor.split(".")[2], values)
+        elif ".linear_attn." in tensor:
+            yield from _delta_net(
+                config, tensor.split(".")[2], own if own != "weight" else tensor.split(".")[-2], values
+            )
+        elif name == "qwen3next" and tensor.endswith("norm.weight"):
+            yield named(tensor), values + 1
         elif tensor.endswith("block_sparse_moe.router.weight"):
             yield named(tensor.replace("router.weight", "router.layer.weight")), values
         elif tensor.endswith("shared_expert_gate.weight"):
@@ -206,3 +219,21 @@ def _split_latent(c: Any, layer: str, values: torch.Tensor) -> Iterator[tuple[st
 
 def _side_by_side(values: torch.Tensor, heads: int) -> torch.Tensor:
     return values.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _delta_net(c: Any, layer: str, own: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    block = f"blk.{layer}"
+    if own == "in_proj_qkvz":
+        wide = c.linear_num_value_heads // c.linear_num_key_heads * c.linear_value_head_dim
+        by_head = values.view(c.linear_num_key_heads, -1, values.shape[1])
+        parts = by_head.split([c.linear_key_head_dim, c.linear_key_head_dim, wide, wide], 1)
+        query, key, value, gate = (part.flatten(0, 1) for part in parts)
+        yield f"{block}.attn_qkv.weight", torch.cat([query, key, value])
+        yield f"{block}.attn_gate.weight", gate
+    elif own == "A_log":
+        yield f"{block}.ssm_a", -values.exp()
+    elif own == "dt_bias":
+        yield f"{block}.ssm_dt.bias", values
+    else:
+        names = {"in_proj_ba": "ssm_ba", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+        yield f"{block}.{names[own]}.weight", values.squeeze()

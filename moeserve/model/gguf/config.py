@@ -336,12 +336,34 @@ def _minimax_m2(fields: Fields) -> Config:
     }
 
 
+def _qwen3next(fields: Fields) -> Config:
+    layers, values = num_layers(fields), fields.count("ssm.time_step_rank")
+    tensors = fields.header.tensors
+    dense = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" not in tensors]
+    recurrent = [f"blk.{layer}.ssm_out.weight" in tensors for layer in range(layers)]
+    return {
+        **_qwen2moe(fields),
+        "model_type": "qwen3_next",
+        "norm_topk_prob": True,
+        "mlp_only_layers": dense,
+        "layer_types": ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent],
+        "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
+        "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
+        "linear_key_head_dim": fields.count("ssm.state_size"),
+        "linear_num_key_heads": fields.count("ssm.group_count"),
+        "linear_num_value_heads": values,
+        "linear_value_head_dim": fields.count("ssm.inner_size") // values,
+        "rope_parameters": _partial_rope(fields),
+    }
+
+
 _BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
+    "qwen3next": _qwen3next,
     "olmoe": _olmoe,
     "gpt-oss": _gpt_oss,
     "gptoss": _gpt_oss,

@@ -96,5 +96,4 @@ def gguf_parts(folder: Path) -> Iterator[tuple[str, GgufPart]]:
     """Yield every tensor of the model by its name in a checkpoint. Raise CheckpointError."""
     header = read_gguf(gguf_files(folder)[0])
     fields = Fields(header)
-    heads = fields.count("attention.head_count")
-    return parts_of(header, heads, fields.count("attention.head_count_kv", heads), num_layers(fields))
+    return parts_of(header, fields, num_layers(fields))

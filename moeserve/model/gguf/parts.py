@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from moeserve.model.gguf.config import Fields
 from moeserve.model.gguf.header import GgufHeader, GgufTensor
 from moeserve.model.spec import CheckpointError
 
@@ -56,79 +57,152 @@ _LAYER = {
     "ffn_down_exps": "mlp.experts.down_proj",
     "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
 }
-_SINKS, _CORRECTION = "attn_sinks.weight", "exp_probs_b.bias"
+_LAYER |= {
+    "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_in": "linear_attn.in_proj_qkvz",
+    "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm",
+    "ssm_out": "linear_attn.out_proj",
+}
+# Names that do not end alike.
+_WHOLE = {
+    "attn_sinks.weight": "self_attn.sinks",
+    "exp_probs_b.bias": "mlp.gate.e_score_correction_bias",
+    "ssm_a": "linear_attn.A_log",
+    "ssm_dt.bias": "linear_attn.dt_bias",
+}
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 # Tables of rotary embeddings, and layers that predict further tokens.
 _IGNORED = re.compile(r"rope_freqs\.|rope_factors_|.*\.(nextn\.|attn_rot_embd)")
 # Architectures whose files hold the rotary pairs of queries and keys side by side, where checkpoints hold halves.
 _PAIRED = frozenset(("llama", "granitemoe"))
+_NORMS_PLUS_ONE = frozenset(("qwen3next",))
 
-# pairs: rows of rotary pairs, to be ordered as halves. latent: a key and a value part that are one matrix by head.
-Arrangement = Literal["plain", "pairs", "latent"]
+# plain: as stored. pairs: rows of rotary pairs, to be ordered as halves. latent: the key and the value part of a
+# matrix, by head. by_key_head: rows of queries, keys and values, and rows of gates, to be ordered by key head.
+# less_one: norms that are stored with one added. logarithm: of the negated numbers.
+Arrangement = Literal["plain", "pairs", "latent", "by_key_head", "less_one", "logarithm"]
+
+
+# Two tensors that are one in a checkpoint.
+_JOINED: dict[tuple[str, str], tuple[str, Arrangement]] = {
+    ("attn_k_b.weight", "attn_v_b.weight"): ("self_attn.kv_b_proj.weight", "latent"),
+    ("attn_qkv.weight", "attn_gate.weight"): ("linear_attn.in_proj_qkvz.weight", "by_key_head"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """The numbers of query or key heads that an arrangement orders rows by. values: value heads per key head.
+    key_dim, value_dim: the width of each; 0 where the arrangement needs none."""
+
+    number: int = 1
+    values: int = 0
+    key_dim: int = 0
+    value_dim: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class GgufPart:
-    """One tensor of a checkpoint. sources: one, or the two parts of a `latent`. heads: of queries or keys."""
+    """One tensor of a checkpoint. sources: one, or the two parts of a `latent` or `by_key_head`."""
 
     sources: tuple[GgufTensor, ...]
     arrangement: Arrangement = "plain"
-    heads: int = 1
+    heads: Heads = Heads()
 
     @property
     def kind(self) -> str:
-        """The kind of its numbers; a `latent` is put together from float32."""
-        return "F32" if self.arrangement == "latent" else self.sources[0].kind
+        """The kind of its numbers; float32 where they are computed, or where two parts differ in their kinds."""
+        kinds = {source.kind for source in self.sources}
+        is_kept = self.arrangement in ("plain", "pairs", "by_key_head") and len(kinds) == 1
+        return self.sources[0].kind if is_kept else "F32"
 
     @property
     def shape(self) -> tuple[int, ...]:
-        if self.arrangement != "latent":
-            return self.sources[0].shape
-        keys, values = self.sources
-        heads, rank, width = keys.shape
-        return heads * (width + values.shape[1]), rank
+        first = self.sources[0].shape
+        if self.arrangement == "latent":
+            heads, rank, width = first
+            return heads * (width + self.sources[1].shape[1]), rank
+        return (sum(source.shape[0] for source in self.sources), *first[1:])
 
     @property
     def num_bytes(self) -> int:
         return sum(source.num_bytes for source in self.sources)
 
 
-def parts_of(header: GgufHeader, num_heads: int, num_kv_heads: int, num_layers: int) -> Iterator[tuple[str, GgufPart]]:
+class _Namer:
+    """Names the tensors of a model, and says how each is arranged."""
+
+    def __init__(self, fields: Fields) -> None:
+        self._architecture = fields.architecture
+        heads = fields.count("attention.head_count")
+        self._query_heads, self._key_heads = heads, fields.count("attention.head_count_kv", heads)
+        self._fields = fields
+        # By layer and name, the first of two tensors that are one.
+        self._halves: dict[tuple[int, str], GgufTensor] = {}
+
+    def name(self, layer: int, own: str, tensor: GgufTensor) -> tuple[str, GgufPart] | None:
+        """Return name and part of a tensor of a layer; None for the first half of one. Raise CheckpointError."""
+        for pair, (target, arrangement) in _JOINED.items():
+            if own in pair:
+                return self._joined(layer, own, tensor, pair, target, arrangement)
+        arrangement, heads = self._arrangement(own)
+        return _own_name(own), GgufPart((tensor,), arrangement, heads)
+
+    def check_whole(self) -> None:
+        """Raise CheckpointError if half of a tensor is missing."""
+        for layer, own in self._halves:
+            raise CheckpointError(f"The GGUF file holds {own} of layer {layer} without its other half.")
+
+    def _joined(
+        self, layer: int, own: str, tensor: GgufTensor, pair: tuple[str, str], target: str, arrangement: Arrangement
+    ) -> tuple[str, GgufPart] | None:
+        other = pair[1 - pair.index(own)]
+        half = self._halves.pop((layer, other), None)
+        if half is None:
+            self._halves[layer, own] = tensor
+            return None
+        both = (tensor, half) if own == pair[0] else (half, tensor)
+        if len(tensor.shape) != (3 if arrangement == "latent" else 2) or len(half.shape) != len(tensor.shape):
+            raise CheckpointError(f"{own} of layer {layer} has shape {list(tensor.shape)}, which it cannot have.")
+        return target, GgufPart(both, arrangement, self._delta_heads() if arrangement == "by_key_head" else Heads())
+
+    def _delta_heads(self) -> Heads:
+        fields = self._fields
+        keys, values = fields.count("ssm.group_count"), fields.count("ssm.time_step_rank")
+        return Heads(keys, values // keys, fields.count("ssm.state_size"), fields.count("ssm.inner_size") // values)
+
+    def _arrangement(self, own: str) -> tuple[Arrangement, Heads]:
+        if self._architecture in _PAIRED and own.startswith(("attn_q.", "attn_k.")):
+            return "pairs", Heads(self._query_heads if own.startswith("attn_q.") else self._key_heads)
+        if self._architecture in _NORMS_PLUS_ONE and own.endswith("norm.weight") and own != "ssm_norm.weight":
+            return "less_one", Heads()
+        return ("logarithm" if own == "ssm_a" else "plain"), Heads()
+
+
+def parts_of(header: GgufHeader, fields: Fields, num_layers: int) -> Iterator[tuple[str, GgufPart]]:
     """Yield every tensor of the model by its name in a checkpoint. Raise CheckpointError for an unknown name."""
-    architecture = header.metadata.get("general.architecture")
-    latents: dict[int, dict[str, GgufTensor]] = {}
+    namer = _Namer(fields)
     for name, tensor in header.tensors.items():
         if name in _OUTER:
-            yield _OUTER[name], GgufPart((tensor,))
+            less_one = fields.architecture in _NORMS_PLUS_ONE and name == "output_norm.weight"
+            yield _OUTER[name], GgufPart((tensor,), "less_one" if less_one else "plain")
             continue
         block = _BLOCK.fullmatch(name)
         if _IGNORED.match(name) or (block and int(block[1]) >= num_layers):
             continue
         if block is None:
             raise CheckpointError(f"The GGUF file holds {name[:80]}, which models of this architecture do not have.")
-        layer, own = int(block[1]), block[2]
-        if own in ("attn_k_b.weight", "attn_v_b.weight"):
-            latents.setdefault(layer, {})[own] = tensor
-            continue
-        pairs = architecture in _PAIRED and own.startswith(("attn_q.", "attn_k."))
-        heads = num_heads if own.startswith("attn_q.") else num_kv_heads
-        part = GgufPart((tensor,), "pairs", heads) if pairs else GgufPart((tensor,))
-        yield f"model.layers.{layer}.{_own_name(name, own)}", part
-    for layer, parts in latents.items():
-        if len(parts) == 1:
-            raise CheckpointError(f"The GGUF file holds {next(iter(parts))} of layer {layer} without its other half.")
-        both = (parts["attn_k_b.weight"], parts["attn_v_b.weight"])
-        if any(len(part.shape) != 3 for part in both):
-            raise CheckpointError(f"The latent attention of layer {layer} has no shape by head.")
-        yield f"model.layers.{layer}.self_attn.kv_b_proj.weight", GgufPart(both, "latent")
+        found = namer.name(int(block[1]), block[2], tensor)
+        if found is not None:
+            yield f"model.layers.{block[1]}.{found[0]}", found[1]
+    namer.check_whole()
 
 
-def _own_name(name: str, own: str) -> str:
-    if own == _SINKS:
-        return "self_attn.sinks"
-    if own == _CORRECTION:
-        return "mlp.gate.e_score_correction_bias"
+def _own_name(own: str) -> str:
+    if own in _WHOLE:
+        return _WHOLE[own]
     stem, _, kind = own.rpartition(".")
     if stem not in _LAYER or kind not in ("weight", "bias"):
-        raise CheckpointError(f"The GGUF file holds {name[:80]}, which models of this architecture do not have.")
+        raise CheckpointError(f"The GGUF file holds {own[:80]}, which models of this architecture do not have.")
     return f"{_LAYER[stem]}.{kind}"

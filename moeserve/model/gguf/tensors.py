@@ -14,7 +14,7 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from kernels.weight_formats import FORMATS, QuantizedRows
+from kernels.weight_formats import FORMATS, QuantizedRows, joined_rows
 from moeserve.model.gguf.header import GgufTensor
 from moeserve.model.gguf.parts import PACKED_KINDS, GgufPart
 from moeserve.model.spec import CheckpointError
@@ -24,11 +24,19 @@ _Array = np.ndarray[Any, np.dtype[Any]]
 
 def read_part(part: GgufPart) -> Tensor:
     """Return the numbers of a tensor in its shape, float32 or as they are stored. Raise CheckpointError."""
-    if part.arrangement == "latent":
-        keys, values = (_numbers(source) for source in part.sources)
-        return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
-    numbers = _numbers(part.sources[0])
-    return numbers if part.arrangement == "plain" else numbers[_halves_from_pairs(len(numbers), part.heads)]
+    numbers = [_numbers(source) for source in part.sources]
+    match part.arrangement:
+        case "latent":
+            keys, values = numbers
+            return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
+        case "less_one":
+            return numbers[0].float() - 1.0
+        case "logarithm":
+            return numbers[0].float().neg().log()
+    order = _order(part)
+    if order is None:
+        return numbers[0]
+    return (numbers[0] if len(numbers) == 1 else torch.cat([rows.float() for rows in numbers]))[order]
 
 
 def read_row(part: GgufPart, row: int) -> Tensor:
@@ -38,15 +46,25 @@ def read_row(part: GgufPart, row: int) -> Tensor:
 
 def read_packed(part: GgufPart, expert: int | None = None) -> QuantizedRows:
     """Return the rows of a matrix in their blocks, or those of one expert. Raise CheckpointError."""
-    rows = _packed(part.sources[0] if expert is None else _row_of(part.sources[0], expert))
+    if expert is not None:
+        return _packed(_row_of(part.sources[0], expert))
+    rows = joined_rows([_packed(source) for source in part.sources])
+    assert rows is not None, "parts of several kinds are read as numbers"
+    order = _order(part)
+    return rows if order is None else rows.rows(order)
+
+
+def _order(part: GgufPart) -> Tensor | None:
+    """Return the order in which a checkpoint has the rows, None for theirs."""
+    heads, num_rows = part.heads, part.shape[0]
     if part.arrangement == "pairs":
-        return rows.rows(_halves_from_pairs(rows.shape[0], part.heads))
-    return rows
-
-
-def _halves_from_pairs(num_rows: int, heads: int) -> Tensor:
-    """Return the order of rows in which the first of all pairs of a head come before the second ones."""
-    return torch.arange(num_rows).view(heads, num_rows // heads // 2, 2).transpose(1, 2).flatten()
+        # The first of all pairs of a head come before the second ones.
+        return torch.arange(num_rows).view(heads.number, num_rows // heads.number // 2, 2).transpose(1, 2).flatten()
+    if part.arrangement != "by_key_head":
+        return None
+    widths = [heads.key_dim, heads.key_dim, *2 * [heads.values * heads.value_dim]]
+    rows = torch.arange(num_rows).split([heads.number * width for width in widths])
+    return torch.cat([kind.view(heads.number, -1) for kind in rows], 1).flatten()
 
 
 def _row_of(tensor: GgufTensor, row: int) -> GgufTensor:
