@@ -1,8 +1,9 @@
-"""An HTTP process: `python -m launcher.frontend_main CONTEXT --fd N --number I --beat-fd M --news-fd L`.
+"""An HTTP process: `python -m launcher.frontend_main CONTEXT --fd N --number I --beat-fd M --news-fd L --wills-fd K`.
 
 `CONTEXT` is the run context's file, `N` an inherited socket that the supervisor has bound, so that a taken port is
 known before the model loads. `I` counts the HTTP processes of the service from 0. `M` is a pipe on which the event loop
-ticks, so that the supervisor sees it hang. On pipe `L` the supervisor tells of the engine's next lives.
+ticks, so that the supervisor sees it hang. On pipe `L` the supervisor tells of the engine's next lives. It takes last
+wills on socket `K` (`moeserve.frontend.wills`).
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--number", type=int, default=0, help="number among the HTTP processes, from 0")
     parser.add_argument("--beat-fd", type=int, help="pipe for the event loop's ticks")
     parser.add_argument("--news-fd", type=int, help="pipe for news of the engine's lives")
+    parser.add_argument("--wills-fd", type=int, help="socket for last wills")
     options = parser.parse_args(arguments)
     # When the supervisor is killed clients are told, as on an interrupt; `launcher.janitor` sees to the end.
     die_with_parent(os.getppid(), signal.SIGINT)
@@ -50,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         services = Services.load(run, lambda: logs.num_dropped, options.news_fd, options.number)
         settle()
-        serve(services, socket.socket(fileno=options.fd), options.beat_fd)
+        serve(services, socket.socket(fileno=options.fd), options.beat_fd, options.wills_fd)
     except ConfigError as error:
         print(f"moeserve: {error}", file=sys.stderr)
         return 2

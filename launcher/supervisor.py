@@ -31,6 +31,7 @@ from launcher.processes import (
 )
 from launcher.restarts import RestartPolicy
 from launcher.watches import READY_TICK, Vitals, wait_for_hang, wait_for_silence, wait_for_stop
+from launcher.wills import WillKeeper, allow_wills, wills_within
 from moeserve.wire import EngineNews, RunContext, encode_news
 
 WORKER_MODULE = "launcher.worker"
@@ -162,7 +163,8 @@ class Supervisor:
 
     `listener` is the listening socket, closed here at the end. All frontends accept from its one queue, so that a
     connection waits for none of them in particular. The modules are the children's entry points:
-    `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --number I --beat-fd M --news-fd L`.
+    `WORKER CONTEXT --status-fd N` and `FRONTEND CONTEXT --fd N --number I --beat-fd M --news-fd L --wills-fd K`. When a
+    frontend dies its last wills are executed (`launcher.wills`).
 
     SIGTERM and SIGHUP drain, unless SIGHUP is ignored already (nohup); SIGINT and SIGQUIT stop at once, and so does a
     second signal; SIGUSR1 asks for the state.
@@ -198,6 +200,8 @@ class Supervisor:
         # By name: the newest life of each frontend, and the pipe on which it hears of the engine.
         self._frontends: dict[str, _Life] = {}
         self._news: dict[str, int] = {}
+        self._will_keepers: dict[str, WillKeeper] = {}
+        self._most_wills = wills_within(allow_wills(context.config), context.config)
         self._orders: int | None = None
         # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
@@ -228,6 +232,8 @@ class Supervisor:
         finally:
             for life in self._lives:
                 life.child.send_signal(signal.SIGKILL)
+            for keeper in self._will_keepers.values():
+                keeper.finish()
             for task in self._tasks:
                 task.cancel()
             self._listener.close()
@@ -265,6 +271,10 @@ class Supervisor:
             os.close(before)
         self._news[name] = news
         os.set_blocking(news, False)
+        if name in self._will_keepers:
+            self._will_keepers[name].finish()
+        keeper = self._will_keepers[name] = WillKeeper(self._most_wills)
+        will = keeper.child_end.fileno()
         environment = child_environment(os.environ, 1)
         if (folder := self._context.shared_metrics) is not None:
             # prometheus_client takes it from there alone.
@@ -276,14 +286,15 @@ class Supervisor:
                 self._frontend_module,
                 [
                     *(str(self._context.file), "--fd", str(self._listener.fileno()), "--number", str(number)),
-                    *("--beat-fd", str(beat), "--news-fd", str(hearing)),
+                    *("--beat-fd", str(beat), "--news-fd", str(hearing), "--wills-fd", str(will)),
                 ],
                 environment=environment,
-                pass_fds=[self._listener.fileno(), beat, hearing],
+                pass_fds=[self._listener.fileno(), beat, hearing, will],
             )
         finally:
             os.close(beat)
             os.close(hearing)
+            keeper.child_end.close()
         life = self._frontends[name] = self._begin(child)
         life.tasks.append(self._spawn(self._await_frontend_hang(life, beats)))
         self._spawn(self._announce_exit(child))

@@ -429,6 +429,11 @@ class RunContext:
         """The folder in which several frontends count together; None for a single frontend."""
         return Path(self.run_dir) / "metrics" if self.config.num_frontends > 1 else None
 
+    @property
+    def load_file(self) -> Path | None:
+        """The file in which several frontends tell each other of their load; None for a single frontend."""
+        return Path(self.run_dir) / "load" if self.config.num_frontends > 1 else None
+
     def peer_address(self, number: int) -> str:
         """Return the address at which a frontend answers the others; a single frontend does not bind it."""
         return f"ipc://{self.run_dir}/frontend.{number}"

@@ -10,7 +10,9 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moeserve.frontend import limits
+from moeserve.frontend.accepting import Load
 from moeserve.frontend.http import send_error, unavailable
+from moeserve.frontend.wills import Connection, WillLink
 
 OPEN_PATHS = ("/health", "/ready", "/metrics")
 _SECONDS_BETWEEN_PROBES = 0.2
@@ -32,14 +34,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     and the reset is looked out for. Until the answer begins it is `100 Continue`; then
     `scope["extensions"]["moeserve.half_closed"]`, which an application may set, is called to have it write.
 
-    most_connections: requests on further connections are refused and counted in `rejections`, but for OPEN_PATHS;
-    twice as many are dropped unheard.
+    `scope["extensions"]["moeserve.connection"]` returns the `wills.Connection` to leave a last will for.
+
+    places: of the process. wills: to whom last wills are left, load: where busy connections are counted, if anywhere.
     """
 
-    def __init__(self, *args: Any, most_connections: int, rejections: Counter[str], **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, places: Places, wills: WillLink | None = None, load: Load | None = None, **kwargs: Any
+    ) -> None:
         super().__init__(*args, **kwargs)
-        self._most_connections = most_connections
-        self._rejections = rejections
+        self._places = places
+        self._wills = wills
+        self._load = load
+        self._is_busy = False
+        self._own: Connection | None = None
         self._end: asyncio.TimerHandle | None = None
         self._received_bytes = 0  # since the headers began, as they came
         self._header_bytes = 0  # of complete header fields
@@ -53,17 +61,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(limits.WRITE_BUFFER_BYTES)
-        excess = len(self.connections) - self._most_connections
-        if excess > 0:
-            self._rejections["too_many_connections"] += 1
-            self.app = refuse_unless_open(self.app)
-        if excess > self._most_connections:
-            transport.abort()
-            return
+        self._set_busy(True)
         self._arm()
+        if self._places.are_taken(self, len(self.connections)):
+            self.app = refuse_unless_open(self.app)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._set_busy(False)
+        self._places.leave(self)
+        if self._own is not None:
+            self._own.end()
         for timer in (self._end, self._probe_timer):
             if timer is not None:
                 timer.cancel()
@@ -81,6 +89,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         is_last = not self.pipeline
         super().on_response_complete()
+        if is_last:
+            self._set_busy(False)
         if self._is_half_closed and is_last:
             self.transport.close()
         self._end_soon()
@@ -107,11 +117,15 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self._set_busy(True)
         self._in_headers = True
         self._header_bytes = 0
         if self._deadline is None:
             self._arm()
-        cast("dict[str, Any]", self.scope)["extensions"] = {"moeserve.abort": self.transport.abort}
+        cast("dict[str, Any]", self.scope)["extensions"] = {
+            "moeserve.abort": self.transport.abort,
+            "moeserve.connection": self._connection,
+        }
 
     def on_header(self, name: bytes, value: bytes) -> None:
         super().on_header(name, value)
@@ -124,6 +138,25 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._received_bytes = 0
         self._disarm()
         super().on_headers_complete()
+
+    @property
+    def is_idle(self) -> bool:
+        """Return whether the connection has no request, or not the whole head of one."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def drop(self) -> None:
+        """End the connection at once."""
+        self.transport.abort()
+
+    def _connection(self) -> Connection:
+        if self._own is None:
+            self._own = Connection(self._wills, self.transport)
+        return self._own
+
+    def _set_busy(self, is_busy: bool) -> None:
+        if is_busy != self._is_busy and self._load is not None:
+            self._load.change(1 if is_busy else -1)
+        self._is_busy = is_busy
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0" and cycle is self.cycle:
@@ -174,6 +207,33 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self.transport.is_closing():
             self.transport.close()
             self._end_soon()
+
+
+class Places:
+    """The places of one process for connections.
+
+    Requests on connections beyond the `most` are refused and counted in `rejections`, but for OPEN_PATHS. As many again
+    are open at once; for one more the oldest of these that has no request is dropped. So whoever looks after the server
+    is heard, however many hold connections.
+    """
+
+    def __init__(self, most: int, rejections: Counter[str]) -> None:
+        self._most = most
+        self._rejections = rejections
+        self._beyond: dict[BoundedHttpProtocol, None] = {}
+
+    def are_taken(self, entering: BoundedHttpProtocol, num_open: int) -> bool:
+        """Return whether a connection that is open now found no place. num_open: it and all others."""
+        if num_open <= self._most:
+            return False
+        self._rejections["too_many_connections"] += 1
+        self._beyond[entering] = None
+        if num_open > 2 * self._most:
+            next((one for one in self._beyond if one.is_idle), entering).drop()
+        return True
+
+    def leave(self, leaving: BoundedHttpProtocol) -> None:
+        self._beyond.pop(leaving, None)
 
 
 class PlainCycle(RequestResponseCycle):

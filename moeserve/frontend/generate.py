@@ -38,16 +38,19 @@ from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
+from moeserve.frontend.wills import Will
 from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.plan import Terms
 from moeserve.wire import Generate, Output, Rejected
 
 _MAX_HEADER_CHARS = 200
+_JSON = (b"content-type", b"application/json")
 # Of answers, where the server did less than it was asked: see docs/clients.md.
 TELLING_HEADERS = ("x-moeserve-ignored", "x-moeserve-dropped-tools", "x-moeserve-max-tokens")
 # A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
 _RESUMED = b": resumed\n\n"
 _OUTPUTS_AT_ONCE = 4
+_PROCESS_ENDED = unavailable("The process that had this request ended: send it again", "http_process_ended", close=True)
 # A stream's status waits for its first token so many times as long as comments are apart: while it does, a request that
 # is dropped can still be refused.
 _STATUS_WAITS = 1.5
@@ -58,7 +61,7 @@ class Dialect:
     """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
 
     A thread may call `parse`, and the formatter's `complete` if it `completes_off_loop`. prepare: gets the body before
-    `parse` does, to fetch what that needs.
+    `parse` does, to fetch what that needs. cut: the event that ends a stream of which only that is known.
     """
 
     id_prefix: str
@@ -66,11 +69,12 @@ class Dialect:
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
     completes_off_loop: bool = True
     prepare: Callable[[bytes], Awaitable[None]] | None = None
+    cut: Callable[[ApiError], bytes] = ApiError.event
 
 
 CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
 COMPLETIONS = Dialect("cmpl-", completions.parse, completions.CompletionFormatter)
-MESSAGES = Dialect("msg_", messages.parse, messages_answer.MessageFormatter)
+MESSAGES = Dialect("msg_", messages.parse, messages_answer.MessageFormatter, cut=messages_answer.error_event)
 
 
 class GenerateRoute:
@@ -84,6 +88,15 @@ class GenerateRoute:
         services = self._services
         services.check_serving()
         body = await services.bodies.receive(scope, receive)
+        will = Will.of(scope)
+        leave_refusal(will, scope, _PROCESS_ENDED)
+        try:
+            await self._answer(scope, receive, send, body, will)
+        finally:
+            will.revoke()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytes, will: Will) -> None:
+        services = self._services
         if self._dialect.prepare is not None:
             await self._dialect.prepare(body)
         facts = services.check_serving()
@@ -96,7 +109,7 @@ class GenerateRoute:
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
         terms = read_terms(scope, services.run.secret, request, services.slo)
         with services.admission.hold(request.num_choices, services.capacity, terms):
-            await until_disconnect(receive, self._serve(scope, send, request, facts, terms, budget))
+            await until_disconnect(receive, self._serve(scope, send, request, facts, terms, budget, will))
 
     def _warn(self, scope: Scope, send: Send, request: GenerateRequest) -> Send:
         """Count fields that are ignored, and built-in tools that do not exist here; return a `send` that names both in
@@ -113,7 +126,14 @@ class GenerateRoute:
         return with_headers(send, headers) if headers else send
 
     async def _serve(
-        self, scope: Scope, send: Send, request: GenerateRequest, facts: ModelFacts, terms: Terms, budget: InlineBudget
+        self,
+        scope: Scope,
+        send: Send,
+        request: GenerateRequest,
+        facts: ModelFacts,
+        terms: Terms,
+        budget: InlineBudget,
+        will: Will,
     ) -> None:
         services, state = self._services, scope["state"]
         prompts = [await services.encode(prompt, facts, budget) for prompt in request.prompts]
@@ -145,11 +165,13 @@ class GenerateRoute:
                 stack.callback(_note_deaths, group, state["log"])
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
-                    stream = EventStream(send)
+                    stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
                     await _Streaming(group, answer, formatter, progress, stream, workers).run()
                 else:
                     choices = await _whole(group, answer, progress, workers)
-                    await send_body(send, 200, await self._complete(formatter, choices, answer))
+                    content = await self._complete(formatter, choices, answer)
+                    will.revoke()
+                    await send_body(send, 200, content)
         except ApiError as error:
             if error.code == OVERLOADED and error.retry_after_s is None:
                 raise services.admission.late(terms) from None
@@ -214,6 +236,12 @@ class GenerateRoute:
                 return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
             case _:
                 return invalid(rejected.reason[:500])
+
+
+def leave_refusal(will: Will, scope: Scope, error: ApiError) -> None:
+    """Leave an error as the whole answer to a request."""
+    if will.connection is not None:
+        will.answer(error.status, [_JSON, *error.headers()], scope["state"]["error_body"](error))
 
 
 def _header_list(names: Sequence[str]) -> bytes:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Send
 
+from moeserve.frontend.wills import NO_WILL, Will
+
 # The code of refusals for the time that a request would wait.
 OVERLOADED = "overloaded"
 KEEP_ALIVE = b": keep-alive\n\n"
@@ -262,11 +264,15 @@ class PatientSend:
 class EventStream:
     """Server-sent events. Every call of `write` carries whole events and is one write to the connection."""
 
-    def __init__(self, send: Send) -> None:
+    def __init__(self, send: Send, will: Will = NO_WILL, last_words: bytes = b"") -> None:
+        """last_words: the events that end the stream, left in the `will` until it ends."""
         self._send = send
+        self._will = will
+        self._last_words = last_words
 
     async def start(self) -> None:
         """Send status 200 and the headers."""
+        self._will.end_stream(self._last_words)
         headers = [
             (b"content-type", b"text/event-stream; charset=utf-8"),
             (b"cache-control", b"no-cache"),
@@ -276,4 +282,8 @@ class EventStream:
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
         """Send events."""
+        if last:
+            self._will.revoke()
+        else:
+            self._will.note_write()
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})

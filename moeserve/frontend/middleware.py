@@ -38,7 +38,8 @@ class RequestBoundary:
     """ASGI middleware. `scope["state"]["request_id"]` is the client's `x-request-id` where it is safe to repeat.
 
     Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text. `error_bodies` gives
-    the shape of errors by the path under which a route lies; elsewhere it is OpenAI's.
+    the shape of errors by the path under which a route lies; elsewhere it is OpenAI's. `scope["state"]["error_body"]`
+    writes an error as this request's client would get it.
     """
 
     def __init__(
@@ -56,7 +57,9 @@ class RequestBoundary:
         started = time.monotonic()
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
+        write = self._error_body(scope["path"])
         state |= {"request_id": request_id, "log": {}, "arrival": started}
+        state["error_body"] = lambda error: write(error, request_id)
         patient = PatientSend(send, limits.SEND_TIMEOUT_S)
         body, response = _Body(scope, receive), _Response(patient, request_id)
         try:

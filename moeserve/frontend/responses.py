@@ -70,6 +70,7 @@ class ResponsesRoute:
             partial(responses.parse, earlier=EarlierResponses(shelf)),
             partial(responses_answer.ResponsesFormatter, keep=shelf.put),
             completes_off_loop=False,
+            cut=responses_answer.error_event,
             prepare=borrow if self._peers.has_others else None,
         )
         await GenerateRoute(self._services, dialect)(scope, receive, send)

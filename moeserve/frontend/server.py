@@ -20,23 +20,31 @@ from typing import cast
 import structlog
 import uvicorn
 
+from moeserve.frontend.accepting import EvenListener, Load
 from moeserve.frontend.app import create_app
-from moeserve.frontend.connections import BoundedHttpProtocol
+from moeserve.frontend.connections import BoundedHttpProtocol, Places
 from moeserve.frontend.services import Services
+from moeserve.frontend.wills import WillLink
 
 log = structlog.get_logger(__name__)
 
 _LAST_WORDS_S = 1.0
 _TICK_S = 0.2
-_OTHER_FILES = 128
+# Descriptors of an HTTP process beside connections: 42 were counted, and some come and go.
+_OTHER_FILES = 52
+_SPARE_FILES = 76
 _KEEP_ALIVE_TIMEOUT_S = 30
 
 
-def serve(services: Services, listener: socket.socket, beat_fd: int | None = None) -> None:
-    """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks."""
-    allow_connections(services.run.config.max_connections)
+def serve(services: Services, listener: socket.socket, beat_fd: int | None = None, wills_fd: int | None = None) -> None:
+    """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks. wills_fd:
+    a socket to whom takes last wills."""
+    load = None
+    if (file := services.run.load_file) is not None:
+        load = Load(file, services.number, services.run.config.num_frontends)
     ticker = None if beat_fd is None else Ticker(beat_fd, lambda: services.not_ready_reason() is None)
-    FrontendServer(services, ticker).run(sockets=[listener])
+    wills = None if wills_fd is None else WillLink(wills_fd)
+    FrontendServer(services, ticker, wills, load).run(sockets=[listener])
 
 
 class Ticker:
@@ -67,9 +75,16 @@ class Ticker:
 class FrontendServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers of its own."""
 
-    def __init__(self, services: Services, ticker: Ticker | None = None) -> None:
-        most = services.run.config.max_connections
-        protocol = partial(BoundedHttpProtocol, most_connections=most, rejections=services.metrics.rejections)
+    def __init__(
+        self,
+        services: Services,
+        ticker: Ticker | None = None,
+        wills: WillLink | None = None,
+        load: Load | None = None,
+    ) -> None:
+        """wills: to whom last wills are left. load: shared with the other HTTP processes of the service, if any."""
+        places = Places(allow_connections(services.run.config.max_connections), services.metrics.rejections)
+        protocol = partial(BoundedHttpProtocol, places=places, wills=wills, load=load)
         super().__init__(
             uvicorn.Config(
                 create_app(services),
@@ -86,6 +101,8 @@ class FrontendServer(uvicorn.Server):
         )
         self._services = services
         self._ticker = ticker
+        self._load = load
+        self._accepting: EvenListener | None = None
         self._stop_now = asyncio.Event()
         self._drain: asyncio.Task[None] | None = None
 
@@ -105,9 +122,30 @@ class FrontendServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, and tick from then on."""
-        await super().startup(sockets)
+        shares = self._load is not None and bool(sockets)
+        await super().startup([] if shares else sockets)
+        if self._load is not None and sockets:
+            self._accepting = EvenListener(sockets[0], self._load, self._create_protocol)
+            self._show_load()
         if self._ticker is not None:
             self._ticker.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, and let uvicorn end what is open."""
+        if self._accepting is not None:
+            self._accepting.close()
+        await super().shutdown(sockets)
+
+    def _create_protocol(self) -> asyncio.Protocol:
+        """Return a protocol as uvicorn makes them."""
+        protocol = cast("Callable[..., asyncio.Protocol]", self.config.http_protocol_class)
+        return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+
+    def _show_load(self) -> None:
+        """Show the other processes from now on that this one is awake."""
+        assert self._load is not None
+        self._load.tell()
+        asyncio.get_running_loop().call_later(_TICK_S, self._show_load)
 
     def _on_sigterm(self) -> None:
         if self._drain is not None:
@@ -147,13 +185,17 @@ class FrontendServer(uvicorn.Server):
             self.should_exit = True
 
 
-def allow_connections(most: int) -> None:
-    """Raise this process's limit of open files so that it allows so many connections, as far as the system lets it."""
-    wanted = 2 * most + _OTHER_FILES
+def allow_connections(most: int) -> int:
+    """Raise this process's limit of open files for that many connections, and as many that are refused, as far as the
+    system lets it. Return how many there can be."""
+    wanted = 2 * most + _OTHER_FILES + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    if wanted < most + _OTHER_FILES:
-        log.warning("few_open_files", limit=wanted, max_connections=most)
+        most_files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard))
+    return connections_within(hard, most)
+
+
+def connections_within(limit: int, most: int) -> int:
+    """Return how many connections a process that may open so many files can have, at most `most`."""
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, (limit - _OTHER_FILES) // 2))

@@ -7,7 +7,10 @@ import json
 import os
 import re
 import signal
+import socket
+from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,12 +32,13 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 class Connection:
-    """A connection that one of the HTTP processes has accepted. `comments`: those that came in its streams."""
+    """A connection that one of the HTTP processes has accepted. `comments`, `errors`: those of its streams."""
 
     def __init__(self, running: Service) -> None:
         host, port = running.http.base_url.host, running.http.base_url.port
         self._http = http.client.HTTPConnection(host, port, timeout=30)
         self.comments: set[bytes] = set()
+        self.errors: list[str] = []
         self.get("/health")
         self.name = holder(running, self._http.sock.getsockname()[1])
 
@@ -48,16 +52,29 @@ class Connection:
         return json.loads(self._answer("DELETE", path, None))
 
     def stream(self, **body: Any) -> Iterator[str]:
-        """Pieces of the text of a completion; ends without an error where the connection is cut."""
-        self._send("POST", "/v1/completions", {"model": "m", "stream": True, **body})
-        with suppress(http.client.IncompleteRead, ConnectionResetError):
-            answer = self._http.getresponse()
-            assert answer.status == 200
-            for line in answer:
-                if line.startswith(b":"):
-                    self.comments.add(line.strip())
-                if line.startswith(b"data: {"):
-                    yield json.loads(line.removeprefix(b"data: "))["choices"][0]["text"]
+        """Pieces of the text of a completion; raises where the connection is cut."""
+        answer = self.begin("/v1/completions", stream=True, **body)
+        assert answer.status == 200
+        for line in answer:
+            if line.startswith(b":"):
+                self.comments.add(line.strip())
+            if line.startswith(b"data: {"):
+                event = json.loads(line.removeprefix(b"data: "))
+                if "error" in event:
+                    self.errors.append(event["error"]["code"])
+                else:
+                    yield event["choices"][0]["text"]
+
+    def begin(self, path: str, **body: Any) -> http.client.HTTPResponse:
+        """Send a request and return its answer once it has begun."""
+        self.send(path, **body)
+        return self.answer()
+
+    def send(self, path: str, **body: Any) -> None:
+        self._send("POST", path, {"model": "m", **body})
+
+    def answer(self) -> http.client.HTTPResponse:
+        return self._http.getresponse()
 
     def close(self) -> None:
         self._http.close()
@@ -67,7 +84,8 @@ class Connection:
         return self._http.getresponse().read().decode()
 
     def _send(self, method: str, path: str, body: Any) -> None:
-        self._http.request(method, path, None if body is None else json.dumps(body))
+        headers = {"Content-Type": "application/json"}
+        self._http.request(method, path, None if body is None else json.dumps(body), headers)
 
 
 def holder(running: Service, port: int) -> str:
@@ -143,6 +161,7 @@ def test_a_killed_process_costs_its_own_streams_only(running: Service, both: lis
     os.kill(pids["frontend 1"], signal.SIGKILL)
     assert begun[0] + "".join(streams[0]) == undisturbed
     assert len(begun[1] + "".join(streams[1])) < len(undisturbed)
+    assert [connection.errors for connection in both] == [[], ["http_process_ended"]]
     wait_until_whole(running)
     after = children_of(running.process.pid)
     assert after["frontend 1"] != pids["frontend 1"]
@@ -151,6 +170,68 @@ def test_a_killed_process_costs_its_own_streams_only(running: Service, both: lis
     }
     # Nothing that the dead process had counted is lost.
     assert metric(both[0], 'moeserve_http_responses_total{route="/v1/completions",status="200"}') == before + 2
+
+
+MESSAGES = [{"role": "user", "content": "Describe a pet."}]
+# A long stream in each dialect, and the type of the event that ends it when its process does.
+STREAMS: dict[str, tuple[dict[str, Any], str]] = {
+    "/v1/completions": ({**SAMPLED, "max_tokens": 3500}, "server_unavailable"),
+    "/v1/chat/completions": ({"messages": MESSAGES, "max_tokens": 3500, "ignore_eos": True}, "server_unavailable"),
+    "/v1/messages": ({"messages": MESSAGES, "max_tokens": 3500, "ignore_eos": True}, "overloaded_error"),
+    "/v1/responses": ({"input": "Describe a pet.", "max_output_tokens": 3500, "ignore_eos": True}, "error"),
+}
+
+
+def kind_of_error(event: dict[str, Any]) -> str | None:
+    """Return the type of an error event in any dialect, None for another event."""
+    if "error" in event and event["error"] is not None:
+        return str(event["error"]["type"])
+    return "error" if event.get("type") == "error" else None
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_streams_of_a_process_that_ends_or_hangs_end_with_one_error_event_in_their_dialect(
+    running: Service, number: signal.Signals
+) -> None:
+    found = {path: connection_to_each(running) for path in STREAMS}
+    waiting = connection_to_each(running)
+    streams = {
+        (path, name): found[path][name].begin(path, stream=True, **body)
+        for path, (body, _) in STREAMS.items()
+        for name in ("frontend", "frontend 1")
+    }
+    first = {key: answer.readline() for key, answer in streams.items()}
+    waiting["frontend"].send("/v1/completions", prompt="x", max_tokens=3900, ignore_eos=True)
+    wait_until(lambda: "moeserve_requests_running 9.0" in running.http.get("/metrics").text)
+    os.kill(children_of(running.process.pid)["frontend"], number)
+    for (path, name), answer in streams.items():
+        # A stream that is cut raises here; of one that goes on a part is enough.
+        rest = answer.read() if name == "frontend" else b"".join(answer.readline() for _ in range(200))
+        lines = (first[path, name] + rest).splitlines()
+        events = [json.loads(line.removeprefix(b"data: ")) for line in lines if line.startswith(b"data: {")]
+        errors = [kind for kind in map(kind_of_error, events) if kind is not None]
+        assert errors == ([STREAMS[path][1]] if name == "frontend" else []), (path, name)
+        assert name != "frontend" or kind_of_error(events[-1]) is not None
+    refused = waiting["frontend"].answer()
+    assert (refused.status, refused.getheader("retry-after")) == (503, "1")
+    assert json.loads(refused.read())["error"]["code"] == "http_process_ended"
+    for connection in (connection for both in (*found.values(), waiting) for connection in both.values()):
+        connection.close()
+    wait_until_whole(running)
+
+
+def test_a_burst_of_connections_is_shared_evenly(running: Service, both: list[Connection]) -> None:
+    host, port = running.http.base_url.host, running.http.base_url.port
+    for _ in range(3):
+        with ThreadPoolExecutor(32) as pool:
+            clients = list(pool.map(lambda _: socket.create_connection((host, port), timeout=30), range(32)))
+        for client in clients:
+            client.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+            assert client.recv(100).startswith(b"HTTP/1.1 200")
+        held = Counter(holder(running, client.getsockname()[1]) for client in clients)
+        assert min(held["frontend"], held["frontend 1"]) >= 13, held
+        for client in clients:
+            client.close()
 
 
 def test_whichever_is_scraped_tells_of_all(both: list[Connection]) -> None:
@@ -201,6 +282,7 @@ def test_a_hung_process_is_killed_and_costs_its_own_streams_only(running: Servic
     # Nobody waits for the one that hangs to accept: the other takes new connections.
     assert Connection(running).name == "frontend 1"
     assert "".join(streams[0]) is not None
+    assert [connection.errors for connection in both] == [["http_process_ended"], []]
     wait_until(lambda: not is_alive(pid))
     wait_until_whole(running)
     assert "HTTP process 0 hung (no heartbeat for 2 s) and was ended" in running.errors.read_text()

@@ -125,7 +125,8 @@ def outlive(
         traffic = hit_amid(killing)
         allowed = {"same"}
         if target == "frontend":
-            allowed |= {"cut", "error", "refused"}
+            # The supervisor tells the clients of requests that were open; new ones may find nobody who listens.
+            allowed |= {"error", "refused"} if phase in ("prefill", "decode") else {"cut", "error", "refused"}
         elif phase in ("start", "idle"):
             # Where a restart takes long they are told to come again.
             allowed |= {"refused"}

@@ -18,7 +18,7 @@ import uvicorn
 
 from moeserve.frontend import limits
 from moeserve.frontend.bodies import Bodies
-from moeserve.frontend.connections import BoundedHttpProtocol
+from moeserve.frontend.connections import BoundedHttpProtocol, Places
 from moeserve.frontend.http import EventStream, PatientSend, SlowReader, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
@@ -46,7 +46,7 @@ class Server:
                 outer.lost.set()
 
         boundary = RequestBoundary(app, self.metrics, frozenset(), {})
-        protocol = partial(Noted, most_connections=most_connections, rejections=self.rejections)
+        protocol = partial(Noted, places=Places(most_connections, self.rejections))
         config = uvicorn.Config(boundary, http=cast("type[asyncio.Protocol]", protocol), loop="uvloop", log_config=None)
         config.load()
         self.state = uvicorn.Server(config).server_state
@@ -171,17 +171,37 @@ def test_connections_beyond_the_limit_are_refused_but_for_those_that_look_after_
     run(scenario())
 
 
-def test_twice_as_many_connections_are_dropped() -> None:
+def test_however_many_connections_are_idle_whoever_looks_after_the_server_is_heard() -> None:
     async def scenario() -> None:
-        server = Server(small, 1)
+        server = Server(small, 2)
         async with server.listening() as port:
-            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            silent = [await asyncio.open_connection("127.0.0.1", port) for _ in range(40)]
+            watching, writer = await ask(port, "/health")
+            assert (await watching.readline()).startswith(b"HTTP/1.1 200")
+            assert len(server.state.connections) == 4
+            # The first ones have places, and the others made room one after the other.
+            for reader, _ in silent[2:-2]:
+                with suppress(ConnectionResetError):
+                    assert await reader.read() == b""
+            for _, open_writer in [*silent, (watching, writer)]:
+                open_writer.close()
+
+
+def test_a_connection_with_a_request_is_not_dropped_for_another() -> None:
+    async def scenario() -> None:
+        server = Server(slow, 1)
+        async with server.listening() as port:
+            first = await asyncio.open_connection("127.0.0.1", port)
+            watching, other = await ask(port, "/health")
+            while not server.state.tasks:
+                await asyncio.sleep(0)
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             with suppress(ConnectionResetError):
                 assert await reader.read() == b""
-            assert len(server.transports) == 3
-            for _, open_writer in [*silent, (reader, writer)]:
+            assert len(server.state.connections) == 2
+            for open_writer in (first[1], other, writer):
                 open_writer.close()
+            del watching
 
     run(scenario())
 

@@ -44,6 +44,11 @@ def error_body(error: ApiError, request_id: str | None) -> bytes:
     return msgspec.json.encode({"type": "error", "error": inner, "request_id": request_id})
 
 
+def error_event(error: ApiError) -> bytes:
+    """Return the event that ends a stream in an error."""
+    return b"event: error\ndata: " + error_body(error, None) + b"\n\n"
+
+
 class MessageFormatter:
     """Writes answers in this dialect. In a stream one content block is open at a time."""
 
@@ -86,7 +91,7 @@ class MessageFormatter:
         return events + self._close() + end + _MESSAGE_STOP
 
     def error(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: " + error_body(error, None) + b"\n\n"
+        return error_event(error)
 
     def ping(self) -> bytes:
         return _PING

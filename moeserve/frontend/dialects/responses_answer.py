@@ -21,9 +21,16 @@ from moeserve.frontend.http import KEEP_ALIVE, ApiError
 from moeserve.frontend.text import TextTokenizer
 
 ID_PREFIX = "resp_"
+_LAST_NUMBER = 2**31 - 1
 # Keeps a response: its id, its JSON, the items of its input, the id of the response before it.
 # Returns True if there was room for it.
 Keep = Callable[[str, bytes, list[Item], str | None], bool]
+
+
+def error_event(error: ApiError) -> bytes:
+    """Return the event that ends a stream of which only that is known: its number is above all others."""
+    fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": _LAST_NUMBER}
+    return b"event: error\ndata: %b\n\n" % msgspec.json.encode({"type": "error", **fields})
 
 
 class EventLog:
