@@ -11,6 +11,7 @@ from pathlib import Path
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.experts.settings import check_expert_memory
+from moeserve.frontend.accepting import connections_within
 from moeserve.ranks.meeting import is_own, load_keys, resolve
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
@@ -42,6 +43,18 @@ def check_machine() -> None:
         raise LaunchError(
             f"A process may open only {limit} files here, and moeserve needs {_LEAST_OPEN_FILES} (ulimit -n)."
         )
+
+
+def fewer_connections(config: ServeConfig) -> str | None:
+    """Return a sentence if the limit of open files does not allow the connections of `--max-connections`, else None."""
+    _, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = connections_within(limit, config.max_connections)
+    if most == config.max_connections:
+        return None
+    return (
+        f"--max-connections is lowered from {config.max_connections} to {most}: "
+        f"a process may open only {limit} files here (ulimit -Hn)."
+    )
 
 
 def check_settings(config: ServeConfig) -> None:

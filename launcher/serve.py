@@ -21,7 +21,15 @@ from rich.markup import escape
 from launcher.console import ProgressDisplay, ready_banner
 from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.node_supervisor import NodeSupervisor
-from launcher.preflight import LaunchError, check_machine, check_nodes, check_packages, check_settings, gpu_names
+from launcher.preflight import (
+    LaunchError,
+    check_machine,
+    check_nodes,
+    check_packages,
+    check_settings,
+    fewer_connections,
+    gpu_names,
+)
 from launcher.processes import Loading, Ready
 from launcher.run_directory import make_context, run_directory
 from launcher.settings_options import ServeCommand, settings_options
@@ -71,6 +79,8 @@ def run_first_node(
     _exit_on_signals()
     if not is_loopback(config.host) and not (config.api_key or config.api_key_file):
         say(errors, "Warning", f"{config.host} is reachable from other machines and no API key is set (--api-key).")
+    if sentence := fewer_connections(config):
+        say(errors, "Notice", sentence)
     with open_listener(config.host, config.port) as listener:
         address = reachable_address(listener)
         progress = ProgressDisplay(errors)

@@ -1,4 +1,4 @@
-"""How the HTTP processes of one service share its connections evenly.
+"""How many connections an HTTP process takes, and how several of one service share them evenly.
 
 All accept from one queue, so that a connection waits for none of them in particular. But who is awake first would take
 a whole burst, and its end would cost all of these streams. So each process tells the others how many busy connections
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import mmap
 import os
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -22,6 +23,25 @@ _AHEAD = 2  # connections that a process may have more than another before it le
 _PATIENCE_S = 0.004  # how long a connection is left to the others at most
 _PAUSE_S = 0.001
 _HURRY_S = 0.05  # how long a process that has waited in vain waits no more
+# Descriptors of an HTTP process beside connections: 42 were counted, and some come and go.
+_OTHER_FILES = 52
+_SPARE_FILES = 76
+
+
+def allow_connections(most: int) -> int:
+    """Raise this process's limit of open files for that many connections, and as many that are refused, as far as the
+    system lets it. Return how many there can be."""
+    wanted = 2 * most + _OTHER_FILES + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most_files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard))
+    return connections_within(hard, most)
+
+
+def connections_within(limit: int, most: int) -> int:
+    """Return how many connections a process that may open so many files can have, at most `most`."""
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, (limit - _OTHER_FILES) // 2))
 
 
 class Load:

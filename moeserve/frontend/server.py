@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import resource
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from typing import cast
 import structlog
 import uvicorn
 
-from moeserve.frontend.accepting import EvenListener, Load
+from moeserve.frontend.accepting import EvenListener, Load, allow_connections
 from moeserve.frontend.app import create_app
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
 from moeserve.frontend.services import Services
@@ -30,9 +29,6 @@ log = structlog.get_logger(__name__)
 
 _LAST_WORDS_S = 1.0
 _TICK_S = 0.2
-# Descriptors of an HTTP process beside connections: 42 were counted, and some come and go.
-_OTHER_FILES = 52
-_SPARE_FILES = 76
 _KEEP_ALIVE_TIMEOUT_S = 30
 
 
@@ -183,19 +179,3 @@ class FrontendServer(uvicorn.Server):
             idle.cancel()
             self._services.live.close()
             self.should_exit = True
-
-
-def allow_connections(most: int) -> int:
-    """Raise this process's limit of open files for that many connections, and as many that are refused, as far as the
-    system lets it. Return how many there can be."""
-    wanted = 2 * most + _OTHER_FILES + _SPARE_FILES
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        most_files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard))
-    return connections_within(hard, most)
-
-
-def connections_within(limit: int, most: int) -> int:
-    """Return how many connections a process that may open so many files can have, at most `most`."""
-    return most if limit == resource.RLIM_INFINITY else max(1, min(most, (limit - _OTHER_FILES) // 2))

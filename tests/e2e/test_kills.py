@@ -125,8 +125,10 @@ def outlive(
         traffic = hit_amid(killing)
         allowed = {"same"}
         if target == "frontend":
-            # The supervisor tells the clients of requests that were open; new ones may find nobody who listens.
-            allowed |= {"error", "refused"} if phase in ("prefill", "decode") else {"cut", "error", "refused"}
+            allowed |= {"error", "refused"}
+            if phase != "decode" or number == signal.SIGTERM:
+                # The supervisor tells the clients of open requests; new ones may find a process that is just ending.
+                allowed |= {"cut"}
         elif phase in ("start", "idle"):
             # Where a restart takes long they are told to come again.
             allowed |= {"refused"}

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -11,7 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
-from tests.support.service import Service, service, wait_until
+from tests.support.service import Service, children_of, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SEATS = 4
@@ -131,3 +134,21 @@ def test_prompts_that_fill_all_memory_leave_the_cached_prefix_of_another_key_the
             assert [answer.result().status_code for answer in flood] == [200] * 16
             assert num_cached() == kept
         wait_until_idle(small)
+
+
+@pytest.mark.slow
+def test_health_answers_however_many_connections_and_few_files_there_are(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "m")
+    with service(model, tmp_path, forked=False, most_files=64) as started, ExitStack() as stack:
+        assert "--max-connections is lowered from 1024 to 6" in started.errors.read_text()
+        stream = started.stream(400)
+        first = next(stream)
+        address = (started.http.base_url.host, started.http.base_url.port)
+        for _ in range(128):
+            stack.enter_context(socket.create_connection(address, timeout=30))
+        for path in ("/health", "/ready", "/metrics", "/health"):
+            assert httpx2.get(started.http.base_url.join(path), timeout=10).status_code == 200
+        [engine] = descendants(children_of(started.process.pid)["worker"])
+        os.kill(engine, signal.SIGKILL)
+        assert len([first, *stream]) > 100
+        assert httpx2.get(started.http.base_url.join("/health"), timeout=10).status_code == 200

@@ -49,7 +49,11 @@ class Kill:
 
     def judge(self, traffic: Traffic, undisturbed: dict[str, Answered], allowed: set[str]) -> None:
         """Every answer of the traffic is of an `allowed` outcome, and errors come soon after what they tell of."""
-        for name, answer in traffic.wait().items():
+        answers = traffic.wait()
+        if self.number == signal.SIGSTOP and self.target == "frontend":
+            # Clients are told before the supervisor says why.
+            wait_until(lambda: self.watch.found is not None)
+        for name, answer in answers.items():
             kind = outcome(answer, undisturbed[name])
             assert kind in allowed, (name, answer)
             if kind in ("error", "refused"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import socket
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +28,18 @@ ROOT = Path(__file__).resolve().parents[2]
 class Service:
     """A running `moeserve serve`; `http` talks to it, `pids` are the worker's and the frontend's once it is ready."""
 
-    def __init__(self, model: Path, run_root: Path, *arguments: str, forked: bool = True) -> None:
-        """forked: whether its processes are forked from one that has imported everything (`tests.support.forking`)."""
+    def __init__(
+        self, model: Path, run_root: Path, *arguments: str, forked: bool = True, most_files: int | None = None
+    ) -> None:
+        """forked: whether its processes are forked from one that has imported everything (`tests.support.forking`).
+        most_files: the limit of open files of each process, which takes `forked=False`."""
         self.run_root = run_root
         self.errors = run_root.parent / "stderr.txt"
         self._scratch = run_root.parent / "scratch"
         self._scratch.mkdir()
         self.pids: dict[str, int] = {}
         with self.errors.open("w") as errors:
-            start = popen if forked else subprocess.Popen
+            start = popen if forked else partial(subprocess.Popen, preexec_fn=partial(_limit_files, most_files))
             self.process: subprocess.Popen[str] = start(
                 [sys.executable, "-m", "launcher.cli", "serve", str(model), "--port", "0", *arguments],
                 cwd=ROOT,
@@ -83,12 +88,19 @@ class Service:
 
 
 @contextmanager
-def service(model: Path, folder: Path, *arguments: str, forked: bool = True, ready: bool = True) -> Iterator[Service]:
+def service(
+    model: Path,
+    folder: Path,
+    *arguments: str,
+    forked: bool = True,
+    ready: bool = True,
+    most_files: int | None = None,
+) -> Iterator[Service]:
     """A service, by default a ready one; killed at the end if it still runs, its children with it."""
     run_root = folder / "run"
     run_root.mkdir()
     settings = ("--served-model-name", "m", "--kv-cache-memory", "64MiB", *arguments)
-    running = Service(model, run_root, *settings, forked=forked)
+    running = Service(model, run_root, *settings, forked=forked, most_files=most_files)
     try:
         if ready:
             running.wait_until_ready()
@@ -99,6 +111,11 @@ def service(model: Path, folder: Path, *arguments: str, forked: bool = True, rea
         running.http.close()
         assert running.process.stdout is not None
         running.process.stdout.close()
+
+
+def _limit_files(most: int | None) -> None:
+    if most is not None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def children_of(pid: int) -> dict[str, int]:

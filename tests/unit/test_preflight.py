@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import subprocess
 import sys
 
 import pytest
 
-from launcher.preflight import check_settings
+from launcher.preflight import check_settings, fewer_connections
 from moeserve.config import ConfigError, ServeConfig
 
 
@@ -52,3 +53,18 @@ def test_a_machine_that_allows_too_few_open_files_is_named_in_one_sentence() -> 
     ended = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert ended.returncode == 1
     assert ended.stderr == "Error: A process may open only 16 files here, and moeserve needs 64 (ulimit -n).\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "most"), [(64, 6), (53, 1), (1024, 486), (1048576, None), (resource.RLIM_INFINITY, None)]
+)
+def test_fewer_connections_than_asked_for_are_told(
+    monkeypatch: pytest.MonkeyPatch, limit: int, most: int | None
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, limit))
+    sentence = fewer_connections(ServeConfig())
+    if most is None:
+        assert sentence is None
+    else:
+        assert sentence is not None
+        assert f"--max-connections is lowered from 1024 to {most}: a process may open only {limit} files" in sentence
