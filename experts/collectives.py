@@ -19,6 +19,8 @@ import deepspeed
 import deepspeed.comm as comm
 import torch
 from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed import init_process_group
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from experts.errors import CollectiveError
@@ -34,36 +36,30 @@ _POLL_SECONDS = 20e-6
 
 
 class Collectives:
-    """All ranks call the same methods in the same order, with sizes that agree. Tensors are contiguous, on `device`.
+    """All ranks call `open`, then the same methods in the same order, with sizes that agree. Tensors are contiguous, on
+    `device`.
 
     On a GPU a call returns once it is queued on the current stream; the host waits only in `waits`. `num_entered`
     counts the calls: among ranks that wait for one another, the rank at fault has entered the fewest. `bytes_to[r]`
     counts the bytes handed over for rank r, none for this rank.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        num_ranks: int,
-        rendezvous: Path | None,
-        timeout: float,
-        *,
-        interface: str = "lo",
-        device: torch.device | None = None,
-    ) -> None:
-        """Meet the other ranks in a file on this machine, or in torchrun's store if `rendezvous` is None.
-
-        Raises CollectiveError. timeout: seconds that a rank waits in a collective for the others. interface: the only
-        network interface that is listened on; its traffic is neither encrypted nor authenticated. device: this rank's
-        GPU, which must be current, for NCCL; by default the CPU, for gloo.
-        """
+    def __init__(self, rank: int, num_ranks: int, *, device: torch.device | None = None) -> None:
+        """device: this rank's GPU, which must be current, for NCCL; by default the CPU, for gloo."""
         self.device = device or torch.device("cpu")
         self._on_gpu = self.device.type == "cuda"
         self.rank = rank
         self.num_ranks = num_ranks
         self.num_entered = 0
         self.bytes_to = [0] * num_ranks
-        self.waits = DeviceWaits(self.device, timeout)
+        self.waits = DeviceWaits(self.device, 0.0)
+
+    def open(self, rendezvous: Path | Store | None, timeout: float, *, interface: str = "lo") -> None:
+        """Meet the other ranks in a file on this machine, in a store, or in torchrun's store for None.
+
+        Raises CollectiveError. timeout: seconds that a rank waits in a collective for the others. interface: the only
+        network interface that is listened on; its traffic is neither encrypted nor authenticated.
+        """
         os.environ["GLOO_SOCKET_IFNAME"] = interface
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
         # Registering the buffers of a captured collective is an exchange among the hosts without a time limit.
@@ -73,15 +69,21 @@ class Collectives:
         vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         before = _threads()
+        backend, patience = "nccl" if self._on_gpu else "gloo", timedelta(seconds=_SECONDS_TO_MEET)
         try:
+            if isinstance(rendezvous, Store):
+                # deepspeed takes a group that exists.
+                init_process_group(
+                    backend, store=rendezvous, rank=self.rank, world_size=self.num_ranks, timeout=patience
+                )
             comm.init_distributed(
-                "nccl" if self._on_gpu else "gloo",
+                backend,
                 auto_mpi_discovery=False,
                 verbose=False,
-                timeout=timedelta(seconds=_SECONDS_TO_MEET),
-                init_method="env://" if rendezvous is None else f"file://{rendezvous}",
-                rank=rank,
-                world_size=num_ranks,
+                timeout=patience,
+                init_method=f"file://{rendezvous}" if isinstance(rendezvous, Path) else "env://",
+                rank=self.rank,
+                world_size=self.num_ranks,
             )
         except RuntimeError as error:
             raise CollectiveError(_first_line(error)) from error
@@ -154,8 +156,9 @@ class Collectives:
         self.waits.mark()
 
     def close(self) -> None:
-        """Leave the group, without waiting for the others."""
-        comm.destroy_process_group()
+        """Leave the group, if it was opened, without waiting for the others."""
+        if comm.is_initialized():
+            comm.destroy_process_group()
 
 
 def _threads() -> set[int]:

@@ -1,4 +1,4 @@
-"""Runs the engine in a forked copy of a process that has loaded the model and does nothing else.
+"""Runs the engine, or a rank, in a forked copy of a process that has loaded the model and does nothing else.
 
 Copies share the memory of the weights, which nobody writes to. When a copy has died another one takes its place without
 loading anything, so that a crash is a short pause however large the model is.
@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from launcher.child import die_with_parent
-from launcher.processes import Report, describe_end
+from launcher.processes import Report
 from moeserve.wire import RunContext, load_run_context
 
 # Serves until the event is set, and returns the exit code.
@@ -28,43 +28,44 @@ _SECONDS_TO_SIGNAL = 0.2
 class Copies:
     """Serves one life of the engine after another, each in a copy of this process, from its main thread.
 
-    orders: lines that name the context file of the next life; its end ends this process. report: tells the end of each
-    life that nobody asked for. SIGTERM ends the copy, and this process after it.
+    orders: lines that name the context file of the next life; its end ends this process. report: receives the start of
+    each life, and each end that nobody asked for. rank: for these reports. SIGTERM ends the copy, and this process
+    after it.
     """
 
-    def __init__(self, serve: Serve, orders: TextIO, report: Report) -> None:
-        self._serve, self._orders, self._report = serve, orders, report
+    def __init__(self, serve: Serve, orders: TextIO, report: Report, rank: int = 0) -> None:
+        self._serve, self._orders, self._report, self._rank = serve, orders, report, rank
         self._pid: int | None = None
         self._stopped = False
 
     def run(self, context: RunContext) -> int:
         """Serve until told to stop; return the exit code."""
         while True:
-            code = self._run_copy(context)
+            pid, code = self._run_copy(context)
             if self._stopped:
                 return code
-            self._report({"event": "ended", "message": describe_end(code)})
+            self._report({"event": "ended", "rank": self._rank, "pid": pid, "code": code})
             _wait_until_readable(self._orders.fileno())
             order = self._orders.readline().strip()
             if not order:
                 return code
             context = load_run_context(order)
 
-    def _run_copy(self, context: RunContext) -> int:
-        """Fork, wait for the copy, and return how it ended: its exit code, or a signal's number below zero."""
+    def _run_copy(self, context: RunContext) -> tuple[int, int]:
+        """Fork, wait for the copy, and return its pid and how it ended: its exit code, or a signal below zero."""
         this = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        self._pid = os.fork()
-        if self._pid == 0:
+        pid = self._pid = os.fork()
+        if pid == 0:
             self._be_copy(context, this)
         signal.signal(signal.SIGTERM, self._on_sigterm)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-        ended = os.pidfd_open(self._pid)
+        ended = os.pidfd_open(pid)
         _wait_until_readable(ended)
         os.close(ended)
-        _, status = os.waitpid(self._pid, 0)
+        _, status = os.waitpid(pid, 0)
         self._pid = None
-        return os.waitstatus_to_exitcode(status)
+        return pid, os.waitstatus_to_exitcode(status)
 
     def _be_copy(self, context: RunContext, parent: int) -> None:
         """Serve in a copy, and end it."""
@@ -74,6 +75,7 @@ class Copies:
             stop = threading.Event()
             signal.signal(signal.SIGTERM, lambda *_: stop.set())
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+            self._report({"event": "forked", "rank": self._rank, "pid": os.getpid()})
             code = self._serve(context, stop)
         except BaseException:
             traceback.print_exc()

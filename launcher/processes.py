@@ -137,7 +137,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
 
     Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
     Layers that see the last `window` tokens have `num_window_blocks` blocks of their own, on all ranks; both 0 without.
-    `pid`: of the engine's process, where it is a copy of the one that reports (`launcher.copies`).
+    `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
     `model` says in a line what the model is.
     """
@@ -170,13 +170,28 @@ class Failed(msgspec.Struct, tag_field="event", tag="error"):
     message: str
 
 
+class Met(msgspec.Struct, tag_field="event", tag="met"):
+    """A rank other than 0 has found the life `incarnation` of rank 0."""
+
+    incarnation: int
+
+
+class Forked(msgspec.Struct, tag_field="event", tag="forked"):
+    """A copy of the process that has loaded the model, or a rank's part of it, serves from now on."""
+
+    rank: int
+    pid: int
+
+
 class Ended(msgspec.Struct, tag_field="event", tag="ended"):
-    """The copy that was the engine has ended, as `message` says after its subject. Another copy can be made."""
+    """A copy has ended, with exit code `code` or by a signal below zero. Another copy can be made."""
 
-    message: str
+    rank: int
+    pid: int
+    code: int
 
 
-Status = Loading | Ready | Computing | Failed | Ended
+Status = Loading | Ready | Computing | Failed | Met | Forked | Ended
 _decoder = msgspec.json.Decoder(Status)
 _encoder = msgspec.json.Encoder()
 

@@ -1,5 +1,8 @@
 """The ranks of one service on this machine, under torchrun: `python -m launcher.rank_group CONTEXT --status-fd N`.
 
+With `--orders-fd M` the ranks serve in copies of themselves where they can, one life of the engine after another
+(`launcher.rank_lives`).
+
 This process becomes torchrun's agent. On one node its store is a file and the ranks meet in a file, so that nothing but
 loopback is listened on. With several nodes the store is on node 0 and listens on every interface. The agent ends with
 its ranks and reports which one failed.
@@ -14,6 +17,7 @@ import signal
 import sys
 
 from launcher.processes import Report, reporter
+from launcher.rank_lives import RankLives
 from moeserve.wire import RunContext, load_run_context
 
 _MEETING_SECONDS = 600
@@ -24,6 +28,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("context")
     parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--orders-fd", type=int)
     arguments = parser.parse_args()
     os.set_inheritable(arguments.status_fd, False)
     os.environ["PYTHONSAFEPATH"] = "1"
@@ -33,9 +38,17 @@ def main() -> int:
     os.environ["DS_ACCELERATOR"] = "cuda" if context.config.device == "cuda" else "cpu"
     if context.config.nnodes == 1:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    worker = [arguments.context, "--status-fd", str(arguments.status_fd), "--agent-pid", str(os.getpid())]
+    worker = [arguments.context, "--agent-pid", str(os.getpid())]
     with open(arguments.status_fd, "w", encoding="utf-8") as pipe:
-        return _run([*_torchrun_options(context), "-m", "launcher.worker", *worker], reporter(pipe))
+        report = reporter(pipe)
+        if arguments.orders_fd is None:
+            worker += ["--status-fd", str(arguments.status_fd)]
+        else:
+            os.set_inheritable(arguments.orders_fd, False)
+            lives = RankLives(context.config.expert_parallel_size // context.config.nnodes, arguments.orders_fd, report)
+            lives.start()
+            worker += lives.arguments
+        return _run([*_torchrun_options(context), "-m", "launcher.worker", *worker], report)
 
 
 def _torchrun_options(context: RunContext) -> list[str]:

@@ -22,12 +22,14 @@ from launcher.processes import (
     Child,
     Ended,
     Failed,
+    Forked,
     Loading,
     Ready,
     Status,
     child_environment,
     decode_status,
     default_threads,
+    describe_end,
 )
 from launcher.restarts import RestartPolicy
 from launcher.watches import READY_TICK, Vitals, wait_for_hang, wait_for_silence, wait_for_stop
@@ -78,12 +80,14 @@ class _Life:
     """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
     in a sentence. `starting` are tasks that end when it serves, `tasks` those that end with it.
 
-    An engine that is a copy of the child (`launcher.copies`) has a life, a `pid`, and `copy`, a pidfd, of its own.
+    An engine that `is_copy` of the child, or of one of its ranks (`launcher.copies`), has a life, a `pid`, and once it
+    serves `copy`, a pidfd, of its own.
     """
 
     child: Child
     began: float
     pid: int
+    is_copy: bool = False
     copy: int | None = None
     has_ended: bool = False
     serves_since: float | None = None
@@ -157,7 +161,7 @@ class Supervisor:
 
     With several ranks the worker is torchrun's agent (`launcher.rank_group`), and the ranks die with it, unless
     `worker_module` names another module. A worker that has served and ends is started again as the engine of the next
-    incarnation, which the frontend is told, in a copy of the process that has loaded the model where there is one
+    incarnation, which the frontend is told, in copies of the processes that have loaded the model where there are such
     (`launcher.copies`); a frontend that ends is started again on the same listener, while the others serve. Each ends
     the service after too many restarts (`RestartPolicy`), and at once where the ranks were not all started here.
 
@@ -191,7 +195,7 @@ class Supervisor:
         max_restarts = 0 if context.meets_in_store else context.config.max_restarts
         self._frontend_names = frontend_names(context.config.num_frontends)
         self._policies = {name: RestartPolicy(max_restarts) for name in (_WORKER, *self._frontend_names)}
-        self._makes_copies = max_restarts > 0 and self._worker_module == WORKER_MODULE
+        self._makes_copies = max_restarts > 0 and self._worker_module in (WORKER_MODULE, GROUP_MODULE)
         self._ready: Ready | None = None
         self._has_served = False
         self._seconds_to_load = 0.0
@@ -431,8 +435,10 @@ class Supervisor:
                 is_group = self._worker_module == GROUP_MODULE and life.serves_since is not None
                 patience = self._grace.naming if is_group else self._grace.at_once
                 asyncio.get_running_loop().call_later(patience, life.kill)
-            case Ended(message=message):
-                life.why = life.why or f"The model process {message}."
+            case Forked():
+                life.is_copy = True
+            case Ended(code=code):
+                life.why = life.why or f"The model process {describe_end(code)}."
                 life.end()
                 if not self._starts_again(life):
                     life.child.send_signal(signal.SIGTERM)
@@ -442,7 +448,7 @@ class Supervisor:
         if status.pid not in (None, life.child.pid):
             with suppress(ProcessLookupError):
                 pidfd, life.pid = os.pidfd_open(status.pid), status.pid
-                if self._makes_copies:
+                if life.is_copy:
                     life.copy = pidfd
                 else:
                     life.tasks.append(self._spawn(self._await_first_rank(life, pidfd)))

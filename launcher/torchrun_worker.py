@@ -98,9 +98,11 @@ def _run(config: ServeConfig, errors: Console) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     configure_logs(config.log_level, config.log_format)
     model_dir = resolve(config, lambda *_: None)
-    context = make_context(config, model_dir, Path(os.devnull), meets_in_store=True)
+    context = replace(make_context(config, model_dir, Path(os.devnull), meets_in_store=True), incarnation=0)
     # Imports torch, which takes seconds.
-    from moeserve.ranked_service import run_rank
+    from moeserve.ranked_service import load_member, serve_member
 
-    run_rank(context, rank, lambda _: None)
+    member = load_member(context, rank, lambda _: None, to_copy=False)
+    if member is not None:
+        serve_member(context, member, lambda _: None)
     return 0

@@ -1,8 +1,9 @@
 """The model process: `python -m launcher.worker CONTEXT --status-fd N`, or one of its ranks, under torchrun.
 
-With `--orders-fd M` it serves in copies of itself, if the model allows it (`launcher.copies`).
-Under the supervisor's torchrun (`launcher.rank_group`) the status pipe is descriptor N of the agent, whose pid is
-`--agent-pid`. Without a status pipe this is a rank of a user's own torchrun (`launcher.torchrun_worker`).
+With `--orders-fd M` it serves in copies of itself, if the model allows it (`launcher.copies`). Under the supervisor's
+torchrun (`launcher.rank_group`) the descriptors are those of the agent, whose pid is `--agent-pid`, and `--orders-fd`
+lists one for each rank of this node. Without a status pipe this is a rank of a user's own torchrun
+(`launcher.torchrun_worker`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TextIO, cast
 
 from launcher.child import die_with_parent
 from launcher.copies import Copies
@@ -39,42 +42,68 @@ def main() -> int:
     parser.add_argument("context")
     parser.add_argument("--status-fd", type=int, required=True)
     parser.add_argument("--agent-pid", type=int)
-    parser.add_argument("--orders-fd", type=int, help="pipe for contexts of further lives")
+    parser.add_argument("--orders-fd", help="pipe for contexts of further lives")
     arguments = parser.parse_args()
     rank = int(os.environ["RANK"]) if arguments.agent_pid else 0
+    status, orders = str(arguments.status_fd), arguments.orders_fd
+    folder = "/proc/self/fd"
     if arguments.agent_pid:
         die_with_parent(arguments.agent_pid)
         faulthandler.enable()
-    else:
-        os.set_inheritable(arguments.status_fd, False)
+        folder = f"/proc/{arguments.agent_pid}/fd"
+        orders = orders and orders.split(",")[int(os.environ["LOCAL_RANK"])]
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     context = load_run_context(arguments.context)
     logs = configure_logs(context.config.log_level, context.config.log_format)
-    status = f"/proc/{arguments.agent_pid}/fd/{arguments.status_fd}" if arguments.agent_pid else arguments.status_fd
-    with open(status, "w", encoding="utf-8") as pipe:
-        report = reporter(pipe)
-        if context.config.expert_parallel_size > 1:
-            return _served(lambda: _run_rank(context, rank, report), report, f"Rank {rank}")
+    with ExitStack() as pipes:
+        report = reporter(pipes.enter_context(_open(folder, status, "w")))
+        of_orders = None if orders is None else pipes.enter_context(_open(folder, orders, "r"))
         stop = threading.Event()
+        if context.config.expert_parallel_size > 1:
+            return _served(lambda: _run_rank(context, rank, of_orders, report, logs), report, f"Rank {rank}")
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        return _served(lambda: _run_alone(context, arguments.orders_fd, report, stop, logs), report, _ALONE)
+        return _served(lambda: _run_alone(context, of_orders, report, stop, logs), report, _ALONE)
 
 
-def _run_rank(context: RunContext, rank: int, report: Report) -> int:
-    from moeserve.ranked_service import run_rank
+def _open(folder: str, descriptor: str, mode: str) -> TextIO:
+    """Open a pipe that is a descriptor of this process or of the agent, and close this process's own, if it has it."""
+    pipe = open(f"{folder}/{descriptor}", mode, encoding="utf-8")  # noqa: SIM115 - the caller closes it
+    if folder == "/proc/self/fd":
+        os.close(int(descriptor))
+    return cast("TextIO", pipe)
 
-    run_rank(context, rank, report)
-    return 0
+
+def _run_rank(context: RunContext, rank: int, orders: TextIO | None, report: Report, logs: LogStream) -> int:
+    from moeserve.ranked_service import load_member, serve_member
+
+    member = load_member(context, rank, report, to_copy=orders is not None)
+    if member is None:
+        return 0
+    if orders is None or not member.can_be_copied:
+        serve_member(context, member, report)
+        return 0
+
+    def serve(context: RunContext, stop: threading.Event) -> int:
+        def run() -> int:
+            if not stop.is_set():
+                serve_member(context, member, report)
+            return 0
+
+        code = _served(run, report, f"Rank {rank}")
+        logs.drain()
+        return code
+
+    return Copies(serve, orders, report, rank).run(context)
 
 
 def _run_alone(
-    context: RunContext, orders_fd: int | None, report: Report, stop: threading.Event, logs: LogStream
+    context: RunContext, orders: TextIO | None, report: Report, stop: threading.Event, logs: LogStream
 ) -> int:
     # Imports torch, which takes seconds: the signals must already be in place.
     from moeserve.service import load_alone, serve_alone
 
-    loaded = load_alone(context, report, to_copy=orders_fd is not None)
-    if orders_fd is None or not loaded.can_be_copied:
+    loaded = load_alone(context, report, to_copy=orders is not None)
+    if orders is None or not loaded.can_be_copied:
         serve_alone(context, loaded, report, stop)
         return 0
 
@@ -87,11 +116,9 @@ def _run_alone(
         logs.drain()
         return code
 
-    os.set_inheritable(orders_fd, False)
-    with open(orders_fd, encoding="utf-8") as orders:
-        # From here on it waits until `Copies` listens, which does not know of `stop`.
-        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-        return 0 if stop.is_set() else Copies(serve, orders, report).run(context)
+    # From here on it waits until `Copies` listens, which does not know of `stop`.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    return 0 if stop.is_set() else Copies(serve, orders, report).run(context)
 
 
 def _served(run: Callable[[], int], report: Report, name: str) -> int:

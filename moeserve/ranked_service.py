@@ -1,7 +1,8 @@
 """The life of one rank among several.
 
-Rank 0 plans for all ranks, every rank loads its part, and all start together. Then rank 0 serves with the engine, and
-every other rank computes what rank 0 sends. Before that each rank takes its GPU and, with `--bind-cores`, its cores.
+Each rank takes its GPU and, with `--bind-cores`, its cores. Rank 0 plans for all ranks, and every rank loads its part
+(`load_member`). Then all start together, rank 0 serves with the engine, and every other rank computes what rank 0 sends
+(`serve_member`). Where the parts can be copied, each life of the engine is one of copies (`launcher.copies`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ from moeserve.experts.monitor import ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
 from moeserve.experts.rebalancing import RankMemories, start_rebalancing
 from moeserve.memory_plan import ModelPlan, plan_as_told, plan_model
-from moeserve.model.spec import ModelError
+from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.rank import Rank
 from moeserve.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
 from moeserve.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start
@@ -37,40 +38,158 @@ from moeserve.ranks.transport import BeatThread, RankHub, RankLink, dismiss_stra
 from moeserve.service import serve
 from moeserve.wire import RunContext
 
-# While it loads, a rank may be silent for this many times the engine's timeout.
-_LOADING_PATIENCE = 3
+# While the service starts, a rank may be silent for this many times the engine's timeout.
+_STARTING_PATIENCE = 3
+_SECONDS_TO_COME = 300.0
 
 log = structlog.get_logger(__name__)
 
 
-def run_rank(context: RunContext, rank: int, report: Report) -> None:
-    """Serve as rank 0 with the engine until SIGTERM, or follow rank 0 as another rank until it ends.
+@dataclass(frozen=True, slots=True)
+class LoadedMember:
+    """A rank that has loaded its part of the model, before it is in a group.
 
-    Until all ranks have loaded, SIGTERM ends each at once: a rank that waits for a lost rank would wait for long. Raise
-    ModelError, ConfigError or RankError, one sentence each, if the service cannot start or go on.
+    config: the settings of rank 0. can_be_copied: True if forks of the process can serve, one life of the engine after
+    another. threads: of torch, when it serves.
     """
-    _bind_rank(context.config, rank)
+
+    number: int
+    config: ServeConfig
+    spec: ModelSpec
+    rank: LoadedRank
+    can_be_copied: bool
+    threads: int
+
+    @property
+    def collectives(self) -> Collectives:
+        assert self.rank.group is not None
+        return self.rank.group.collectives
+
+
+def load_member(context: RunContext, number: int, report: Report, *, to_copy: bool) -> LoadedMember | None:
+    """Load the part of rank `number`, with all other ranks; return None if rank 0 ends meanwhile.
+
+    to_copy: load it so that it can be copied, if possible; see `moeserve.service.load_alone`. SIGTERM ends a rank at
+    once: one that waits for a lost rank would wait for long. Raise ModelError, ConfigError or RankError, one sentence
+    each, if the service cannot start.
+    """
+    _bind_rank(context.config, number)
     if context.config.device == "cuda":
         _take_gpu(context.config)
     try:
+        # The context's threads are gone when the process is forked.
         with zmq.Context() as sockets:
-            if rank == 0:
-                _run_first(context, sockets, report)
-            else:
-                _run_other(context, sockets, rank, report)
+            if number == 0:
+                return _load_first(context, sockets, report, to_copy)
+            return _load_other(context, sockets, number, to_copy)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
 
 
-def _run_first(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report) -> None:
-    """Run rank 0: plan for all ranks, wait until all have loaded, and serve with the engine."""
+def serve_member(context: RunContext, member: LoadedMember, report: Report) -> None:
+    """Serve one life of the engine: as rank 0 until SIGTERM, as another rank until rank 0 ends.
+
+    Until all ranks have joined, SIGTERM ends each at once. Raise ModelError, ConfigError or RankError, one sentence
+    each, if the service cannot go on.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(member.threads)
+    context = replace(context, config=member.config)
+    try:
+        with zmq.Context() as sockets:
+            if member.number == 0:
+                _serve_first(context, sockets, member, report)
+            else:
+                _follow_first(context, sockets, member, report)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+
+
+def _load_first(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, to_copy: bool
+) -> LoadedMember:
+    """Load rank 0: plan for all ranks, and wait until all have loaded."""
     directory = Path(context.model_dir)
     plan = plan_model(directory, context.config)
-    recording = plan_recording(context.config, directory, plan.spec)
+    # Its file may be wrong: find out before weights are read.
+    plan_recording(context.config, directory, plan.spec)
+    meeting = meet_as_first(context, loading=True)
+    hub = RankHub(sockets, meeting)
+    try:
+        _join(context, meeting, hub, within=_SECONDS_TO_COME)
+        hub.send_all(_setup_of(plan, context))
+        member = _load_part(context, 0, plan, report, to_copy)
+        hub.gather(Loaded, within=float("inf"), patience=_patience(context.config))
+    finally:
+        hub.close()
+    return member
+
+
+def _join(context: RunContext, meeting: Meeting, hub: RankHub, *, within: float) -> None:
+    """Wait until all other ranks have joined rank 0, and watch them. Raise RankError if one does not `within` s."""
+    if context.meets_in_store:
+        meeting.announce(*hub.addresses)
+    joined = hub.gather(Joined, within=within, patience=_patience(context.config))
+    dismiss_strangers(hub, joined, introduction(context, 0))
+    hub.watch(machine_id())
+
+
+def _load_other(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], number: int, to_copy: bool
+) -> LoadedMember | None:
+    """Load any rank but 0 as rank 0 says."""
+    meeting, own = meet_first(context, loading=True), context.config.device
+    link = RankLink(sockets, meeting, number)
+    beats = BeatThread(sockets, meeting, number, lambda: 0)
+    beats.start()
+    try:
+        link.send(introduction(context, number))
+        setup = link.receive(beats.say_waiting)
+        if isinstance(setup, Dismissed):
+            raise RankError(setup.reason)
+        if not isinstance(setup, Setup):
+            return None
+        beats.busy.set()
+        if context.config.nnodes == 1:
+            link.watch(setup.pid)
+        context = replace(context, config=_shared_config(context.config, setup.settings))
+        _check_device(number, own, context.config.device)
+        member = _load_part(context, number, _plan_of(setup, context), lambda _: None, to_copy)
+        link.send(Loaded(number))
+        return member
+    finally:
+        beats.stop()
+        link.close()
+
+
+def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report, to_copy: bool) -> LoadedMember:
+    """Load a rank's part of the model. Raise ModelError or ConfigError."""
+    config = context.config
+    device = current_gpu() if plan.device == "cuda" else torch.device("cpu")
+    collectives = Collectives(number, config.expert_parallel_size, device=device)
+    threads = config.threads or torch.get_num_threads()
+    can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
+    if can_be_copied:
+        # A pool of threads does not survive a fork.
+        torch.set_num_threads(1)
+    limited = replace(config, threads=1) if can_be_copied else config
+    rank = load_rank(Path(context.model_dir), plan, limited, report, collectives)
+    return LoadedMember(number, config, plan.spec, rank, can_be_copied, threads)
+
+
+def _serve_first(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedMember, report: Report
+) -> None:
+    """Run rank 0 with the engine."""
+    # Read now: an earlier life may have saved more than was there when the model was loaded.
+    recording = plan_recording(context.config, Path(context.model_dir), member.spec)
     meeting = meet_as_first(context)
     hub = RankHub(sockets, meeting)
     try:
-        rank = _load_together(context, plan, meeting, hub, report)
+        # All of them have loaded.
+        _join(context, meeting, hub, within=_patience(context.config))
+        hub.send_all(Start(os.getpid()))
+        rank = _start_first(meeting, hub, member)
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         _serve_with_others(context, rank, hub, recording, report, stop)
@@ -82,40 +201,27 @@ def _run_first(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rep
         hub.close()
 
 
-def _load_together(context: RunContext, plan: ModelPlan, meeting: Meeting, hub: RankHub, report: Report) -> Rank:
-    """Return rank 0 once all ranks have loaded and warmed up."""
-    if context.meets_in_store:
-        meeting.announce(*hub.addresses)
-    joined = hub.gather(Joined)
-    dismiss_strangers(hub, joined, introduction(context, 0))
-    hub.watch(machine_id())
-    hub.send_all(_setup_of(plan, context))
-    loaded = _load_member(context, meeting, 0, plan, report)
-    hub.gather(Loaded, patience=_LOADING_PATIENCE * context.config.engine_timeout)
-    hub.send_all(Start())
+def _start_first(meeting: Meeting, hub: RankHub, member: LoadedMember) -> Rank:
+    """Return rank 0 once it has warmed up with all others."""
+    collectives = member.collectives
     try:
-        return loaded.start()
+        return _start(meeting, member)
     except CollectiveError as error:
-        assert loaded.group is not None
-        collectives = loaded.group.collectives
         raise find_fault(hub, error, collectives.num_entered, collectives.waits.seconds) from error
 
 
-def _load_member(context: RunContext, meeting: Meeting, rank: int, plan: ModelPlan, report: Report) -> LoadedRank:
-    """Load a rank's part of the model. Raise ModelError, ConfigError or CollectiveError.
+def _start(meeting: Meeting, member: LoadedMember) -> Rank:
+    """Open the collectives and start the rank, together with all others.
 
-    Open the collectives first, so that each rank sees the free memory before any rank has allocated weights.
+    Ranks are patient until each has started: on a busy machine one may take seconds longer for its own part.
     """
-    config = context.config
-    collectives = Collectives(
-        rank,
-        config.expert_parallel_size,
-        meeting.collectives,
-        collective_timeout(config),
-        interface=meeting.interface,
-        device=current_gpu() if plan.device == "cuda" else torch.device("cpu"),
-    )
-    return load_rank(Path(context.model_dir), plan, config, report, collectives)
+    member.collectives.open(meeting.rendezvous, _patience(member.config), interface=meeting.interface)
+    return member.rank.start()
+
+
+def _patience(config: ServeConfig) -> float:
+    """Return how many seconds a rank may be silent, or behind the others, while the service starts."""
+    return _STARTING_PATIENCE * config.engine_timeout
 
 
 def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
@@ -178,45 +284,37 @@ def _serve_with_others(
     executor.close()
 
 
-def _run_other(context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], rank: int, report: Report) -> None:
-    """Run any rank but 0: join, load, and compute what rank 0 sends."""
-    meeting, own = meet_first(context), context.config.device
-    link = RankLink(sockets, meeting, rank)
-    loaded: LoadedRank | None = None
+def _follow_first(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedMember, report: Report
+) -> None:
+    """Run any rank but 0: join, and compute what rank 0 sends."""
+    meeting, number = meet_first(context), member.number
+    report({"event": "met", "incarnation": meeting.incarnation})
+    link = RankLink(sockets, meeting, number)
     beats = BeatThread(
-        sockets,
-        meeting,
-        rank,
-        lambda: loaded.group.collectives.num_entered if loaded is not None and loaded.group is not None else 0,
-        lambda: loaded.memory_stats() if loaded is not None else None,
+        sockets, meeting, number, lambda: member.collectives.num_entered, lambda: member.rank.memory_stats()
     )
+    beats.busy.set()
     beats.start()
     try:
-        link.send(introduction(context, rank))
-        setup = link.receive(beats.say_waiting)
-        if isinstance(setup, Dismissed):
-            raise RankError(setup.reason)
-        if not isinstance(setup, Setup):
+        link.send(introduction(context, number))
+        start = link.receive()
+        if isinstance(start, Dismissed):
+            raise RankError(start.reason)
+        if not isinstance(start, Start):
+            member.rank.close()
             return
-        beats.busy.set()
         if context.config.nnodes == 1:
-            link.watch(setup.pid)
-        context = replace(context, config=_shared_config(context.config, setup.settings))
-        _check_device(rank, own, context.config.device)
-        loaded = _load_member(context, meeting, rank, _plan_of(setup, context), lambda _: None)
-        link.send(Loaded(rank))
-        if isinstance(link.receive(), Start):
-            # From here on only rank 0 ends this process, after the steps in flight.
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            started = loaded.start()
-            report({"event": "computing"})
-            assert started.migrator is not None
-            RankSteps(rank, link, started.runner, started, started.migrator, beats).run()
-            started.close()
-        else:
-            loaded.close()
+            link.watch(start.pid)
+        # From here on only rank 0 ends this process, after the steps in flight.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        started = _start(meeting, member)
+        report({"event": "computing"})
+        assert started.migrator is not None
+        RankSteps(number, link, started.runner, started, started.migrator, beats).run()
+        started.close()
     except CollectiveError as error:
-        raise RankError(f"Rank {rank} cannot reach the others: {error}.") from error
+        raise RankError(f"Rank {number} cannot reach the others: {error}.") from error
     finally:
         beats.stop()
         link.close()

@@ -381,7 +381,8 @@ def decode_news(line: bytes) -> EngineNews:
 class RunContext:
     """One run of one service and the addresses of its sockets, as a file in its private run directory (mode 0700).
 
-    The file holds secrets. `incarnation` numbers the engine's life: it is in every frame and in the socket paths.
+    The file holds secrets. `incarnation` numbers the engine's life: it is in every frame and in the socket paths. On
+    another node than node 0 it is the last life of the engine that ranks of the node were in, 0 for none.
     `secret` (hex) keys the cache namespaces of API keys. `Hello` compares `model_hash`. `meets_in_store`: not all ranks
     were started with this context, so they find each other in torchrun's store.
     """
@@ -405,14 +406,13 @@ class RunContext:
         """The engine's PUB binds here; frontends and the supervisor subscribe."""
         return f"ipc://{self.run_dir}/heartbeat.{self.incarnation}"
 
-    @property
-    def results_address(self) -> str:
-        """Rank 0's PULL binds here; the PUSH sockets of the other ranks connect."""
-        return f"ipc://{self.run_dir}/results.{self.incarnation}"
+    def results_address(self, loading: bool) -> str:
+        """Rank 0's PULL binds here; the PUSH sockets of the other ranks connect. loading: while ranks load."""
+        return f"ipc://{self.run_dir}/{'loading.' * loading}results.{self.incarnation}"
 
-    def steps_address(self, rank: int) -> str:
-        """Rank 0's PUSH for the steps of a rank binds here; that rank's PULL connects."""
-        return f"ipc://{self.run_dir}/steps.{rank}.{self.incarnation}"
+    def steps_address(self, rank: int, loading: bool) -> str:
+        """Rank 0's PUSH for the steps of a rank binds here; that rank's PULL connects. loading: while ranks load."""
+        return f"ipc://{self.run_dir}/{'loading.' * loading}steps.{rank}.{self.incarnation}"
 
     @property
     def rendezvous(self) -> Path:

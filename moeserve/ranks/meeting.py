@@ -1,7 +1,8 @@
 """Where the ranks of one service meet: addresses, the key that nodes share, and the network between them.
 
-Ranks that one supervisor started read everything from their run context. Otherwise rank 0 announces its sockets in
-torchrun's store. Anybody who reaches the store's port can write to it, so between nodes only the key decides: ranks
+Ranks meet once to load and once for every life of the engine. Ranks that one supervisor started read everything from
+their run context. Otherwise rank 0 announces its sockets in torchrun's store, those of a new life in place of the
+former ones. Anybody who reaches the store's port can write to it, so between nodes only the key decides: ranks
 talk only to holders of the same key. The key encrypts their messages (ZeroMQ CURVE); one key pair serves both ends. It
 does not cover tensors, which travel through torch's own collectives. Addresses are IPv4.
 """
@@ -12,6 +13,7 @@ import fcntl
 import os
 import socket
 import struct
+import time
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +30,9 @@ from moeserve.wire import RunContext
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
-_STORE_KEY = "moeserve"
+_STORE_KEY, _LOADING_KEY = "moeserve", "moeserve.loading"
+_SECONDS_TO_MEET = 300
+_POLL_SECONDS = 0.1
 _ZAP_DOMAIN = "moeserve"
 _SIOCGIFADDR = 0x8915
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -49,7 +53,7 @@ class Meeting:
 
     Rank 0 binds the addresses, and `*` stands for a free port; the other ranks connect to them. collectives: the file
     through which ranks start their collectives, None for torchrun's store. interface: the collectives' network
-    interface.
+    interface. loading: ranks meet to load their parts of the model, and start no collectives.
     """
 
     incarnation: int
@@ -58,19 +62,33 @@ class Meeting:
     collectives: Path | None
     interface: str
     keys: RankKeys | None = None
+    loading: bool = False
+
+    @property
+    def rendezvous(self) -> Path | Store | None:
+        """The place where collectives start: a file, or for CPUs of several nodes a part of the store for this life.
+
+        None for GPUs of several nodes: they have one life in torchrun's store.
+        """
+        if self.collectives is not None or os.environ.get("DS_ACCELERATOR") == "cuda":
+            return self.collectives
+        from torch._C._distributed_c10d import PrefixStore
+
+        return PrefixStore(f"{_STORE_KEY}.{self.incarnation}", _store())
 
     def announce(self, results: str, steps: list[str]) -> None:
         """Publish the bound addresses in torchrun's store."""
         collectives = None if self.collectives is None else str(self.collectives)
         announcement = Announcement(self.incarnation, results, steps, collectives)
-        _store().set(_STORE_KEY, msgspec.json.encode(announcement).decode())
+        key = _LOADING_KEY if self.loading else _STORE_KEY
+        _store().set(key, msgspec.json.encode(announcement).decode())
 
 
-def meet_as_first(context: RunContext) -> Meeting:
+def meet_as_first(context: RunContext, *, loading: bool = False) -> Meeting:
     """Return the addresses that rank 0 binds. Raise ConfigError or RankError."""
     config = context.config
     if config.nnodes == 1:
-        return _meet_in_directory(context)
+        return _meet_in_directory(context, loading)
     assert config.curve_key_file is not None
     host = os.environ["MASTER_ADDR"]
     address = resolve(host)
@@ -81,16 +99,20 @@ def meet_as_first(context: RunContext) -> Meeting:
         collectives=None,
         interface=interface_of(address),
         keys=load_keys(Path(config.curve_key_file)),
+        loading=loading,
     )
 
 
-def meet_first(context: RunContext) -> Meeting:
-    """Return where another rank finds rank 0, once rank 0 has announced it. Raise ConfigError or RankError."""
+def meet_first(context: RunContext, *, loading: bool = False) -> Meeting:
+    """Return where another rank finds rank 0, once rank 0 has announced it. Raise ConfigError or RankError.
+
+    In the store a life other than that of `context` is waited for, which is the last one that this rank was in.
+    """
     config = context.config
     if not context.meets_in_store:
-        return _meet_in_directory(context)
+        return _meet_in_directory(context, loading)
     try:
-        announced = msgspec.json.decode(_store().get(_STORE_KEY), type=Announcement)
+        announced = _read_announcement(_LOADING_KEY if loading else _STORE_KEY, context.incarnation)
     except (RuntimeError, msgspec.MsgspecError) as error:
         raise RankError(
             f"Rank 0 does not say in torchrun's store where it is: {str(error).partition('.')[0]}."
@@ -104,23 +126,37 @@ def meet_first(context: RunContext) -> Meeting:
         collectives=None if announced.collectives is None else Path(announced.collectives),
         interface=interface_of(own_address_towards(os.environ["MASTER_ADDR"])) if several else "lo",
         keys=load_keys(Path(config.curve_key_file)) if several and config.curve_key_file else None,
+        loading=loading,
     )
 
 
-def _meet_in_directory(context: RunContext) -> Meeting:
+def _read_announcement(key: str, last: int) -> Announcement:
+    """Return what rank 0 announces of a life other than `last`. Raise RuntimeError if it does not in time."""
+    store, deadline = _store(), time.monotonic() + _SECONDS_TO_MEET
+    while True:
+        announced = msgspec.json.decode(store.get(key), type=Announcement)
+        if announced.incarnation != last:
+            return announced
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no new life in {_SECONDS_TO_MEET} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _meet_in_directory(context: RunContext, loading: bool) -> Meeting:
     return Meeting(
         incarnation=context.incarnation,
-        results=context.results_address,
-        steps=tuple(context.steps_address(rank) for rank in range(1, context.config.expert_parallel_size)),
+        results=context.results_address(loading),
+        steps=tuple(context.steps_address(rank, loading) for rank in range(1, context.config.expert_parallel_size)),
         collectives=context.rendezvous,
         interface="lo",
+        loading=loading,
     )
 
 
 def _store() -> Store:
     from torch.distributed.rendezvous import rendezvous
 
-    store: Store = next(rendezvous("env://", timeout=timedelta(minutes=5)))[0]
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_SECONDS_TO_MEET)))[0]
     return store
 
 

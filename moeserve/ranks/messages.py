@@ -1,9 +1,10 @@
 """The messages between rank 0 and the other ranks of one service, in the frames of `moeserve.wire`.
 
-At the start every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads, sends `Loaded` and receives `Start`.
-In each step rank 0 sends a `Forward` to every rank and receives a `RankResult` from it, until it sends `Shutdown`. From
-`Joined` on a rank sends `RankBeat`. To give a layer a new placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded`
-from every rank and names the new version in the next `Forward`.
+To load, every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads and sends `Loaded`. For each life of the
+engine it then sends `Joined` and receives `Start`. In each step rank 0 sends a `Forward` to every rank and receives a
+`RankResult` from it, until it sends `Shutdown`. From `Joined` on a rank sends `RankBeat`. To give a layer a new
+placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded` from every rank and names the new version in the next
+`Forward`.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ class Loaded(Message):
 
 
 class Start(Message):
-    """All ranks have loaded."""
+    """All ranks have joined this life of the engine. `pid`: of rank 0."""
+
+    pid: int
 
 
 class Forward(Message):

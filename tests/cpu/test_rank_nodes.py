@@ -58,9 +58,9 @@ def test_a_rank_with_the_key_gets_in_and_sees_the_end_of_rank_0(context: zmq.Con
     hub = RankHub(context, first_of(keys))
     link = RankLink(context, other_of(hub, keys), 1)
     link.send(JOINED)
-    assert hub.gather(Joined) == {1: JOINED}
+    assert hub.gather(Joined, within=60, patience=60) == {1: JOINED}
     assert hub.name(1) == f"Rank 1 (process {os.getpid()} on other)"
-    hub.send(1, Start())
+    hub.send(1, Start(1))
     assert isinstance(link.receive(), Start)
     hub.close()
     with pytest.raises(RankError, match=r"Rank 0 at tcp://127.* is gone"):
@@ -70,7 +70,7 @@ def test_a_rank_with_the_key_gets_in_and_sees_the_end_of_rank_0(context: zmq.Con
 
 def send_on(hub: RankHub) -> None:
     while True:
-        hub.send(1, Start())
+        hub.send(1, Start(1))
 
 
 @pytest.mark.timeout(4)
@@ -82,7 +82,7 @@ def test_a_message_to_a_rank_that_has_just_died_says_so_before_it_could_not_be_s
     link = RankLink(context, other_of(hub, keys), 1)
     with subprocess.Popen(["sleep", "60"]) as process:
         link.send(replace_struct(JOINED, pid=process.pid, machine=machine_id()))
-        hub.gather(Joined)
+        hub.gather(Joined, within=60, patience=60)
         hub.watch(machine_id())
         process.kill()
     link.close()

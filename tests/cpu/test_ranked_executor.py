@@ -112,7 +112,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     hub, link = RankHub(context, meeting), RankLink(context, meeting, 1)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     link.send(Joined(1, process.pid, "name", "here", "software", "model"))
-    assert hub.gather(Joined)
+    assert hub.gather(Joined, within=60, patience=60)
     hub.watch("here")
     first, received = FirstRank(), list[object]()
     executor = RankedExecutor(

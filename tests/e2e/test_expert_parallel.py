@@ -18,6 +18,7 @@ from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing import RoutingStatistics, StatisticsSpec
 from experts.routing_files import load_statistics, save_statistics
 from moeserve.experts.settings import statistics_key
+from tests.support.kills import pid_of
 from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, is_alive, listening_addresses, service, wait_until
 from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
@@ -265,3 +266,25 @@ def test_a_killed_supervisor_takes_the_ranks_with_it(executed: Service) -> None:
     executed.process.kill()
     executed.process.wait()
     wait_until(lambda: not any(map(is_alive, pids)) and executed.leaves_nothing(), timeout=5)
+
+
+def test_a_killed_rank_costs_a_copy_of_each_and_no_whole_start(
+    model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    with service(model, tmp_path_factory.mktemp("s"), *TWO) as running:
+        expected = [text for text, _ in complete_all(running)]
+        loaded = ranks_of(running)
+        for rank in (1, 0):
+            events = running.stream(max_tokens=MAX_POSITION // 2)
+            next(events)
+            copy = pid_of(running, f"rank {rank}")
+            assert copy is not None
+            os.kill(copy, signal.SIGKILL)
+            assert "error" not in list(events)[-1]
+            assert f"Rank {rank} (process {copy})" in running.errors.read_text()
+        # The processes that have loaded their parts are still the same.
+        assert ranks_of(running) == loaded
+        assert [text for text, _ in complete_all(running)] == expected
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert running.leaves_nothing()

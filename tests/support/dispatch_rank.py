@@ -56,7 +56,8 @@ def main() -> None:
     placement = make_placement(num_ranks, num_redundant)
     held = [list(placement.experts_on(layer, rank)) for layer in range(2)]
     own = [pack_experts(gate_up[here], down[here]) for here in held]
-    collectives = Collectives(rank, num_ranks, Path(sys.argv[5]), timeout=30)
+    collectives = Collectives(rank, num_ranks)
+    collectives.open(Path(sys.argv[5]), timeout=30)
     assert gloo_policies() == {os.SCHED_BATCH}
     # What a GPU does, with tensors that are on the CPU.
     ways = {

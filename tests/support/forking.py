@@ -366,14 +366,14 @@ def _import_the_service() -> list[Callable[..., Any]]:
     from launcher.worker import main as work
     from moeserve.frontend.server import serve as serve_http
     from moeserve.model.source import resolve_model
-    from moeserve.ranked_service import run_rank
+    from moeserve.ranked_service import load_member
     from moeserve.service import serve_alone
 
     # It names its caller in events that nobody reads, and looks through all modules for that: a second for each group.
     dynamic_rendezvous.get_method_name = lambda *_: "rendezvous"
     # Imported once a model's configuration is asked for.
     mixtral = CONFIG_MAPPING["mixtral"]
-    service = [run_ranks, serve.main, work, serve_http, resolve_model, run_rank, serve_alone]
+    service = [run_ranks, serve.main, work, serve_http, resolve_model, load_member, serve_alone]
     return [run, mixtral, HttpToolsProtocol, new_event_loop, *service]
 
 

@@ -156,7 +156,8 @@ def check_routing(rank: Rank, plan: StepPlan, result: StepResult) -> None:
 def main() -> None:
     number, num_ranks = map(int, sys.argv[1:3])
     torch.set_num_threads(1)
-    collectives = Collectives(number, num_ranks, Path(sys.argv[3]), TIMEOUT)
+    collectives = Collectives(number, num_ranks)
+    collectives.open(Path(sys.argv[3]), TIMEOUT)
     said = []
     for fields in json.loads(sys.argv[4]):
         case = RankCase(**fields)

@@ -93,7 +93,9 @@ def pid_of(running: Service, target: str) -> int | None:
     below = descendants(children["worker"]) if "worker" in children else set()
     if target == "engine":
         return next(iter(below), None)
-    return next((pid for pid in below if f"RANK={target[-1]}" in read_of_process(pid, "environ").split("\0")), None)
+    ranks = {pid for pid in below if f"RANK={target[-1]}" in read_of_process(pid, "environ").split("\0")}
+    # A rank that serves in copies of itself does nothing else meanwhile.
+    return next((pid for pid in ranks if not descendants(pid) & ranks), None)
 
 
 class Watch:

@@ -54,7 +54,8 @@ class Job:
 def main() -> None:
     job, rank = Job(**json.loads(Path(sys.argv[1]).read_text())), int(sys.argv[2])
     torch.set_num_threads(1)
-    collectives = Collectives(rank, 2, Path(job.rendezvous), timeout=60)
+    collectives = Collectives(rank, 2)
+    collectives.open(Path(job.rendezvous), timeout=60)
     for folder, memory in zip(map(Path, job.folders), job.memory, strict=True):
         config = replace(CONFIG, expert_parallel_size=2, record_experts=True, expert_prefetch="auto")
         if memory:
