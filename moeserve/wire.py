@@ -408,11 +408,11 @@ class RunContext:
 
     def results_address(self, loading: bool) -> str:
         """Rank 0's PULL binds here; the PUSH sockets of the other ranks connect. loading: while ranks load."""
-        return f"ipc://{self.run_dir}/{'loading.' * loading}results.{self.incarnation}"
+        return f"ipc://{self.run_dir}/{'load' if loading else 'results'}.{self.incarnation}"
 
     def steps_address(self, rank: int, loading: bool) -> str:
         """Rank 0's PUSH for the steps of a rank binds here; that rank's PULL connects. loading: while ranks load."""
-        return f"ipc://{self.run_dir}/{'loading.' * loading}steps.{rank}.{self.incarnation}"
+        return f"ipc://{self.run_dir}/{'load' if loading else 'steps'}.{rank}.{self.incarnation}"
 
     @property
     def rendezvous(self) -> Path:
