@@ -70,11 +70,15 @@ class Service:
         body = {"model": "m", "prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         with self.http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
-            for line in response.iter_lines():
-                if line == "data: [DONE]":
-                    return
-                if line.startswith("data: "):
-                    yield json.loads(line.removeprefix("data: "))
+            begun = b""
+            # `iter_lines` would end lines at characters of the answer's text too.
+            for data in response.iter_bytes():
+                *lines, begun = (begun + data).split(b"\n")
+                for line in lines:
+                    if line == b"data: [DONE]":
+                        return
+                    if line.startswith(b"data: "):
+                        yield json.loads(line.removeprefix(b"data: "))
 
     def end(self, timeout: float = 30) -> int:
         return self.process.wait(timeout)
