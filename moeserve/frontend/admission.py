@@ -11,12 +11,12 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from math import inf
 
 from starlette.types import Scope
 
 from moeserve.config import parse_limits
-from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.http import OVERLOADED, ApiError, invalid, unavailable
 from moeserve.frontend.keys import Identity, cache_account
 from moeserve.pacing import Load, Slo
@@ -32,14 +32,14 @@ _SHARE_OF_CHOICES = 4
 _ALWAYS_CHOICES = 16
 
 
-def read_terms(scope: Scope, secret: str, request: GenerateRequest, slo: Slo) -> Terms:
+def read_terms(scope: Scope, secret: str, slo: Slo, priority: int = 0, *, background: bool = False) -> Terms:
     """Return the terms of a request. Raises ApiError for what its key may not ask.
 
     secret: of the namespaces of keys. slo: the service's.
     """
     identity: Identity = scope["state"]["identity"]
     rights = identity.rights
-    if request.priority < 0 and not identity.may_hurry:
+    if priority < 0 and not identity.may_hurry:
         raise ApiError(
             403,
             "A `priority` below 0 needs a key that may ask for it: one with the role `admin`, or with `priority=yes` "
@@ -48,7 +48,7 @@ def read_terms(scope: Scope, secret: str, request: GenerateRequest, slo: Slo) ->
             param="priority",
             code="insufficient_role",
         )
-    if request.background and request.priority:
+    if background and priority:
         raise invalid("A request has either a `priority` or `background`", "background")
     ttft_s, tpot_s = _asked_slo(scope, identity, slo)
     return Terms(
@@ -59,8 +59,8 @@ def read_terms(scope: Scope, secret: str, request: GenerateRequest, slo: Slo) ->
         cached=rights.cached,
         ttft_s=ttft_s,
         tpot_s=tpot_s,
-        patient=request.background,
-        background=request.background,
+        patient=background,
+        background=background,
     )
 
 
@@ -82,6 +82,14 @@ def _asked_slo(scope: Scope, identity: Identity, slo: Slo) -> tuple[float | None
         least = f"at least {slo.tpot_s:g}s" if slo.tpot_s else "set only"
         raise invalid(f"`{name}`: tpot may be {least} with this key", name)
     return ttft_s, tpot_s
+
+
+@dataclass(slots=True)
+class Held:
+    """The places of one request: of a tenant, in the background or not."""
+
+    key: tuple[str, bool] | None = None
+    num_choices: int = 0
 
 
 class Admission:
@@ -121,35 +129,50 @@ class Admission:
             self._new.popleft()
 
     @contextmanager
-    def hold(self, num_choices: int, capacity: int, terms: Terms) -> Iterator[None]:
+    def hold(self, num_choices: int, capacity: int, terms: Terms) -> Iterator[Held]:
         """Hold places for the length of the block.
 
         Raises ApiError: 400 if they never fit, 429 if the key has its part already, 503 if not now.
         """
-        most = min(max(1, capacity // 2), max(_ALWAYS_CHOICES, capacity // _SHARE_OF_CHOICES))
-        if num_choices > most:
-            raise invalid(f"The request asks for {num_choices} choices; this server takes {most} in one request", "n")
-        key = (terms.tenant, terms.background)
-        self._check_places(num_choices, capacity, terms, key)
-        self._check_wait(terms)
-        self._held[key] += num_choices
-        self._weights[key] = terms.weight
-        self.in_flight += num_choices
-        self.idle.clear()
-        if not terms.background:
-            self._new.extend([(self._clock(), terms.tenant)] * num_choices)
+        held = Held()
+        self.change(held, num_choices, capacity, terms)
         try:
-            yield
+            yield held
         finally:
-            self.in_flight -= num_choices
-            self._held[key] -= num_choices
-            if not self._held[key]:
-                del self._held[key], self._weights[key]
+            self._release(held)
             if self.in_flight == 0:
                 self.idle.set()
                 if self._num_frontends == 1:
                     # All whom the engine has counted are gone; it tells its load anew after the step under way.
                     self._load = None
+
+    def change(self, held: Held, num_choices: int, capacity: int, terms: Terms) -> None:
+        """Hold other places for a request whose number of choices and terms are known only now. Raises as `hold`."""
+        most = min(max(1, capacity // 2), max(_ALWAYS_CHOICES, capacity // _SHARE_OF_CHOICES))
+        if num_choices > most:
+            raise invalid(f"The request asks for {num_choices} choices; this server takes {most} in one request", "n")
+        key = (terms.tenant, terms.background)
+        known = 0 if held.key != key else held.num_choices
+        self._release(held)
+        self._check_places(num_choices, capacity, terms, key)
+        if not known:
+            self._check_wait(terms)
+        held.key, held.num_choices = key, num_choices
+        self._held[key] += num_choices
+        self._weights[key] = terms.weight
+        self.in_flight += num_choices
+        self.idle.clear()
+        if not terms.background:
+            self._new.extend([(self._clock(), terms.tenant)] * (num_choices - known))
+
+    def _release(self, held: Held) -> None:
+        if held.key is None:
+            return
+        self.in_flight -= held.num_choices
+        self._held[held.key] -= held.num_choices
+        if not self._held[held.key]:
+            del self._held[held.key], self._weights[held.key]
+        held.key, held.num_choices = None, 0
 
     def late(self, terms: Terms, wait_s: float | None = None) -> ApiError:
         """503 for a request that would wait too long, or did. wait_s: what the engine predicts, if it was asked."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import math
+from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from moeserve.frontend.cache_report import describe_miss
@@ -21,7 +22,7 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.parser import OutputParser
-from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, StopMatcher, TextTokenizer
+from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
 from moeserve.plan import (
     BACKGROUND_PRIORITY,
     DEFAULT_TERMS,
@@ -35,13 +36,11 @@ from moeserve.wire import Generate, Output, pack_token_ids
 from radix_cache import Miss
 
 _SEED_MASK = 2**63 - 1
-# Tokens at the end of a prompt that may open the answer's reasoning.
-_TAIL_TOKENS = 16
 
 
 def build_generates(
     request: GenerateRequest,
-    prompts: Sequence[list[int]],
+    prompts: Sequence[array[int]],
     *,
     request_id: str,
     namespace: str,
@@ -76,43 +75,12 @@ def longest_output(num_prompt_tokens: int, max_model_len: int, param: str | None
     return max_model_len - num_prompt_tokens
 
 
-def prompt_tail(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:
-    """Return the text of a prompt's last tokens, special ones too."""
-    return tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
-
-
 def derive_seed(seed: int, sample: int) -> int:
     """Return the seed of sample `sample`: the first one has `seed` itself, the others are independent of it."""
     if sample == 0:
         return seed & _SEED_MASK
     digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") & _SEED_MASK
-
-
-@dataclass(frozen=True, slots=True)
-class PromptText:
-    """The text of a prompt's tokens, and where in it each token's text begins."""
-
-    text: str
-    offsets: list[int]
-
-
-def shows_prompts(request: GenerateRequest) -> bool:
-    """Return whether the answer shows its prompts, and so needs their `PromptText`."""
-    return request.echo or request.prompt_logprobs is not None
-
-
-def decode_prompt(tokenizer: TextTokenizer, prompt: Sequence[int]) -> PromptText:
-    """Return the text of a prompt, token by token, in time that is linear whatever the tokens are."""
-    detokenizer = IncrementalDetokenizer(tokenizer)
-    offsets, pieces, length = [], [], 0
-    for token_id in prompt:
-        offsets.append(length)
-        piece = detokenizer.push(token_id)
-        pieces.append(piece)
-        length += len(piece)
-    pieces.append(detokenizer.flush())
-    return PromptText("".join(pieces), offsets)
 
 
 class Answer:
@@ -124,7 +92,7 @@ class Answer:
     def __init__(
         self,
         request: GenerateRequest,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[array[int]],
         tokenizer: TextTokenizer,
         shape: OutputShape = PLAIN,
         prompt_texts: Sequence[PromptText] = (),
@@ -142,7 +110,7 @@ class Answer:
         self._reports: dict[int, dict[str, Any]] = {}
         self._shown_prompts = [
             _ShownPrompt(request, prompts[choice // request.n], prompt_texts[choice // request.n], choice)
-            if shows_prompts(request)
+            if request.shows_prompts
             else None
             for choice in range(request.num_choices)
         ]
@@ -404,7 +372,7 @@ class _ShownPrompt:
     `echo` is the text at the head, None where it is not asked for or was taken. Of a chat it is the continued text.
     """
 
-    def __init__(self, request: GenerateRequest, prompt: list[int], decoded: PromptText, choice: int) -> None:
+    def __init__(self, request: GenerateRequest, prompt: array[int], decoded: PromptText, choice: int) -> None:
         spoken = request.prompts[choice // request.n]
         is_chat = isinstance(spoken, ChatPrompt)
         self._prompt = prompt

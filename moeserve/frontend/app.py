@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
 from moeserve.config import ConfigError
-from moeserve.frontend.cache_routes import WARM, CacheRoutes
+from moeserve.frontend.cache_routes import CacheRoutes
 from moeserve.frontend.dialects import messages_answer
-from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, GenerateRoute
+from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.live_routes import LiveRoutes

@@ -1,155 +1,27 @@
 """The prompt cache as its users see and steer it: list, warm, pin and unpin prefixes, drop one's own.
 
-Every route acts on the account of the caller's key. Warming is a generation of one token, in a dialect of its own.
+Every route acts on the account of the caller's key. Warming is a dialect (`dialects/prefixes.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import replace
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
-from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage
-from moeserve.frontend.generate import Dialect
-from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
+from moeserve.frontend.http import ApiError, invalid, receive_body, until_disconnect
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
+from moeserve.frontend.prepare.messages import Kind, Prefix, expect
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.routes import json_response
 from moeserve.frontend.services import Services, engine_unavailable
-from moeserve.frontend.text import TextTokenizer
-from moeserve.frontend.workers import InlineBudget
-from moeserve.plan import SamplingParams
 from moeserve.wire import pack_token_ids, unpack_token_ids
 from radix_cache import APART
 
-_P = TypeVar("_P", bound="PrefixBody")
-
 _LISTED = 50
 _MAX_LISTED = 1000
-
-# The fields of a body that have an effect: those that render messages, and by route those beside the prefix.
-MESSAGE_FIELDS = frozenset(
-    {
-        "add_generation_prompt",
-        "chat_template_kwargs",
-        "continue_final_message",
-        "functions",
-        "messages",
-        "reasoning_effort",
-        "tools",
-    }
-)
-PUBLIC_FIELDS = frozenset({"model"})
-PIN_FIELDS = PUBLIC_FIELDS | {"cache_salt"}
-WARM_FIELDS = PIN_FIELDS | {
-    "cache_report",
-    "priority",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-}
-
-
-class PrefixBody(ChatBody, kw_only=True):
-    """A prefix: the messages of a chat (with the fields that change how they are rendered), a text, or token ids.
-
-    The other fields of a chat may ask for nothing (`check_prefix`).
-    """
-
-    prompt: str | list[int] | None = None
-
-
-class UnpinBody(PrefixBody, kw_only=True):
-    """id: of the listing, in place of a prefix."""
-
-    id: str | None = None
-
-
-def check_prefix(body: PrefixBody, others: Collection[str]) -> None:
-    """Raise ApiError unless the body has one prefix, and beside it asks for nothing but in the fields `others`."""
-    if (body.prompt is None) == (body.messages is None):
-        raise invalid("Give either `prompt` or `messages`", "prompt")
-    prefix_fields = MESSAGE_FIELDS if body.prompt is None else {"prompt"}
-    for name in body.__struct_fields__:
-        if name not in prefix_fields and name not in others and _asks(name, getattr(body, name)):
-            raise invalid(f"`{name}` has no effect on a prefix here: leave it out", name)
-
-
-def _asks(name: str, value: Any) -> bool:
-    """Return whether a field asks for something. Bodies made for a chat may say what is so without them."""
-    if name in ("function_call", "tool_choice"):
-        return value not in (None, "auto", "none")
-    return not (value is None or value is False or value in ([], {}) or (name == "n" and value == 1))
-
-
-def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[int]:
-    """Return the prefix of a checked body; messages without the head of an answer, unless the client asks for it."""
-    if body.model is not None:
-        fields.check_model(body.model, model)
-    if body.prompt is None:
-        return replace(read_chat_prompt(body), add_generation_prompt=body.add_generation_prompt is True)
-    if not body.prompt:
-        raise invalid("`prompt` must not be empty", "prompt")
-    return (
-        body.prompt if isinstance(body.prompt, str) else fields.check_token_ids("prompt", body.prompt, model.vocab_size)
-    )
-
-
-def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
-    """Return a request that computes a prefix and samples one token, which nobody sees. Raises ApiError."""
-    prefix, ignored = fields.decode_json(body, PrefixBody)
-    check_prefix(prefix, WARM_FIELDS)
-    return GenerateRequest(
-        model=prefix.model or model.names[0],
-        prompts=[read_prefix(prefix, model)],
-        sampling=SamplingParams(max_tokens=1, temperature=0.0),
-        max_tokens=1,
-        seed=0,
-        priority=fields.read_priority(prefix),
-        cache_salt=fields.read_cache_salt(prefix.cache_salt),
-        cache=read_cache(prefix),
-        ignored=ignored,
-    )
-
-
-class WarmFormatter:
-    """Writes how much of the prefix was cached before. Its answers are never streamed."""
-
-    def __init__(
-        self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str
-    ) -> None:
-        self._head = {"id": answer_id, "object": "cache.warm", "created": created, "model": request.model}
-
-    def start(self, index: int, usage: Usage) -> bytes:
-        return b""
-
-    def delta(self, delta: Delta, usage: Usage) -> bytes:
-        return b""
-
-    def end(self, usage: Usage) -> bytes:
-        return b""
-
-    def error(self, error: ApiError) -> bytes:
-        return error.event()
-
-    def ping(self) -> bytes:
-        return KEEP_ALIVE
-
-    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
-        counts: dict[str, Any] = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
-        if usage.cache_report is not None:
-            counts["cache_report"] = usage.cache_report
-        return msgspec.json.encode({**self._head, **counts})
-
-
-WARM = Dialect("warm-", parse_warm, WarmFormatter)
 
 
 class CacheRoutes:
@@ -164,10 +36,11 @@ class CacheRoutes:
 
     async def pin(self, request: Request) -> Response:
         """Pin a prefix that is cached, within the key's budget."""
-        body, token_ids = await self._prefix(request, PrefixBody)
+        prefix = await self._prefix(request, "prefix")
+        token_ids = prefix.token_ids
         assert token_ids is not None
         arguments = {
-            "namespace": self._namespace(request, body),
+            "namespace": self._namespace(request, prefix),
             "token_ids": pack_token_ids(token_ids),
             "share": _identity(request).retention_share,
         }
@@ -187,11 +60,11 @@ class CacheRoutes:
 
     async def unpin(self, request: Request) -> Response:
         """End a pin, named by its prefix or by the `id` of the listing."""
-        body, token_ids = await self._prefix(request, UnpinBody)
+        prefix = await self._prefix(request, "unpin")
         arguments = {
-            "namespace": self._namespace(request, body),
-            "token_ids": pack_token_ids(token_ids or []),
-            "prefix_id": body.id,
+            "namespace": self._namespace(request, prefix),
+            "token_ids": pack_token_ids(prefix.token_ids or []),
+            "prefix_id": prefix.prefix_id,
         }
         if not (await self._command(request, "unpin_prefix", arguments))["unpinned"]:
             raise ApiError(404, "No such prefix is pinned", code="not_pinned")
@@ -245,25 +118,18 @@ class CacheRoutes:
         }
         return {**shown, "namespace": namespace} if every else shown
 
-    async def _prefix(self, request: Request, kind: type[_P]) -> tuple[_P, list[int] | None]:
-        """Return the body and the token ids of its prefix, None where an id stands for it."""
+    async def _prefix(self, request: Request, kind: Kind) -> Prefix:
+        """Return the prefix that a body names."""
         services = self._services
-        facts = services.check_serving()
-        data = await services.bodies.receive(request.scope, request.receive)
-        body, ignored = await services.bodies.read(data, partial(fields.decode_json, expected=kind))
-        services.metrics.count_ignored(ignored)
-        if isinstance(body, UnpinBody) and body.id is not None:
-            if body.prompt is not None or body.messages is not None:
-                raise invalid("Give either `id` or a prefix", "id")
-            return body, None
-        check_prefix(body, PIN_FIELDS)
-        prefix, budget = await services.bodies.read(data, lambda _: read_prefix(body, facts)), InlineBudget.of(data)
-        del data
-        return body, await services.encode(prefix, facts, budget)
+        services.check_serving()
+        data = await receive_body(request.scope, request.receive, services.run.config.max_request_bytes)
+        reply = await until_disconnect(request.receive, services.prepare(kind, data, request.scope))
+        prefix = expect(reply, Prefix)
+        services.metrics.count_ignored(prefix.ignored)
+        return prefix
 
-    def _namespace(self, request: Request, body: PrefixBody) -> str:
-        salt = fields.read_cache_salt(body.cache_salt)
-        return cache_namespace(self._services.run.secret, _identity(request), salt)
+    def _namespace(self, request: Request, prefix: Prefix) -> str:
+        return cache_namespace(self._services.run.secret, _identity(request), prefix.cache_salt)
 
     def _salted(self, request: Request) -> str:
         """Return the namespace of a request without a body, whose salt is in the query."""

@@ -6,28 +6,27 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.admission import read_terms
-from moeserve.frontend.answer import Answer, build_generates, prompt_tail, shows_prompts
+from moeserve.frontend.admission import Held, read_terms
+from moeserve.frontend.answer import Answer, build_generates
 from moeserve.frontend.cache_report import asks_for_report
-from moeserve.frontend.cache_wishes import cache_wishes
-from moeserve.frontend.constraints import Constraint, constraint_of, of_calls
-from moeserve.frontend.dialects import chat, completions, messages, messages_answer
+from moeserve.frontend.dialects import chat, completions, messages_answer, prefixes
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
+from moeserve.frontend.encodings import content_coding
 from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
     EventStream,
     context_length_exceeded,
     invalid,
+    receive_body,
     send_body,
     unavailable,
     until_disconnect,
@@ -35,14 +34,15 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRejected
-from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.frontend.services import Lend, Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.wills import Will
-from moeserve.frontend.workers import InlineBudget, Workers
 from moeserve.plan import Terms
 from moeserve.wire import Generate, Output, Rejected
 
+_BACKGROUND = b'"background"'  # a body without it asks for nothing in the background
 _MAX_HEADER_CHARS = 200
 _JSON = (b"content-type", b"application/json")
 # Of answers, where the server did less than it was asked: see docs/clients.md.
@@ -58,23 +58,23 @@ _STATUS_WAITS = 1.5
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The parts of one API: the prefix of its answer ids, how it reads requests and writes answers.
+    """The parts of one API: how its requests are prepared, the prefix of its answer ids, how it writes answers.
 
-    A thread may call `parse`, and the formatter's `complete` if it `completes_off_loop`. prepare: gets the body before
-    `parse` does, to fetch what that needs. cut: the event that ends a stream of which only that is known.
+    lend: gives the earlier responses that a request refers to. cut: the event that ends a stream of which only that is
+    known.
     """
 
+    kind: Kind
     id_prefix: str
-    parse: Callable[[bytes, ModelFacts], GenerateRequest]
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
-    completes_off_loop: bool = True
-    prepare: Callable[[bytes], Awaitable[None]] | None = None
+    lend: Lend | None = None
     cut: Callable[[ApiError], bytes] = ApiError.event
 
 
-CHAT = Dialect("chatcmpl-", chat.parse, chat.ChatFormatter)
-COMPLETIONS = Dialect("cmpl-", completions.parse, completions.CompletionFormatter)
-MESSAGES = Dialect("msg_", messages.parse, messages_answer.MessageFormatter, cut=messages_answer.error_event)
+CHAT = Dialect("chat", "chatcmpl-", chat.ChatFormatter)
+COMPLETIONS = Dialect("completions", "cmpl-", completions.CompletionFormatter)
+MESSAGES = Dialect("messages", "msg_", messages_answer.MessageFormatter, cut=messages_answer.error_event)
+WARM = Dialect("warm", "warm-", prefixes.WarmFormatter)
 
 
 class GenerateRoute:
@@ -85,31 +85,36 @@ class GenerateRoute:
         self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        services = self._services
+        services, admission = self._services, self._services.admission
         services.check_serving()
-        body = await services.bodies.receive(scope, receive)
+        coding = content_coding(scope["headers"])
+        body = await receive_body(scope, receive, services.run.config.max_request_bytes)
+        facts = services.check_serving()
+        # Overload is told before any work is done for the request, so before it is read.
+        may_be_background = coding is not None or _BACKGROUND in body
+        unread = read_terms(scope, services.run.secret, services.slo, background=may_be_background)
+        asking = services.prepare(
+            self._dialect.kind, body, scope, reports=asks_for_report(scope), lend=self._dialect.lend
+        )
+        del body
         will = Will.of(scope)
         leave_refusal(will, scope, _PROCESS_ENDED)
         try:
-            await self._answer(scope, receive, send, body, will)
+            with admission.hold(1, services.capacity, unread) as held:
+                prepared = expect(await until_disconnect(receive, asking), Prepared)
+                send = self._warn(scope, send, prepared.request)
+                terms = self._change(scope, held, prepared.request)
+                await until_disconnect(receive, self._serve(scope, send, prepared, facts, terms, will))
         finally:
+            asking.close()
             will.revoke()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send, body: bytes, will: Will) -> None:
+    def _change(self, scope: Scope, held: Held, request: GenerateRequest) -> Terms:
+        """Hold the places of a request that was read; return its terms. Raises ApiError."""
         services = self._services
-        if self._dialect.prepare is not None:
-            await self._dialect.prepare(body)
-        facts = services.check_serving()
-        request = await services.bodies.read(body, lambda data: self._dialect.parse(data, facts))
-        budget = InlineBudget.of(body)
-        del body
-        send = self._warn(scope, send, request)
-        if request.cache.report or asks_for_report(scope):
-            # In a stream the report comes with the usage.
-            request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
-        terms = read_terms(scope, services.run.secret, request, services.slo)
-        with services.admission.hold(request.num_choices, services.capacity, terms):
-            await until_disconnect(receive, self._serve(scope, send, request, facts, terms, budget, will))
+        terms = read_terms(scope, services.run.secret, services.slo, request.priority, background=request.background)
+        services.admission.change(held, request.num_choices, services.capacity, terms)
+        return terms
 
     def _warn(self, scope: Scope, send: Send, request: GenerateRequest) -> Send:
         """Count fields that are ignored, and built-in tools that do not exist here; return a `send` that names both in
@@ -126,35 +131,24 @@ class GenerateRoute:
         return with_headers(send, headers) if headers else send
 
     async def _serve(
-        self,
-        scope: Scope,
-        send: Send,
-        request: GenerateRequest,
-        facts: ModelFacts,
-        terms: Terms,
-        budget: InlineBudget,
-        will: Will,
+        self, scope: Scope, send: Send, prepared: Prepared, facts: ModelFacts, terms: Terms, will: Will
     ) -> None:
         services, state = self._services, scope["state"]
-        prompts = [await services.encode(prompt, facts, budget) for prompt in request.prompts]
-        request = await self._constrain(request, prompts, facts, budget)
+        request = prepared.request
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         generates = build_generates(
             request,
-            prompts,
+            prepared.prompts,
             request_id=answer_id,
             namespace=cache_namespace(services.run.secret, state["identity"], request.cache_salt),
             seed=services.draw_seed() if request.seed is None else request.seed,
             max_model_len=facts.max_model_len,
-            wishes=await cache_wishes(services, request, prompts, facts, state["identity"]),
+            wishes=prepared.wishes,
             terms=terms,
             arrived_at=state["arrival"],
         )
         send = _tell_cut(send, request, generates)
-        prompt_texts = await services.prompt_texts(prompts, budget) if shows_prompts(request) else ()
-        answer = Answer(request, prompts, services.tokenizer, services.shape, prompt_texts)
-        shown = request.num_choices * sum(map(len, prompts)) if prompt_texts else 0
-        workers = services.workers if shown > limits.INLINE_TOKENS else None
+        answer = Answer(request, prepared.prompts, services.tokenizer, services.shape, prepared.prompt_texts)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         formatter = self._dialect.formatter(
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
@@ -166,10 +160,10 @@ class GenerateRoute:
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
-                    await _Streaming(group, answer, formatter, progress, stream, workers).run()
+                    await _Streaming(group, answer, formatter, progress, stream).run()
                 else:
-                    choices = await _whole(group, answer, progress, workers)
-                    content = await self._complete(formatter, choices, answer)
+                    choices = await _whole(group, answer, progress)
+                    content = await _completed(formatter, choices, answer)
                     will.revoke()
                     await send_body(send, 200, content)
         except ApiError as error:
@@ -178,26 +172,6 @@ class GenerateRoute:
             raise
         finally:
             progress.end(answer, state["log"])
-
-    async def _constrain(
-        self, request: GenerateRequest, prompts: list[list[int]], facts: ModelFacts, budget: InlineBudget
-    ) -> GenerateRequest:
-        """Return the request with the grammar that its format, its tools or the model's reasoning need, if any."""
-        services = self._services
-        find = partial(self._constraint, request, prompts[0])
-        constraint = find() if budget.is_small else await services.workers.run(0, find)
-        if constraint is None:
-            return request
-        return replace(
-            request, sampling=await services.grammars.constrain(constraint, request.sampling, facts.eos_token_ids)
-        )
-
-    def _constraint(self, request: GenerateRequest, prompt: list[int]) -> Constraint | None:
-        tokenizer = self._services.tokenizer
-        calls = self._services.shape.grammar(request, prompt_tail(tokenizer, prompt), tokenizer.added_ids)
-        if calls is not None:
-            return of_calls(calls, request.output_format)
-        return None if request.output_format is None else constraint_of(request.output_format)
 
     async def _submit(self, stack: AsyncExitStack, generates: list[Generate], facts: ModelFacts) -> RequestGroup:
         """Send the requests to the engine and wait until it has admitted all of them."""
@@ -209,15 +183,6 @@ class GenerateRoute:
         except RequestRejected as error:
             raise self._rejection(error.rejected, generates, facts) from None
         return group
-
-    async def _complete(self, formatter: Formatter, choices: list[Delta], answer: Answer) -> bytes:
-        """Return the body of an answer; one with many tokens is written by a thread."""
-        complete = partial(formatter.complete, choices, answer.usage)
-        num_tokens = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
-        if num_tokens <= limits.INLINE_TOKENS or not self._dialect.completes_off_loop:
-            return complete()
-        # Nothing is refused any more once the answer is there.
-        return await self._services.workers.run(0, complete)
 
     def _rejection(self, rejected: Rejected, generates: list[Generate], facts: ModelFacts) -> ApiError:
         admission, terms, wait_s = self._services.admission, generates[0].terms, rejected.retry_after_s
@@ -263,15 +228,14 @@ def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
         log_fields["engine_deaths"] = group.num_deaths
 
 
-async def _whole(group: RequestGroup, answer: Answer, progress: Progress, workers: Workers | None) -> list[Delta]:
-    """Wait for the whole answer, and return its choices. workers: see `_taken`."""
+async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> list[Delta]:
+    """Wait for the whole answer, and return its choices."""
     choices: dict[int, Delta] = {}
     try:
         while answer.num_open:
             batch = await group.next()
             for number in range(0, len(batch), _OUTPUTS_AT_ONCE):
-                some = batch[number : number + _OUTPUTS_AT_ONCE]
-                for delta in await _taken(group, answer, some, progress, workers):
+                for delta in _take(group, answer, batch[number : number + _OUTPUTS_AT_ONCE], progress):
                     choices.setdefault(delta.index, Delta(delta.index)).append(delta)
                 # An output may bring a whole prompt's tokens with it.
                 await asyncio.sleep(0)
@@ -280,17 +244,16 @@ async def _whole(group: RequestGroup, answer: Answer, progress: Progress, worker
     return answer.best([choices[index] for index in sorted(choices)])
 
 
-async def _taken(
-    group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress, workers: Workers | None
-) -> list[Delta]:
-    """Return the deltas of a batch of outputs; with `workers`, for long prompts that are shown, a thread makes them."""
-    if workers is None:
-        return _take(group, answer, batch, progress)
-    progress.note(batch)
-    deltas = await workers.run(0, lambda: [delta for choice, output in batch for delta in answer.take(choice, output)])
-    while answer.finishes:
-        group.finish(*answer.finishes.pop())
-    return deltas
+async def _completed(formatter: Formatter, choices: list[Delta], answer: Answer) -> bytes:
+    """Return the body of an answer. Other work of the event loop goes on between its parts."""
+    writing = formatter.complete(choices, answer.usage)
+    while True:
+        try:
+            next(writing)
+        except StopIteration as done:
+            body: bytes = done.value
+            return body
+        await asyncio.sleep(0)
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
@@ -313,7 +276,6 @@ class _Streaming:
     formatter: Formatter
     progress: Progress
     stream: EventStream
-    workers: Workers | None
     _started: set[int] = field(default_factory=set, init=False)
     _num_deaths: int = field(default=0, init=False)
 
@@ -339,7 +301,7 @@ class _Streaming:
             batch = await self.group.next(patience_s)
         except EngineGone as error:
             raise engine_unavailable(error) from error
-        return await _taken(self.group, self.answer, batch, self.progress, self.workers) if batch else None
+        return _take(self.group, self.answer, batch, self.progress) if batch else None
 
     async def _write(self, deltas: list[Delta] | None) -> None:
         """Write the events of some deltas, a comment for None."""

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
-from traceback import clear_frames
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.types import Message, Receive, Send
+from starlette.types import Message, Receive, Scope, Send
 
+from moeserve.frontend import limits
 from moeserve.frontend.wills import NO_WILL, Will
 
 # The code of refusals for the time that a request would wait.
@@ -85,18 +85,6 @@ class ApiError(Exception):
 ErrorBody = Callable[[ApiError, str], bytes]
 
 
-def forget_locals(error: BaseException) -> None:
-    """Clear the frames that an exception went through.
-
-    They hold the request, and are part of circles (a task holds its exception, whose frames hold the task), which are
-    freed some time later, all of them at once.
-    """
-    cause: BaseException | None = error
-    while cause is not None:
-        clear_frames(cause.__traceback__)
-        cause = cause.__context__
-
-
 def openai_error_body(error: ApiError, _: str) -> bytes:
     """Return the body that OpenAI's API has; the id is in a header alone."""
     return error.body()
@@ -143,6 +131,35 @@ def internal_error(message: str = "The request failed inside the server") -> Api
 
 class ClientDisconnected(Exception):
     """The client left before its answer was complete."""
+
+
+async def receive_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """Return the whole body of a request. Raises ClientDisconnected, and ApiError: 413 as soon as it is too large, 408
+    when it takes too long."""
+    declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
+    if declared.isdigit():
+        _check_body(int(declared), max_bytes)
+    chunks: list[bytes] = []
+    size, seconds = 0, limits.RECEIVE_TIMEOUT_S
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnected
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                _check_body(size, max_bytes)
+                if not message.get("more_body", False):
+                    return b"".join(chunks)
+    except TimeoutError:
+        text = f"The body did not arrive within {seconds:g} s"
+        raise ApiError(408, text, code="request_timeout", close=True) from None
+
+
+def _check_body(size: int, max_bytes: int) -> None:
+    if size > max_bytes:
+        raise ApiError(413, f"The body is larger than {max_bytes} bytes", code="request_too_large", close=True)
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:

@@ -48,17 +48,17 @@ SEND_TIMEOUT_S = 30.0
 WRITE_BUFFER_BYTES = 128 * 1024
 KEEP_ALIVE_S = 10.0
 MAX_STATS_STREAMS = 32
-# Text that one request may have converted on the event loop; the rest goes to threads.
-INLINE_CHARS = 4096
-# Texts from this length on become tokens one at a time.
-LONG_TEXT_CHARS = 100_000
+# A body up to this size that needs neither template nor grammar is prepared on the event loop.
+INLINE_BODY_BYTES = 4096
+# A body from this size on may not take the last text process that is idle.
+BIG_BODY_BYTES = 256 * 1024
+# Bodies that wait for text processes, of one key and of all.
+MAX_WAITING_BYTES_PER_KEY = 64 * 2**20
+MAX_WAITING_BYTES = 256 * 2**20
 # Of a prompt, for each token of the context: no text has so few tokens but one of long repetitions.
 MAX_CHARS_PER_TOKEN = 32
 # Of a body that is not wanted: it is read so that its client gets the answer.
 MAX_DISCARDED_BYTES = 32 * 1024 * 1024
-# A body from this size on is read by a thread, which takes about so many bytes in the time of one character.
-INLINE_BODY_BYTES = 64 * 1024
-BODY_BYTES_PER_CHAR = 16
 # Commas in a body: with tiny values between them 4 MB would take a second to read, and a hundred times the memory.
 MAX_BODY_COMMAS = 524_288
 MAX_UNKNOWN_FIELDS = 256
@@ -67,12 +67,14 @@ MAX_TOOLS_BYTES = 1024 * 1024
 MAX_OPTION_BYTES = 256 * 1024
 # An answer with more tokens in it, each with its log probability, is written by a thread.
 INLINE_TOKENS = 2048
-# What `/tokenize` and `/detokenize` take at once, and what waits for threads in all.
+# What `/tokenize` and `/detokenize` take at once.
 MAX_TOKENIZE_CHARS = 1_000_000
 MAX_CONVERTED_TOKENS = 262_144
-MAX_WAITING_CHARS = 8_000_000
 # Of a token, where work is counted in characters.
 CHARS_PER_TOKEN = 4
+
+# Rendered text and its tokens that a text process remembers.
+MAX_PIECE_BYTES = 64 * 2**20
 
 # Responses that `/v1/responses` keeps for later turns. A key's share counts requests and answers as JSON.
 MAX_STORED_RESPONSES_PER_KEY = 2048

@@ -20,7 +20,6 @@ from moeserve.frontend.http import (
     ErrorBody,
     PatientSend,
     SlowReader,
-    forget_locals,
     internal_error,
     openai_error_body,
     send_error,
@@ -86,7 +85,6 @@ class RequestBoundary:
     async def _fail(self, error: Exception, path: str, body: _Body, response: _Response, request_id: str) -> None:
         if not isinstance(error, ApiError | HTTPException):
             log.error("request_failed", request_id=request_id, exc_info=error)
-        forget_locals(error)
         if response.started:
             raise error
         shown = as_api_error(error)

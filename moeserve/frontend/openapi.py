@@ -15,15 +15,16 @@ from starlette.responses import Response
 
 from moeserve.config import VERSION
 from moeserve.frontend.body_schemas import body_schemas, narrowed
-from moeserve.frontend.cache_routes import MESSAGE_FIELDS, PIN_FIELDS, WARM_FIELDS, PrefixBody, UnpinBody
 from moeserve.frontend.dialects.chat import ChatBody
 from moeserve.frontend.dialects.completions import CompletionBody
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.messages import MessagesBody
+from moeserve.frontend.dialects.prefixes import MESSAGE_FIELDS, PIN_FIELDS, WARM_FIELDS, PrefixBody, UnpinBody
 from moeserve.frontend.dialects.responses import ResponsesBody
+from moeserve.frontend.dialects.tokens import DetokenizeBody, TokenizeBody
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import PUBLIC_PATHS, ROLE_OF_PATH, USER
-from moeserve.frontend.routes import DetokenizeBody, TokenizeBody, TraceBody
+from moeserve.frontend.routes import TraceBody
 from moeserve.frontend.services import Services
 
 JSON, TEXT, EVENTS, HTML, BYTES = (

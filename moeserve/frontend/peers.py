@@ -23,7 +23,7 @@ log = structlog.get_logger(__name__)
 
 _PATIENCE_S = 1.0
 _MAX_WAITING = 1000
-_MAX_LENT_BYTES = 2 * limits.MAX_STORED_CONVERSATION_BYTES
+MAX_LENT_BYTES = 2 * limits.MAX_STORED_CONVERSATION_BYTES
 
 
 class Lend(Message):
@@ -122,7 +122,7 @@ class Peers:
         if isinstance(question, Drop):
             shelf.delete(question.response_id)
             return Answer([])
-        return Answer(shelf.lend(question.names, _MAX_LENT_BYTES))
+        return Answer(shelf.lend(question.names, MAX_LENT_BYTES))
 
     def _socket(self, kind: int) -> Any:
         socket = self._zmq.socket(kind)

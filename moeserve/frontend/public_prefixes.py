@@ -16,9 +16,10 @@ import structlog
 
 from moeserve.config import ConfigError
 from moeserve.frontend.answer import longest_output
-from moeserve.frontend.cache_routes import PUBLIC_FIELDS, PrefixBody, check_prefix, read_prefix
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.prepare.messages import Prefix, expect
 from moeserve.frontend.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services
 from moeserve.plan import FinishReason, SamplingParams, Terms
@@ -30,8 +31,9 @@ log = structlog.get_logger(__name__)
 _POLL_S = 0.05
 
 
-def load_public_prefixes(file: str | None) -> list[PrefixBody]:
-    """Return the prefixes in a file: a JSON list of bodies as `/v1/cache/warm` takes them. Raises ConfigError."""
+def load_public_prefixes(file: str | None) -> list[bytes]:
+    """Return the prefixes in a file, checked: a JSON list of bodies as `/v1/cache/warm` takes them. Raises
+    ConfigError."""
     if file is None:
         return []
     try:
@@ -49,11 +51,11 @@ def load_public_prefixes(file: str | None) -> list[PrefixBody]:
             raise ConfigError(f"public prefix {number} in {file}: {error.message}") from None
         if unknown:
             raise ConfigError(f"public prefix {number} in {file} has an unknown field {unknown[0]!r}")
-        prefixes.append(prefix)
+        prefixes.append(bytes(entry))
     return prefixes
 
 
-async def publish_prefixes(services: Services, prefixes: Sequence[PrefixBody]) -> None:
+async def publish_prefixes(services: Services, prefixes: Sequence[bytes]) -> None:
     """Compute and pin the prefixes once the engine is ready, and again in each of its lives.
 
     One that cannot be is logged, and the others follow.
@@ -74,10 +76,11 @@ async def publish_prefixes(services: Services, prefixes: Sequence[PrefixBody]) -
         await lost.wait()
 
 
-async def _publish(services: Services, prefix: PrefixBody) -> int:
+async def _publish(services: Services, prefix: bytes) -> int:
     """Compute a prefix on every rank and pin it. Return its tokens that are shared: those in whole blocks."""
     facts = services.check_serving()
-    token_ids = await services.encode(read_prefix(prefix, facts), facts)
+    token_ids = expect(await services.prepare_own("prefix", prefix), Prefix).token_ids
+    assert token_ids is not None
     longest_output(len(token_ids), facts.max_model_len)
     packed = pack_token_ids(token_ids)
     for _ in range(services.run.config.expert_parallel_size):

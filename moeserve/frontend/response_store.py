@@ -58,6 +58,16 @@ class KeptResponse:
         return [item for turn in turns for item in (*turn.input_items(), *turn.output_items())]
 
 
+class _OutputItem(msgspec.Struct):
+    id: str
+
+
+class _Output(msgspec.Struct):
+    """The ids of the items of a response."""
+
+    output: list[_OutputItem]
+
+
 class LentTurn(msgspec.Struct, array_like=True, frozen=True):
     """A kept response for another process. One that is not `found` by its id is there as the past of others alone."""
 
@@ -105,14 +115,15 @@ class Shelf:
         kept = self.find_item(item_id)
         return None if kept is None else kept.item(item_id)
 
-    def put(self, response_id: str, response: bytes, input_items: list[Item], previous_id: str | None) -> bool:
-        """Keep a response. Return False, with nothing kept, if its conversation is too long or its past is gone."""
+    def put(self, response_id: str, response: bytes, input_items: bytes, previous_id: str | None) -> bool:
+        """Keep a response and the JSON of its input. Return False, with nothing kept, if its conversation is too long,
+        or its past is gone."""
         previous = None if previous_id is None else self._kept.get(previous_id)
         if previous is None and previous_id is not None:
             return False
-        item_ids = tuple(item["id"] for item in msgspec.json.decode(response)["output"])
+        item_ids = tuple(item.id for item in msgspec.json.decode(response, type=_Output).output)
         past_size = 0 if previous is None else previous.past_size + previous.size
-        kept = KeptResponse(response_id, response, msgspec.json.encode(input_items), item_ids, previous, past_size)
+        kept = KeptResponse(response_id, response, input_items, item_ids, previous, past_size)
         if kept.size + past_size > min(self._max_bytes, limits.MAX_STORED_CONVERSATION_BYTES):
             return False
         if previous is not None:
@@ -155,7 +166,7 @@ class Shelf:
         hidden = []
         for turn in turns:
             if turn.response_id not in self._kept:
-                self.put(turn.response_id, turn.response, msgspec.json.decode(turn.input), turn.previous_id)
+                self.put(turn.response_id, turn.response, turn.input, turn.previous_id)
                 if not turn.found:
                     hidden.append(turn.response_id)
         for response_id in hidden:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -13,41 +11,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from moeserve.frontend.dialects import responses, responses_answer
+from moeserve.frontend.dialects import responses_answer
 from moeserve.frontend.generate import Dialect, GenerateRoute
 from moeserve.frontend.http import ApiError, invalid, unsupported
-from moeserve.frontend.peers import Peers
-from moeserve.frontend.response_store import Item, KeptResponse, ResponseStore, Shelf
+from moeserve.frontend.peers import MAX_LENT_BYTES, Peers
+from moeserve.frontend.response_store import Item, KeptResponse, LentTurn, ResponseStore, Shelf
 from moeserve.frontend.services import Services
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100
-_LONGEST_WAIT_S = 30.0
-
-
-class EarlierResponses:
-    """The responses on a shelf for the reader of a request, which may run in a thread. The shelf is the event loop's;
-    what it finds does not change any more, and is read where it is asked for."""
-
-    def __init__(self, shelf: Shelf) -> None:
-        self._shelf = shelf
-        self._loop = asyncio.get_running_loop()
-
-    def conversation(self, response_id: str) -> list[Item] | None:
-        kept = self._on_loop(partial(self._shelf.find, response_id))
-        return None if kept is None else kept.conversation()
-
-    def item(self, item_id: str) -> Item | None:
-        kept = self._on_loop(partial(self._shelf.find_item, item_id))
-        return None if kept is None else kept.item(item_id)
-
-    def _on_loop(self, find: Callable[[], KeptResponse | None]) -> KeptResponse | None:
-        if threading.current_thread() is threading.main_thread():
-            return find()
-
-        async def found() -> KeptResponse | None:
-            return find()
-
-        return asyncio.run_coroutine_threadsafe(found(), self._loop).result(_LONGEST_WAIT_S)
 
 
 class ResponsesRoute:
@@ -61,17 +32,13 @@ class ResponsesRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         shelf = _shelf(self._store, scope)
 
-        async def borrow(body: bytes) -> None:
-            names = await self._services.bodies.read(body, responses.earlier_names)
+        async def lend(names: Sequence[str]) -> list[LentTurn]:
             await self._peers.borrow(_caller(scope), names)
+            return shelf.lend(names, MAX_LENT_BYTES)
 
+        formatter = partial(responses_answer.ResponsesFormatter, keep=shelf.put)
         dialect = Dialect(
-            responses_answer.ID_PREFIX,
-            partial(responses.parse, earlier=EarlierResponses(shelf)),
-            partial(responses_answer.ResponsesFormatter, keep=shelf.put),
-            completes_off_loop=False,
-            cut=responses_answer.error_event,
-            prepare=borrow if self._peers.has_others else None,
+            "responses", responses_answer.ID_PREFIX, formatter, lend=lend, cut=responses_answer.error_event
         )
         await GenerateRoute(self._services, dialect)(scope, receive, send)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,14 +13,12 @@ from starlette.responses import Response
 
 from moeserve.config import VERSION
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields, messages
-from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
-from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
-from moeserve.frontend.http import ApiError, invalid, unknown_model
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.http import ApiError, receive_body, unknown_model, until_disconnect
 from moeserve.frontend.metrics import CONTENT_TYPE
+from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
-from moeserve.frontend.workers import InlineBudget
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -96,26 +94,6 @@ class ServiceRoutes:
         }
 
 
-class TokenizeBody(ChatBody, kw_only=True):
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-
-
-def _read_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
-    """Return a body with a `prompt`, or the conversation of one with `messages`. Raises ApiError."""
-    body, _ = fields.decode_json(data, TokenizeBody)
-    if body.model is not None:
-        fields.check_model(body.model, model)
-    if (body.prompt is None) == (body.messages is None):
-        raise invalid("Give either `prompt` or `messages`", "prompt")
-    return body if body.messages is None else read_chat_prompt(body)
-
-
-class DetokenizeBody(msgspec.Struct):
-    tokens: list[int]
-    model: str | None = None
-
-
 class TokenRoutes:
     """`/tokenize`, `/detokenize` and `/v1/messages/count_tokens`: the same conversions that generations use."""
 
@@ -124,58 +102,22 @@ class TokenRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Tokenise `prompt` as `/v1/completions` does, or `messages` as `/v1/chat/completions` does."""
-        services = self._services
-        facts = services.check_serving()
-        data = await services.bodies.receive(request.scope, request.receive)
-        body, budget = await services.bodies.read(data, partial(_read_tokenize, model=facts)), InlineBudget.of(data)
-        del data
-        if isinstance(body, ChatPrompt):
-            token_ids = await services.encode(body, facts, budget, services.token_workers)
-        else:
-            assert body.prompt is not None
-            num_chars = len(body.prompt)
-            if num_chars > limits.MAX_TOKENIZE_CHARS:
-                raise invalid(f"`prompt` has {num_chars} characters; at most {limits.MAX_TOKENIZE_CHARS}", "prompt")
-            encode = partial(self._encode, body.prompt, add_special_tokens=body.add_special_tokens is not False)
-            token_ids = await services.token_workers.run(num_chars, encode)
-        content = {"count": len(token_ids), "max_model_len": facts.max_model_len, "tokens": token_ids}
-        return await services.token_workers.run(0, partial(json_response, content))
-
-    def _encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        tokenizer, most = self._services.tokenizer, limits.MAX_CONVERTED_TOKENS
-        # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
-        if len(text) <= most or not tokenizer.has_more(text, 2 * most):
-            token_ids = tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            if len(token_ids) <= most:
-                return token_ids
-        raise invalid(f"`prompt` has more than {most} tokens", "prompt")
+        return await self._converted(request, "tokenize")
 
     async def detokenize(self, request: Request) -> Response:
-        services = self._services
-        facts = services.check_serving()
-        data = await services.bodies.receive(request.scope, request.receive)
-        return await services.token_workers.run(len(data), partial(self._detokenize, data, facts))
-
-    def _detokenize(self, data: bytes, facts: ModelFacts) -> Response:
-        body, _ = fields.decode_json(data, DetokenizeBody)
-        if body.model is not None:
-            fields.check_model(body.model, facts)
-        num_tokens = len(body.tokens)
-        if num_tokens > limits.MAX_CONVERTED_TOKENS:
-            raise invalid(f"`tokens` has {num_tokens} entries; at most {limits.MAX_CONVERTED_TOKENS}", "tokens")
-        fields.check_token_ids("tokens", body.tokens, facts.vocab_size)
-        return json_response({"prompt": self._services.tokenizer.decode(body.tokens, skip_special_tokens=False)})
+        """Return the text of token ids."""
+        return await self._converted(request, "detokenize")
 
     async def count_message(self, request: Request) -> Response:
         """Count the prompt tokens that the request would have on `/v1/messages`."""
+        return await self._converted(request, "count_message")
+
+    async def _converted(self, request: Request, kind: Kind) -> Response:
         services = self._services
-        facts = services.check_serving()
-        data = await services.bodies.receive(request.scope, request.receive)
-        prompt = await services.bodies.read(data, partial(messages.parse_count, model=facts))
-        budget = InlineBudget.of(data)
-        del data
-        token_ids = await services.encode(prompt, facts, budget, services.token_workers)
-        return json_response({"input_tokens": len(token_ids)})
+        services.check_serving()
+        body = await receive_body(request.scope, request.receive, services.run.config.max_request_bytes)
+        reply = await until_disconnect(request.receive, services.prepare(kind, body, request.scope))
+        return Response(expect(reply, Body).content, media_type="application/json")
 
 
 class TraceBody(msgspec.Struct, forbid_unknown_fields=True):
@@ -203,9 +145,7 @@ class ExpertRoutes:
     async def trace(self, request: Request) -> Response:
         """Start recording a trace, or end it and answer with the file."""
         self._check_experts()
-        data = await self._services.bodies.receive(request.scope, request.receive)
-        if len(data) > limits.INLINE_BODY_BYTES:
-            raise invalid(f"The body takes at most {limits.INLINE_BODY_BYTES} bytes here")
+        data = await receive_body(request.scope, request.receive, limits.INLINE_BODY_BYTES)
         body, _ = fields.decode_json(data, TraceBody)
         if body.max_tokens is not None:
             fields.bounded("max_tokens", body.max_tokens, 1, limits.MAX_TOKENS)
@@ -213,7 +153,7 @@ class ExpertRoutes:
             arguments = {"max_tokens": body.max_tokens, "token_ids": body.token_ids}
             return json_response({"status": "recording", **await self._command("start_expert_trace", arguments)})
         result = await self._command("stop_expert_trace")
-        content = await self._services.workers.run(0, partial(_read_and_remove, Path(result["file"])))
+        content = await asyncio.to_thread(_read_and_remove, Path(result["file"]))
         return Response(
             content,
             media_type="application/octet-stream",

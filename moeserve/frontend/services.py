@@ -2,43 +2,39 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
-from moeserve.frontend import limits
+import msgspec
+from starlette.types import Scope
+
 from moeserve.frontend.admission import Admission
-from moeserve.frontend.answer import PromptText, decode_prompt
-from moeserve.frontend.bodies import Bodies
-from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
+from moeserve.frontend.dialects.internal import ModelFacts
+from moeserve.frontend.encodings import content_coding
 from moeserve.frontend.engine_client import EngineClient
-from moeserve.frontend.grammar_checker import GrammarChecker
-from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, unavailable
+from moeserve.frontend.http import ApiError, unavailable
+from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape
+from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape, model_type_of
+from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply
+from moeserve.frontend.prepare.prepare import Preparer
+from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
+from moeserve.frontend.prepare.watch import Watch
 from moeserve.frontend.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent
-from moeserve.frontend.template_renderer import TemplateRenderer, check_model_texts, render_job
-from moeserve.frontend.templates import GuardedPrompt, guard_prompt, read_sources
+from moeserve.frontend.response_store import LentTurn
+from moeserve.frontend.templates import read_sources
 from moeserve.frontend.text import TextTokenizer
-from moeserve.frontend.workers import InlineBudget, Workers
-from moeserve.model.files import read_json
 from moeserve.pacing import service_slo
 from moeserve.wire import RunContext, Stats
 
-_THREADS = 2
-# While one is rendered another is prepared.
-_LONG_CONVERSATIONS = 2
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
-# A text with so many bytes per token that fits is looked at before it is tokenised as a whole.
-_MANY_BYTES = 4
-# About as long as rendering a tool's schema takes.
-_CHARS_PER_TOOL = 2000
+
+# Returns the responses of these names, or with items of these names, and those that they follow.
+Lend = Callable[[Sequence[str]], Awaitable[list[LentTurn]]]
 
 
 class Services:
@@ -48,7 +44,6 @@ class Services:
         self,
         run: RunContext,
         tokenizer: TextTokenizer,
-        template: TemplateRenderer | None,
         shape: OutputShape = PLAIN,
         num_dropped_lines: Callable[[], int] = lambda: 0,
         news_fd: int | None = None,
@@ -59,20 +54,13 @@ class Services:
         self.run = run
         self.number = number
         self.tokenizer = tokenizer
-        self.template = template
         self.shape = shape
         self.metrics = Metrics(num_dropped_lines, lambda: self.engine.num_restarts, run.shared_metrics)
         self.live = LiveStats(self.metrics)
-        self.grammars = GrammarChecker(Path(run.model_dir) / "tokenizer.json")
         self.engine = EngineClient(run, self._on_stats, news_fd)
-        # Apart, so that counting tokens holds up no generation.
-        self.workers = Workers("generation", _THREADS, limits.MAX_WAITING_CHARS)
-        self.token_workers = Workers("tokens", 1, limits.MAX_WAITING_CHARS)
-        self.bodies = Bodies(run.config.max_request_bytes)
-        # On its way through the template a conversation takes several times its size; a text that becomes tokens takes
-        # a hundred times its size, or four hundred.
-        self._long_texts = asyncio.Semaphore(1)
-        self._long_conversations = asyncio.Semaphore(_LONG_CONVERSATIONS)
+        config = run.config
+        inline = Preparer(tokenizer, shape, Watch())
+        self.text = TextProcesses(Path(run.model_dir), config.tool_call_parser, config.reasoning_parser, inline)
         self.slo = service_slo(run.config)
         self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
         self._draining = False
@@ -95,25 +83,18 @@ class Services:
         check_model_texts(folder)
         tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
         sources = read_sources(folder)
-        shape = choose_shape(sources, _model_type(folder), run.config.tool_call_parser, run.config.reasoning_parser)
-        template = TemplateRenderer(folder) if sources else None
-        return cls(run, tokenizer, template, shape, num_dropped_lines, news_fd, number)
+        shape = choose_shape(sources, model_type_of(folder), run.config.tool_call_parser, run.config.reasoning_parser)
+        return cls(run, tokenizer, shape, num_dropped_lines, news_fd, number)
 
     async def start(self) -> None:
-        """Connect to the engine without waiting, and start the template's process, so that no conversation does."""
+        """Connect to the engine without waiting, and start the text processes, so that no request does."""
         await self.engine.start()
-        if self.template is not None:
-            await self.template.start()
+        await self.text.start()
 
     async def stop(self) -> None:
-        """Leave the engine and end the processes and threads beside this one."""
+        """Leave the engine and end the processes beside this one."""
         await self.engine.stop()
-        await self.grammars.stop()
-        if self.template is not None:
-            await self.template.stop()
-        self.workers.stop()
-        self.token_workers.stop()
-        self.bodies.stop()
+        await self.text.stop()
 
     def begin_drain(self) -> None:
         """Refuse new generations from now on."""
@@ -168,89 +149,34 @@ class Services:
         if stats.load is not None:
             self.admission.on_load(stats.load)
 
-    async def encode(
-        self,
-        prompt: ChatPrompt | str | list[int],
-        facts: ModelFacts,
-        budget: InlineBudget | None = None,
-        workers: Workers | None = None,
-    ) -> list[int]:
-        """Return the token ids of a prompt. Raises ApiError.
+    async def prepare(
+        self, kind: Kind, body: bytes, scope: Scope, *, reports: bool = False, lend: Lend | None = None
+    ) -> Reply:
+        """Return what the body of a request becomes, or the error that its client gets.
 
-        budget: of the request, where it has several prompts; what exceeds it is done by `workers`, those of generation
-        unless given.
+        reports: the answer tells about the prompt cache. lend: gives the earlier responses that the body refers to.
+        Raises ApiError: 415, and 503 while the model loads.
         """
-        if isinstance(prompt, list):
-            return prompt
-        budget, workers = budget or InlineBudget(limits.INLINE_CHARS), workers or self.workers
-        if isinstance(prompt, ChatPrompt):
-            field, (text, mark) = prompt.request_field, await self._render(prompt, budget, workers)
-        else:
-            field, text, mark = "prompt", prompt, None
-        # A text needs at least this many tokens of the longest kind, so prompts that cannot fit need no tokenising.
-        least = len(text) // self.tokenizer.longest_token
-        if least >= facts.max_model_len:
-            raise context_length_exceeded(facts.max_model_len, least, 1, at_least=True, param=field)
-        encode = partial(self._encode, text, mark, facts.max_model_len, field)
-        if budget.take(len(text)):
-            token_ids = encode()
-        elif len(text) < limits.LONG_TEXT_CHARS:
-            token_ids = await workers.run(len(text), encode)
-        else:
-            async with self._long_texts:
-                token_ids = await workers.run(len(text), encode)
-        if token_ids is None:
-            raise context_length_exceeded(facts.max_model_len, facts.max_model_len, 1, at_least=True, param=field)
-        if not token_ids:
-            raise invalid("The prompt has no tokens", field)
-        return token_ids
+        identity: Identity = scope["state"]["identity"]
+        ask = Ask(
+            kind,
+            self.check_serving(),
+            owner=identity.digest,
+            retention_share=identity.retention_share,
+            tells_salts=identity.is_admin,
+            reports=reports,
+            coding=content_coding(scope["headers"]),
+            max_bytes=self.run.config.max_request_bytes,
+        )
+        reply = await self.text.prepare(ask, body)
+        if isinstance(reply, NeedsEarlier) and lend is not None:
+            earlier = await lend(reply.names)
+            reply = await self.text.prepare(msgspec.structs.replace(ask, earlier=earlier), body)
+        return reply
 
-    async def prompt_texts(self, prompts: Sequence[list[int]], budget: InlineBudget) -> list[PromptText]:
-        """Return the text of each prompt. Raises ApiError (503) if too much is waiting."""
-        texts = []
-        for prompt in prompts:
-            chars = limits.CHARS_PER_TOKEN * len(prompt)
-            decode = partial(decode_prompt, self.tokenizer, prompt)
-            texts.append(decode() if budget.take(chars) else await self.workers.run(chars, decode))
-        return texts
-
-    def _encode(self, text: str, mark: str | None, most: int, field: str) -> list[int] | None:
-        """Return the token ids of a text, None for one that has far more than `most`. Raises ApiError for one that has
-        not, but very many characters."""
-        # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
-        if len(text.encode("utf-8", "replace")) > _MANY_BYTES * most and self.tokenizer.has_more(text, 2 * most):
-            return None
-        most_chars = limits.MAX_CHARS_PER_TOKEN * most
-        if len(text) > most_chars:
-            message = f"The prompt has {len(text)} characters; for this model's context at most {most_chars} are read"
-            raise invalid(message, field, "context_length_exceeded")
-        return self.tokenizer.encode(text) if mark is None else self.tokenizer.encode_rendered(text, mark)
-
-    async def _render(self, prompt: ChatPrompt, budget: InlineBudget, workers: Workers) -> tuple[str, str]:
-        template = self.template
-        if template is None:
-            raise ApiError(
-                400,
-                "This model has no chat template; use /v1/completions",
-                param="messages",
-                code="no_chat_template",
-            )
-
-        size = sum(len(message["content"]) for message in prompt.messages) + _CHARS_PER_TOOL * len(prompt.tools)
-        guard = partial(self._guard, prompt)
-        if budget.take(size):
-            job, guarded = guard()
-            return guarded.cut(await template.render(job)), guarded.mark
-        # A conversation that came in a small body waits for no big one.
-        run = workers.run if budget.is_small else self.bodies.run
-        async with self._long_conversations:
-            job, guarded = await run(size, guard)
-            return guarded.cut(await template.render(job)), guarded.mark
-
-    def _guard(self, prompt: ChatPrompt) -> tuple[bytes, GuardedPrompt]:
-        """Return a prompt for the template's process, and what its text still needs."""
-        guarded = guard_prompt(self.tokenizer, prompt)
-        return render_job(guarded.messages, guarded.arguments), replace(guarded, messages=[], arguments={})
+    async def prepare_own(self, kind: Kind, body: bytes) -> Reply:
+        """Return what a body of the operator's becomes."""
+        return await self.text.prepare(Ask(kind, self.check_serving()), body)
 
 
 def engine_unavailable(error: EngineGone) -> ApiError:
@@ -265,10 +191,3 @@ def engine_unavailable(error: EngineGone) -> ApiError:
             return ApiError(500, message, type="server_error", code="engine_crash", may_retry=False)
         case _:
             return unavailable(message, "engine_dead")
-
-
-def _model_type(folder: Path) -> str:
-    """Return `model_type` of `config.json`, nothing where there is none."""
-    path = folder / "config.json"
-    config = read_json(path) if path.exists() else {}
-    return str(config.get("model_type", ""))

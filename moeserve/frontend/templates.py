@@ -71,6 +71,11 @@ class ChatTemplate:
         self._plain = _Compiled(environment, source)
         self._with_tools = self._plain if tool_source is None else _Compiled(environment, tool_source)
         self._special_tokens = dict(special_tokens or {})
+        self._sources = "\n".join([source, tool_source or "", *self._special_tokens.values()])
+
+    def may_write(self, text: str) -> bool:
+        """Return whether the source or the variables of the template spell out a text."""
+        return text in self._sources
 
     def render(
         self,

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -29,12 +31,8 @@ _REASONING_MARKERS = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})
 NO_IDS: frozenset[int] = frozenset()
 # Tokens that may wait for the end of a character; a character has four bytes at most.
 _MOST_PENDING = 32
-# Characters that are searched for special tokens in one go, which takes about a millisecond.
-_SEARCHED_AT_ONCE = 16_384
-# Pieces of a text that are joined in one go.
-_JOINED_AT_ONCE = 4096
-# Characters that are tokenised in one go only to be counted.
-_COUNTED_AT_ONCE = 65_536
+_COUNTED_AT_ONCE = 65_536  # characters that are tokenised in one go only to be counted
+_TAIL_TOKENS = 16  # tokens at the end of a prompt that may open the answer's reasoning
 
 
 class TextTokenizer:
@@ -52,9 +50,8 @@ class TextTokenizer:
         self._added_texts = {token_id: token.content for token_id, token in added.items()}
         specials = {token.content for token in added.values() if token.special}
         markers = {token.content for token in added.values() if _MARKER.fullmatch(token.content)}
-        self._user_pattern = _any_of({*specials, *markers})
-        self._model_pattern = _any_of({*specials} - _REASONING_MARKERS)
-        self._longest_special = max(map(len, specials | markers), default=1)
+        self._user_texts = _Spelled({*specials, *markers})
+        self._model_texts = _Spelled(specials - _REASONING_MARKERS)
         self.longest_token = max((len(token) for token in tokenizer.get_vocab()), default=1)
         self.token_bytes = lru_cache(maxsize=65_536)(self._token_bytes)
 
@@ -93,42 +90,29 @@ class TextTokenizer:
 
     def spells_special(self, text: str) -> bool:
         """Return whether a token that `protect` cuts is spelled out in `text`."""
-        return self._user_pattern is not None and next(self._spelled(self._user_pattern, text), None) is not None
+        return self._user_texts.is_in(text)
 
     def protect(self, text: str, mark: str, *, of_model: bool = False) -> str:
-        """Return `text` with `mark` inside every special token that is spelled out in it.
+        """Return `text` with `mark` inside every special token that is spelled out in it, behind its first character.
 
         Tokens that only look like markup, `<tool_call>` or `[ARGS]`, count as special too. of_model: the text is an
         earlier answer, in which those and the marks of reasoning may stand.
         """
-        pattern = self._model_pattern if of_model else self._user_pattern
-        if pattern is None:
-            return text
-        parts: list[str] = []
-        pieces: list[str] = []
-        end = 0
-        for start in self._spelled(pattern, text):
-            # Behind the token's first character.
-            pieces += [text[end : start + 1], mark]
-            end = start + 1
-            if len(pieces) >= _JOINED_AT_ONCE:
-                parts.append("".join(pieces))
-                pieces.clear()
-        return "".join([*parts, *pieces, text[end:]])
+        return (self._model_texts if of_model else self._user_texts).cut(text, mark)
 
-    def _spelled(self, pattern: re.Pattern[str], text: str) -> Iterator[int]:
-        """Yield where the tokens of a pattern begin in a text.
+    @property
+    def borders(self) -> tuple[str, ...]:
+        """The added tokens before which a text can be cut: tokenising the parts gives the tokens of the whole.
 
-        The text is searched in parts: a search holds the interpreter for as long as it takes.
+        The library looks for added tokens first and tokenises what is between them by itself. So a token is a border if
+        it is found wherever its text stands: no other one overlaps it or is longer, and its neighbours do not matter.
         """
-        end = 0
-        for part in range(0, len(text), _SEARCHED_AT_ONCE):
-            limit = part + _SEARCHED_AT_ONCE
-            for match in pattern.finditer(text, max(part, end), limit + self._longest_special - 1):
-                if match.start() >= limit:
-                    break
-                end = match.end()
-                yield match.start()
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        if any(token.single_word for token in added):
+            return ()
+        first = [token.content for token in added if not token.normalized and token.content]
+        plain = {token.content for token in added if not token.normalized and not token.lstrip and token.content}
+        return tuple(text for text in sorted(plain) if not any(_reaches(other, text) for other in first))
 
     def encode_rendered(self, text: str, mark: str) -> list[int]:
         """Return the token ids of a rendered template whose messages went through `protect` with the same mark."""
@@ -166,13 +150,35 @@ class TextTokenizer:
         return text
 
 
-def _any_of(texts: set[str]) -> re.Pattern[str] | None:
-    """Return a pattern of the texts, the longest first; None for none.
+class _Spelled:
+    """Finds and cuts texts that are spelled out in others.
 
-    A text is cut after its first character, so those of one character cannot be cut at all.
+    Most texts hold none, and looking for each text is far quicker than one pattern: they are looked for by their first
+    two characters, then by themselves. A text is cut after its first character, so those of one character cannot be.
     """
-    cuttable = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
-    return re.compile("|".join(map(re.escape, cuttable))) if cuttable else None
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        cuttable = sorted((text for text in texts if len(text) > 1), key=lambda text: (-len(text), text))
+        self._pattern = re.compile("|".join(map(re.escape, cuttable)))
+        self._by_head: dict[str, list[str]] = {}
+        for text in cuttable:
+            self._by_head.setdefault(text[:2], []).append(text)
+
+    def is_in(self, text: str) -> bool:
+        return any(head in text and any(one in text for one in texts) for head, texts in self._by_head.items())
+
+    def cut(self, text: str, mark: str) -> str:
+        """Return `text` with `mark` behind the first character of each."""
+        if not self.is_in(text):
+            return text
+        return self._pattern.sub(lambda found: found[0][0] + mark + found[0][1:], text)
+
+
+def _reaches(other: str, text: str) -> bool:
+    """Return whether `other` can be found over a place where `text` stands, or `text` cannot be searched for."""
+    longer = other != text and other.startswith(text)
+    overlaps = any(text.startswith(other[start:]) or other.startswith(text, start) for start in range(1, len(other)))
+    return longer or overlaps or any(mark in text for mark in CUT_MARKS)
 
 
 class IncrementalDetokenizer:
@@ -264,6 +270,33 @@ class IncrementalDetokenizer:
             num_final -= 1
             num_open -= len(pieces[num_final])
         return num_final
+
+
+@dataclass(frozen=True, slots=True)
+class PromptText:
+    """The text of a prompt's tokens, and where in it each token's text begins."""
+
+    text: str
+    offsets: array[int]
+
+
+def decode_prompt(tokenizer: TextTokenizer, prompt: Sequence[int]) -> PromptText:
+    """Return the text of a prompt, token by token, in time that is linear whatever the tokens are."""
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    offsets: array[int] = array("i")
+    pieces, length = [], 0
+    for token_id in prompt:
+        offsets.append(length)
+        piece = detokenizer.push(token_id)
+        pieces.append(piece)
+        length += len(piece)
+    pieces.append(detokenizer.flush())
+    return PromptText("".join(pieces), offsets)
+
+
+def prompt_tail(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:
+    """Return the text of a prompt's last tokens, special ones too."""
+    return tokenizer.decode(prompt[-_TAIL_TOKENS:], skip_special_tokens=False)
 
 
 class StopMatcher:

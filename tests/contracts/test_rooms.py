@@ -104,7 +104,6 @@ FOREIGN_ATTRIBUTES = {
     "launcher/child.py": {"argv"},
     "launcher/torchrun_worker.py": {"environ"},
     "moeserve/frontend/app.py": {"redirect_slashes"},
-    "moeserve/frontend/workers.py": {"__context__"},
     "moeserve/model/demo_build.py": {"decoder", "pre_tokenizer"},
     "moeserve/model/gguf/tokenizer.py": {"decoder", "normalizer", "pre_tokenizer"},
     "moeserve/model/hf/decoder.py": {"_attn_implementation_internal", "forward"},

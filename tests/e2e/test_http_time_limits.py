@@ -128,17 +128,15 @@ def test_leaving_ends_the_handler_at_once(tmp_path: Path, stream: bool) -> None:
     asyncio.run(scenario())
 
 
-def test_a_long_prompt_is_tokenised_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "INLINE_CHARS", 8)
-
+def test_a_long_prompt_is_tokenised_whole(tmp_path: Path) -> None:
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, engine):
             engine.script = say("ok")
-            exchange = Exchange(app, "/v1/completions", completion(prompt="x" * 100))
-            await exchange.task
-            assert exchange.status == 200
-            (generate,) = engine.of(Generate)
-            assert len(generate.token_ids) == 4 * 100
+            for padding in (0, limits.INLINE_BODY_BYTES):
+                exchange = Exchange(app, "/v1/completions", completion(prompt="x" * 100) + b" " * padding)
+                await exchange.task
+                assert exchange.status == 200
+                assert len(engine.of(Generate)[-1].token_ids) == 4 * 100
 
     asyncio.run(scenario())
 

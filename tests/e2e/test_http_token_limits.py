@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import completions, fields
-from moeserve.frontend.dialects.internal import GenerateRequest
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.internal import GenerateRequest, TokenText
 from moeserve.frontend.text import TextTokenizer
 from tests.support.in_process import Exchange, application, completion
 
@@ -58,58 +57,6 @@ def test_a_refused_request_is_let_go_at_once(tmp_path: Path) -> None:
     asyncio.run(scenario())
 
 
-def test_counting_tokens_holds_up_no_generation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "INLINE_CHARS", 8)
-    gate, held = threading.Event(), threading.Event()
-    encode = TextTokenizer.encode
-
-    def slow(self: TextTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if text == "held":
-            held.set()
-            gate.wait()
-        return encode(self, text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(TextTokenizer, "encode", slow)
-
-    async def scenario() -> None:
-        async with application(tmp_path) as (app, _, _engine):
-            asked = json.dumps({"prompt": "held"}).encode()
-            counting = [Exchange(app, "/tokenize", asked) for _ in range(40)]
-            await asyncio.to_thread(held.wait)
-            generation = Exchange(app, "/v1/completions", completion(prompt="longer than the loop takes"))
-            await generation.task
-            assert generation.status == 200
-            assert not any(exchange.task.done() for exchange in counting)
-            gate.set()
-            await asyncio.gather(*(exchange.task for exchange in counting))
-            assert {exchange.status for exchange in counting} == {200}
-
-    asyncio.run(scenario())
-
-
-def test_a_big_body_is_read_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "INLINE_BODY_BYTES", 1000)
-    threads: list[bool] = []
-    check = fields.check_token_ids
-
-    def noting(name: str, token_ids: list[int], vocab_size: int) -> list[int]:
-        if name == "prompt":
-            threads.append(threading.current_thread() is threading.main_thread())
-        return check(name, token_ids, vocab_size)
-
-    monkeypatch.setattr(fields, "check_token_ids", noting)
-
-    async def scenario() -> None:
-        async with application(tmp_path) as (app, _, _engine):
-            for num_tokens in (10, 400):
-                exchange = Exchange(app, "/v1/completions", completion(prompt=[65] * num_tokens))
-                await exchange.task
-                assert exchange.status == 200
-            assert threads == [True, False]
-
-    asyncio.run(scenario())
-
-
 @pytest.mark.parametrize(
     ("path", "body"),
     [
@@ -126,11 +73,11 @@ def test_every_route_reads_a_big_body_beside_the_loop(
     path: str, body: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(limits, "INLINE_BODY_BYTES", 300)
-    threads: list[bool] = []
+    read_here: list[bytes] = []
     decode = fields.decode_json
 
     def noting(data: bytes, expected: Any) -> Any:
-        threads.append(threading.current_thread() is threading.main_thread())
+        read_here.append(data)
         return decode(data, expected)
 
     monkeypatch.setattr(fields, "decode_json", noting)
@@ -138,8 +85,10 @@ def test_every_route_reads_a_big_body_beside_the_loop(
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, _engine):
             asked = json.dumps({"model": "tiny", **body}).replace("LONG", "a" * 300).encode()
-            await Exchange(app, path, asked).task
-            assert threads == [False]
+            exchange = Exchange(app, path, asked)
+            await exchange.task
+            assert exchange.sent
+            assert read_here == []
 
     asyncio.run(scenario())
 
@@ -180,72 +129,37 @@ def test_a_prompt_far_too_long_is_counted_in_parts(tmp_path: Path, monkeypatch: 
     asyncio.run(scenario())
 
 
-def test_an_answer_with_many_tokens_is_written_beside_the_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "INLINE_TOKENS", 20)
-    threads: list[bool] = []
-    complete = completions.CompletionFormatter.complete
-
-    def noting(self: Any, choices: Any, usage: Any) -> bytes:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return complete(self, choices, usage)
-
-    monkeypatch.setattr(completions.CompletionFormatter, "complete", noting)
-
-    async def scenario() -> None:
-        async with application(tmp_path) as (app, _, _engine):
-            for num_tokens in (10, 40):
-                asked = completion(prompt=[65] * num_tokens, echo=True, logprobs=0)
-                exchange = Exchange(app, "/v1/completions", asked)
-                await exchange.task
-                assert exchange.status == 200
-            assert threads == [True, False]
-
-    asyncio.run(scenario())
+def test_while_an_answer_with_many_tokens_is_written_others_are_served() -> None:
+    tokens = [TokenText(65, place) for place in range(3 * fields.WRITTEN_AT_ONCE)]
+    written = fields.written(tokens, lambda token: token.offset)
+    assert next(written) is None
+    assert next(written) is None
+    with pytest.raises(StopIteration) as done:
+        next(written)
+    assert json.loads(bytes(done.value.value)) == list(range(3 * fields.WRITTEN_AT_ONCE))
 
 
-def test_many_prompts_of_one_request_share_what_the_loop_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "INLINE_CHARS", 100)
-    inline: list[str] = []
-    encode = TextTokenizer.encode
-
-    def noting(self: TextTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        if threading.current_thread() is threading.main_thread():
-            inline.append(text)
-        return encode(self, text, add_special_tokens=add_special_tokens)
-
-    monkeypatch.setattr(TextTokenizer, "encode", noting)
-
-    async def scenario() -> None:
-        async with application(tmp_path) as (app, _, _engine):
-            exchange = Exchange(app, "/v1/completions", completion(prompt=["x" * 40] * 4))
-            await exchange.task
-            assert exchange.status == 200
-            assert sum(map(len, inline)) == 80
-
-    asyncio.run(scenario())
-
-
-def test_a_prompt_is_decoded_once_for_all_its_choices_and_off_the_loop(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(limits, "INLINE_CHARS", 8)
-    steps: list[bool] = []
+def test_a_prompt_is_decoded_once_for_all_its_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    steps: list[int] = []
     step = TextTokenizer.step
 
     def noting(self: TextTokenizer, stream: object, token_id: int) -> str | None:
         if token_id == ord("%"):
-            steps.append(threading.current_thread() is threading.main_thread())
+            steps.append(token_id)
         return step(self, stream, token_id)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TextTokenizer, "step", noting)
 
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, _engine):
-            exchange = Exchange(app, "/v1/completions", completion(prompt=[ord("%")] * 50, echo=True, n=4))
-            await exchange.task
-            assert exchange.status == 200
-            choices = json.loads(exchange.writes[0])["choices"]
-            assert [choice["text"] for choice in choices] == ["%" * 50 + "Hello"] * 4
-            assert steps == [False] * 50
+            for padding, num_steps in ((0, 50), (limits.INLINE_BODY_BYTES, 50)):
+                asked = completion(prompt=[ord("%")] * 50, echo=True, n=4) + b" " * padding
+                exchange = Exchange(app, "/v1/completions", asked)
+                await exchange.task
+                assert exchange.status == 200
+                choices = json.loads(exchange.writes[0])["choices"]
+                assert [choice["text"] for choice in choices] == ["%" * 50 + "Hello"] * 4
+                # A big body's prompt is decoded by a text process.
+                assert len(steps) == num_steps
 
     asyncio.run(scenario())

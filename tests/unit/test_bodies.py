@@ -1,22 +1,17 @@
-"""Bodies of requests: bounds on size and time, and who waits while a big one is read."""
+"""Bodies of requests: bounds on size and time."""
 
 from __future__ import annotations
 
 import asyncio
 import gzip
-import threading
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.bodies import Bodies
-from moeserve.frontend.http import ApiError, ClientDisconnected
-
-BIG = b"x" * limits.INLINE_BODY_BYTES
+from moeserve.frontend.encodings import content_coding, inflate
+from moeserve.frontend.http import ApiError, ClientDisconnected, receive_body
 
 
 class Connection:
@@ -39,22 +34,12 @@ class Connection:
         return message
 
 
-@contextmanager
-def bodies(max_bytes: int = 1000) -> Iterator[Bodies]:
-    made = Bodies(max_bytes)
-    try:
-        yield made
-    finally:
-        made.stop()
-
-
 def test_a_body_is_received_in_parts() -> None:
     async def scenario() -> None:
         connection = Connection()
         for part, more in ((b"ab", True), (b"", True), (b"c", False)):
             connection.send(part, more=more)
-        with bodies() as some:
-            assert await some.receive(connection.scope, connection.receive) == b"abc"
+        assert await receive_body(connection.scope, connection.receive, 1000) == b"abc"
 
     asyncio.run(scenario())
 
@@ -65,8 +50,8 @@ def test_a_body_that_is_too_large_is_refused_as_soon_as_that_is_known(declared: 
         connection = Connection(**declared)
         connection.send(b"abc", more=True)
         connection.send(b"de", more=True)
-        with bodies(max_bytes=4) as some, pytest.raises(ApiError) as refused:
-            await some.receive(connection.scope, connection.receive)
+        with pytest.raises(ApiError) as refused:
+            await receive_body(connection.scope, connection.receive, 4)
         assert (refused.value.status, refused.value.close) == (413, True)
         assert connection.num_received == (0 if declared else 2)
 
@@ -78,8 +63,8 @@ def test_a_client_that_leaves_ends_its_body() -> None:
         connection = Connection()
         connection.send(b"abc", more=True)
         connection.leave()
-        with bodies() as some, pytest.raises(ClientDisconnected):
-            await some.receive(connection.scope, connection.receive)
+        with pytest.raises(ClientDisconnected):
+            await receive_body(connection.scope, connection.receive, 1000)
 
     asyncio.run(scenario())
 
@@ -90,60 +75,9 @@ def test_a_body_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPatch)
     async def scenario() -> None:
         connection = Connection()
         connection.send(b"abc", more=True)
-        with bodies() as some, pytest.raises(ApiError) as refused:
-            await some.receive(connection.scope, connection.receive)
+        with pytest.raises(ApiError) as refused:
+            await receive_body(connection.scope, connection.receive, 1000)
         assert refused.value.status == 408
-
-    asyncio.run(scenario())
-
-
-def test_while_a_big_body_is_read_others_wait_and_that_time_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "RECEIVE_TIMEOUT_S", 0.2)
-
-    async def scenario() -> None:
-        gate = threading.Event()
-        connection, late = Connection(), Connection()
-        with bodies() as some:
-            first = asyncio.ensure_future(some.read(BIG, lambda _: gate.wait()))
-            second = asyncio.ensure_future(some.read(BIG, len))
-            receiving = asyncio.ensure_future(some.receive(connection.scope, connection.receive))
-            # A body of one part is not held up.
-            late.send(b"small")
-            assert await some.receive(late.scope, late.receive) == b"small"
-            connection.send(b"abc", more=True)
-            connection.send(b"de")
-            await asyncio.sleep(1.5 * limits.RECEIVE_TIMEOUT_S)
-            assert (connection.num_received, receiving.done()) == (1, False)
-            gate.set()
-            assert await first
-            assert await second == len(BIG)
-            assert await receiving == b"abcde"
-
-    asyncio.run(scenario())
-
-
-def test_a_small_body_is_read_at_once_and_a_big_one_by_a_thread() -> None:
-    async def scenario() -> None:
-        with bodies() as some:
-            loop = threading.get_ident()
-            assert await some.read(b"small", lambda _: threading.get_ident()) == loop
-            assert await some.read(BIG, lambda _: threading.get_ident()) != loop
-
-    asyncio.run(scenario())
-
-
-def test_a_big_body_that_is_refused_lets_the_others_go_on() -> None:
-    def refuse(_: bytes) -> None:
-        raise ApiError(400, "no")
-
-    async def scenario() -> None:
-        connection = Connection()
-        connection.send(b"abc", more=True)
-        connection.send(b"de")
-        with bodies() as some:
-            with pytest.raises(ApiError, match="no"):
-                await some.read(BIG, refuse)
-            assert await some.receive(connection.scope, connection.receive) == b"abcde"
 
     asyncio.run(scenario())
 
@@ -158,13 +92,8 @@ def test_a_big_body_that_is_refused_lets_the_others_go_on() -> None:
     ],
 )
 def test_a_compressed_body_is_inflated(coding: str, sent: bytes) -> None:
-    async def scenario() -> None:
-        connection = Connection(content_encoding=coding)
-        connection.send(sent)
-        with bodies() as some:
-            assert await some.receive(connection.scope, connection.receive) == b'{"a": 1}'
-
-    asyncio.run(scenario())
+    named = content_coding([(b"content-encoding", coding.encode())])
+    assert (sent if named is None else inflate(sent, named, 1000)) == b'{"a": 1}'
 
 
 @pytest.mark.parametrize(
@@ -183,11 +112,11 @@ def test_a_compressed_body_is_inflated(coding: str, sent: bytes) -> None:
 def test_a_compressed_body_is_held_to_the_bounds_of_a_plain_one(
     coding: str, sent: bytes, status: int, code: str
 ) -> None:
-    async def scenario() -> None:
-        connection = Connection(content_encoding=coding)
-        connection.send(sent)
-        with bodies() as some, pytest.raises(ApiError) as caught:
-            await some.receive(connection.scope, connection.receive)
-        assert (caught.value.status, caught.value.code) == (status, code)
+    def read() -> None:
+        named = content_coding([(b"content-encoding", coding.encode())])
+        assert named is not None
+        inflate(sent, named, 1000)
 
-    asyncio.run(scenario())
+    with pytest.raises(ApiError) as caught:
+        read()
+    assert (caught.value.status, caught.value.code) == (status, code)

@@ -10,9 +10,9 @@ import jsonschema
 import pytest
 
 from moeserve.frontend import body_schemas
-from moeserve.frontend.cache_routes import parse_warm
 from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ModelFacts
+from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.openapi import OPERATIONS, describe
 from moeserve.frontend.response_store import Shelf

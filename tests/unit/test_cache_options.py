@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
+from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
 from moeserve.config import ConfigError
-from moeserve.frontend.cache_routes import parse_warm
-from moeserve.frontend.cache_wishes import cache_wishes
 from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
+from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.keys import ANYONE, Identity, Rights, cache_account, cache_namespace, load_keys
+from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
+from moeserve.frontend.parsers.families import PLAIN
+from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared
+from moeserve.frontend.prepare.prepare import READERS, Preparer, make_programs
+from moeserve.frontend.prepare.watch import Watch
 from moeserve.frontend.public_prefixes import load_public_prefixes
-from moeserve.frontend.services import Services
+from moeserve.frontend.templates import load_chat_template
+from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import CacheWish, SamplingParams
 from radix_cache import account_of
-from tests.support.frontend import run_context
+from tests.support.tiny_model import write_model_dir
 
 SECRET = "5e" * 32
 FACTS = ModelFacts(("tiny",), 512, 300, (), {}, 0)
@@ -103,22 +108,32 @@ MESSAGES = [
 ]
 
 
+def preparer(folder: Path) -> Preparer:
+    model = write_model_dir(folder / "model")
+    tokenizer, watch = TextTokenizer.from_file(model / "tokenizer.json"), Watch()
+    return Preparer(tokenizer, PLAIN, watch, make_programs(model, tokenizer, load_chat_template(model), watch))
+
+
+def token_ids(folder: Path, messages: list[dict[str, Any]], *, generates: bool = False) -> array[int]:
+    """Return the token ids of a conversation."""
+    body = {"messages": messages, "add_generation_prompt": generates}
+    prefix = preparer(folder).prepare(Ask("prefix", FACTS), json.dumps(body).encode())
+    assert isinstance(prefix, Prefix)
+    assert prefix.token_ids is not None
+    return prefix.token_ids
+
+
 def wishes_of(
     folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int], facts: ModelFacts = FACTS
-) -> tuple[Any, list[int], list[int]]:
+) -> tuple[list[CacheWish] | None, array[int], array[int]]:
     """Return the wishes, the prompt's token ids, and those of the first message alone."""
-    services = Services.load(run_context(folder))
     request = GenerateRequest(
         model="tiny", prompts=[prompt], sampling=SamplingParams(1), max_tokens=1, seed=0, cache=options
     )
-
-    async def run() -> tuple[Any, list[int], list[int]]:
-        ids = await services.encode(prompt, FACTS)
-        head = await services.encode(ChatPrompt(MESSAGES[:1], add_generation_prompt=False), FACTS)
-        identity = Identity(b"", frozenset(), Rights(retention=0.25))
-        return await cache_wishes(services, request, [ids], facts, identity), ids, head
-
-    return asyncio.run(run())
+    with patch.dict(READERS, {"chat": lambda body, facts: request}):
+        prepared = preparer(folder).prepare(Ask("chat", facts, retention_share=0.25), b"{}")
+    assert isinstance(prepared, Prepared)
+    return prepared.wishes, prepared.prompts[0], token_ids(folder, MESSAGES[:1])
 
 
 def test_breakpoints_become_token_counts_of_the_rendered_prompt(tmp_path: Path) -> None:
@@ -130,8 +145,8 @@ def test_breakpoints_become_token_counts_of_the_rendered_prompt(tmp_path: Path) 
 
 def test_of_many_breakpoints_the_last_four_count(tmp_path: Path) -> None:
     options = CacheOptions(breakpoints=tuple((4, float(seconds)) for seconds in range(1, 8)))
-    (wish,), ids, _ = wishes_of(tmp_path, options, ChatPrompt(MESSAGES))
-    assert wish.retentions == tuple((len(ids), float(seconds)) for seconds in range(4, 8))
+    wishes, ids, _ = wishes_of(tmp_path, options, ChatPrompt(MESSAGES))
+    assert wishes == [CacheWish(tuple((len(ids), float(seconds)) for seconds in range(4, 8)), 0.25)]
 
 
 def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) -> None:
@@ -141,11 +156,10 @@ def test_a_request_that_asks_nothing_of_the_cache_has_no_wish(tmp_path: Path) ->
 
 def test_models_with_states_are_told_where_messages_end(tmp_path: Path) -> None:
     facts = replace(FACTS, keeps_states=True)
-    (wish,), ids, head = wishes_of(tmp_path, CacheOptions(), ChatPrompt(MESSAGES), facts)
-    services = Services.load(run_context(tmp_path))
-    talk = asyncio.run(services.encode(ChatPrompt(MESSAGES, add_generation_prompt=False), FACTS))
+    wishes, ids, head = wishes_of(tmp_path, CacheOptions(), ChatPrompt(MESSAGES), facts)
+    talk = token_ids(tmp_path, MESSAGES)
     assert ids[: len(talk)] == talk != ids
-    assert wish == CacheWish((), 0.25, False, (len(head), len(talk)))
+    assert wishes == [CacheWish((), 0.25, False, (len(head), len(talk)))]
 
 
 def test_prompts_without_messages_or_a_head_of_the_answer_have_no_border(tmp_path: Path) -> None:

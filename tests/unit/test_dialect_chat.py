@@ -20,6 +20,7 @@ from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
+from tests.support.written import answer_of
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 TOKENIZER = TextTokenizer(byte_tokenizer())
@@ -181,7 +182,7 @@ def test_the_generation_prompt_can_be_left_out() -> None:
 
 
 def test_a_whole_answer_has_the_fields_of_openais() -> None:
-    body = json.loads(formatter(logprobs=True).complete([Delta(0, 'é"', [TOKEN], "stop")], USAGE))
+    body = answer_of(formatter(logprobs=True).complete([Delta(0, 'é"', [TOKEN], "stop")], USAGE))
     openai_type("chat.ChatCompletion").validate_python(body)
     assert body["object"] == "chat.completion"
     (choice,) = body["choices"]
@@ -210,7 +211,7 @@ def test_a_whole_answer_has_the_fields_of_openais() -> None:
 
 
 def test_a_whole_answer_without_logprobs_says_null() -> None:
-    assert json.loads(formatter().complete([Delta(0, "a", [], "length")], USAGE))["choices"][0]["logprobs"] is None
+    assert answer_of(formatter().complete([Delta(0, "a", [], "length")], USAGE))["choices"][0]["logprobs"] is None
 
 
 def test_a_stream_begins_with_the_role_and_ends_with_reason_and_usage() -> None:

@@ -25,6 +25,7 @@ from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
+from tests.support.written import answer_of
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 TOKENIZER = TextTokenizer(byte_tokenizer())
@@ -256,7 +257,7 @@ CALLED = Delta(0, "", [], "tool_calls", "hm", [ToolCallPart(0, "{}", "call_1", "
 
 
 def test_a_whole_answer_with_a_call() -> None:
-    body = json.loads(formatter(tools=[CLOCK]).complete([CALLED], USAGE))
+    body = answer_of(formatter(tools=[CLOCK]).complete([CALLED], USAGE))
     openai_type("chat.ChatCompletion").validate_python(body)
     (choice,) = body["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -282,7 +283,7 @@ def test_a_streamed_call_has_its_head_once() -> None:
 
 def test_older_functions_get_the_older_form_of_an_answer() -> None:
     writer = formatter(functions=[{"name": "clock"}])
-    (choice,) = json.loads(writer.complete([CALLED], USAGE))["choices"]
+    (choice,) = answer_of(writer.complete([CALLED], USAGE))["choices"]
     assert choice["finish_reason"] == "function_call"
     assert choice["message"]["function_call"] == {"name": "clock", "arguments": "{}"}
     assert "tool_calls" not in choice["message"]
@@ -298,7 +299,7 @@ def test_prompt_log_probabilities_by_token_id() -> None:
         TokenText(97, 0, TokenLogprobs(-2.5, ((98, -0.5), (97, -2.5)))),
         TokenText(99, 1, TokenLogprobs(float("-inf"), ((98, -0.5),))),
     ]
-    body = json.loads(formatter(prompt_logprobs=2).complete([Delta(0, "x", prompt=prompt)], USAGE))
+    body = answer_of(formatter(prompt_logprobs=2).complete([Delta(0, "x", prompt=prompt)], USAGE))
     assert body["prompt_logprobs"] == [
         None,
         {
@@ -310,4 +311,4 @@ def test_prompt_log_probabilities_by_token_id() -> None:
             "98": {"logprob": -0.5, "rank": 1, "decoded_token": "b"},
         },
     ]
-    assert "prompt_logprobs" not in json.loads(formatter().complete([Delta(0, "x")], USAGE))
+    assert "prompt_logprobs" not in answer_of(formatter().complete([Delta(0, "x")], USAGE))

@@ -12,6 +12,7 @@ from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
+from tests.support.written import answer_of, body_of
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 TOKENIZER = TextTokenizer(byte_tokenizer())
@@ -74,7 +75,7 @@ def test_a_whole_answer_has_the_fields_of_openais() -> None:
         TokenText(ord("i"), 1, TokenLogprobs(-0.5, ((ord("a"), -0.25), (ord("b"), -0.375)))),
         TokenText(0xC3, 2, TokenLogprobs(-1.0, ((0xC3, -1.0), (0xC4, float("-inf"))))),
     ]
-    body = json.loads(formatter(logprobs=2).complete([Delta(0, "hi", tokens, "length")], USAGE))
+    body = answer_of(formatter(logprobs=2).complete([Delta(0, "hi", tokens, "length")], USAGE))
     assert body["object"] == "text_completion"
     assert body["choices"][0]["logprobs"] == {
         "tokens": ["h", "i", "bytes:\\xc3"],
@@ -90,7 +91,9 @@ def test_a_whole_answer_has_the_fields_of_openais() -> None:
 
 def test_the_openai_package_takes_an_answer() -> None:
     token = TokenText(ord("i"), 0, TokenLogprobs(-0.5, ((ord("a"), -0.25),)))
-    openai_type("Completion").validate_json(formatter(logprobs=1).complete([Delta(0, "i", [token], "stop")], USAGE))
+    openai_type("Completion").validate_json(
+        body_of(formatter(logprobs=1).complete([Delta(0, "i", [token], "stop")], USAGE))
+    )
 
 
 def test_a_stream_has_an_event_per_delta_and_one_for_usage() -> None:
@@ -120,13 +123,13 @@ def test_the_best_of_more_samples_than_are_given() -> None:
 
 
 def test_log_probabilities_that_only_rank_samples_are_not_shown() -> None:
-    body = json.loads(formatter(best_of=2).complete([Delta(0, "a", [TokenText(97, 0, TokenLogprobs(-1.0))])], USAGE))
+    body = answer_of(formatter(best_of=2).complete([Delta(0, "a", [TokenText(97, 0, TokenLogprobs(-1.0))])], USAGE))
     assert body["choices"][0]["logprobs"] is None
 
 
 def test_prompt_log_probabilities_belong_to_their_choice() -> None:
     prompt = [TokenText(97, 0), TokenText(98, 1, TokenLogprobs(-1.5, ((98, -1.5),)))]
-    body = json.loads(formatter(prompt_logprobs=1).complete([Delta(0, "a", [], "stop", prompt=prompt)], USAGE))
+    body = answer_of(formatter(prompt_logprobs=1).complete([Delta(0, "a", [], "stop", prompt=prompt)], USAGE))
     (choice,) = body["choices"]
     assert choice["prompt_logprobs"] == [None, {"98": {"logprob": -1.5, "rank": 1, "decoded_token": "b"}}]
     openai_type("Completion").validate_python(body)

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,6 +14,7 @@ from moeserve.frontend.http import ApiError, context_length_exceeded, internal_e
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import byte_tokenizer
+from tests.support.written import answer_of
 
 TOKENIZER = TextTokenizer(byte_tokenizer())
 USAGE = Usage(prompt_tokens=9, completion_tokens=7, cached_tokens=4, reasoning_tokens=2)
@@ -27,7 +29,7 @@ def formatter(seconds: float | None = None, **repeated: Any) -> MessageFormatter
         max_tokens=7,
         seed=None,
         cache=CacheOptions(seconds),
-        repeated=repeated,
+        repeated=msgspec.json.encode(repeated),
     )
     return MessageFormatter("msg_1", 17, request, TOKENIZER, "fp")
 
@@ -57,7 +59,7 @@ def whole(*deltas: Delta, finish: str = "stop", **repeated: Any) -> dict[str, An
     choice = Delta(0)
     for delta in (*deltas, Delta(0, finish_reason=finish)):
         choice.append(delta)
-    message: dict[str, Any] = json.loads(formatter(**repeated).complete([choice], USAGE))
+    message: dict[str, Any] = answer_of(formatter(**repeated).complete([choice], USAGE))
     return message
 
 
@@ -215,7 +217,7 @@ def test_why_an_answer_ended(end: Delta, tokens: int, reason: str, sequence: str
     last = events(writer.start(0, usage) + writer.delta(end, usage) + writer.end(usage))[-2]["delta"]
     choice = Delta(0)
     choice.append(end)
-    message = json.loads(formatter().complete([choice], usage))
+    message = answer_of(formatter().complete([choice], usage))
     for said in (last, message):
         assert (said["stop_reason"], said["stop_sequence"]) == (reason, sequence)
 

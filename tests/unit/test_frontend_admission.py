@@ -11,11 +11,10 @@ import pytest
 
 from moeserve.config import ConfigError
 from moeserve.frontend.admission import Admission, read_terms
-from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ADMIN, ANYONE, USER, Identity, Rights, load_keys
 from moeserve.pacing import Backlog, Load, Slo
-from moeserve.plan import SamplingParams, Terms
+from moeserve.plan import Terms
 
 ANY, A, B = Terms(), Terms("a"), Terms("b")
 SECRET = "5e" * 32
@@ -195,8 +194,7 @@ def test_readiness_ends_when_a_newcomer_would_be_refused() -> None:
 def terms(identity: Identity = ANYONE, header: str | None = None, **fields: Any) -> Terms:
     headers = [] if header is None else [(b"x-moeserve-slo", header.encode())]
     scope = {"state": {"identity": identity}, "headers": headers}
-    request = GenerateRequest(model="m", prompts=["p"], sampling=SamplingParams(1), max_tokens=1, seed=0, **fields)
-    return read_terms(scope, SECRET, request, SERVICE)
+    return read_terms(scope, SECRET, SERVICE, **fields)
 
 
 PLAIN = Identity(b"\1" * 32, frozenset({USER}))

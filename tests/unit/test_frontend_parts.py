@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from moeserve.frontend.bodies import Bodies
 from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.routes import ExpertRoutes
@@ -70,8 +69,8 @@ def test_the_http_process_loads_neither_torch_nor_transformers() -> None:
 
 @pytest.mark.parametrize("max_tokens", [0, -1, 2**31, 2**64, 2**70])
 def test_the_length_of_a_trace_is_bounded(max_tokens: int) -> None:
-    engine, bodies = SimpleNamespace(ready=SimpleNamespace(num_experts=8)), Bodies(max_bytes=1000)
-    services: Any = SimpleNamespace(check_serving=lambda: None, engine=engine, bodies=bodies)
+    engine = SimpleNamespace(ready=SimpleNamespace(num_experts=8))
+    services: Any = SimpleNamespace(check_serving=lambda: None, engine=engine)
 
     async def receive() -> dict[str, Any]:
         return {"type": "http.request", "body": json.dumps({"action": "start", "max_tokens": max_tokens}).encode()}

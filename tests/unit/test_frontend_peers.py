@@ -30,7 +30,8 @@ def run_context(folder: Path, num_frontends: int) -> RunContext:
 
 def put(shelf: Shelf, name: str, previous: str | None = None) -> None:
     output = [{"type": "message", "id": f"msg_{name}", "text": name}]
-    assert shelf.put(name, json.dumps({"id": name, "output": output}).encode(), [{"text": f"{name}?"}], previous)
+    response, asked = {"id": name, "output": output}, [{"text": f"{name}?"}]
+    assert shelf.put(name, json.dumps(response).encode(), json.dumps(asked).encode(), previous)
 
 
 def texts(shelf: Shelf, name: str) -> list[str] | None:

@@ -17,9 +17,8 @@ import pytest
 import uvicorn
 
 from moeserve.frontend import limits
-from moeserve.frontend.bodies import Bodies
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
-from moeserve.frontend.http import EventStream, PatientSend, SlowReader, send_body, until_disconnect
+from moeserve.frontend.http import EventStream, PatientSend, SlowReader, receive_body, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 
@@ -367,10 +366,8 @@ def test_a_client_behind_something_that_forwards_connections_is_found_out() -> N
 
 def test_half_a_request_gets_no_answer() -> None:
     async def reading(scope: Any, receive: Any, send: Any) -> None:
-        await bodies.receive(scope, receive)
+        await receive_body(scope, receive, 1000)
         await send_body(send, 200, b"{}")
-
-    bodies = Bodies(max_bytes=1000)
 
     async def scenario() -> None:
         server = Server(reading, 10)
@@ -442,10 +439,8 @@ def test_http_1_0_gets_a_stream_without_chunks_that_ends_with_its_connection() -
 
 def test_a_refusal_comes_before_the_body_that_it_refuses() -> None:
     async def scenario() -> None:
-        bodies = Bodies(1000)
-
         async def app(scope: Any, receive: Any, send: Any) -> None:
-            await bodies.receive(scope, receive)
+            await receive_body(scope, receive, 1000)
 
         async with Server(app, 4).listening() as port:
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -461,6 +456,5 @@ def test_a_refusal_comes_before_the_body_that_it_refuses() -> None:
                     await writer.drain()
                 assert await reader.read() == b""
             writer.close()
-        bodies.stop()
 
     asyncio.run(scenario())

@@ -11,7 +11,8 @@ from moeserve.frontend.response_store import ResponseStore, Shelf
 def put(shelf: Shelf, name: str, previous: str | None = None, size: int = 0) -> bool:
     """Keeps a response `name` whose input says `name?`, and whose output is one message `name` with `size` bytes."""
     output = [{"type": "message", "id": f"msg_{name}", "text": name + "." * size}]
-    return shelf.put(name, json.dumps({"id": name, "output": output}).encode(), [{"text": f"{name}?"}], previous)
+    response, asked = {"id": name, "output": output}, [{"text": f"{name}?"}]
+    return shelf.put(name, json.dumps(response).encode(), json.dumps(asked).encode(), previous)
 
 
 def texts(items: list[dict[str, Any]] | None) -> list[str]:

@@ -15,6 +15,7 @@ from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type
 from tests.support.tiny_model import byte_tokenizer
+from tests.support.written import answer_of
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 TOKENIZER = TextTokenizer(byte_tokenizer())
@@ -33,8 +34,8 @@ class Kept:
         self.accepts = accepts
         self.calls: list[tuple[str, dict[str, Any], list[Item], str | None]] = []
 
-    def __call__(self, response_id: str, response: bytes, items: list[Item], previous_id: str | None) -> bool:
-        self.calls.append((response_id, json.loads(response), items, previous_id))
+    def __call__(self, response_id: str, response: bytes, items: bytes, previous_id: str | None) -> bool:
+        self.calls.append((response_id, json.loads(response), json.loads(items), previous_id))
         return self.accepts
 
 
@@ -69,7 +70,7 @@ def whole(deltas: Sequence[Delta], **changes: Any) -> dict[str, Any]:
     choice = Delta(0)
     for delta in deltas:
         choice.append(delta)
-    response: dict[str, Any] = json.loads(formatter(**changes).complete([choice], USAGE))
+    response: dict[str, Any] = answer_of(formatter(**changes).complete([choice], USAGE))
     openai_type("responses.Response").validate_python(response)
     return response
 
@@ -259,7 +260,7 @@ def test_a_ping_is_a_comment() -> None:
 
 def test_a_complete_response_is_kept_with_its_input() -> None:
     kept = Kept()
-    answer = json.loads(formatter(kept).complete([Delta(0, "x", finish_reason="stop")], USAGE))
+    answer = answer_of(formatter(kept).complete([Delta(0, "x", finish_reason="stop")], USAGE))
     assert kept.calls == [("resp_ab", answer, [{"type": "message", "role": "user", "content": "hi"}], None)]
     assert answer["store"] is True
     streamed = Kept()
@@ -273,12 +274,12 @@ def test_a_complete_response_is_kept_with_its_input() -> None:
 
 def test_nothing_is_kept_that_is_not_to_be_or_has_failed() -> None:
     kept = Kept()
-    answer = json.loads(formatter(kept, store=False).complete([Delta(0, "x", finish_reason="stop")], USAGE))
+    answer = answer_of(formatter(kept, store=False).complete([Delta(0, "x", finish_reason="stop")], USAGE))
     assert answer["store"] is False
     formatter(kept).error(internal_error())
     assert kept.calls == []
 
 
 def test_a_response_for_which_there_is_no_room_says_that_it_is_not_stored() -> None:
-    answer = json.loads(formatter(Kept(accepts=False)).complete([Delta(0, "x", finish_reason="stop")], USAGE))
+    answer = answer_of(formatter(Kept(accepts=False)).complete([Delta(0, "x", finish_reason="stop")], USAGE))
     assert answer["store"] is False

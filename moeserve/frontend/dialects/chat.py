@@ -23,6 +23,7 @@ from moeserve.frontend.dialects.internal import (
     ToolCallPart,
     ToolChoice,
     Usage,
+    Writing,
 )
 from moeserve.frontend.dialects.tools import check_choice, check_tools, make_tool
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, unsupported
@@ -61,6 +62,10 @@ class ChatBody(fields.SamplingBody, kw_only=True):
     function_call: str | dict[str, Any] | None = None
 
 
+class _Repeated(msgspec.Struct):
+    is_legacy: bool = False
+
+
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return the internal request. Raises ApiError with the status that the client gets."""
     chat, ignored = fields.decode_json(body, ChatBody)
@@ -96,7 +101,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         prompt_logprobs=fields.read_prompt_logprobs(chat, model),
         output_format=read_format(chat),
         ignored=ignored,
-        repeated={"is_legacy": is_legacy},
+        repeated=msgspec.json.encode(_Repeated(is_legacy)),
     )
 
 
@@ -287,7 +292,7 @@ class ChatFormatter:
         self._wants_logprobs = request.sampling.logprobs is not None
         self._wants_prompt = request.prompt_logprobs is not None
         # The older names `functions` and `function_call` get the older form of an answer.
-        self._is_legacy = bool(request.repeated.get("is_legacy"))
+        self._is_legacy = msgspec.json.decode(request.repeated, type=_Repeated).is_legacy
         chunk = {**self._head, "object": "chat.completion.chunk", "system_fingerprint": fingerprint}
         self._events = EventWriter(chunk, request)
 
@@ -308,8 +313,17 @@ class ChatFormatter:
     def ping(self) -> bytes:
         return KEEP_ALIVE
 
-    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
-        prompt = fields.prompt_logprobs(choices[0].prompt, self._tokenizer) if self._wants_prompt else None
+    def complete(self, choices: list[Delta], usage: Usage) -> Writing:
+        extra = {}
+        if self._wants_prompt:
+            extra["prompt_logprobs"] = yield from fields.prompt_logprobs(choices[0].prompt, self._tokenizer)
+        logprobs: list[dict[str, Any] | None] = []
+        for choice in choices:
+            if self._wants_logprobs:
+                content = yield from fields.written(choice.tokens, self._token)
+                logprobs.append({"content": content, "refusal": None})
+            else:
+                logprobs.append(None)
         return msgspec.json.encode(
             {
                 **self._head,
@@ -317,14 +331,14 @@ class ChatFormatter:
                     {
                         "index": choice.index,
                         "message": _message_of(choice, self._is_legacy),
-                        "logprobs": self._logprobs(choice.tokens) if self._wants_logprobs else None,
+                        "logprobs": found,
                         "finish_reason": _finish(choice, self._is_legacy),
                     }
-                    for choice in choices
+                    for choice, found in zip(choices, logprobs, strict=True)
                 ],
                 "usage": fields.openai_usage(usage),
                 "system_fingerprint": self._fingerprint,
-                **({"prompt_logprobs": prompt} if self._wants_prompt else {}),
+                **extra,
             }
         )
 

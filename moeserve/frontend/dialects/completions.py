@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Generator
 from typing import Any
 
 import msgspec
@@ -10,7 +11,15 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.formats import read_format
-from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, TokenText, Usage
+from moeserve.frontend.dialects.internal import (
+    ChatPrompt,
+    Delta,
+    GenerateRequest,
+    ModelFacts,
+    TokenText,
+    Usage,
+    Writing,
+)
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
 
@@ -22,6 +31,10 @@ class CompletionBody(fields.SamplingBody, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+
+
+class _Repeated(msgspec.Struct):
+    logprobs: int | None = None
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
@@ -59,7 +72,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         prompt_logprobs=prompt_logprobs,
         output_format=read_format(completion),
         ignored=ignored,
-        repeated={"logprobs": logprobs},
+        repeated=msgspec.json.encode(_Repeated(logprobs)),
     )
 
 
@@ -122,7 +135,7 @@ class CompletionFormatter:
         }
         self._events = EventWriter(self._head, request)
         self._tokenizer = tokenizer
-        self._num_top = request.repeated.get("logprobs")
+        self._num_top = msgspec.json.decode(request.repeated, type=_Repeated).logprobs
         self._wants_prompt = request.prompt_logprobs is not None
 
     def start(self, index: int, usage: Usage) -> bytes:
@@ -142,34 +155,39 @@ class CompletionFormatter:
     def ping(self) -> bytes:
         return KEEP_ALIVE
 
-    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
-        return msgspec.json.encode(
-            {
-                **self._head,
-                "choices": [
-                    {
-                        "index": choice.index,
-                        "text": choice.text,
-                        "logprobs": None if self._num_top is None else self._logprobs(choice.tokens),
-                        "finish_reason": choice.finish_reason,
-                        **(self._prompt(choice) if self._wants_prompt else {}),
-                    }
-                    for choice in choices
-                ],
-                "usage": fields.openai_usage(usage),
-            }
-        )
+    def complete(self, choices: list[Delta], usage: Usage) -> Writing:
+        written = []
+        for choice in choices:
+            logprobs = None if self._num_top is None else (yield from self._written(choice.tokens))
+            written.append(
+                {
+                    "index": choice.index,
+                    "text": choice.text,
+                    "logprobs": logprobs,
+                    "finish_reason": choice.finish_reason,
+                }
+            )
+            if self._wants_prompt:
+                written[-1]["prompt_logprobs"] = yield from fields.prompt_logprobs(choice.prompt, self._tokenizer)
+        return msgspec.json.encode({**self._head, "choices": written, "usage": fields.openai_usage(usage)})
 
-    def _prompt(self, choice: Delta) -> dict[str, Any]:
-        return {"prompt_logprobs": fields.prompt_logprobs(choice.prompt, self._tokenizer)}
+    def _written(self, tokens: list[TokenText]) -> Generator[None, None, dict[str, msgspec.Raw]]:
+        lists = {}
+        for name, entry in self._entries.items():
+            lists[name] = yield from fields.written(tokens, entry)
+        return lists
 
     def _logprobs(self, tokens: list[TokenText]) -> dict[str, Any]:
-        """Return four parallel lists; the first token of an echoed prompt has null for its probability."""
+        return {name: [entry(token) for token in tokens] for name, entry in self._entries.items()}
+
+    @property
+    def _entries(self) -> dict[str, Callable[[TokenText], Any]]:
+        """Four parallel lists; the first token of an echoed prompt has null for its probability."""
         return {
-            "tokens": [self._text(token.token_id) for token in tokens],
-            "token_logprobs": [None if token.logprobs is None else finite(token.logprobs.logprob) for token in tokens],
-            "top_logprobs": [self._top(token) for token in tokens],
-            "text_offset": [token.offset for token in tokens],
+            "tokens": lambda token: self._text(token.token_id),
+            "token_logprobs": lambda token: None if token.logprobs is None else finite(token.logprobs.logprob),
+            "top_logprobs": self._top,
+            "text_offset": lambda token: token.offset,
         }
 
     def _top(self, token: TokenText) -> dict[str, float] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -25,6 +25,7 @@ _OFF = frozenset({b"null", b"false"})
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _LEAST_LOGPROB = -9999.0
 _LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
+WRITTEN_AT_ONCE = 256  # tokens with log probabilities
 
 # The fields that may be long, in all dialects.
 _PROMPTS = ("messages", "prompt", "input", "system", "instructions", "tokens")
@@ -440,9 +441,20 @@ def openai_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-def prompt_logprobs(tokens: Sequence[TokenText], tokenizer: TextTokenizer) -> list[dict[str, Any] | None]:
+def written(tokens: Sequence[TokenText], entry: Callable[[TokenText], Any]) -> Generator[None, None, msgspec.Raw]:
+    """Return the JSON of a list with an entry for each token. Yields between parts of it."""
+    parts = []
+    for start in range(0, len(tokens), WRITTEN_AT_ONCE):
+        if start:
+            yield
+        part = [entry(token) for token in tokens[start : start + WRITTEN_AT_ONCE]]
+        parts.append(msgspec.json.encode(part)[1:-1])
+    return msgspec.Raw(b"[" + b",".join(parts) + b"]")
+
+
+def prompt_logprobs(tokens: Sequence[TokenText], tokenizer: TextTokenizer) -> Generator[None, None, msgspec.Raw]:
     """Return the log probabilities of a prompt: for each token null, or an object of alternatives by token id."""
-    return [None if token.logprobs is None else _by_id(token, token.logprobs, tokenizer) for token in tokens]
+    return written(tokens, lambda token: None if token.logprobs is None else _by_id(token, token.logprobs, tokenizer))
 
 
 def _by_id(token: TokenText, logprobs: TokenLogprobs, tokenizer: TextTokenizer) -> dict[str, Any]:

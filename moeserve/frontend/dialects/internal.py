@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -105,7 +106,7 @@ class GenerateRequest:
     the context, and a larger number is cut to that. `seed` None draws one; the values of `max_tokens` and `seed` in
     `sampling` do not count. `output_format` holds for the text of an answer that calls no tool. `background`: use what
     other requests leave. `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were
-    asked for and do not exist here; `repeated` holds what the dialect's answer says of the request.
+    asked for and do not exist here; `repeated` is JSON that the dialect writes for its own answer.
 
     `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
     continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
@@ -138,11 +139,16 @@ class GenerateRequest:
     prompt_logprobs: int | None = None
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
-    repeated: dict[str, Any] = field(default_factory=dict)
+    repeated: bytes = b"{}"
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def shows_prompts(self) -> bool:
+        """Whether the answer shows its prompts, and so needs their texts."""
+        return self.echo or self.prompt_logprobs is not None
 
     @property
     def prompt_field(self) -> str:
@@ -225,6 +231,10 @@ class Usage:
         return {**report, "resumed": True} if self.resumed else report
 
 
+# Yields now and then, and returns what was written.
+Writing = Generator[None, None, bytes]
+
+
 class Formatter(Protocol):
     """Writes one answer in one dialect. Events are whole SSE events, any number of them in one value."""
 
@@ -248,6 +258,7 @@ class Formatter(Protocol):
         """Return an event, or a comment, that keeps the connection open."""
         ...
 
-    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
-        """Return the body of an answer that is not streamed."""
+    def complete(self, choices: list[Delta], usage: Usage) -> Writing:
+        """Return the body of an answer that is not streamed. Yields between parts of it, so that a long one lets others
+        go on."""
         ...

@@ -134,6 +134,12 @@ class MessagesBody(fields.SamplingBody, kw_only=True):
     container: Any = None
 
 
+class Repeated(msgspec.Struct):
+    """The fields of a request that its answer needs beside the common ones."""
+
+    shows_thinking: bool = True
+
+
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return the internal request. Raises ApiError with the status that the client gets."""
     asked, ignored = fields.decode_json(body, MessagesBody)
@@ -162,7 +168,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         output_format=_output_format(asked),
         ignored=ignored,
         dropped_tools=dropped,
-        repeated={"shows_thinking": _shows_thinking(asked)},
+        repeated=msgspec.json.encode(Repeated(_shows_thinking(asked))),
     )
 
 

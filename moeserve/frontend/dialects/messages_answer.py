@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from moeserve.frontend.dialects.internal import Delta, GenerateRequest, ToolCallPart, Usage
-from moeserve.frontend.dialects.messages import tool_use_id_of
+from moeserve.frontend.dialects.internal import Delta, GenerateRequest, ToolCallPart, Usage, Writing
+from moeserve.frontend.dialects.messages import Repeated, tool_use_id_of
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.text import TextTokenizer
 
@@ -58,7 +58,7 @@ class MessageFormatter:
         self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
         self._max_tokens = request.max_tokens
         self._writes_cache = request.cache.seconds is not None or bool(request.cache.breakpoints)
-        self._shows_thinking = bool(request.repeated.get("shows_thinking", True))
+        self._shows_thinking = msgspec.json.decode(request.repeated, type=Repeated).shows_thinking
         self._open = _NO_BLOCK
         self._num_blocks = 0
         self._delta_head = b""  # of the open block's events
@@ -96,7 +96,8 @@ class MessageFormatter:
     def ping(self) -> bytes:
         return _PING
 
-    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
+    def complete(self, choices: list[Delta], usage: Usage) -> Writing:
+        yield from ()
         (choice,) = choices
         message = {**self._head, "content": self._blocks(choice), **self._end(choice, usage)}
         return msgspec.json.encode({**message, "usage": self._usage(usage)})

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Mod
 from moeserve.frontend.dialects.responses_items import Item, ItemReader
 from moeserve.frontend.dialects.responses_tools import ClientName, ToolSet, read_tool_choice, read_tools
 from moeserve.frontend.http import ApiError, invalid, unsupported
+from moeserve.frontend.response_store import Shelf
 from moeserve.plan import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -73,28 +74,16 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
     skip_special_tokens: Any = None
 
 
-class Earlier(Protocol):
-    """The earlier responses of the caller."""
-
-    def conversation(self, response_id: str) -> list[Item] | None:
-        """Return all items up to the end of a response, oldest first; None for an unknown response."""
-        ...
-
-    def item(self, item_id: str) -> Item | None:
-        """Return an item that a response has put out, None for an unknown one."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Turn:
     """The part of a request that its answer needs.
 
-    repeated: the fields of the response object that are the request's. input: the items of this request alone. names:
+    repeated: the fields of the response object that are the request's. input: JSON of this request's own items. names:
     how the client knows the tools, by the model's names for them.
     """
 
     repeated: dict[str, Any]
-    input: list[Item]
+    input: msgspec.Raw
     names: dict[str, ClientName]
     previous_id: str | None
     store: bool
@@ -123,8 +112,8 @@ def earlier_names(body: bytes) -> list[str]:
     return list(dict.fromkeys([*filter(None, [named.previous_response_id]), *referred]))
 
 
-def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
-    """Return the internal request; its `repeated` holds a `turn`. Raises ApiError with the status for the client."""
+def parse(body: bytes, model: ModelFacts, earlier: Shelf) -> GenerateRequest:
+    """Return the internal request; its `repeated` is a `Turn`. Raises ApiError with the status for the client."""
     asked, ignored = fields.decode_json(body, ResponsesBody)
     name = fields.check_model(asked.model, model)
     for field, harmless in UNSUPPORTED.items():
@@ -156,11 +145,11 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
         output_format=output_format,
         ignored=(*ignored, *verbosity),
         dropped_tools=tuple(tools.dropped),
-        repeated={"turn": _turn(asked, items, tools, _repeated(asked, tools, sampling, form))},
+        repeated=msgspec.json.encode(_turn(asked, items, tools, _repeated(asked, tools, sampling, form))),
     )
 
 
-def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Earlier) -> ChatPrompt:
+def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Shelf) -> ChatPrompt:
     effort = fields.read_effort("reasoning.effort", asked.reasoning.effort if asked.reasoning else None)
     return ChatPrompt(
         messages=_read_messages(asked, items, earlier),
@@ -173,7 +162,7 @@ def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Ea
 def _turn(asked: ResponsesBody, items: list[Item], tools: ToolSet, repeated: dict[str, Any]) -> Turn:
     return Turn(
         repeated=repeated,
-        input=items,
+        input=msgspec.Raw(msgspec.json.encode(items)),
         names=tools.names,
         previous_id=asked.previous_response_id,
         store=asked.store is not False,
@@ -211,7 +200,7 @@ def _own_items(asked: str | list[dict[str, Any]] | None) -> list[Item]:
     return asked
 
 
-def _read_messages(asked: ResponsesBody, items: list[Item], earlier: Earlier) -> list[dict[str, Any]]:
+def _read_messages(asked: ResponsesBody, items: list[Item], earlier: Shelf) -> list[dict[str, Any]]:
     """Return the messages of the instructions, of the earlier conversation, and of this request's items."""
     past: list[Item] = []
     if (previous_id := asked.previous_response_id) is not None:

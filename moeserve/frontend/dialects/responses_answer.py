@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 
-from moeserve.frontend.dialects.fields import finite
-from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, ToolCallPart, Usage
+from moeserve.frontend.dialects.fields import WRITTEN_AT_ONCE, finite
+from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, ToolCallPart, Usage, Writing
 from moeserve.frontend.dialects.responses import Turn
 from moeserve.frontend.dialects.responses_items import Item, seal_reasoning
 from moeserve.frontend.dialects.responses_tools import CUSTOM_INPUT, ClientName
@@ -24,7 +25,7 @@ ID_PREFIX = "resp_"
 _LAST_NUMBER = 2**31 - 1
 # Keeps a response: its id, its JSON, the items of its input, the id of the response before it.
 # Returns True if there was room for it.
-Keep = Callable[[str, bytes, list[Item], str | None], bool]
+Keep = Callable[[str, bytes, bytes, str | None], bool]
 
 
 def error_event(error: ApiError) -> bytes:
@@ -45,7 +46,7 @@ class EventLog:
         self._next += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
-    def delta(self, head: bytes, text: str, logprobs: list[Item] | None = None) -> bytes:
+    def delta(self, head: bytes, text: str, logprobs: list[msgspec.Raw] | None = None) -> bytes:
         """Return an event that carries a piece of text. head: from `delta_head`; logprobs: None leaves them out."""
         rest = b"" if logprobs is None else b',"logprobs":' + (msgspec.json.encode(logprobs) if logprobs else b"[]")
         number = self._next
@@ -72,7 +73,7 @@ class TextItem:
         self._head = delta_head(f"{self._kind}.delta", self._place)
         self._seals = seals
         self._texts: list[str] = []
-        self._logprobs: list[Item] = []
+        self._logprobs: list[msgspec.Raw] = []
 
     def open(self) -> bytes:
         """Return the events that begin the item."""
@@ -81,7 +82,7 @@ class TextItem:
             "response.output_item.added", output_index=self._output_index, item=item
         ) + self._log.event("response.content_part.added", **self._place, part=self._part(""))
 
-    def push(self, text: str, logprobs: list[Item]) -> bytes:
+    def push(self, text: str, logprobs: list[msgspec.Raw]) -> bytes:
         """Add text; return its event."""
         self._texts.append(text)
         self._logprobs += logprobs
@@ -183,9 +184,7 @@ class ResponsesFormatter:
         fingerprint: str,
         keep: Keep,
     ) -> None:
-        turn = request.repeated["turn"]
-        assert isinstance(turn, Turn)
-        self._turn = turn
+        self._turn = msgspec.json.decode(request.repeated, type=Turn)
         self._id = answer_id
         self._item_suffix = answer_id.removeprefix(ID_PREFIX)
         self._head = {"id": answer_id, "object": "response", "created_at": created, "model": request.model}
@@ -195,7 +194,7 @@ class ResponsesFormatter:
         self._started = False
         self._done: list[Item] = []
         self._open: TextItem | CallItem | None = None
-        self._tokens: list[TokenText] = []  # whose text has not come yet
+        self._logprobs: list[msgspec.Raw] = []  # of tokens whose text has not come yet
         self._status = "completed"
         self._has_answer = False  # a message or a call
 
@@ -208,7 +207,7 @@ class ResponsesFormatter:
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         events = self._say("reasoning", delta.reasoning, []) if delta.reasoning else b""
-        self._tokens += delta.tokens
+        self._logprobs += map(self._logprob, delta.tokens)
         if delta.text:
             events += self._say_text(delta.text)
         for part in delta.calls:
@@ -226,17 +225,21 @@ class ResponsesFormatter:
     def ping(self) -> bytes:
         return KEEP_ALIVE
 
-    def complete(self, choices: list[Delta], usage: Usage) -> bytes:
-        self.delta(choices[0], usage)
+    def complete(self, choices: list[Delta], usage: Usage) -> Writing:
+        (choice,) = choices
+        for start in range(0, len(choice.tokens), WRITTEN_AT_ONCE):
+            if start:
+                yield
+            self._logprobs += map(self._logprob, choice.tokens[start : start + WRITTEN_AT_ONCE])
+        self.delta(replace(choice, tokens=[]), usage)
         return self._final(usage)
 
     def _say_text(self, text: str) -> bytes:
         """Return the events of text, with the log probabilities that have come up to it."""
-        logprobs = [self._logprob(token) for token in self._tokens]
-        self._tokens.clear()
+        logprobs, self._logprobs = self._logprobs, []
         return self._say("message", text, logprobs)
 
-    def _say(self, kind: str, text: str, logprobs: list[Item]) -> bytes:
+    def _say(self, kind: str, text: str, logprobs: list[msgspec.Raw]) -> bytes:
         item, begin = self._open, b""
         if not isinstance(item, TextItem) or item.is_message != (kind == "message"):
             prefix = "msg" if kind == "message" else "rs"
@@ -266,7 +269,7 @@ class ResponsesFormatter:
         self._status = "incomplete" if reason == "length" else "completed"
         is_message = isinstance(self._open, TextItem) and self._open.is_message
         answered = self._has_answer or (self._open is not None and self._status == "incomplete")
-        events = b"" if answered and not (is_message and self._tokens) else self._say_text("")
+        events = b"" if answered and not (is_message and self._logprobs) else self._say_text("")
         return events + self._close(self._status)
 
     def _close(self, status: str) -> bytes:
@@ -284,7 +287,7 @@ class ResponsesFormatter:
         """Return the complete response, and keep it if the request says so."""
         response = self._response(self._status, usage)
         data = msgspec.json.encode(response)
-        if self._turn.store and not self._keep(self._id, data, self._turn.input, self._turn.previous_id):
+        if self._turn.store and not self._keep(self._id, data, bytes(self._turn.input), self._turn.previous_id):
             return msgspec.json.encode({**response, "store": False})
         return data
 
@@ -300,11 +303,11 @@ class ResponsesFormatter:
             **self._turn.repeated,
         }
 
-    def _logprob(self, token: TokenText) -> Item:
+    def _logprob(self, token: TokenText) -> msgspec.Raw:
         logprobs = token.logprobs
         entry = self._alternative(token.token_id, logprobs.logprob if logprobs else 0.0)
         top = [self._alternative(token_id, logprob) for token_id, logprob in (logprobs.top if logprobs else ())]
-        return {**entry, "top_logprobs": top}
+        return msgspec.Raw(msgspec.json.encode({**entry, "top_logprobs": top}))
 
     def _alternative(self, token_id: int, logprob: float) -> Item:
         data = self._tokenizer.token_bytes(token_id)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest
 from moeserve.frontend.http import invalid
@@ -14,6 +15,7 @@ from moeserve.frontend.parsers.grammars import call_grammar
 from moeserve.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
 from moeserve.frontend.parsers.parser import OutputParser, Reasoning, Start
 from moeserve.frontend.parsers.tagged import GlmCalls, TaggedCalls
+from moeserve.model.files import read_json
 
 CALLS: Mapping[str, CallShape] = {
     "hermes": JsonCalls("<tool_call>", close="</tool_call>"),
@@ -171,6 +173,13 @@ class OutputShape:
 
 
 PLAIN = OutputShape()
+
+
+def model_type_of(folder: Path) -> str:
+    """Return `model_type` of `config.json`, nothing where there is none."""
+    path = folder / "config.json"
+    config = read_json(path) if path.exists() else {}
+    return str(config.get("model_type", ""))
 
 
 def choose_shape(

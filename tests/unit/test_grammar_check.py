@@ -1,8 +1,5 @@
-"""Grammars are compiled in a process of their own: errors name their place, and none takes more than it may."""
+"""The check of grammars: errors name their place, and verdicts are kept."""
 
-import asyncio
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +7,9 @@ import pytest
 
 from moeserve.frontend.constraints import Constraint, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
-from moeserve.frontend.grammar_checker import GrammarChecker
-from moeserve.frontend.grammar_process import find_error
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.prepare.grammar_check import GrammarCheck, find_error
+from moeserve.frontend.prepare.watch import Watch
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import EOS, write_model_dir
 
@@ -26,14 +23,13 @@ def tokenizer_json(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Checks:
-    """A checker with an event loop of its own."""
+    """The check of this process, without bounds."""
 
-    def __init__(self, runner: asyncio.Runner, checker: GrammarChecker) -> None:
-        self.runner = runner
-        self.checker = checker
+    def __init__(self, tokenizer_json: Path) -> None:
+        self._check = GrammarCheck(tokenizer_json, Watch())
 
     def __call__(self, constraint: Constraint) -> SamplingParams:
-        return self.runner.run(self.checker.constrain(constraint, SAMPLING, (EOS,)))
+        return self._check.constrain(constraint, SAMPLING, (EOS,))
 
     def refusal(self, constraint: Constraint) -> ApiError:
         with pytest.raises(ApiError) as caught:
@@ -42,18 +38,9 @@ class Checks:
         return caught.value
 
 
-@contextmanager
-def checks(tokenizer_json: Path) -> Iterator[Checks]:
-    with asyncio.Runner() as runner:
-        checker = GrammarChecker(tokenizer_json)
-        yield Checks(runner, checker)
-        runner.run(checker.stop())
-
-
 @pytest.fixture(scope="module")
-def check(tokenizer_json: Path) -> Iterator[Checks]:
-    with checks(tokenizer_json) as started:
-        yield started
+def check(tokenizer_json: Path) -> Checks:
+    return Checks(tokenizer_json)
 
 
 def schema(value: Any) -> Constraint:
@@ -119,34 +106,15 @@ def test_a_ready_grammar_is_checked_too(check: Checks) -> None:
     assert check.refusal(Constraint("start: @a", "tools")).param == "tools"
 
 
-def test_a_schema_that_compiles_without_end_is_refused_and_the_next_is_not(check: Checks) -> None:
-    endless = {"allOf": [{"type": "integer", "multipleOf": 9973}, {"type": "integer", "multipleOf": 9967}]}
-    assert "too long" in check.refusal(schema(endless)).message
-    assert check(schema({"type": "integer"})).grammar is not None
+def test_a_known_verdict_needs_no_tokens(tokenizer_json: Path) -> None:
+    check = Checks(tokenizer_json)
+    good, bad = schema({"type": "integer"}), schema({"type": "no"})
+    first = check(good), check.refusal(bad).message
+    assert (check(good), check.refusal(bad).message) == first
 
 
-def test_a_known_verdict_needs_no_process(tokenizer_json: Path) -> None:
-    with checks(tokenizer_json) as check:
-        good, bad = schema({"type": "integer"}), schema({"type": "no"})
-        first = check(good), check.refusal(bad).message
-        tokenizer_json.rename(tokenizer_json.with_suffix(".gone"))
-        try:
-            check.runner.run(check.checker.stop())
-            assert (check(good), check.refusal(bad).message) == first
-            assert "cannot be used" in check.refusal(schema({"type": "string"})).message
-        finally:
-            tokenizer_json.with_suffix(".gone").rename(tokenizer_json)
-
-
-def test_a_client_that_leaves_does_not_shift_the_verdicts(tokenizer_json: Path) -> None:
-    async def leave_then_ask(checker: GrammarChecker) -> str | None:
-        leaving = asyncio.ensure_future(checker.constrain(schema({"type": "no"}), SAMPLING, (EOS,)))
-        await asyncio.sleep(0)
-        leaving.cancel()
-        return (await checker.constrain(schema({"type": "integer"}), SAMPLING, (EOS,))).grammar
-
-    with checks(tokenizer_json) as check:
-        assert check.runner.run(leave_then_ask(check.checker)) == schema({"type": "integer"}).grammar
+def test_a_tokenizer_that_is_gone_is_an_error_of_the_request(tmp_path: Path) -> None:
+    assert "cannot be used" in Checks(tmp_path / "tokenizer.json").refusal(schema({"type": "string"})).message
 
 
 def test_the_search_for_an_error_goes_to_the_smallest_part_that_fails() -> None:

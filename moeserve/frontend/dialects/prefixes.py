@@ -1,0 +1,134 @@
+"""The bodies of the routes of the prompt cache: prefixes to be warmed, pinned or unpinned.
+
+Warming is a generation of one token, in a dialect of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
+from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage, Writing
+from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
+from moeserve.frontend.text import TextTokenizer
+from moeserve.plan import SamplingParams
+
+# The fields of a body that have an effect: those that render messages, and by route those beside the prefix.
+MESSAGE_FIELDS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template_kwargs",
+        "continue_final_message",
+        "functions",
+        "messages",
+        "reasoning_effort",
+        "tools",
+    }
+)
+PUBLIC_FIELDS = frozenset({"model"})
+PIN_FIELDS = PUBLIC_FIELDS | {"cache_salt"}
+WARM_FIELDS = PIN_FIELDS | {
+    "cache_report",
+    "priority",
+    "prompt_cache_key",
+    "prompt_cache_options",
+    "prompt_cache_retention",
+}
+
+
+class PrefixBody(ChatBody, kw_only=True):
+    """A prefix: the messages of a chat (with the fields that change how they are rendered), a text, or token ids.
+
+    The other fields of a chat may ask for nothing (`check_prefix`).
+    """
+
+    prompt: str | list[int] | None = None
+
+
+class UnpinBody(PrefixBody, kw_only=True):
+    """id: of the listing, in place of a prefix."""
+
+    id: str | None = None
+
+
+def check_prefix(body: PrefixBody, others: Collection[str]) -> None:
+    """Raise ApiError unless the body has one prefix, and beside it asks for nothing but in the fields `others`."""
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("Give either `prompt` or `messages`", "prompt")
+    prefix_fields = MESSAGE_FIELDS if body.prompt is None else {"prompt"}
+    for name in body.__struct_fields__:
+        if name not in prefix_fields and name not in others and _asks(name, getattr(body, name)):
+            raise invalid(f"`{name}` has no effect on a prefix here: leave it out", name)
+
+
+def _asks(name: str, value: Any) -> bool:
+    """Return whether a field asks for something. Bodies made for a chat may say what is so without them."""
+    if name in ("function_call", "tool_choice"):
+        return value not in (None, "auto", "none")
+    return not (value is None or value is False or value in ([], {}) or (name == "n" and value == 1))
+
+
+def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[int]:
+    """Return the prefix of a checked body; messages without the head of an answer, unless the client asks for it."""
+    if body.model is not None:
+        fields.check_model(body.model, model)
+    if body.prompt is None:
+        return replace(read_chat_prompt(body), add_generation_prompt=body.add_generation_prompt is True)
+    if not body.prompt:
+        raise invalid("`prompt` must not be empty", "prompt")
+    return (
+        body.prompt if isinstance(body.prompt, str) else fields.check_token_ids("prompt", body.prompt, model.vocab_size)
+    )
+
+
+def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
+    """Return a request that computes a prefix and samples one token, which nobody sees. Raises ApiError."""
+    prefix, ignored = fields.decode_json(body, PrefixBody)
+    check_prefix(prefix, WARM_FIELDS)
+    return GenerateRequest(
+        model=prefix.model or model.names[0],
+        prompts=[read_prefix(prefix, model)],
+        sampling=SamplingParams(max_tokens=1, temperature=0.0),
+        max_tokens=1,
+        seed=0,
+        priority=fields.read_priority(prefix),
+        cache_salt=fields.read_cache_salt(prefix.cache_salt),
+        cache=read_cache(prefix),
+        ignored=ignored,
+    )
+
+
+class WarmFormatter:
+    """Writes how much of the prefix was cached before. Its answers are never streamed."""
+
+    def __init__(
+        self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str
+    ) -> None:
+        self._head = {"id": answer_id, "object": "cache.warm", "created": created, "model": request.model}
+
+    def start(self, index: int, usage: Usage) -> bytes:
+        return b""
+
+    def delta(self, delta: Delta, usage: Usage) -> bytes:
+        return b""
+
+    def end(self, usage: Usage) -> bytes:
+        return b""
+
+    def error(self, error: ApiError) -> bytes:
+        return error.event()
+
+    def ping(self) -> bytes:
+        return KEEP_ALIVE
+
+    def complete(self, choices: list[Delta], usage: Usage) -> Writing:
+        yield from ()
+        counts: dict[str, Any] = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
+        if usage.cache_report is not None:
+            counts["cache_report"] = usage.cache_report
+        return msgspec.json.encode({**self._head, **counts})

@@ -1,0 +1,247 @@
+"""From the bytes of a body to token ids, or to the error that the client gets: `Preparer.prepare`.
+
+One synchronous function does all of it: it reads the body within bounds, renders the chat template, tokenises, compiles
+the grammar of the answer, and finds the borders that the prompt cache wants. It runs in text processes, which can be
+ended; the event loop calls it itself for small bodies that need neither template nor grammar.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from llguidance import LLTokenizer
+
+from moeserve.frontend import limits
+from moeserve.frontend.constraints import Constraint, constraint_of, of_calls
+from moeserve.frontend.dialects import chat, completions, fields, messages, prefixes, responses, tokens
+from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
+from moeserve.frontend.encodings import inflate
+from moeserve.frontend.http import ApiError, context_length_exceeded, invalid
+from moeserve.frontend.parsers.families import OutputShape
+from moeserve.frontend.prepare.borders import asks_cache, marked_lengths
+from moeserve.frontend.prepare.grammar_check import GrammarCheck
+from moeserve.frontend.prepare.messages import Ask, Body, NeedsEarlier, Prefix, Prepared, Reply, for_answer
+from moeserve.frontend.prepare.pieces import PieceMemory
+from moeserve.frontend.prepare.watch import Stage, Watch
+from moeserve.frontend.response_store import LentTurn, Shelf
+from moeserve.frontend.templates import ChatTemplate, guard_prompt
+from moeserve.frontend.text import PromptText, TextTokenizer, decode_prompt, prompt_tail
+from moeserve.plan import CacheWish
+
+_MANY_BYTES = 4  # a text with more bytes than this for each token that fits is counted before it is tokenised
+READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
+    "chat": chat.parse,
+    "completions": completions.parse,
+    "messages": messages.parse,
+    "warm": prefixes.parse_warm,
+}
+
+
+class NotHere(Exception):
+    """The body needs a template or a grammar, and this process has none: a text process does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Programs:
+    """The programs of others that run in text processes: the checkpoint's template, None without one, and grammars."""
+
+    template: ChatTemplate | None
+    grammars: GrammarCheck
+    memory: PieceMemory
+
+
+class Preparer:
+    """Prepares bodies with one checkpoint's tokenizer. Knows nothing of earlier ones but what makes it faster."""
+
+    def __init__(
+        self, tokenizer: TextTokenizer, shape: OutputShape, watch: Watch, programs: Programs | None = None
+    ) -> None:
+        """shape: how the model writes reasoning and calls. programs: None on the event loop."""
+        self._tokenizer = tokenizer
+        self._shape = shape
+        self._watch = watch
+        self._programs = programs
+
+    def prepare(self, ask: Ask, body: bytes) -> Reply:
+        """Return what a body becomes, or the refusal that its client gets. Raises NotHere."""
+        self._watch.enter(Stage.READ, len(body))
+        try:
+            return self._prepare(ask, body)
+        except ApiError as error:
+            return error
+        finally:
+            self._watch.leave()
+
+    def _prepare(self, ask: Ask, body: bytes) -> Reply:
+        facts = ask.model
+        if ask.coding is not None:
+            body = inflate(body, ask.coding, ask.max_bytes)
+            self._watch.enter(Stage.READ, len(body))
+        match ask.kind:
+            case "responses":
+                if ask.earlier is None and (names := responses.earlier_names(body)):
+                    return NeedsEarlier(names)
+                return self._generation(responses.parse(body, facts, _shelf(ask.earlier or [])), ask)
+            case "prefix" | "unpin":
+                return self._prefix(ask, body)
+            case "tokenize":
+                return self._tokenize(ask, body)
+            case "detokenize":
+                token_ids = tokens.parse_detokenize(body, facts)
+                self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
+                return _json({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
+            case "count_message":
+                prompt = messages.parse_count(body, facts)
+                return _json({"input_tokens": len(self._encode(prompt, facts, ask.owner))})
+            case kind:
+                return self._generation(READERS[kind](body, facts), ask)
+
+    def _generation(self, request: GenerateRequest, ask: Ask) -> Prepared:
+        if ask.reports or request.cache.report:
+            # In a stream the report comes with the usage.
+            request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
+        facts, owner = ask.model, _owner(ask, request.cache_salt)
+        encode = partial(self._encode, facts=facts, owner=owner)
+        prompts = [encode(prompt) for prompt in request.prompts]
+        constraint = self._constraint(request, prompts[0])
+        if constraint is not None:
+            if self._programs is None:
+                raise NotHere
+            sampling = self._programs.grammars.constrain(constraint, request.sampling, facts.eos_token_ids)
+            request = replace(request, sampling=sampling)
+        wishes = None
+        if asks_cache(request.cache, keeps_states=facts.keeps_states):
+            wishes = []
+            for prompt, token_ids in zip(request.prompts, prompts, strict=True):
+                kept, borders = marked_lengths(
+                    prompt, token_ids, request.cache, encode, keeps_states=facts.keeps_states
+                )
+                wishes.append(CacheWish(kept, ask.retention_share, request.cache.report, borders, ask.tells_salts))
+        texts = [self._decode(token_ids) for token_ids in prompts] if request.shows_prompts else []
+        return Prepared(for_answer(request), prompts, wishes, texts)
+
+    def _constraint(self, request: GenerateRequest, prompt: array[int]) -> Constraint | None:
+        """Return the grammar that the request's format, its tools or the model's reasoning need, if any."""
+        tail = prompt_tail(self._tokenizer, prompt)
+        calls = self._shape.grammar(request, tail, self._tokenizer.added_ids)
+        if calls is not None:
+            return of_calls(calls, request.output_format)
+        return None if request.output_format is None else constraint_of(request.output_format)
+
+    def _decode(self, token_ids: array[int]) -> PromptText:
+        self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
+        return decode_prompt(self._tokenizer, token_ids)
+
+    def _prefix(self, ask: Ask, body: bytes) -> Prefix:
+        kind = prefixes.PrefixBody if ask.kind == "prefix" else prefixes.UnpinBody
+        read, ignored = fields.decode_json(body, kind)
+        salt = fields.read_cache_salt(read.cache_salt)
+        if isinstance(read, prefixes.UnpinBody) and read.id is not None:
+            if read.prompt is not None or read.messages is not None:
+                raise invalid("Give either `id` or a prefix", "id")
+            return Prefix(None, read.id, salt, ignored)
+        prefixes.check_prefix(read, prefixes.PIN_FIELDS)
+        prompt = prefixes.read_prefix(read, ask.model)
+        return Prefix(self._encode(prompt, ask.model, _owner(ask, salt)), None, salt, ignored)
+
+    def _tokenize(self, ask: Ask, body: bytes) -> Body:
+        facts = ask.model
+        asked = tokens.parse_tokenize(body, facts)
+        if isinstance(asked, ChatPrompt):
+            token_ids = self._encode(asked, facts, ask.owner)
+        else:
+            token_ids = self._tokenize_text(asked.prompt or "", special=asked.add_special_tokens is not False)
+        return _json({"count": len(token_ids), "max_model_len": facts.max_model_len, "tokens": token_ids.tolist()})
+
+    def _tokenize_text(self, text: str, *, special: bool) -> array[int]:
+        tokenizer, most = self._tokenizer, limits.MAX_CONVERTED_TOKENS
+        self._watch.enter(Stage.ENCODE, len(text))
+        # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
+        if len(text) <= most or not tokenizer.has_more(text, 2 * most):
+            token_ids = array("i", tokenizer.encode(text, add_special_tokens=special))
+            if len(token_ids) <= most:
+                return token_ids
+        raise invalid(f"`prompt` has more than {most} tokens", "prompt")
+
+    def _encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts, owner: bytes) -> array[int]:
+        """Return the token ids of a prompt. Raises ApiError."""
+        if isinstance(prompt, list):
+            return array("i", prompt)
+        if isinstance(prompt, ChatPrompt):
+            field, (text, mark) = prompt.request_field, self._render(prompt)
+        else:
+            field, text, mark = "prompt", prompt, None
+        self._watch.enter(Stage.ENCODE, len(text))
+        self._check_size(text, facts.max_model_len, field)
+        if mark is None or self._programs is None:
+            token_ids = array("i", self._tokenizer.encode(text))
+        else:
+            token_ids = self._programs.memory.encode(text, mark, owner)
+        if not token_ids:
+            raise invalid("The prompt has no tokens", field)
+        return token_ids
+
+    def _check_size(self, text: str, most: int, field: str) -> None:
+        """Raise ApiError for a text that cannot fit, before it is tokenised: that takes hundreds of times its size."""
+        # A text needs at least this many tokens of the longest kind.
+        least = len(text) // self._tokenizer.longest_token
+        if least >= most:
+            raise context_length_exceeded(most, least, 1, at_least=True, param=field)
+        # Tokens that are counted in parts may be a few more, at the cuts, but never twice as many.
+        if len(text.encode("utf-8", "replace")) > _MANY_BYTES * most and self._tokenizer.has_more(text, 2 * most):
+            raise context_length_exceeded(most, most, 1, at_least=True, param=field)
+        most_chars = limits.MAX_CHARS_PER_TOKEN * most
+        if len(text) > most_chars:
+            message = f"The prompt has {len(text)} characters; for this model's context at most {most_chars} are read"
+            raise invalid(message, field, "context_length_exceeded")
+
+    def _render(self, prompt: ChatPrompt) -> tuple[str, str]:
+        """Return the text of a conversation, and the mark that cuts special tokens in it. Raises ApiError."""
+        if self._programs is None:
+            raise NotHere
+        template = self._programs.template
+        if template is None:
+            message = "This model has no chat template; use /v1/completions"
+            raise ApiError(400, message, param="messages", code="no_chat_template")
+        guarded = guard_prompt(self._tokenizer, prompt)
+        self._watch.enter(Stage.RENDER)
+        text = template.render(guarded.messages, **guarded.arguments)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise invalid("The chat template gives text that is not Unicode", "messages") from None
+        return guarded.cut(text), guarded.mark
+
+
+def make_programs(
+    folder: Path,
+    tokenizer: TextTokenizer,
+    template: ChatTemplate | None,
+    watch: Watch,
+    grammar_tokens: LLTokenizer | None = None,
+) -> Programs:
+    """Return the programs of a checkpoint for one text process. grammar_tokens: if they are loaded already."""
+    borders = [text for text in tokenizer.borders if template is not None and template.may_write(text)]
+    memory = PieceMemory(tokenizer, borders, limits.MAX_PIECE_BYTES)
+    return Programs(template, GrammarCheck(folder / "tokenizer.json", watch, grammar_tokens), memory)
+
+
+def _owner(ask: Ask, cache_salt: str) -> bytes:
+    """Return whose pieces a request may find: its own key's, narrowed by its salt."""
+    return ask.owner + b"/" + cache_salt.encode("utf-8", "surrogatepass")
+
+
+def _shelf(turns: list[LentTurn]) -> Shelf:
+    """Return the earlier responses of a request."""
+    shelf = Shelf(limits.MAX_STORED_RESPONSES_PER_KEY, limits.MAX_STORED_BYTES_PER_KEY, lambda: None)
+    shelf.adopt(turns)
+    return shelf
+
+
+def _json(content: object) -> Body:
+    return Body(msgspec.json.encode(content))

@@ -1,0 +1,100 @@
+"""The bounds under which a text process works: each stage of a job has its processor time and its memory.
+
+Templates, grammars and the libraries that read them can spin or swell where nothing of Python runs, so a stage that
+exceeds its time ends the process by a signal, and one that exceeds its memory fails an allocation. Which stage it was
+stands in a page that the process shares with the event loop.
+"""
+
+from __future__ import annotations
+
+import mmap
+import resource
+import signal
+from enum import IntEnum
+from pathlib import Path
+
+from moeserve.frontend.http import ApiError, internal_error, invalid
+from moeserve.frontend.limits import GRAMMAR_CPU_SECONDS, RENDER_CPU_SECONDS
+
+PAGE_BYTES = 4096
+_STATM = Path("/proc/self/statm")
+_MOST_FIELD_BYTES = 256
+
+
+class Stage(IntEnum):
+    """The parts of a job. LOCATE looks for the place of an error in a schema."""
+
+    READ = 0
+    RENDER = 1
+    ENCODE = 2
+    GRAMMAR = 3
+    LOCATE = 4
+    IDLE = 5
+
+
+# Seconds of processor time: for each stage, and for each character of what it goes through.
+_CPU_SECONDS = {
+    Stage.READ: (1.0, 2e-6),
+    Stage.RENDER: (RENDER_CPU_SECONDS, 0.0),
+    Stage.ENCODE: (1.0, 5e-6),
+    Stage.GRAMMAR: (GRAMMAR_CPU_SECONDS, 0.0),
+    Stage.LOCATE: (1.0, 0.0),
+}
+_RENDER_BYTES = 512 * 2**20  # rendering may map at most this much beside what the process has
+_OTHER_BYTES = 4 * 2**30  # any other stage may map at most this much beside what the process had at first
+
+
+class Watch:
+    """The bounds of this process, or none: the event loop does work of few characters by the same code."""
+
+    def __init__(self, page: mmap.mmap | None = None) -> None:
+        """page: where the stage is noted; None where nothing is bounded."""
+        self._page = page
+        self._most_bytes = 0 if page is None else address_space() + _OTHER_BYTES
+
+    def enter(self, stage: Stage, num_chars: int = 0, field: str = "") -> None:
+        """Begin a stage that goes through so many characters. field: of the request, for the refusal."""
+        if self._page is None:
+            return
+        name = field.encode("utf-8", "replace")[:_MOST_FIELD_BYTES]
+        self._page[: 3 + len(name)] = bytes((stage, len(name) > 0)) + name + b"\0"
+        limit_memory(address_space() + _RENDER_BYTES if stage is Stage.RENDER else self._most_bytes)
+        base, each = _CPU_SECONDS[stage]
+        limit_cpu(base + each * num_chars)
+
+    def leave(self) -> None:
+        """End the stages of a job."""
+        if self._page is not None:
+            limit_cpu(0)
+            self._page[0] = Stage.IDLE
+
+    def refusal(self) -> ApiError:
+        """Return the error of a job whose latest stage took too much memory."""
+        return internal_error() if self._page is None else refusal(self._page[:])
+
+
+def refusal(page: bytes) -> ApiError:
+    """Return the error of a job that took too much, by the page of its process."""
+    field = page[2:].partition(b"\0")[0].decode("utf-8", "replace") if page[1] else None
+    match page[0]:
+        case Stage.RENDER:
+            return invalid("The chat template takes too long for these messages, or too much memory", "messages")
+        case Stage.GRAMMAR | Stage.LOCATE:
+            return invalid(f"Invalid value for `{field}`: it takes too long to compile", field)
+        case _:
+            return invalid("The request takes too long to read, or too much memory", code="too_many_values")
+
+
+def limit_cpu(seconds: float) -> None:
+    """End this process by SIGPROF after so much more processor time; 0 takes the limit away."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+
+
+def address_space() -> int:
+    """Return the bytes that this process has mapped."""
+    return int(_STATM.read_text().split()[0]) * resource.getpagesize()
+
+
+def limit_memory(num_bytes: int) -> None:
+    """Let this process map at most so many bytes, until it is changed."""
+    resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))
