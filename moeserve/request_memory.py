@@ -34,9 +34,12 @@ class RequestMemory:
         self._block_size = cache.block_size
         self._windows = cache.windows
 
-    def num_available_blocks(self, request: Request, *, sparing: bool) -> int:
-        """Count the blocks that the request could get now. See `grow` for `sparing`."""
-        return self._cache.num_available_to(request.namespace) if sparing else self._cache.num_available
+    def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
+        """Count the blocks that the request could get now. See `grow` for `sparing`.
+
+        enough: a count of as many may be too low, and costs less.
+        """
+        return self._cache.num_available_to(request.namespace, enough) if sparing else self._cache.num_available
 
     def share(self, request: Request) -> None:
         """Set the terms of the request's account, by which its prefixes are evicted."""
@@ -409,4 +412,4 @@ class RankLoads:
         wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom
         # A tenant's first request may take any block; further requests spare the cached prefixes of other tenants.
         is_further = self._num_of_tenant[rank, request.terms.tenant] > 0
-        return wanted <= memory.num_available_blocks(request, sparing=is_further)
+        return wanted <= memory.num_available_blocks(request, sparing=is_further, enough=wanted)

@@ -111,13 +111,18 @@ class PrefixCache:
         """The number of blocks that `extend` could give to a lease now."""
         return self._allocator.num_free + self._tree.num_evictable_blocks
 
-    def num_available_to(self, namespace: str) -> int:
-        """Count the blocks that `extend` with `sparing` could give to a lease of a namespace now."""
-        num_evictable = self._tree.num_evictable_blocks
-        num_spared = int(_SPARED_SHARE * self.num_blocks)
-        if num_evictable and num_spared:
-            num_evictable -= min(num_spared, self._tree.num_to_spare(account_of(namespace)))
-        return self._allocator.num_free + num_evictable
+    def num_available_to(self, namespace: str, enough: int | None = None) -> int:
+        """Count the blocks that `extend` with `sparing` could give to a lease of a namespace now.
+
+        enough: the caller needs no more, and a count of as many, which costs less, may be too low.
+        """
+        num_spared, account = int(_SPARED_SHARE * self.num_blocks), account_of(namespace)
+        if enough is not None:
+            num_own = self._tree.victims.num_evictable(account)
+            num_sure = self._allocator.num_free + max(self._tree.num_evictable_blocks - num_spared, num_own)
+            if num_sure >= enough:
+                return num_sure
+        return self.num_available - self._tree.num_to_spare(account, num_spared)
 
     @property
     def windows(self) -> WindowBlocks | None:
@@ -244,7 +249,7 @@ class PrefixCache:
             return None
         num_missing = count - allocator.num_free
         if num_missing > 0:
-            available = self.num_available_to(lease.namespace) if sparing else self.num_available
+            available = self.num_available_to(lease.namespace, count) if sparing else self.num_available
             if count > available:
                 return None
             self._free(self._tree.evict(num_missing, account_of(lease.namespace)))
@@ -427,7 +432,11 @@ class PrefixCache:
         The next victim is of the account that holds most blocks for its weight. Accounts with more than `most` of all
         blocks come before accounts within their limits.
         """
-        self._tree.victims.share(account_of(namespace), weight, inf if most >= 1 else most * self.num_blocks)
+        limit = inf if most >= 1 else most * self.num_blocks
+        if self._tree.victims.share(account_of(namespace), weight, limit):
+            self._tree.snapshots.reorder()
+            if self._windows is not None:
+                self._windows.reorder()
 
     def tell_time(self, now: float) -> None:
         """Set the time, which must not go back, and end overdue retentions."""

@@ -159,6 +159,10 @@ class SnapshotTable:
         while node.snapshots and node.snapshots[-1].offset > num_left:
             self.remove(node.snapshots[-1])
 
+    def reorder(self) -> None:
+        """Heed that the weight of an account has changed."""
+        self._queue.reorder()
+
     def check(self, snapshots: list[Snapshot]) -> None:
         """Raise InvariantError unless these are the snapshots in the tree, and all that are not pinned may go."""
         require(len(snapshots) == self.num_cached, "num_cached is wrong")

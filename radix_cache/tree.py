@@ -193,10 +193,11 @@ class RadixTree:
         node.used_at = self.now
         self._drop_reference(node)
 
-    def num_to_spare(self, account: str) -> int:
-        """Count the evictable blocks that an account would take from accounts that hold less than it."""
+    def num_to_spare(self, account: str, most: int) -> int:
+        """Count, up to `most`, the evictable blocks that an account would take from accounts that hold less than it."""
         accounts = self.ledger.accounts() if self.ledger.num_pins else {}
-        return self.victims.num_to_spare(account, {name: one.num_pinned_blocks for name, one in accounts.items()})
+        pinned = {name: one.num_pinned_blocks for name, one in accounts.items()}
+        return self.victims.num_to_spare(account, pinned, most)
 
     def evict(self, count: int, account: str | None = None) -> array[int]:
         """Remove `count` blocks, at most `num_evictable_blocks`, from the tails of leaves that no lease needs.

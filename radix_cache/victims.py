@@ -6,6 +6,9 @@ its share and another account holds more. This is max-min fairness over all bloc
 Accounts without further requests would hold their shares for ever, so the blocks of an account count double for every
 `HALF_LIFE_S` since its last request. With one account the order is that of age alone.
 
+The accounts lie in heaps by what they hold. The decay is the same for all, so an account's place changes only when the
+account is touched, and an eviction costs O(log accounts).
+
 Blocks are evicted for an account, the taker. Its own leaves, and those of accounts that hold as much as it does, come
 before leaves of accounts that hold less; a part of the latter can be spared (`num_to_spare`).
 """
@@ -14,10 +17,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Collection, Iterator, Mapping
-from heapq import heapify, heappop, heappush, heapreplace
+from heapq import heapify, heappop, heappush
 from math import inf, log2
 
-from radix_cache.errors import require
+from radix_cache.errors import InvariantError, require
 from radix_cache.nodes import PUBLIC, Node
 from radix_cache.retention import account_of
 
@@ -28,7 +31,7 @@ _USUAL = (1.0, inf)
 # (tier, rank of the retention, excess of the account with its sign turned, stamp, serial): the first victim has the
 # lowest. Tier 1: leaves of accounts that hold less than the taker. Tier 2: pinned leaves.
 Place = tuple[int, int, float, int, int]
-
+_Entry = tuple[float, int, int, int, "Holding"]
 
 _PINNED = 2
 
@@ -91,11 +94,15 @@ class Holding:
             count -= 1
         return count
 
-    def place(self, node: Node, taker: Taker, num_cut: int = 0) -> Place:
-        """Return the place of the account's next victim among all accounts', once `num_cut` blocks are gone."""
-        rank, excess = self.queue[0][0], self.excess(num_cut)
+    def place(self, taker: Taker, num_cut: int = 0) -> Place:
+        """Return the place of the account's next victim among all accounts', once `num_cut` blocks are gone.
+
+        To be called after `first`, which found the victim.
+        """
+        rank, last_used, serial, *_ = self.queue[0]
+        excess = self.excess(num_cut)
         tier = 2 if rank == _PINNED else 0 if self is taker.holding or excess >= taker.excess else 1
-        return tier, rank, -excess, node.last_used, node.serial
+        return tier, rank, -excess, last_used, serial
 
     def bound_queue(self) -> None:
         """Drop dead entries at the top, and all of them when there are more of them than of blocks."""
@@ -118,10 +125,17 @@ class Taker:
 class Victims:
     """The holdings of the accounts that have blocks. It removes no node from the tree."""
 
-    __slots__ = ("_holdings", "_next_entry", "_terms", "now")
+    __slots__ = ("_entries", "_holdings", "_next_entry", "_orders", "_terms", "_touched", "now")
 
     def __init__(self) -> None:
         self._holdings: dict[str, Holding] = {}
+        # By the rank of their next victims, the accounts that have one: (excess with its sign turned, stamp and serial
+        # of the victim, entry, account). A victim may be gone: the account then belongs further behind.
+        self._orders: tuple[list[_Entry], ...] = ([], [], [])
+        # The numbers of the accounts' entries there. Entries with other numbers are dead.
+        self._entries: dict[Holding, int] = {}
+        # The accounts whose excess or victim has changed since they were put into the heaps.
+        self._touched: dict[Holding, None] = {}
         # (weight, limit) of the accounts whose terms are not _USUAL.
         self._terms: dict[str, tuple[float, float]] = {}
         self._next_entry = 0
@@ -131,20 +145,26 @@ class Victims:
         """Set the time, which never goes back, in seconds."""
         self.now = now
 
-    def share(self, account: str, weight: float, limit: float) -> None:
-        """Set an account's weight among all, and the number of blocks beyond which it comes first."""
+    def share(self, account: str, weight: float, limit: float) -> bool:
+        """Set an account's weight among all, and the number of blocks beyond which it comes first.
+
+        Return whether they were others before.
+        """
         if (weight, limit) == self._terms.get(account, _USUAL):
-            return
+            return False
         self._terms[account] = (weight, limit)
         if (weight, limit) == _USUAL:
             del self._terms[account]
         if (holding := self._holdings.get(account)) is not None:
             holding.weight, holding.limit = weight, limit
+            self._touched[holding] = None
+        return True
 
     def use(self, namespace: str) -> None:
         """Note that a request of a namespace has published or ended."""
         if (holding := self._holdings.get(account_of(namespace))) is not None:
             holding.used_at = self.now
+            self._touched[holding] = None
 
     def count(self, namespace: str, change: int) -> None:
         """Note that a namespace has `change` more blocks, or fewer, in the tree."""
@@ -172,6 +192,7 @@ class Victims:
         holding = self._holdings[account_of(node.namespace)]
         heappush(holding.queue, (rank, node.last_used, node.serial, node.queued, node))
         holding.bound_queue()
+        self._touched[holding] = None
 
     def excess_of(self, account: str, num_held: int) -> float:
         """Return a measure, as `Holding.excess`, of an account's holding of `num_held` rows that are no KV blocks.
@@ -185,18 +206,26 @@ class Victims:
             return _excess(num_held, holding.weight, holding.used_at)
         return _excess(num_held, self._terms.get(account, _USUAL)[0], self.now)
 
-    def num_to_spare(self, account: str, pinned: Mapping[str, int]) -> int:
-        """Count the evictable blocks left to other accounts once each has given blocks until it holds less than the
-        taker.
+    def num_evictable(self, account: str) -> int:
+        """Return the number of blocks of an account that no lease protects."""
+        holding = self._holdings.get(account)
+        return 0 if holding is None else holding.num_blocks - holding.num_leased
+
+    def num_to_spare(self, account: str, pinned: Mapping[str, int], most: int) -> int:
+        """Count, up to `most`, the evictable blocks left to other accounts once each has given blocks until it holds
+        less than the taker.
 
         pinned: blocks that retentions without end cover, by account. They are not counted.
         """
         taker = Taker(self._holdings.get(account))
         found = 0
         for name, holding in self._holdings.items():
-            if holding is not taker.holding:
-                num_free = holding.num_blocks - holding.num_leased - pinned.get(name, 0)
-                found += max(0, num_free - holding.num_beyond(taker.excess))
+            if holding is taker.holding or holding.num_blocks == holding.num_leased:
+                continue
+            num_free = holding.num_blocks - holding.num_leased - pinned.get(name, 0)
+            found += max(0, num_free - holding.num_beyond(taker.excess))
+            if found >= most:
+                return most
         return found
 
     def choose(self, count: int, account: str | None) -> Iterator[tuple[Node, int]]:
@@ -207,26 +236,14 @@ class Victims:
         """
         taker = Taker(None if account is None else self._holdings.get(account))
         while count:
-            leaves = [(holding, node) for holding in self._holdings.values() if (node := holding.first()) is not None]
-            turns = [(holding.place(node, taker), holding) for holding, node in leaves]
-            require(bool(turns), f"{count} blocks are to be evicted, but none may go")
-            # Places differ in their serials, so holdings are never compared.
-            heapify(turns)
-            while count and turns:
-                holding = turns[0][1]
-                node = holding.first()
-                assert node is not None
-                parent = node.parent
-                assert parent is not None
-                cut = _num_blocks_to_cut(holding, node, taker, count, min(turns[1:3], default=None))
-                yield node, cut
-                count -= cut
-                if node.parent is None and parent.namespace != node.namespace:
-                    break  # the parent, of another account, may be a leaf now
-                if (following := holding.first()) is not None:
-                    heapreplace(turns, (holding.place(following, taker), holding))
-                else:
-                    heappop(turns)
+            holding = self._first(taker)
+            if holding is None:
+                raise InvariantError(f"{count} blocks are to be evicted, but none may go")
+            node = holding.first()
+            assert node is not None
+            cut = self._num_blocks_to_cut(holding, taker, min(count, len(node.blocks)))
+            yield node, cut
+            count -= cut
 
     def leaves(self, accounts: Collection[str] | None = None) -> Iterator[Node]:
         """Yield the leaves of some accounts (None: of all) that may go now, in no particular order.
@@ -269,23 +286,75 @@ class Victims:
 
     def _close(self, namespace: str, holding: Holding) -> None:
         """Forget an account that holds nothing."""
-        if not holding.num_blocks and not holding.num_private:
+        if holding.num_blocks or holding.num_private:
+            self._touched[holding] = None
+        else:
             del self._holdings[account_of(namespace)]
+            self._entries.pop(holding, None)
+            self._touched.pop(holding, None)
+
+    def _num_blocks_to_cut(self, holding: Holding, taker: Taker, most: int) -> int:
+        """Return the number of blocks, at most `most`, that the first account loses before another one's turn."""
+        if most == 1:
+            return 1
+        self._take_out(holding)
+        following = self._first(taker, holding)
+        if following is None:
+            return most
+        place, cut = following.place(taker), 1
+        while cut < most and holding.place(taker, cut) < place:
+            cut += 1
+        return cut
+
+    def _take_out(self, holding: Holding) -> None:
+        """Let the account's entry in the heaps be dead, until it is put there anew as one that was touched."""
+        self._entries.pop(holding, None)
+        self._touched[holding] = None
+
+    def _put(self, holding: Holding) -> None:
+        """Put an account into the heap where its next victim belongs, if it has one."""
+        if holding.first() is None:
+            self._entries.pop(holding, None)
+            return
+        rank, last_used, serial, *_ = holding.queue[0]
+        self._next_entry += 1
+        self._entries[holding] = self._next_entry
+        order = self._orders[rank]
+        heappush(order, (-holding.excess(), last_used, serial, self._next_entry, holding))
+        if len(order) > 2 * len(self._holdings) + _HEAP_SLACK:
+            order[:] = [entry for entry in order if self._entries.get(entry[4]) == entry[3]]
+            heapify(order)
+
+    def _first(self, taker: Taker, but: Holding | None = None) -> Holding | None:
+        """Return the account whose victim goes first, None without any. but: an account that was taken out.
+
+        Of accounts whose victims have one rank the one with the largest excess comes first, for every taker. Only the
+        taker itself has another place.
+        """
+        for touched in [one for one in self._touched if one is not but]:
+            del self._touched[touched]
+            self._put(touched)
+        found = [holding for rank in range(len(self._orders)) if (holding := self._head(rank)) is not None]
+        own = taker.holding
+        if own is not None and own is not but and own.first() is not None:
+            found.append(own)
+        return min(found, key=lambda holding: holding.place(taker), default=None)
+
+    def _head(self, rank: int) -> Holding | None:
+        """Return the first account of a heap, None without any. Puts accounts right whose victims are gone."""
+        order = self._orders[rank]
+        while order:
+            _, last_used, serial, entry, holding = order[0]
+            if self._entries.get(holding) == entry:
+                if holding.first() is not None and holding.queue[0][:3] == (rank, last_used, serial):
+                    return holding
+                heappop(order)
+                self._put(holding)
+            else:
+                heappop(order)
+        return None
 
 
 def _excess(num_held: int, weight: float, used_at: float) -> float:
     # The factor 2 ** ((now - used_at) / HALF_LIFE_S) without `now`, which is the same for all.
     return log2(num_held / weight) - used_at / HALF_LIFE_S if num_held else -inf
-
-
-def _num_blocks_to_cut(
-    holding: Holding, node: Node, taker: Taker, count: int, following: tuple[Place, Holding] | None
-) -> int:
-    """Return the number of blocks of `node`, at most `count`, to remove before another account's turn."""
-    most = min(count, len(node.blocks))
-    if following is None:
-        return most
-    cut = 1
-    while cut < most and holding.place(node, taker, cut) < following[0]:
-        cut += 1
-    return cut

@@ -202,6 +202,10 @@ class WindowBlocks:
             self._of[block] = _NONE
         self._allocator.free(freed)
 
+    def reorder(self) -> None:
+        """Heed that the weight of an account has changed."""
+        self._queue.reorder()
+
     def check(self, num_holds: dict[int, int], waiting: set[int]) -> None:
         """Raise InvariantError unless every window block is in one place. O(blocks).
 
