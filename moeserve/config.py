@@ -296,6 +296,12 @@ class ServeConfig:
         group="HTTP",
         minimum=1,
     )
+    metrics_compat: str = setting(
+        "vllm",
+        "Other names under which /metrics tells its figures too: those that dashboards for vLLM look for, or none.",
+        group="HTTP",
+        choices=("vllm", "none"),
+    )
     max_logprobs: int = setting(
         20, "Most alternatives per token a client may ask for.", group="HTTP", minimum=0, maximum=1000
     )

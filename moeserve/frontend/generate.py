@@ -39,7 +39,7 @@ from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRej
 from moeserve.frontend.services import Lend, Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.wills import Will
-from moeserve.plan import Terms
+from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Generate, Output, Rejected
 
 _BACKGROUND = b'"background"'  # a body without it asks for nothing in the background
@@ -156,6 +156,7 @@ class GenerateRoute:
         try:
             async with AsyncExitStack() as stack:
                 group = await self._submit(stack, generates, facts)
+                progress.admit()
                 stack.callback(_note_deaths, group, state["log"])
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
@@ -330,11 +331,19 @@ class Progress:
         self._arrival = arrival
         self._first: float | None = None
         self._latest: list[float | None] = [None] * num_choices
+        self._num_admitted = self._num_ended = 0
+
+    def admit(self) -> None:
+        """Note that the engine has admitted every choice."""
+        self._num_admitted = len(self._latest)
 
     def note(self, batch: list[tuple[int, Output]]) -> None:
         """Observe outputs that have just arrived."""
         now = time.monotonic()
         for choice, output in batch:
+            if output.finish_reason is not None:
+                self._num_ended += 1
+                self._metrics.count_ended(output.finish_reason)
             if not output.token_ids:
                 continue
             latest = self._latest[choice]
@@ -348,8 +357,15 @@ class Progress:
     def end(self, answer: Answer, log_fields: dict[str, Any]) -> None:
         """Observe the end of the answer, complete or not, and add its counts to the log line."""
         usage = answer.usage
+        now = time.monotonic()
         if not answer.num_open:
-            self._metrics.end_to_end.observe(time.monotonic() - self._arrival)
+            self._metrics.end_to_end.observe(now - self._arrival)
+            self._metrics.prompt_tokens.observe(usage.prompt_tokens)
+            self._metrics.generation_tokens.observe(usage.completion_tokens)
+            if self._first is not None:
+                self._metrics.decode_time.observe(now - self._first)
+        if left := self._num_admitted - self._num_ended:
+            self._metrics.count_ended(FinishReason.ABORT, left)
         log_fields |= {
             "prompt_tokens": usage.prompt_tokens,
             "cached_tokens": usage.cached_tokens,

@@ -18,13 +18,15 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from moeserve.frontend.dialects.fields import HARMLESS
-from moeserve.wire import FeatureSamples, Stats
+from moeserve.frontend.metrics_vllm import VllmNames
+from moeserve.wire import EngineReady, FeatureSamples, Stats
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
 
 _TTFT = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 _ITL = (0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
 _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
+_TOKENS = (1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _REJECTIONS = "moeserve_rejections"
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
@@ -69,6 +71,16 @@ class Metrics(Collector):
         self.queue_time = self._histogram(
             "moeserve_request_queue_seconds", "From admission to the first scheduled token", _QUEUE
         )
+        self.decode_time = self._histogram(
+            "moeserve_request_decode_seconds", "From the first token of a request to the end of its answer", _LONG
+        )
+        self.prompt_tokens = self._histogram("moeserve_request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.generation_tokens = self._histogram(
+            "moeserve_request_generation_tokens", "Tokens of a request's answer", _TOKENS
+        )
+        self._ended = self._counter(
+            "moeserve_choices_ended", "Choices that ended, by reason: stop, length, abort, error or late", "reason"
+        )
         self._responses = self._counter("moeserve_http_responses", "Responses by route and status", "route", "status")
         self._ignored = self._counter("moeserve_ignored_fields", "Request fields that were not understood", "field")
         self._disconnects = self._counter(
@@ -91,6 +103,10 @@ class Metrics(Collector):
     def count_response(self, route: str, status: int) -> None:
         self._responses.labels(route, str(status)).inc()
 
+    def count_ended(self, reason: str, count: int = 1) -> None:
+        """Count choices that ended."""
+        self._ended.labels(reason).inc(count)
+
     def count_disconnect(self) -> None:
         self._disconnects.inc()
 
@@ -99,9 +115,11 @@ class Metrics(Collector):
         for name in names:
             self._ignored.labels(name if name in HARMLESS else "other").inc()
 
-    def render(self) -> bytes:
-        """Return the text that Prometheus scrapes."""
-        return generate_latest(self)
+    def render(self, ready: EngineReady | None = None, names: VllmNames | None = None) -> bytes:
+        """Return the text that Prometheus scrapes; with `names`, of an engine that is `ready`, under these as well."""
+        if names is None:
+            return generate_latest(self)
+        return generate_latest(_Families(list(names.add(self.collect(), self._stats, ready))))
 
     def latencies(self) -> tuple[Buckets, Buckets]:
         """Return the times to the first token and those between tokens."""
@@ -154,6 +172,16 @@ class Metrics(Collector):
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(name, documentation, labels, registry=self._registry)
+
+
+class _Families(Collector):
+    """Metrics that were collected."""
+
+    def __init__(self, families: Sequence[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
 
 
 def _buckets(samples: Sequence[Sample]) -> Buckets:

@@ -16,6 +16,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.http import ApiError, receive_body, unknown_model, until_disconnect
 from moeserve.frontend.metrics import CONTENT_TYPE
+from moeserve.frontend.metrics_vllm import VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
@@ -30,6 +31,8 @@ class ServiceRoutes:
 
     def __init__(self, services: Services) -> None:
         self._services = services
+        has_names = services.run.config.metrics_compat == "vllm"
+        self._names = VllmNames(services.run.served_model_names[0]) if has_names else None
 
     async def health(self, _: Request) -> Response:
         """Answer 200 while this process lives."""
@@ -46,7 +49,8 @@ class ServiceRoutes:
         return json_response({"version": VERSION})
 
     async def metrics(self, _: Request) -> Response:
-        return Response(self._services.metrics.render(), headers={"content-type": CONTENT_TYPE.decode()})
+        text = self._services.metrics.render(self._services.engine.ready, self._names)
+        return Response(text, headers={"content-type": CONTENT_TYPE.decode()})
 
     async def models(self, _: Request) -> Response:
         names = self._services.run.served_model_names

@@ -116,6 +116,23 @@ def test_leaving_gives_the_blocks_back(running: Service, client: OpenAI, n: int)
     assert metric(running, "moeserve_requests_running") == 0
 
 
+def test_choices_are_counted_by_how_they_ended_under_both_names(running: Service, client: OpenAI) -> None:
+    def ended(reason: str) -> list[float]:
+        own = f'moeserve_choices_ended_total{{reason="{reason}"}}'
+        theirs = f'vllm:request_success_total{{engine="0",finished_reason="{reason}",model_name="m"}}'
+        lines = running.http.get("/metrics").text.splitlines()
+        found = [[float(line.rpartition(" ")[2]) for line in lines if line.startswith(name)] for name in (own, theirs)]
+        return [sum(values) for values in found]
+
+    before = {reason: ended(reason) for reason in ("length", "abort")}
+    ask(client, max_tokens=3, n=2)
+    stream = ask(client, stream=True, max_tokens=3500)
+    next(iter(stream))
+    stream.close()
+    wait_until(lambda: ended("abort") == [count + 1 for count in before["abort"]])
+    assert ended("length") == [count + 2 for count in before["length"]]
+
+
 def test_chat_and_responses_say_the_same_and_find_each_others_prefix(
     client: OpenAI,
 ) -> None:

@@ -281,11 +281,14 @@ class Soak:
 
     def blocks(self) -> dict[str, float]:
         """Return the KV blocks by state."""
-        return {state: self.metric(f'moeserve_kv_blocks{{state="{state}"}}') for state in ("free", "cached", "leased")}
+        # All of one answer: the engine moves blocks from state to state between two.
+        told = self.service.http.get("/metrics").text
+        return {
+            state: _metric(told, f'moeserve_kv_blocks{{state="{state}"}}') for state in ("free", "cached", "leased")
+        }
 
     def metric(self, name: str) -> float:
-        lines = self.service.http.get("/metrics").text.splitlines()
-        return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name + " "))
+        return _metric(self.service.http.get("/metrics").text, name)
 
     def assert_nothing_is_lost(self) -> None:
         """Every block is free or cached, all of them free after a reset, and no connection is left."""
@@ -293,6 +296,11 @@ class Soak:
         wait_until(lambda: self.blocks()["leased"] == 0)
         assert self.service.http.post("/reset_prefix_cache").status_code == 200
         wait_until(lambda: self.blocks() == {"free": before, "cached": 0.0, "leased": 0.0})
+
+
+def _metric(told: str, name: str) -> float:
+    """Return a value in an answer of `/metrics`."""
+    return next(float(line.rpartition(" ")[2]) for line in told.splitlines() if line.startswith(name + " "))
 
 
 def _resident_mib(pid: int) -> float:
