@@ -74,7 +74,7 @@ def _torchrun_options(context: RunContext) -> list[str]:
         "--local-addr=127.0.0.1",
         f"--rdzv-id={context.incarnation}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint={context.run_dir}/torchrun.{context.incarnation}",
+        f"--rdzv-endpoint={context.run_dir}/torchrun-{context.incarnation}",
         "--rdzv-conf=store_type=file",
     ]
 

@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
@@ -111,12 +112,13 @@ def _run_other_node(config: ServeConfig, errors: Console) -> int:
     finally:
         progress.close()
     with run_directory(os.environ) as directory:
-        context = make_context(config, model_dir, directory, meets_in_store=True)
+        context = replace(make_context(config, model_dir, directory, meets_in_store=True), incarnation=0)
         click.echo(f"{who}: joins node 0 at {config.rdzv_endpoint}.", err=True)
         supervisor = NodeSupervisor(
             context,
             computing=lambda: click.echo(f"{who}: computes for node 0, which serves HTTP."),
             failed=lambda sentence: say(errors, "Error", sentence),
+            notice=lambda sentence: say(errors, "Notice", sentence),
         )
         return asyncio.run(supervisor.run())
 

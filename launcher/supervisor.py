@@ -192,7 +192,9 @@ class Supervisor:
         self._tasks: set[asyncio.Task[None]] = set()
         self._lives: list[_Life] = []
         self._due: set[str] = set()
-        max_restarts = 0 if context.meets_in_store else context.config.max_restarts
+        # A user's torchrun ends the other ranks with rank 0.
+        joins_again = not context.meets_in_store or self._worker_module == GROUP_MODULE
+        max_restarts = context.config.max_restarts if joins_again else 0
         self._frontend_names = frontend_names(context.config.num_frontends)
         self._policies = {name: RestartPolicy(max_restarts) for name in (_WORKER, *self._frontend_names)}
         self._makes_copies = max_restarts > 0 and self._worker_module in (WORKER_MODULE, GROUP_MODULE)
@@ -582,6 +584,9 @@ class Supervisor:
             self._worker = self._begin(self._worker.child)
             self._write(self._orders, f"{self._context.file}\n".encode())
         else:
+            # The store of the agent that has ended, which may have served for many lives.
+            for store in Path(self._context.run_dir).glob("torchrun-*"):
+                store.unlink(missing_ok=True)
             self._worker = self._start_worker()
         self._worker.starting.append(self._spawn(self._await_start(self._worker)))
         self._tell_frontends(self._engine_news())

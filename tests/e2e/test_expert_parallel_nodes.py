@@ -12,13 +12,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx2
 import pytest
 
 from moeserve.ranks.meeting import create_keys
 from tests.support.forking import popen
-from tests.support.service import ROOT, Service, descendants, is_alive, service, wait_until
+from tests.support.service import (
+    ROOT,
+    Service,
+    children_of,
+    descendants,
+    is_alive,
+    read_of_process,
+    service,
+    wait_until,
+)
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPTS = [[5 + n, 9, 30 + n, 7, 41, 12, 11, 50, 3 + n] * 5 for n in range(6)]
@@ -78,10 +88,10 @@ class OtherNode:
 
 @contextmanager
 def two_nodes(
-    model: Path, folder: Path, key: Path, *, other_model: Path | None = None
+    model: Path, folder: Path, key: Path, *more: str, other_model: Path | None = None
 ) -> Iterator[tuple[Service, OtherNode]]:
     """Node 0, not ready yet, and node 1."""
-    arguments = ("--nnodes", "2", "--expert-parallel-size", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    arguments = (*more, "--nnodes", "2", "--expert-parallel-size", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
     arguments += ("--curve-key-file", str(key))
     (folder / "first" / "run").mkdir(parents=True)
     (folder / "other").mkdir()
@@ -106,9 +116,8 @@ def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
         first.wait_until_ready()
         wait_until(lambda: "ranks 1 to 1: computes for node 0" in other.said.read_text())
         processes = descendants(first.process.pid) | descendants(other.process.pid)
-        assert (
-            len(processes) == 9
-        )  # two groups, two ranks, two janitors, the HTTP process and two that render templates
+        # Two groups, two ranks and their copies, two janitors, the HTTP process and three that prepare text.
+        assert len(processes) == 12
         assert texts_of(first.http) == expected
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
@@ -122,7 +131,7 @@ def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
 def test_a_lost_node_ends_the_service_and_its_rank_is_named(
     model: Path, key: Path, tmp_path: Path, number: signal.Signals
 ) -> None:
-    with two_nodes(model, tmp_path, key) as (first, other):
+    with two_nodes(model, tmp_path, key, "--max-restarts", "0") as (first, other):
         first.wait_until_ready()
         wait_until(lambda: "computes for node 0" in other.said.read_text())
         processes = descendants(first.process.pid) | descendants(other.process.pid)
@@ -144,7 +153,7 @@ def test_a_lost_node_ends_the_service_and_its_rank_is_named(
 
 @pytest.mark.long
 def test_a_lost_node_0_ends_the_others_with_a_sentence(model: Path, key: Path, tmp_path: Path) -> None:
-    with two_nodes(model, tmp_path, key) as (first, other):
+    with two_nodes(model, tmp_path, key, "--max-restarts", "0") as (first, other):
         first.wait_until_ready()
         processes = descendants(first.process.pid) | descendants(other.process.pid)
         first.process.kill()
@@ -152,6 +161,53 @@ def test_a_lost_node_0_ends_the_others_with_a_sentence(model: Path, key: Path, t
         assert "is gone: node 0 has ended or cannot be reached." in other.said.read_text()
         assert not list(other.run_root.iterdir())
         wait_until(lambda: not any(map(is_alive, processes)), timeout=2)
+
+
+def rank_of(node: subprocess.Popen[str]) -> int:
+    """The process that serves as the only rank of a node: a copy of the process that has loaded its part."""
+    ranks = {pid for pid in descendants(node.pid) if "RANK=" in read_of_process(pid, "environ")}
+    [rank] = [pid for pid in ranks if not descendants(pid)]
+    return rank
+
+
+def finish(events: Iterator[dict[str, Any]]) -> None:
+    assert not any("error" in event for event in events)
+
+
+@pytest.mark.slow
+def test_a_lost_rank_of_any_node_is_a_pause_and_no_whole_start(
+    model: Path, key: Path, expected: list[str], tmp_path: Path
+) -> None:
+    with two_nodes(model, tmp_path, key) as (first, other):
+        first.wait_until_ready()
+        wait_until(lambda: "computes for node 0" in other.said.read_text())
+        loaded = [children_of(first.process.pid)["worker"], children_of(other.process.pid)["worker"]]
+        for node in (other.process, first.process):
+            events = first.stream(max_tokens=200)
+            next(events)
+            os.kill(rank_of(node), signal.SIGKILL)
+            finish(events)
+        assert texts_of(first.http) == expected
+        assert loaded == [children_of(first.process.pid)["worker"], children_of(other.process.pid)["worker"]]
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 0
+        assert other.process.wait(10) == 0
+        assert first.leaves_nothing()
+        assert not list(other.run_root.iterdir())
+
+
+@pytest.mark.long
+def test_a_group_of_a_node_that_is_lost_starts_again_with_the_other(
+    model: Path, key: Path, expected: list[str], tmp_path: Path
+) -> None:
+    with two_nodes(model, tmp_path, key) as (first, other):
+        first.wait_until_ready()
+        wait_until(lambda: "computes for node 0" in other.said.read_text())
+        for node in (first.process, other.process):
+            served = first.errors.read_text().count("serves again")
+            os.kill(children_of(node.pid)["worker"], signal.SIGKILL)
+            wait_until(lambda so_far=served: first.errors.read_text().count("serves again") > so_far, timeout=240)
+            assert texts_of(first.http) == expected
 
 
 @pytest.mark.long
