@@ -92,12 +92,13 @@ def test_a_grammar_that_dies_ends_its_request_alone(running: Service) -> None:
     assert chat(running, response_format=json_schema(PERSON), max_tokens=500).status_code == 200
 
 
-def test_the_process_that_checks_grammars_ends_with_the_frontend(tmp_path: Any) -> None:
+def test_the_text_processes_end_with_the_frontend(tmp_path: Any) -> None:
     model = write_tiny_checkpoint(tmp_path / "model")
     with service(model, tmp_path) as started:
-        before = descendants(started.pids["frontend"])
         assert chat(started, response_format=json_schema(PERSON), max_tokens=1).status_code == 200
-        (checker,) = descendants(started.pids["frontend"]) - before
+        processes = descendants(started.pids["frontend"])
+        assert len(processes) >= 3, "two, and the one that starts them"
         started.process.terminate()
         assert started.end() == 0
-        wait_until(lambda: not is_alive(checker))
+        for process in processes:
+            wait_until(lambda process=process: not is_alive(process))
