@@ -31,9 +31,6 @@ class StepSize:
         """Return rows and attended positions with `count` more tokens of one request, from position `start` on."""
         return self.rows + count, self.attended + count * (start + 0.5 * count)
 
-    def add(self, count: int, start: int) -> None:
-        self.rows, self.attended = self.plus(count, start)
-
 
 class CostModel:
     """Predicts the seconds of a step; `observe` follows measured ones by normalised least mean squares.

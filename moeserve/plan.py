@@ -138,7 +138,7 @@ class Request:
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions and lives of the engine. `annotation` is that of the cached prefix,
-    until a chunk carries it. `first_angle`: see `Chunk`. `is_plain`: sampling depends on nothing but the logits.
+    until a chunk carries it. `first_angle`: see `Chunk`.
     `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
     `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
     scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
@@ -178,7 +178,7 @@ class Request:
     yields: bool = False
     resumes: bool = False
     suspect_until: int = 0
-    is_plain: bool = field(init=False)
+    _is_always_plain: bool = field(init=False)
     mask: bytes | None = None
     earlier_output: InitVar[array[int] | None] = None
 
@@ -188,7 +188,9 @@ class Request:
             self.token_ids = self.token_ids + earlier_output
             self.num_preemptions = 1
         sampling = self.sampling
-        self.is_plain = not (sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None)
+        self._is_always_plain = not (
+            sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None
+        )
 
     @property
     def num_planned_tokens(self) -> int:
@@ -203,6 +205,15 @@ class Request:
     def lacks_mask(self) -> bool:
         """True if no step may compute the request yet, because the tokens that its grammar allows are not known."""
         return self.mask is None and self.sampling.grammar is not None
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the request's next chunk needs nothing but its tokens, and its sampling nothing but the logits."""
+        if self._is_always_plain:
+            return True
+        sampling = self.sampling
+        is_banned = self.num_output_tokens < sampling.min_tokens
+        return not (sampling.needs_history or is_banned or self.wants_prompt_logprobs)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -298,10 +309,10 @@ class Chunk:
 class ChunkExtras:
     """Further inputs, which few chunks need.
 
-    `history` (prompt and output so far) is set if penalties depend on it. `mask` is set if a grammar says which tokens
-    may be sampled: bit b of byte i stands for token 8 i + b, tokens beyond the last byte are forbidden, and the bytes
-    are whole words of 32 bits. `banned_token_ids` may not be sampled (EOS before `min_tokens`); where there is a mask,
-    it is without them already.
+    `history` (prompt and output so far) is set if penalties depend on it; for a chunk with `drawn_by` it lacks the
+    drawn token. `mask` is set if a grammar says which tokens may be sampled: bit b of byte i stands for token 8 i + b,
+    tokens beyond the last byte are forbidden, and the bytes are whole words of 32 bits. `banned_token_ids` may not be
+    sampled (EOS before `min_tokens`); where there is a mask, it is without them already.
     `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log probabilities are requested;
     None without a request.
     """

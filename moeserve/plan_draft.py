@@ -15,19 +15,21 @@ class PlanDraft:
     """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step is committed.
 
     `requests[i]` belongs to the chunk that was added i-th, so the requests of rank r are in the order of
-    `plans[r].chunks`. The first `num_decodes` requests lacked one token, the others are prompts. `budgets[r]` is the
+    `plans[r].chunks`. `prompts` are those that lacked more than one token, by id. `budgets[r]` is the
     number of tokens that still fit into the plan of rank r, `sizes[r]` the size of that plan so far. `duplicates` are
     (rank, block ids) that this plan may be the last to read.
     """
 
     __slots__ = (
         "_cost",
+        "_has_all_decodes",
         "_least",
         "_limits",
+        "_sampled",
         "budgets",
         "duplicates",
-        "num_decodes",
         "plans",
+        "prompts",
         "requests",
         "sizes",
     )
@@ -35,10 +37,13 @@ class PlanDraft:
     def __init__(self, step: int, budget: int, num_ranks: int) -> None:
         self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
         self.requests: list[Request] = []
-        self.num_decodes = 0
+        self.prompts: dict[str, Request] = {}
+        self._has_all_decodes = False
         self.budgets = [budget] * num_ranks
         self.sizes = [StepSize() for _ in range(num_ranks)]
         self.duplicates: list[tuple[int, list[int]]] = []
+        # By rank, the places of its sampled chunks by request id.
+        self._sampled: list[dict[str, int]] = [{} for _ in range(num_ranks)]
         # The prediction of the step's seconds and, by rank, their limit and the rows that fit whatever they take.
         self._cost = CostModel()
         self._limits = [inf] * num_ranks
@@ -47,10 +52,6 @@ class PlanDraft:
     @property
     def is_full(self) -> bool:
         return max(self.budgets) <= 0
-
-    @property
-    def prompts(self) -> list[Request]:
-        return self.requests[self.num_decodes :]
 
     def zero(self, rank: int, blocks: Sequence[int], windows: Sequence[int]) -> None:
         """Have the step clear blocks, and window blocks, that requests of a rank have newly leased."""
@@ -79,7 +80,7 @@ class PlanDraft:
 
     def end_decodes(self, bound: StepBound) -> None:
         """Note that all further requests are prompts, and bound the time of the step."""
-        self.num_decodes = len(self.requests)
+        self._has_all_decodes = True
         self._cost, self._limits = bound.cost, [bound.seconds(size) for size in self.sizes]
         self._least = [size.rows + LEAST_PROMPT_TOKENS for size in self.sizes]
 
@@ -115,12 +116,13 @@ class PlanDraft:
     def add_unsampled(
         self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
     ) -> None:
-        """Plan the token of a plain request that sampled chunk number `drawn_by` of the previous plan will give."""
+        """Plan the token of a request that sampled chunk number `drawn_by` of the previous plan will give."""
         lease = request.lease
         assert lease is not None
         start = request.num_planned_tokens
         request.num_scheduled_tokens += 1
-        chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, None, drawn_by)
+        extras = None if request.is_plain else _unsampled_extras(request)
+        chunk = Chunk(request.request_id, array("i", [0]), start, lease.block_ids, request.sampling, extras, drawn_by)
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
 
@@ -129,8 +131,14 @@ class PlanDraft:
         chunk.first_angle = request.first_angle
         self.plans[rank].chunks.append(chunk)
         self.requests.append(request)
+        if self._has_all_decodes:
+            self.prompts[request.request_id] = request
+        if chunk.sampling is not None:
+            self._sampled[rank][chunk.request_id] = len(self._sampled[rank])
         self.budgets[rank] -= count
-        self.sizes[rank].add(count, chunk.start)
+        size = self.sizes[rank]
+        size.rows += count
+        size.attended += count * (chunk.start + 0.5 * count)
 
     def rows(self, results: Sequence[StepResult]) -> list[Iterator[tuple[Chunk, ChunkResult]]]:
         """Return, per rank, its chunks with their results. Raise ValueError if `results` do not fit the plans."""
@@ -141,13 +149,20 @@ class PlanDraft:
 
     def sampled_place(self, request: Request) -> int | None:
         """Return the request's place among the sampled chunks of its rank's plan; None if it has none there."""
-        place = 0
-        for chunk in self.plans[request.rank].chunks:
-            if chunk.sampling is not None:
-                if chunk.request_id == request.request_id:
-                    return place
-                place += 1
+        return self._sampled[request.rank].get(request.request_id)
+
+
+def _unsampled_extras(request: Request) -> ChunkExtras | None:
+    """Return the further inputs of the chunk of a token that is not drawn yet; None for none."""
+    sampling = request.sampling
+    is_banned = request.num_output_tokens + 1 < sampling.min_tokens
+    if not (is_banned or sampling.penalises):
         return None
+    return ChunkExtras(
+        history=request.token_ids[:] if sampling.penalises else None,
+        num_prompt_tokens=request.num_prompt_tokens,
+        banned_token_ids=sampling.stop_token_ids if is_banned else (),
+    )
 
 
 def _chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:

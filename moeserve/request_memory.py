@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum, auto
@@ -237,7 +238,7 @@ class RequestMemory:
         """Free the duplicates that `publish` returned. No plan in flight may name them."""
         self._cache.free(duplicates)
 
-    def awaits_any(self, request: Request, prompts: Sequence[Request]) -> bool:
+    def awaits_any(self, request: Request, prompts: Iterable[Request]) -> bool:
         """Return whether one of the scheduled `prompts` computes the next block of `request`.
 
         Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
@@ -247,6 +248,14 @@ class RequestMemory:
         if self._states is None:
             return any(other is not request and self._is_computed_by(request, other) for other in prompts)
         return any(other is not request and self._waits_for_snapshot(request, other) for other in prompts)
+
+    def awaited_prefix(self, request: Request) -> array[int]:
+        """Return the tokens with which any longer prompt of the namespace awaits what `request` awaits."""
+        lease = request.lease
+        assert lease is not None
+        # Of two that wait for a snapshot each may want another one, unless their prompts are equal.
+        end = lease.num_published_tokens + self._block_size if self._states is None else len(request.token_ids) - 1
+        return request.token_ids[:end]
 
     def _waits_for_snapshot(self, request: Request, other: Request) -> bool:
         lease = request.lease
@@ -328,6 +337,7 @@ class RankLoads:
     """
 
     __slots__ = (
+        "_awaited",
         "_memories",
         "_num_of_tenant",
         "_num_promised_blocks",
@@ -346,6 +356,8 @@ class RankLoads:
         self._num_promised_blocks = [0] * len(memories)
         self._num_promised_windows = [0] * len(memories)
         self._prompts: list[list[Request]] = [[] for _ in memories]
+        # Namespaces and prefixes of prompts that wait until another request has computed them.
+        self._awaited: list[tuple[str, array[int]]] = []
         for request in running:
             self.add(request)
 
@@ -366,6 +378,8 @@ class RankLoads:
 
         prompts: the scheduled requests whose prompts are computed.
         """
+        if self._is_known_to_follow(request):
+            return AdmissionOutcome.FOLLOWS
         for rank in self._preferred_ranks(request):
             request.rank = rank
             memory = self._memories[rank]
@@ -373,10 +387,26 @@ class RankLoads:
             follows = memory.awaits_any(request, prompts)
             if not follows and self._have_room_for(request):
                 return AdmissionOutcome.ADMITTED
+            prefix = memory.awaited_prefix(request) if follows else None
             memory.detach(request)
-            if follows:
+            if prefix is not None:
+                self._awaited.append((request.namespace, prefix))
                 return AdmissionOutcome.FOLLOWS
         return AdmissionOutcome.NO_ROOM
+
+    @property
+    def num_followers_tried(self) -> int:
+        """The number of requests that were found to wait for another one. Others that await the same cost no try."""
+        return len(self._awaited)
+
+    def _is_known_to_follow(self, request: Request) -> bool:
+        if not self._awaited or request.wants_prompt_logprobs:
+            return False
+        token_ids = request.token_ids
+        return any(
+            namespace == request.namespace and len(token_ids) > len(prefix) and token_ids[: len(prefix)] == prefix
+            for namespace, prefix in self._awaited
+        )
 
     def _preferred_ranks(self, request: Request) -> Sequence[int]:
         """Return all ranks, the cheapest first and the lowest number among equals.

@@ -30,7 +30,10 @@ from moeserve.request_states import RequestStates, StatePolicy
 from moeserve.sharing import Sharing
 from radix_cache import APART, Miss, PrefixCache
 
-_MAX_FOLLOWERS_TRIED = 16
+# A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
+_MAX_FOLLOWERS_TRIED = 64
+# The first waiting requests, in this number, tell an admitted one where to keep its state and windows.
+_FORESEEN = 16
 _BENEFIT_OF_DOUBT = 1.5
 _CLEARLY_LATE = 1.2
 
@@ -214,9 +217,10 @@ class Scheduler:
 
         A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
-        for request in [request for request in self._running if self._outgrows(request)]:
-            self._preempt(request)
-            self._extend(request)
+        if self._rope_switch is not None:
+            for request in [request for request in self._running if self._outgrows(request)]:
+                self._preempt(request)
+                self._extend(request)
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.num_scheduled_tokens):
             self._on_trial = None
@@ -235,14 +239,16 @@ class Scheduler:
             if num_pending > 1:
                 prompts.append(request)
             elif num_pending == 1:
-                self._plan_chunk(request, draft)
+                self._plan_chunk(request, 1, draft)
             elif num_pending == 0:
                 self._plan_unsampled(request, draft)
         draft.end_decodes(self._pace.step_bound(draft.requests))
         awaited = next(iter(self._waiting.candidates()), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
-        urgent = [request for request in prompts if awaited is None or not self._tenants.goes_before(awaited, request)]
-        patient = [request for request in prompts if request not in urgent]
+        urgent, patient = list[Request](), list[Request]()
+        for request in prompts:
+            is_later = awaited is not None and self._tenants.goes_before(awaited, request)
+            (patient if is_later else urgent).append(request)
         self._schedule_prompts(urgent, draft)
         if patient:
             candidates = self._waiting.candidates()
@@ -380,7 +386,7 @@ class Scheduler:
         """Plan chunks of running requests that lack more than one token, in order."""
         for request in prompts:
             rank = request.rank
-            if request in draft.prompts:
+            if request.request_id in draft.prompts:
                 continue
             pending = _num_pending(request)
             if pending > draft.room(request, pending) > 0:
@@ -390,7 +396,7 @@ class Scheduler:
             if not request.num_scheduled_tokens:
                 self._count_hits(request, self._memories[rank].catch_up(request))
             if not self._memories[rank].awaits_any(request, self._scheduled_prompts(draft)):
-                self._plan_chunk(request, draft)
+                self._plan_chunk(request, _num_pending(request), draft)
 
     def _let_shorter_pass(self, request: Request, prompts: list[Request], draft: PlanDraft) -> None:
         """Plan requests of the same tenant that lack far fewer tokens than this one, which would fill the step.
@@ -418,7 +424,6 @@ class Scheduler:
         if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
             return
         loads = RankLoads(self._memories, self._running)
-        num_followers = 0
         awaiting: list[Tenant] = []
         places = Counter(map(self._tenants.of, self._running))
         waiting = self._waiting.candidates()
@@ -438,8 +443,7 @@ class Scheduler:
                 break
             outcome = loads.place(request, self._scheduled_prompts(draft))
             if outcome is AdmissionOutcome.FOLLOWS:
-                num_followers += 1
-                if num_followers == _MAX_FOLLOWERS_TRIED:
+                if loads.num_followers_tried == _MAX_FOLLOWERS_TRIED:
                     break
                 continue
             if outcome is AdmissionOutcome.NO_ROOM:
@@ -449,27 +453,27 @@ class Scheduler:
             self._waiting.take(request)
             self._running.append(request)
             self._memories[request.rank].recall(request)
-            self._memories[request.rank].foresee(request, waiting[:_MAX_FOLLOWERS_TRIED])
+            self._memories[request.rank].foresee(request, waiting[:_FORESEEN])
             self._count_start(request)
-            self._plan_chunk(request, draft)
+            self._plan_chunk(request, _num_pending(request), draft)
             loads.add(request)
         self._sharing.sort(self._running)
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
         """Return the requests whose prompts are computed in this step or in one in flight."""
-        return [request for step in (draft, *self._in_flight) for request in step.prompts]
+        return [request for step in (draft, *self._in_flight) for request in step.prompts.values()]
 
-    def _plan_chunk(self, request: Request, draft: PlanDraft) -> None:
+    def _plan_chunk(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
         """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
 
         The victim is the last request of the same rank. Without a victim the request waits for memory of others.
         Prefixes that other tenants have cached within their shares are evicted only for a tenant's single request on
         the rank.
         """
-        limit = draft.claim(request, _num_pending(request))
+        rank = request.rank
+        limit = min(num_pending, draft.budgets[rank]) if num_pending == 1 else draft.claim(request, num_pending)
         if limit <= 0:
             return
-        rank = request.rank
         memory = self._memories[rank]
         count = wanted = memory.cut_chunk(request, limit)
         sparing = True
@@ -485,7 +489,8 @@ class Scheduler:
             else:
                 return
             count = wanted
-        draft.zero(rank, new, memory.windows_of(new))
+        if new:
+            draft.zero(rank, new, memory.windows_of(new))
         draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
         self._note_planned(request, count)
 
@@ -507,10 +512,10 @@ class Scheduler:
     def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
         """Plan the token that the previous plan will sample for a request, if the request is sure to continue with it.
 
-        Only for plain requests: bans, penalties and grammars depend on tokens that are not known yet. It never
-        preempts: after the commit the request has its turn like any other.
+        Not for a grammar, which depends on that token; where penalties do, the device counts it. It never preempts:
+        after the commit the request has its turn like any other.
         """
-        if not request.is_plain or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+        if request.sampling.grammar is not None or request.num_output_tokens + 1 >= request.sampling.max_tokens:
             return
         if request.num_planned_tokens == self._rope_switch and not request.first_angle:
             return
@@ -520,7 +525,8 @@ class Scheduler:
         memory = self._memories[request.rank]
         new = memory.grow(request, 1, sparing=True)
         if new is not None:
-            draft.zero(request.rank, new, memory.windows_of(new))
+            if new:
+                draft.zero(request.rank, new, memory.windows_of(new))
             draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
             self._note_planned(request, 1)
 

@@ -109,7 +109,8 @@ class GpuModelRunner:
         if self._state_pool is not None:
             self._state_pool.end(plan.chunks)
         routing = None if computed.routing is None else computed.routing.on_host()
-        sampled = sample_step(self._computes.decoder, plan.chunks, places, computed.states, computed.logits)
+        decoder = self._computes.decoder
+        sampled = sample_step(decoder, plan.chunks, places, computed.states, computed.logits, self._drawn)
         if sampled.drawn is not None:
             self._drawn = sampled.drawn.token_ids
         return LaunchedStep(plan, sampled, _mark(computed.states), self._wait, routing)

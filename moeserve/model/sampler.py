@@ -56,11 +56,13 @@ def sample_step(
     places: Sequence[range],
     states: Tensor,
     logits: Tensor | None = None,
+    previous: Tensor | None = None,
 ) -> SampledStep:
     """Launch sampling and scoring for the chunks, from states [S, H] of the rows that need logits.
 
     places: each chunk's range of these rows. logits: [S, vocab] of the states; None to compute only a few rows of
-    logits at a time.
+    logits at a time. previous: the tokens that the previous step drew, int64 on the device, needed if the history of a
+    chunk lacks one of them.
     """
     drawing = [chunk for chunk in chunks if chunk.sampling is not None]
     drawn = None
@@ -69,7 +71,8 @@ def sample_step(
         of_rows = states if logits is None else logits
         if len(last) < len(of_rows):
             of_rows = of_rows[to_device(array("q", last), of_rows.device)]
-        drawn = draw_tokens(decoder.ops, decoder.logits(of_rows) if logits is None else of_rows, drawing)
+        of_rows = decoder.logits(of_rows) if logits is None else of_rows
+        drawn = draw_tokens(decoder.ops, of_rows, drawing, previous)
     prompt_logprobs = {}
     for number, (chunk, place) in enumerate(zip(chunks, places, strict=True)):
         if chunk.extras is not None and chunk.extras.prompt_targets:
@@ -79,10 +82,13 @@ def sample_step(
     return SampledStep(chunks, drawn, prompt_logprobs)
 
 
-def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk]) -> Drawn:
-    """Launch the draws for logits [S, V] (any float dtype). Row i belongs to `chunks[i]`, which has `sampling`."""
+def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk], previous: Tensor | None = None) -> Drawn:
+    """Launch the draws for logits [S, V] (any float dtype). Row i belongs to `chunks[i]`, which has `sampling`.
+
+    previous: see `sample_step`.
+    """
     draws = [_draw_of(chunk) for chunk in chunks]
-    adjusted = adjusted_logits(logits, chunks)
+    adjusted = adjusted_logits(logits, chunks, previous)
     token_ids, largest = ops.sample(adjusted, draws)
     if adjusted is not logits:
         # A banned token may be the only finite one, so check the model's own logits.
@@ -174,11 +180,11 @@ class ScoredTokens:
         return [found.of_row(row) for count, found in self._parts for row in range(count)]
 
 
-def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
+def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk], previous: Tensor | None = None) -> Tensor:
     """Return a copy of logits [S, V] in fp32, adjusted as `chunks`, one per row, ask.
 
     Penalties come first, then biases, then bans, at last the masks of grammars. If no row asks for any, return the same
-    tensor. A row's bits do not depend on other rows.
+    tensor. A row's bits do not depend on other rows. previous: see `sample_step`.
     """
     penalised = [row for row, chunk in enumerate(chunks) if chunk.extras is not None and chunk.extras.history]
     places, biases, banned = _changes(chunks, logits.shape[1])
@@ -188,7 +194,7 @@ def adjusted_logits(logits: Tensor, chunks: Sequence[Chunk]) -> Tensor:
     device = logits.device
     flat = logits.to(torch.float32, copy=True).view(-1)
     for first in range(0, len(penalised), _PENALISED_AT_ONCE):
-        _penalise(flat, logits.shape[1], penalised[first : first + _PENALISED_AT_ONCE], chunks)
+        _penalise(flat, logits.shape[1], penalised[first : first + _PENALISED_AT_ONCE], chunks, previous)
     if places:
         # A row names a token once, so nothing is added twice.
         flat.index_add_(0, to_device(places, device), to_device(biases, device))
@@ -213,7 +219,9 @@ def _changes(chunks: Sequence[Chunk], vocab_size: int) -> tuple[array[int], arra
     return places, biases, banned
 
 
-def _penalise(flat: Tensor, vocab_size: int, rows: Sequence[int], chunks: Sequence[Chunk]) -> None:
+def _penalise(
+    flat: Tensor, vocab_size: int, rows: Sequence[int], chunks: Sequence[Chunk], previous: Tensor | None
+) -> None:
     """Change the logits [S * V] of tokens that occurred in the histories (prompt, then output) of some rows.
 
     Repetition (Keskar et al., 2019) divides positive and multiplies negative logits of every token seen; presence and
@@ -221,19 +229,30 @@ def _penalise(flat: Tensor, vocab_size: int, rows: Sequence[int], chunks: Sequen
     """
     device = flat.device
     joined, lengths, num_prompt, samplings = array("i"), array("q"), array("q"), list[SamplingParams]()
+    # Tokens of histories that only the device knows: their places in `joined`, and among the previous step's tokens.
+    unknown, sources = array("q"), array("q")
     for row in rows:
         sampling, extras = chunks[row].sampling, chunks[row].extras
         assert sampling is not None
         assert extras is not None
         assert extras.history is not None
         joined.extend(extras.history)
-        lengths.append(len(extras.history))
+        drawn_by = chunks[row].drawn_by
+        if drawn_by is not None:
+            unknown.append(len(joined))
+            sources.append(drawn_by)
+            joined.append(0)
+        lengths.append(len(extras.history) + (drawn_by is not None))
         num_prompt.append(extras.num_prompt_tokens)
         samplings.append(sampling)
 
     num_tokens = to_device(lengths, device)
     row_of = torch.repeat_interleave(num_tokens, output_size=len(joined))
-    token_ids = to_device(joined, device)
+    token_ids = to_device(joined, device).long()
+    if sources:
+        if previous is None:
+            raise ValueError("histories lack tokens of a previous step, and there is none")
+        token_ids.index_copy_(0, to_device(unknown, device), previous.index_select(0, to_device(sources, device)))
     place_in_row = torch.arange(len(joined), device=device) - (num_tokens.cumsum(0) - num_tokens)[row_of]
     is_output = place_in_row >= to_device(num_prompt, device)[row_of]
     # Whole numbers, whose sum does not depend on the order.

@@ -2,6 +2,7 @@
 
 import random
 from array import array
+from dataclasses import replace
 
 import pytest
 import torch
@@ -61,6 +62,25 @@ def test_all_rows_together_have_the_bits_of_each_alone(num_rows, dtype, device):
     found = adjusted_logits(logits.to(device), chunks).cpu()
     assert torch.equal(found, row_by_row(logits, chunks))
     assert torch.equal(logits, before)
+
+
+def test_a_token_that_only_the_device_knows_counts_as_if_it_were_in_the_history(device):
+    draw = random.Random(9)
+    known = [random_chunk(draw) for _ in range(40)]
+    previous, chunks = torch.tensor([draw.randrange(VOCAB) for _ in range(len(known))]), []
+    for row, one in enumerate(known):
+        late = replace(one)
+        if one.extras is not None and one.extras.history is not None and row % 3:
+            # The history so far, and beside it what the sampled chunk number `row` of the step before has drawn.
+            late = replace(one, drawn_by=row)
+            one.extras = replace(one.extras, history=one.extras.history + array("i", [int(previous[row])]))
+        chunks.append(late)
+    assert any(one.drawn_by is not None for one in chunks)
+    logits = torch.randn(len(known), VOCAB, generator=torch.Generator().manual_seed(4))
+    found = adjusted_logits(logits.to(device), chunks, previous.to(device)).cpu()
+    assert torch.equal(found, row_by_row(logits, known))
+    with pytest.raises(ValueError, match="there is none"):
+        adjusted_logits(logits.to(device), chunks)
 
 
 def test_where_nobody_wishes_anything_nothing_is_copied(device):

@@ -200,7 +200,7 @@ class KvOracle:
             assert chunk.window.first == max(0, chunk.start // self._size - self._cache.windows.span)
             assert chunk.window.first + len(chunk.window.blocks) == len(chunk.block_table)
             assert len(set(chunk.window.blocks)) == len(chunk.window.blocks)
-        num_output = len(history) - len(record.prompt)
+        num_output = len(history) - len(record.prompt) + (chunk.drawn_by is not None)
         banned = record.sampling.stop_token_ids if num_output < record.sampling.min_tokens else ()
         if chunk.sampling is None:
             assert chunk.extras is None or (chunk.extras.history, chunk.extras.banned_token_ids) == (None, ())

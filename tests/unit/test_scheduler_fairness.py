@@ -8,6 +8,7 @@ from random import Random
 import pytest
 
 from moeserve.fair_queue import Tenants, WaitingQueue
+from moeserve.pacing import Slo
 from moeserve.plan import FinishReason, Request, SamplingParams
 from moeserve.scheduler import NeverFitsError, QueueFullError
 from tests.support.scheduler_simulation import Simulation
@@ -386,3 +387,31 @@ def test_removing_one_that_does_not_wait_is_an_error() -> None:
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown scheduling policy 'random'"):
         make_queue("random", [])
+
+
+@pytest.mark.parametrize("slo", [None, Slo(2.0, None, 10.0)])
+@pytest.mark.parametrize("num_equal", [2, 18, 40])
+def test_followers_of_one_prompt_end_nobodys_admission(num_equal: int, slo: Slo | None) -> None:
+    """However many wait for a long prompt that is computed once, a short request starts in the next step."""
+    simulation = Simulation(num_blocks=400, block_size=4, budget=64, max_num_seqs=64, slo=slo)
+    prompt = [token % 50 for token in range(800)]
+    for number in range(num_equal):
+        simulation.add(f"equal {number}", prompt, SamplingParams(max_tokens=2))
+    simulation.step()
+    simulation.scheduler.count_step(0.01)
+    simulation.add("short", [7, 8, 9], SamplingParams(max_tokens=2))
+    simulation.step()
+    assert "short" in {chunk.request_id for chunk in simulation.plans[-1].chunks}
+    simulation.run()
+    simulation.check_all_done()
+    assert simulation.oracle.num_computed_tokens < 800 + 16 * num_equal
+
+
+def test_requests_that_await_one_prompt_at_different_places_all_wait_and_none_computes_it_again() -> None:
+    simulation = Simulation(num_blocks=400, block_size=4, budget=64, max_num_seqs=64)
+    prompt = [token % 50 for token in range(400)]
+    for number in range(30):
+        simulation.add(f"{number}", prompt[: 400 - 8 * (number % 5)] + [number] * 6, SamplingParams(max_tokens=1))
+    simulation.run()
+    simulation.check_all_done()
+    assert simulation.oracle.num_computed_tokens < 400 + 40 * 30

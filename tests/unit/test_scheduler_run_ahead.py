@@ -61,19 +61,41 @@ def test_drawn_by_counts_the_sampled_chunks_of_the_plan_before() -> None:
 @pytest.mark.parametrize(
     "sampling",
     [
-        SamplingParams(max_tokens=5, min_tokens=2),
-        SamplingParams(max_tokens=5, presence_penalty=0.5),
-        SamplingParams(max_tokens=5, prompt_logprobs=0),
-        SamplingParams(max_tokens=5, grammar="start: /a*/"),
+        SamplingParams(max_tokens=8, min_tokens=4, stop_token_ids=tuple(range(0, 50, 2))),
+        SamplingParams(max_tokens=8, presence_penalty=0.5),
+        SamplingParams(max_tokens=8, prompt_logprobs=0),
+        SamplingParams(max_tokens=8, min_tokens=3, repetition_penalty=1.2, prompt_logprobs=2, stop_token_ids=(1, 2, 3)),
     ],
-    ids=["min_tokens", "penalty", "prompt_logprobs", "grammar"],
+    ids=["min_tokens", "penalty", "prompt_logprobs", "all"],
 )
-def test_what_needs_to_know_the_token_waits_for_it(sampling: SamplingParams) -> None:
+def test_penalties_bans_and_log_probabilities_of_prompts_halve_no_rate(sampling: SamplingParams) -> None:
     run = simulation()
-    run.add("a", PROMPT, sampling)
+    record = run.add("a", PROMPT, sampling)
+    run.add("plain", PROMPT[::-1], SamplingParams(max_tokens=8))
+    run.run()
+    run.check_all_done()
+    steps = [(step, drawn_by) for step, _, drawn_by in chunks_of(run, "a")]
+    assert steps == [(1, None), *((step, 0) for step in range(2, 1 + len(steps)))]
+    assert len(record.output) >= sampling.min_tokens
+
+
+def test_a_grammar_waits_for_the_token_it_depends_on() -> None:
+    run = simulation()
+    run.add("a", PROMPT, SamplingParams(max_tokens=5, grammar="start: /a*/"))
     run.run()
     run.check_all_done()
     assert {drawn_by for *_, drawn_by in chunks_of(run, "a")} == {None}
+
+
+def test_a_preempted_request_with_log_probabilities_of_its_prompt_runs_in_every_step_again() -> None:
+    run = simulation()
+    run.add("a", PROMPT, SamplingParams(max_tokens=20, prompt_logprobs=0))
+    for _ in range(4):
+        run.step()
+    assert run.scheduler._requests["a"].is_plain
+    run.run()
+    run.check_all_done()
+    assert len(chunks_of(run, "a")) == 20
 
 
 def test_a_request_that_ends_early_drops_what_was_computed_beyond_and_frees_its_blocks_once() -> None:
