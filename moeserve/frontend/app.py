@@ -12,11 +12,11 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import BaseRoute, Route
+from starlette.routing import BaseRoute
+from starlette.routing import Route as StarletteRoute
 
 from moeserve.config import ConfigError
 from moeserve.frontend.cache_routes import CacheRoutes
-from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
@@ -24,16 +24,16 @@ from moeserve.frontend.live_routes import LiveRoutes
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.openapi import DescriptionRoutes
 from moeserve.frontend.page_gate import PageGate
-from moeserve.frontend.pages import FILES, Pages
+from moeserve.frontend.pages import Pages
 from moeserve.frontend.peers import Peers
 from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
 from moeserve.frontend.response_store import ResponseStore
 from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
+from moeserve.frontend.route import RouteTable
+from moeserve.frontend.route_table import ROUTES, Endpoints
 from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.services import Services
 
-# By the path under which routes lie, where errors have another shape than OpenAI's.
-ERROR_BODIES = {"/v1/messages": messages_answer.error_body}
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -47,8 +47,7 @@ def create_app(services: Services) -> Starlette:
     public = load_public_prefixes(config.public_prefixes)
     store = ResponseStore()
     peers = Peers(services.run, services.number, store)
-    routes = _routes(services, store, peers)
-    paths = frozenset(route.path for route in routes if isinstance(route, Route))
+    table = RouteTable(ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -67,18 +66,18 @@ def create_app(services: Services) -> Starlette:
             await services.stop()
 
     app = Starlette(
-        routes=routes,
+        routes=_starlette_routes(_endpoints(services, store, peers)),
         lifespan=lifespan,
         middleware=[
             *_cors(config.cors_allow_origin),
-            Middleware(RequestBoundary, metrics=services.metrics, routes=paths, error_bodies=ERROR_BODIES),
+            Middleware(RequestBoundary, metrics=services.metrics, routes=table),
             Middleware(
                 PageGate,
                 is_open=not keys,
                 hosts=(config.host, *config.allowed_host),
                 origins=config.cors_allow_origin,
             ),
-            Middleware(AuthGate, keys=keys),
+            Middleware(AuthGate, keys=keys, routes=table),
         ],
         exception_handlers={404: _no_route, 405: _no_method},
     )
@@ -86,40 +85,31 @@ def create_app(services: Services) -> Starlette:
     return app
 
 
-def _routes(services: Services, store: ResponseStore, peers: Peers) -> list[BaseRoute]:
-    service, tokens, experts = ServiceRoutes(services), TokenRoutes(services), ExpertRoutes(services)
-    kept, cache = KeptResponseRoutes(store, peers), CacheRoutes(services)
-    live, description, pages = LiveRoutes(services), DescriptionRoutes(services), Pages()
-    return [
-        Route("/v1/chat/completions", GenerateRoute(services, CHAT), methods=["POST"]),
-        Route("/v1/completions", GenerateRoute(services, COMPLETIONS), methods=["POST"]),
-        Route("/v1/messages", GenerateRoute(services, MESSAGES), methods=["POST"]),
-        Route("/v1/messages/count_tokens", tokens.count_message, methods=["POST"]),
-        Route("/v1/responses", ResponsesRoute(services, store, peers), methods=["POST"]),
-        Route("/v1/responses/resp_{name}", kept.one, methods=["GET", "DELETE"]),
-        Route("/v1/responses/resp_{name}/input_items", kept.input_items, methods=["GET"]),
-        Route("/v1/models", service.models),
-        Route("/v1/models/{name:path}", service.model),
-        Route("/tokenize", tokens.tokenize, methods=["POST"]),
-        Route("/detokenize", tokens.detokenize, methods=["POST"]),
-        Route("/health", service.health),
-        Route("/ready", service.ready),
-        Route("/metrics", service.metrics),
-        Route("/version", service.version),
-        Route("/reset_prefix_cache", service.reset_prefix_cache, methods=["POST"]),
-        Route("/v1/cache", cache.cache, methods=["GET", "DELETE"]),
-        Route("/v1/cache/warm", GenerateRoute(services, WARM), methods=["POST"]),
-        Route("/v1/cache/pin", cache.pin, methods=["POST"]),
-        Route("/v1/cache/unpin", cache.unpin, methods=["POST"]),
-        Route("/v1/experts", experts.experts),
-        Route("/v1/experts/statistics", experts.save_statistics, methods=["POST"]),
-        Route("/v1/experts/trace", experts.trace, methods=["POST"]),
-        Route("/v1/stats", live.stats),
-        Route("/v1/stats/stream", live.stream, methods=["GET"]),
-        Route("/openapi.json", description.openapi),
-        Route("/", pages.index(description.index)),
-        *(Route(path, pages.file) for path in FILES),
-    ]
+def _endpoints(services: Services, store: ResponseStore, peers: Peers) -> Endpoints:
+    return Endpoints(
+        chat=GenerateRoute(services, CHAT),
+        completions=GenerateRoute(services, COMPLETIONS),
+        messages=GenerateRoute(services, MESSAGES),
+        responses=ResponsesRoute(services, store, peers),
+        warm=GenerateRoute(services, WARM),
+        kept=KeptResponseRoutes(store, peers),
+        tokens=TokenRoutes(services),
+        service=ServiceRoutes(services),
+        cache=CacheRoutes(services),
+        experts=ExpertRoutes(services),
+        live=LiveRoutes(services),
+        description=DescriptionRoutes(services, ROUTES),
+        pages=Pages(),
+    )
+
+
+def _starlette_routes(endpoints: Endpoints) -> list[BaseRoute]:
+    """Return a route of Starlette's for each path, with all its methods."""
+    methods: dict[str, list[str]] = {}
+    for route in ROUTES:
+        methods.setdefault(route.path, []).append(route.method)
+    first = {route.path: route for route in reversed(ROUTES)}
+    return [StarletteRoute(path, first[path].endpoint(endpoints), methods=found) for path, found in methods.items()]
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:

@@ -12,9 +12,10 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from moeserve.frontend import limits
 from moeserve.frontend.accepting import Load
 from moeserve.frontend.http import send_error, unavailable
+from moeserve.frontend.route_table import ROUTES
 from moeserve.frontend.wills import Connection, WillLink
 
-OPEN_PATHS = ("/health", "/ready", "/metrics")
+OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_watch)
 _SECONDS_BETWEEN_PROBES = 0.2
 _POKES_AT_FIRST = 3
 _SECONDS_BETWEEN_FIRST_POKES = 0.5

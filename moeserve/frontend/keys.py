@@ -21,22 +21,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.config import ConfigError
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.pages import FILES
+from moeserve.frontend.route import RouteTable
 
 log = structlog.get_logger(__name__)
 
 USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
-PUBLIC_PATHS = frozenset({"/", "/health", "/ready", "/openapi.json", *FILES})
-ROLE_OF_PATH = {
-    "/metrics": METRICS,
-    "/v1/stats": METRICS,
-    "/v1/stats/stream": METRICS,
-    "/reset_prefix_cache": ADMIN,
-    "/v1/experts": ADMIN,
-    "/v1/experts/statistics": ADMIN,
-    "/v1/experts/trace": ADMIN,
-}
 # What a key's shares are shares of.
 _SHARED = {"retention": "KV blocks", "cached": "KV blocks", "running": "running places", "queue": "places"}
 _RIGHT = re.compile(r"(.*\S)\s+(retention|weight|running|queue|cached|priority)=(\S*)")
@@ -95,9 +85,10 @@ ANYONE = Identity(b"", frozenset(ROLES))
 class AuthGate:
     """ASGI middleware. Puts the caller's `Identity` into `scope["state"]["identity"]` or raises ApiError."""
 
-    def __init__(self, app: ASGIApp, keys: KeyRing) -> None:
+    def __init__(self, app: ASGIApp, keys: KeyRing, routes: RouteTable) -> None:
         self._app = app
         self._keys = keys
+        self._routes = routes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
@@ -105,7 +96,8 @@ class AuthGate:
         await self._app(scope, receive, send)
 
     def _identify(self, scope: Scope) -> Identity:
-        if not self._keys or scope["path"] in PUBLIC_PATHS:
+        route = self._routes.find(scope["path"])
+        if not self._keys or (route is not None and route.role == "public"):
             return ANYONE
         key = _sent_key(scope)
         identity = self._keys.find(key) if key else None
@@ -116,7 +108,7 @@ class AuthGate:
                 type="authentication_error",
                 code="invalid_api_key",
             )
-        role = ROLE_OF_PATH.get(scope["path"], USER)
+        role = USER if route is None else route.role
         if role not in identity.grants:
             raise ApiError(
                 403,

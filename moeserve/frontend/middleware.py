@@ -6,7 +6,6 @@ import re
 import secrets
 import time
 from asyncio import timeout
-from collections.abc import Mapping
 from contextlib import suppress
 
 import structlog
@@ -17,14 +16,13 @@ from moeserve.frontend import limits
 from moeserve.frontend.http import (
     ApiError,
     ClientDisconnected,
-    ErrorBody,
     PatientSend,
     SlowReader,
     internal_error,
-    openai_error_body,
     send_error,
 )
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.route import RouteTable
 
 log = structlog.get_logger(__name__)
 
@@ -36,18 +34,14 @@ _CLIENT_CLOSED = 499
 class RequestBoundary:
     """ASGI middleware. `scope["state"]["request_id"]` is the client's `x-request-id` where it is safe to repeat.
 
-    Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text. `error_bodies` gives
-    the shape of errors by the path under which a route lies; elsewhere it is OpenAI's. `scope["state"]["error_body"]`
-    writes an error as this request's client would get it.
+    Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text.
+    `scope["state"]["error_body"]` writes an error as this request's client would get it.
     """
 
-    def __init__(
-        self, app: ASGIApp, metrics: Metrics, routes: frozenset[str], error_bodies: Mapping[str, ErrorBody]
-    ) -> None:
+    def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
-        self._error_bodies = error_bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,7 +50,7 @@ class RequestBoundary:
         started = time.monotonic()
         request_id = _request_id(scope)
         state = scope.setdefault("state", {})
-        write = self._error_body(scope["path"])
+        write = self._routes.error_body(scope["path"])
         state |= {"request_id": request_id, "log": {}, "arrival": started}
         state["error_body"] = lambda error: write(error, request_id)
         patient = PatientSend(send, limits.SEND_TIMEOUT_S)
@@ -76,10 +70,12 @@ class RequestBoundary:
             await self._fail(error, scope["path"], body, response, request_id)
         finally:
             patient.end()
-            route = scope["path"] if scope["path"] in self._routes else "other"
+            found = self._routes.find(scope["path"])
+            # A path with a parameter in it is one of very many.
+            route = found.path if found is not None and found.path == scope["path"] else "other"
             self._metrics.count_response(route, response.status)
             fields = {**state["log"], "ms": round(1000 * (time.monotonic() - started), 1)}
-            emit = log.debug if route in ("/health", "/ready", "/metrics") else log.info
+            emit = log.debug if found is not None and found.is_watch else log.info
             emit("request", request_id=request_id, route=route, status=response.status, **fields)
 
     async def _fail(self, error: Exception, path: str, body: _Body, response: _Response, request_id: str) -> None:
@@ -88,17 +84,11 @@ class RequestBoundary:
         if response.started:
             raise error
         shown = as_api_error(error)
-        content = self._error_body(path)(shown, request_id)
+        content = self._routes.error_body(path)(shown, request_id)
         await send_error(response, shown, content, is_last=False)
         if shown.status != _REQUEST_TIMEOUT:
             await body.discard()
         await response({"type": "http.response.body", "body": b""})
-
-    def _error_body(self, path: str) -> ErrorBody:
-        for prefix, body in self._error_bodies.items():
-            if path == prefix or path.startswith(prefix + "/"):
-                return body
-        return openai_error_body
 
 
 def as_api_error(error: Exception) -> ApiError:

@@ -16,9 +16,10 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.route_table import ROUTES
 
 # Load balancers look at these under any name, and a page learns nothing from them.
-_OPEN_PATHS = ("/health", "/ready")
+_OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_watch and route.role == "public")
 # No page's name ends so: names of this machine, of a local network, of a cluster.
 _LOCAL_ENDS = (".localhost", ".local", ".internal")
 _MAX_SHOWN_CHARS = 100

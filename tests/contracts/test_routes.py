@@ -1,48 +1,78 @@
-"""Every route of the application is told in `/openapi.json`, and nothing that is not there."""
+"""What is said of a route is said once: application, gate, descriptions and documents follow its record."""
 
 import re
 from pathlib import Path
 
 import pytest
-from starlette.routing import Route
+from starlette.routing import Route as StarletteRoute
 
 from moeserve.frontend.app import create_app
-from moeserve.frontend.openapi import OPERATIONS, describe
-from moeserve.frontend.pages import FILES
+from moeserve.frontend.http import openai_error_body
+from moeserve.frontend.openapi import describe
+from moeserve.frontend.route import Route, RouteTable
+from moeserve.frontend.route_table import ROUTES
 from moeserve.frontend.services import Services
 from tests.support.frontend import run_context
+from tests.support.sources import ROOT
 
-ASSETS = {path for path in FILES if path.startswith("/pages/")}
+SHOWN = [route for route in ROUTES if not route.is_file]
 
 
-@pytest.fixture(scope="module")
-def routes(tmp_path_factory: pytest.TempPathFactory) -> set[tuple[str, str]]:
-    app = create_app(Services.load(run_context(tmp_path_factory.mktemp("run"))))
-    assert all(isinstance(route, Route) for route in app.routes)
+def test_a_route_without_a_role_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="role"):
+        Route(method="GET", path="/x", summary="x", endpoint=lambda made: made)  # type: ignore[call-arg]
+
+
+def test_the_application_has_the_routes_of_the_table(tmp_path: Path) -> None:
+    app = create_app(Services.load(run_context(tmp_path)))
     found = set()
     for route in app.routes:
-        assert isinstance(route, Route)
-        path = re.sub(r":\w+}", "}", route.path)
-        found |= {(method, path) for method in route.methods or () if method != "HEAD" and path not in ASSETS}
-    return found
+        assert isinstance(route, StarletteRoute)
+        found |= {(method, route.path) for method in route.methods or () if method != "HEAD"}
+    assert found == {(route.method, route.path) for route in ROUTES}
+    assert len(found) == len(ROUTES)
 
 
-def test_the_table_of_operations_is_the_applications_routes(routes: set[tuple[str, str]]) -> None:
-    told = [(operation.method, operation.path) for operation in OPERATIONS]
-    assert len(told) == len(set(told))
-    assert set(told) == routes
+def test_all_methods_of_a_path_have_one_role_and_one_endpoint() -> None:
+    for route in ROUTES:
+        others = [other for other in ROUTES if other.path == route.path]
+        assert {other.role for other in others} == {route.role}, route.path
+        assert len({other.error_body for other in others}) == 1, route.path
 
 
-def test_the_document_describes_every_operation_once() -> None:
-    document = describe(OPERATIONS)
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: f"{route.method} {route.path}")
+def test_the_table_finds_the_route_of_every_path(route: Route) -> None:
+    table = RouteTable(ROUTES)
+    path = re.sub(r"{\w+(:path)?}", "a1", route.path)
+    found = table.find(path)
+    assert found is not None
+    assert found.path == route.path
+    assert table.error_body(path) is route.error_body
+
+
+def test_errors_of_unknown_paths_have_the_shape_of_the_route_above() -> None:
+    table = RouteTable(ROUTES)
+    assert table.error_body("/v1/messages/batches/x") is table.error_body("/v1/messages") is not openai_error_body
+    assert table.error_body("/v1/messages2") is table.error_body("/nowhere") is openai_error_body
+    assert table.find("/nowhere") is table.find("/v1/models2") is None
+
+
+def test_the_document_describes_every_route_once() -> None:
+    document = describe(SHOWN)
     told = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
-    assert told == {(operation.method, operation.path) for operation in OPERATIONS}
+    assert told == {(route.method, route.template) for route in SHOWN}
     names = [operation["operationId"] for methods in document["paths"].values() for operation in methods.values()]
     assert len(names) == len(set(names))
 
 
+def test_the_routes_are_told_in_the_documents() -> None:
+    rows = [f"| `{route.method} {route.template}` | {route.role} | {route.summary} |" for route in SHOWN]
+    told = (ROOT / "docs" / "routes.md").read_text().splitlines()
+    assert [line for line in told if line.startswith("| `")] == rows
+
+
 def test_the_document_refers_to_nothing_it_lacks() -> None:
-    document = describe(OPERATIONS)
+    document = describe(SHOWN)
     for reference in re.findall(r"'\$ref': '#/([^']+)'", str(document)):
         found = document
         for part in reference.split("/"):
@@ -50,7 +80,7 @@ def test_the_document_refers_to_nothing_it_lacks() -> None:
         assert found, reference
 
 
-def test_required_fields_are_fields_of_the_body(tmp_path: Path) -> None:
-    for operation in OPERATIONS:
-        known = () if operation.body is None else operation.body.__struct_encode_fields__
-        assert set(operation.required) <= set(known), operation.path
+def test_required_fields_are_fields_of_the_body() -> None:
+    for route in SHOWN:
+        known = () if route.body is None else route.body.__struct_encode_fields__
+        assert set(route.required) <= set(known), route.path

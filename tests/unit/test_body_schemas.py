@@ -14,11 +14,12 @@ from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.openapi import OPERATIONS, describe
+from moeserve.frontend.openapi import describe
 from moeserve.frontend.response_store import Shelf
+from moeserve.frontend.route_table import ROUTES
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
-DOCUMENT = describe(OPERATIONS, FACTS)
+DOCUMENT = describe(ROUTES, FACTS)
 HELLO = [{"role": "user", "content": "hi"}]
 CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
 
@@ -184,13 +185,10 @@ def test_what_is_taken_is_allowed(path: str, changes: dict[str, Any]) -> None:
 
 def test_every_bound_belongs_to_a_field_that_is_there() -> None:
     names = {name.removeprefix("moeserve.frontend.dialects.") for name in DOCUMENT["components"]["schemas"]}
-    names |= {operation.body.__name__ for operation in OPERATIONS if operation.body is not None}
+    names |= {operation.body.__name__ for operation in ROUTES if operation.body is not None}
     for table in (body_schemas._OF_STRUCTS, body_schemas._REQUIRED, body_schemas._VARIANTS):
         assert table.keys() <= names
     fields = {
-        field
-        for operation in OPERATIONS
-        if operation.body is not None
-        for field in operation.body.__struct_encode_fields__
+        field for operation in ROUTES if operation.body is not None for field in operation.body.__struct_encode_fields__
     }
     assert body_schemas._OF_FIELDS.keys() <= fields

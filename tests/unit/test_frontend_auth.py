@@ -10,6 +10,8 @@ from structlog.testing import capture_logs
 from moeserve.config import ConfigError
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys
+from moeserve.frontend.route import RouteTable
+from moeserve.frontend.route_table import ROUTES
 
 KEYS = KeyRing([("user", "u"), ("metrics", "m"), ("admin", "a"), ("user", "both"), ("metrics", "both")])
 SECRET = "5e" * 32
@@ -22,7 +24,7 @@ def enter(path: str, *headers: tuple[bytes, bytes], keys: KeyRing = KEYS) -> Ide
     async def app(scope: Any, receive: Any, send: Any) -> None:
         """The gate let it through."""
 
-    asyncio.run(AuthGate(app, keys)(scope, None, None))  # type: ignore[arg-type]
+    asyncio.run(AuthGate(app, keys, RouteTable(ROUTES))(scope, None, None))  # type: ignore[arg-type]
     identity: Identity = scope["state"]["identity"]
     return identity
 

@@ -21,6 +21,7 @@ from moeserve.frontend.connections import BoundedHttpProtocol, Places
 from moeserve.frontend.http import EventStream, PatientSend, SlowReader, receive_body, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.route import RouteTable
 
 BIG = b"x" * (8 * 2**20)
 
@@ -44,7 +45,7 @@ class Server:
                 super().connection_lost(exc)
                 outer.lost.set()
 
-        boundary = RequestBoundary(app, self.metrics, frozenset(), {})
+        boundary = RequestBoundary(app, self.metrics, RouteTable(()))
         protocol = partial(Noted, places=Places(most_connections, self.rejections))
         config = uvicorn.Config(boundary, http=cast("type[asyncio.Protocol]", protocol), loop="uvloop", log_config=None)
         config.load()

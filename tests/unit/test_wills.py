@@ -22,6 +22,7 @@ from moeserve.frontend.generate import leave_refusal
 from moeserve.frontend.http import EventStream, send_body, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.route import RouteTable
 from moeserve.frontend.wills import MAX_PACKET_BYTES, Connection, Will, WillLink
 
 LAST = b'data: {"error": "the end"}\n\n'
@@ -63,7 +64,7 @@ class Server:
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[Ask]:
-        boundary = RequestBoundary(self.app, Metrics(), frozenset(), {})
+        boundary = RequestBoundary(self.app, Metrics(), RouteTable(()))
         config = uvicorn.Config(boundary, loop="uvloop", log_config=None)
         config.load()
         state = uvicorn.Server(config).server_state

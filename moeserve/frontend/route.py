@@ -1,0 +1,82 @@
+"""What is true of a path, once: `Route`. Application, gate, log, errors and descriptions follow these records."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Literal, TypeVar
+
+import msgspec
+
+from moeserve.frontend.http import ErrorBody, openai_error_body
+
+JSON, TEXT, EVENTS, HTML, BYTES = (
+    "application/json",
+    "text/plain",
+    "text/event-stream",
+    "text/html",
+    "application/octet-stream",
+)
+_PARAMETER = re.compile(r"{(\w+)(:path)?}")
+
+# Who may call: anyone, or who has a key with this role.
+Role = Literal["public", "user", "metrics", "admin"]
+_E = TypeVar("_E")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route(Generic[_E]):
+    """A method of a path. It has no role by default.
+
+    path: as Starlette reads it. endpoint: chosen from what the application has made. error_body: the shape of its
+    errors, and of those of unknown paths below it. body, required, fields, example: the struct that reads the body, its
+    fields that may not be left out, those with an effect (all where it is empty), and an example without the model's
+    name. media: in which forms it answers. is_watch: operators look at it all the time; it is answered also where there
+    are too many connections, and logged at level debug. is_file: it is a file of a page, which nothing describes.
+    """
+
+    method: str
+    path: str
+    role: Role
+    summary: str
+    endpoint: Callable[[_E], Any]
+    error_body: ErrorBody = openai_error_body
+    body: type[msgspec.Struct] | None = None
+    required: tuple[str, ...] = ()
+    fields: frozenset[str] = frozenset()
+    example: dict[str, Any] | None = None
+    media: tuple[str, ...] = (JSON,)
+    is_watch: bool = False
+    is_file: bool = False
+
+    @property
+    def template(self) -> str:
+        """The path as OpenAPI writes it."""
+        return _PARAMETER.sub(r"{\1}", self.path)
+
+
+class RouteTable:
+    """Finds the route of a request's path."""
+
+    def __init__(self, routes: Sequence[Route[Any]]) -> None:
+        self._exact = {route.path: route for route in routes if "{" not in route.path}
+        self._patterns = [
+            (re.compile(_PARAMETER.sub(lambda found: ".*" if found[2] else "[^/]+", route.path)), route)
+            for route in routes
+            if "{" in route.path
+        ]
+        # The longest path first.
+        self._parents = sorted(self._exact.values(), key=lambda route: -len(route.path))
+
+    def find(self, path: str) -> Route[Any] | None:
+        """Return a route of this path, None for an unknown one. All methods of a path have one role."""
+        found = self._exact.get(path)
+        if found is not None:
+            return found
+        return next((route for pattern, route in self._patterns if pattern.fullmatch(path)), None)
+
+    def error_body(self, path: str) -> ErrorBody:
+        """Return the shape of the errors of a path: its route's, or that of the route above it."""
+        route = self.find(path) or next((one for one in self._parents if path.startswith(one.path + "/")), None)
+        return openai_error_body if route is None else route.error_body
