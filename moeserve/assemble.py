@@ -451,6 +451,7 @@ def build_scheduler(
             config.block_size,
             caching=config.enable_prefix_caching,
             retention_share=config.cache_retention_share,
+            pin_share=config.cache_pin_share,
             max_recorded_evictions=MAX_RECORDED_EVICTIONS // config.expert_parallel_size,
             snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
             num_window_blocks=kv.num_window_blocks,

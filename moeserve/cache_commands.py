@@ -14,6 +14,7 @@ from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
 from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
 
 MAX_LISTED = 1000
+_BUDGET = ("blocks", "retained", "pinned", "free")  # as in `PrefixCache.budget`; free for pins
 _ENTRIES_AT_ONCE = 100  # entries that one slice of a listing makes
 
 Job = Generator[None, None, dict[str, Any]]
@@ -24,19 +25,21 @@ class CacheCommandError(Exception):
 
 
 class ListArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """namespace: None for all. share: of the account's budget, None for the service's setting."""
+    """namespace: None for all. share, pin_share: of the account's budgets, None for the service's settings."""
 
     namespace: str | None
     limit: int
     share: float | None = None
+    pin_share: float | None = None
 
 
 class PinArguments(msgspec.Struct, forbid_unknown_fields=True):
-    """token_ids: int32 bytes."""
+    """token_ids: int32 bytes. share, pin_share: as in `ListArguments`."""
 
     namespace: str
     token_ids: bytes
     share: float | None = None
+    pin_share: float | None = None
 
 
 class UnpinArguments(msgspec.Struct, forbid_unknown_fields=True):
@@ -131,14 +134,14 @@ class CacheCommands:
             if len(entries) % _ENTRIES_AT_ONCE == 0:
                 yield
         account = account_of(arguments.namespace or "")
-        budgets = [cache.budget(account, arguments.share) for cache in self._caches]
+        budgets = [cache.budget(account, arguments.share, arguments.pin_share) for cache in self._caches]
         return {
             "prefixes": entries,
             "num_prefixes": num_runs,
             "complete": complete,
             "block_size": self._caches[0].block_size,
             "num_blocks": sum(cache.num_blocks for cache in self._caches),
-            "budget": dict(zip(("blocks", "retained", "pinned"), map(sum, zip(*budgets, strict=True)), strict=True)),
+            "budget": dict(zip(_BUDGET, map(sum, zip(*budgets, strict=True)), strict=True)),
         }
 
     def _pin(self, arguments: PinArguments) -> Job:
@@ -155,7 +158,8 @@ class CacheCommands:
         if arguments.namespace != PUBLIC:
             caches = [max(caches, key=lambda cache: cache.peek(longer, arguments.namespace))]
         try:
-            cached = min(cache.pin(tokens, arguments.namespace, arguments.share) for cache in caches)
+            shares = arguments.share, arguments.pin_share
+            cached = min(cache.pin(tokens, arguments.namespace, *shares) for cache in caches)
         except BudgetError as error:
             return {"over_budget": True, "wanted_blocks": error.num_wanted, "free_blocks": error.num_free}
         return {"over_budget": False, "tokens": wanted, "missing_tokens": wanted - cached}

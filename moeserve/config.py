@@ -187,7 +187,16 @@ class ServeConfig:
     )
     cache_retention_share: float = setting(
         0.5,
-        "Share of the KV blocks that each API key may have retained or pinned; a key file can give a key its own.",
+        "Share of the KV blocks that each API key may have retained; a key file can give a key its own.",
+        group="Memory and scheduling",
+        minimum=0,
+        maximum=1,
+        metavar="SHARE",
+    )
+    cache_pin_share: float = setting(
+        0.25,
+        "Share of the KV blocks that all API keys together may have pinned, each at most half of it; a key file can "
+        "give a key its own.",
         group="Memory and scheduling",
         minimum=0,
         maximum=1,

@@ -88,6 +88,9 @@ def _check_node(node: Node, block_bytes: int) -> None:
     require(node.pins == pins, f"{name}: pins is wrong")
     keeps = (node.retention is not None) + sum(child.keeps > 0 for child in node.children.values())
     require(node.keeps == keeps, f"{name}: keeps is wrong")
+    own = [child for child in node.children.values() if child.namespace == node.namespace]
+    holds = (node.retention is not None and node.retention.is_pinned) + sum(child.holds > 0 for child in own)
+    require(node.holds == holds, f"{name}: holds is wrong")
     require(len(node.digests) <= len(node.blocks), f"{name}: more digests than blocks")
     if node.parent is not None:
         require(len(node.blocks) > 0, f"{name} is empty")
@@ -99,8 +102,10 @@ def _check_node(node: Node, block_bytes: int) -> None:
 def _check_ledger(tree: RadixTree, nodes: list[Node]) -> None:
     ledger = tree.ledger
     retained: dict[str, int] = {}
+    pinned: Counter[str] = Counter()
     retentions = {}
     for node in nodes:
+        pinned[account_of(node.namespace)] += len(node.blocks) if node.holds else 0
         if node.keeps:
             account = account_of(node.namespace)
             retained[account] = retained.get(account, 0) + len(node.blocks)
@@ -113,6 +118,8 @@ def _check_ledger(tree: RadixTree, nodes: list[Node]) -> None:
     pins = sum(one.is_pinned for account in accounts.values() for one in account.retentions.values())
     require(known == retentions, "the accounts' retentions differ from the nodes'")
     require({name: account.num_blocks for name, account in accounts.items()} == retained, "retained blocks are wrong")
+    counted = Counter({name: account.num_pinned_blocks for name, account in accounts.items()})
+    require(counted == pinned, "pinned blocks are wrong")
     require(ledger.num_blocks == sum(retained.values()), "the sum of retained blocks is wrong")
     require((ledger.num_retentions, ledger.num_pins) == (len(retentions), pins), "retentions or pins are miscounted")
 

@@ -18,8 +18,8 @@ class Node:
     `tokens` are native int32 ids as bytes, `blocks` the ids of the blocks that hold their KV. `refs` counts the leases
     that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node and its whole subtree
     are evictable exactly if `pins` is 0. `keeps` counts in the same way: retained children, plus one for `retention`,
-    which ends here. `queued` is the number of the node's entry in the eviction queue. `annotation` is opaque to the
-    tree and empty if there is none.
+    which ends here. `holds` is the part of it that pins of the node's own namespace have. `queued` is the number of the
+    node's entry in the eviction queue. `annotation` is opaque to the tree and empty if there is none.
 
     A node of the namespace PUBLIC may have children of other namespaces, each visible to its own namespace alone.
 
@@ -34,6 +34,7 @@ class Node:
         "children",
         "digests",
         "hits",
+        "holds",
         "keeps",
         "last_used",
         "namespace",
@@ -59,6 +60,7 @@ class Node:
         self.refs = 0
         self.pins = 0
         self.keeps = 0
+        self.holds = 0
         self.retention: Retention | None = None
         self.last_used = 0
         self.queued = NOT_QUEUED

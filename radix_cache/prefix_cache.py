@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
@@ -14,7 +14,7 @@ from radix_cache.invariants import check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Lease, Node, Snapshot
-from radix_cache.retention import account_of
+from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
@@ -31,7 +31,8 @@ class PrefixCache:
 
     A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; prefixes published in the namespace PUBLIC serve all other
     namespaces too, except those whose names end with APART. An account retains at most `retention_share` of all blocks,
-    unless a call gives its share. Time is the caller's, set by `tell_time`; there is no clock inside.
+    unless a call gives its share. Of `pin_share` of all blocks an account pins at most half, and all together no more,
+    but for accounts with a share of their own. Time is the caller's, set by `tell_time`; there is no clock inside.
 
     Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that hold snapshots. Then a
     prefix serves only up to a boundary with a snapshot; its KV after that is computed again. The caller takes a row
@@ -51,9 +52,11 @@ class PrefixCache:
         "_allocator",
         "_caching",
         "_duplicates",
+        "_granted",
         "_leases",
         "_next_number",
         "_num_private_blocks",
+        "_pin_share",
         "_retention_share",
         "_stateful",
         "_tree",
@@ -69,6 +72,7 @@ class PrefixCache:
         *,
         caching: bool = True,
         retention_share: float = 0.5,
+        pin_share: float = 1.0,
         max_recorded_evictions: int = MAX_RECORDED_EVICTIONS,
         snapshot_rows: range | None = None,
         num_window_blocks: int = 0,
@@ -83,6 +87,9 @@ class PrefixCache:
         self.block_size = block_size
         self._caching = caching
         self._retention_share = retention_share
+        self._pin_share = pin_share
+        # The accounts with a share of their own for pins. All others have a part in the cache's.
+        self._granted: set[str] = set()
         self._allocator = BlockAllocator(num_blocks)
         self._stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
@@ -466,19 +473,21 @@ class PrefixCache:
                     lease.ends[wanted] = RETAINED
                     self._windows.retain(lease.block_ids[:wanted])
 
-    def pin(self, tokens: array[int], namespace: str = "", share: float | None = None) -> int:
+    def pin(
+        self, tokens: array[int], namespace: str = "", share: float | None = None, pin_share: float | None = None
+    ) -> int:
         """Pin the whole blocks of `tokens`, if all of them are cached, until `unpin`.
 
         Return the number of cached tokens: they are pinned if this covers all whole blocks. Raise BudgetError, with
         nothing changed, if the account's pins would exceed its budget; its other retentions give way. share: as in
-        `retain`.
+        `retain`. pin_share: of all blocks, granted to the account for its pins; None for its part in the cache's.
         """
         tree, size = self._tree, self.block_size
         wanted = len(tokens) // size
         data = tokens[: wanted * size].tobytes()
         depth = tree.depth(namespace, data) if self._windows is None else self._serving_depth(namespace, data)
-        account, budget = tree.ledger.account(account_of(namespace)), self._budget(share)
-        num_left = max(0, budget - account.num_pinned_blocks)
+        account = account_of(namespace)
+        num_left = self._num_left_to_pin(account, share, pin_share)
         # Blocks that are not cached are not pinned yet.
         if wanted - depth > num_left:
             raise BudgetError(wanted - depth, num_left)
@@ -489,25 +498,40 @@ class PrefixCache:
         node = tree.descend(start, data, array("i"), namespace)
         if node.namespace != namespace:
             return wanted * size  # a public prefix is not the account's to pin, and the operator has pinned it
-        num_new = account.num_unpinned_blocks(node)
+        num_new = num_unpinned_blocks(node)
         if num_new > num_left:
             raise BudgetError(num_new, num_left)
+        if pin_share is None:
+            self._granted.discard(account)
+        else:
+            self._granted.add(account)
         tree.pin(node)
-        tree.make_room(node, budget)
+        tree.make_room(node, max(self._budget(share), tree.ledger.account(account).num_pinned_blocks))
         if self._windows is not None:
             self._windows.retain(tree.path(node))
         return wanted * size
 
     def unpin(self, tokens: array[int], namespace: str = "") -> bool:
         """End the pin of the whole blocks of `tokens`. Return False if there is none."""
-        data = tokens[: len(tokens) // self.block_size * self.block_size].tobytes()
-        return self._unpin(
-            namespace, lambda pinned: self._tree.prefix(pinned) == data and pinned.namespace == namespace
-        )
+        num_blocks = len(tokens) // self.block_size
+        data = tokens[: num_blocks * self.block_size].tobytes()
+        node, depth, num_cached = self._tree.locate(namespace, data)
+        is_end = node is not None and depth == num_cached == num_blocks
+        if node is None or not is_end or node.namespace != namespace:
+            return False
+        if node.retention is None or not node.retention.is_pinned:
+            return False
+        self._tree.unpin(node)
+        return True
 
     def unpin_serial(self, serial: int, namespace: str) -> bool:
         """End the pin of the run that `prefixes` names `serial`. Return False if the namespace has no pin there."""
-        return self._unpin(namespace, lambda node: node.serial == serial and node.namespace == namespace)
+        retentions = self._tree.ledger.account(account_of(namespace)).retentions.values()
+        nodes = (one.node for one in retentions if one.is_pinned and one.node is not None)
+        node = next((node for node in nodes if node.serial == serial and node.namespace == namespace), None)
+        if node is not None:
+            self._tree.unpin(node)
+        return node is not None
 
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
@@ -518,9 +542,17 @@ class PrefixCache:
             self._free(evicted)
             yield len(evicted)
 
-    def budget(self, account: str, share: float | None = None) -> tuple[int, int, int]:
-        """Return the numbers of blocks that an account may retain, retains, and has pinned."""
-        return self._budget(share), *self._account(account)
+    def budget(
+        self, account: str, share: float | None = None, pin_share: float | None = None
+    ) -> tuple[int, int, int, int]:
+        """Return the numbers of blocks that an account may retain, retains, has pinned, and may pin beside these."""
+        own = self._tree.ledger.account(account)
+        return (
+            self._budget(share),
+            own.num_blocks,
+            own.num_pinned_blocks,
+            self._num_left_to_pin(account, share, pin_share),
+        )
 
     def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
         """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
@@ -552,18 +584,15 @@ class PrefixCache:
     def _budget(self, share: float | None) -> int:
         return int((self._retention_share if share is None else share) * self.num_blocks)
 
-    def _account(self, namespace: str) -> tuple[int, int]:
-        """Return the numbers of blocks that the namespace's account retains, and has pinned."""
-        account = self._tree.ledger.account(account_of(namespace))
-        return account.num_blocks, account.num_pinned_blocks
-
-    def _unpin(self, namespace: str, is_meant: Callable[[Node], bool]) -> bool:
-        account = self._tree.ledger.account(account_of(namespace))
-        pinned = (one.node for one in account.retentions.values() if one.is_pinned and one.node is not None)
-        node = next((node for node in pinned if is_meant(node)), None)
-        if node is not None:
-            self._tree.unpin(node)
-        return node is not None
+    def _num_left_to_pin(self, account: str, share: float | None, pin_share: float | None) -> int:
+        """Count the blocks that an account may pin beside those that it has pinned. For the shares see `pin`."""
+        num_own = self._tree.ledger.account(account).num_pinned_blocks
+        if pin_share is not None:
+            return max(0, int(pin_share * self.num_blocks) - num_own)
+        accounts = self._tree.ledger.accounts().items()
+        num_all = sum(one.num_pinned_blocks for name, one in accounts if name not in self._granted)
+        num_common = int(self._pin_share * self.num_blocks)
+        return max(0, min(self._budget(share) - num_own, num_common // 2 - num_own, num_common - num_all))
 
     def reset(self) -> int:
         """Evict all blocks that no lease protects. Return their number."""

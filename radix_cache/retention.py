@@ -8,7 +8,6 @@ ends; a node is retained if a retention ends at it or below it.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
 
 from radix_cache.nodes import Node, Retention
@@ -24,44 +23,26 @@ def account_of(namespace: str) -> str:
 class Account:
     """The retentions of one account by number, the one refreshed longest ago first.
 
-    `num_blocks`: the number of blocks that they cover, each counted once.
+    `num_blocks`: the number of blocks that they cover, each counted once. `num_pinned_blocks`: the number of the
+    account's own blocks that pins cover.
     """
 
-    __slots__ = ("num_blocks", "retentions")
+    __slots__ = ("num_blocks", "num_pinned_blocks", "retentions")
 
     def __init__(self) -> None:
         self.num_blocks = 0
+        self.num_pinned_blocks = 0
         self.retentions: OrderedDict[int, Retention] = OrderedDict()
 
-    @property
-    def num_pinned_blocks(self) -> int:
-        """The number of blocks that pins cover. Walks the pins."""
-        return sum(self._pinned_runs().values())
 
-    def num_unpinned_blocks(self, node: Node) -> int:
-        """Count the account's own blocks up to the end of `node` that no pin covers. Walks the pins."""
-        pinned = self._pinned_runs()
-        return sum(len(run.blocks) for run in _own_runs(node) if run.serial not in pinned)
-
-    def _pinned_runs(self) -> dict[int, int]:
-        """Return the number of blocks of each run that a pin covers, by the run's serial."""
-        found: dict[int, int] = {}
-        for retention in self.retentions.values():
-            if not retention.is_pinned or retention.node is None:
-                continue
-            for run in _own_runs(retention.node):
-                if run.serial in found:
-                    break
-                found[run.serial] = len(run.blocks)
-        return found
-
-
-def _own_runs(node: Node) -> Iterator[Node]:
-    """Yield `node` and the runs above it, except public runs, which belong to no account below them."""
+def num_unpinned_blocks(node: Node) -> int:
+    """Count the blocks up to the end of `node` that no pin covers, except public ones above it."""
+    found = 0
     current: Node | None = node
-    while current is not None and current.namespace == node.namespace:
-        yield current
+    while current is not None and current.namespace == node.namespace and not current.holds:
+        found += len(current.blocks)
         current = current.parent
+    return found
 
 
 class RetentionLedger:
@@ -113,6 +94,7 @@ class RetentionLedger:
         if pin and not retention.is_pinned:
             retention.is_pinned = True
             self.num_pins += 1
+            self._hold(node, 1)
         if ttl > 0 and now + ttl >= retention.until:
             retention.ttl = ttl
             self._extend(retention, now + ttl)
@@ -135,12 +117,15 @@ class RetentionLedger:
         assert retention is not None
         retention.is_pinned = False
         self.num_pins -= 1
+        self._hold(node, -1)
         return self.drop(retention) if retention.until <= now else None
 
     def drop(self, retention: Retention) -> Node:
         """End a retention. Return the node where it ended, whose place in the eviction queue may have changed."""
         node = retention.node
         assert node is not None
+        if retention.is_pinned:
+            self._hold(node, -1)
         self._forget(retention, node)
         self._release(node)
         return node
@@ -167,8 +152,11 @@ class RetentionLedger:
 
     def shrink(self, node: Node, count: int, *, lost: bool) -> None:
         """Note that the last `count` blocks of a retained node are removed, evicted if `lost`."""
+        account = self._accounts[account_of(node.namespace)]
         self.num_blocks -= count
-        self._accounts[account_of(node.namespace)].num_blocks -= count
+        account.num_blocks -= count
+        if node.holds:
+            account.num_pinned_blocks -= count
         if lost:
             self.num_lost_blocks += count
 
@@ -181,6 +169,10 @@ class RetentionLedger:
         retention, parent = node.retention, node.parent
         assert retention is not None
         assert parent is not None
+        was_pinned = parent.retention is not None and parent.retention.is_pinned
+        if node.holds and parent.namespace == node.namespace:
+            self._hold(parent, -1)
+        node.holds = 0
         if parent.parent is None or parent.namespace != node.namespace:
             self._forget(retention, node)
         elif parent.retention is not None and parent.retention.refreshed > retention.refreshed:
@@ -193,6 +185,8 @@ class RetentionLedger:
             else:
                 parent.keeps += 1
             node.retention, retention.node, parent.retention = None, parent, retention
+        if parent.retention is not None and parent.retention.is_pinned and not was_pinned:
+            self._hold(parent, 1)
         node.keeps = 0
         self._release(parent)
         self._close(account_of(node.namespace))
@@ -232,6 +226,17 @@ class RetentionLedger:
                 owner = self._accounts.setdefault(account_of(current.namespace), Account())
                 owner.num_blocks += len(current.blocks)
             self.num_blocks += len(current.blocks)
+            current = current.parent
+
+    def _hold(self, node: Node, change: int) -> None:
+        """Count a pin of the prefix that ends with `node`, or with -1 its end, for the node's account."""
+        account = self._accounts[account_of(node.namespace)]
+        current: Node | None = node
+        while current is not None and current.namespace == node.namespace:
+            current.holds += change
+            if current.holds != max(0, change):
+                return  # it is held anyway
+            account.num_pinned_blocks += change * len(current.blocks)
             current = current.parent
 
     def _forget(self, retention: Retention, node: Node) -> None:

@@ -398,6 +398,7 @@ class RadixTree:
         upper.annotation = node.annotation
         upper.pins = 1 if node.pins else 0
         upper.keeps = 1 if node.keeps else 0
+        upper.holds = 1 if node.holds else 0
         upper.digests = node.digests[:count]
         del node.digests[:count]
         if node.snapshots:

@@ -42,13 +42,14 @@ class CacheRoutes:
         arguments = {
             "namespace": self._namespace(request, prefix),
             "token_ids": pack_token_ids(token_ids),
-            "share": _identity(request).retention_share,
+            "share": _identity(request).rights.retention,
+            "pin_share": _identity(request).rights.pinned,
         }
         result = await self._command(request, "pin_prefix", arguments)
         if result["over_budget"]:
             message = (
-                f"The key's budget has {result['free_blocks']} free KV blocks, and this prefix needs "
-                f"{result['wanted_blocks']} more. Unpin another one first."
+                f"The key may pin {result['free_blocks']} more KV blocks, and this prefix needs "
+                f"{result['wanted_blocks']}. Unpin another one first."
             )
             raise ApiError(409, message, type="conflict", code="over_budget")
         if not result["tokens"]:
@@ -84,13 +85,14 @@ class CacheRoutes:
         arguments = {
             "namespace": None if every else self._salted(request),
             "limit": _limit(query.get("limit")),
-            "share": identity.retention_share,
+            "share": identity.rights.retention,
+            "pin_share": identity.rights.pinned,
         }
         result = await self._command(request, "list_prefixes", arguments)
         prefixes = [self._entry(entry, every) for entry in result.pop("prefixes")]
         budget = result.pop("budget")
         if not every:
-            result["budget"] = {**budget, "free": max(0, budget["blocks"] - budget["pinned"])}
+            result["budget"] = budget
         return json_response({"object": "cache", **result, "prefixes": prefixes})
 
     async def _drop(self, request: Request) -> Response:

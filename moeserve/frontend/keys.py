@@ -28,8 +28,9 @@ log = structlog.get_logger(__name__)
 USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
 # What a key's shares are shares of.
-_SHARED = {"retention": "KV blocks", "cached": "KV blocks", "running": "running places", "queue": "places"}
-_RIGHT = re.compile(r"(.*\S)\s+(retention|weight|running|queue|cached|priority)=(\S*)")
+_BLOCKS = "KV blocks"
+_SHARED = {"retention": _BLOCKS, "pinned": _BLOCKS, "cached": _BLOCKS, "running": "running places", "queue": "places"}
+_RIGHT = re.compile(r"(.*\S)\s+(retention|pinned|weight|running|queue|cached|priority)=(\S*)")
 _LEAST_WEIGHT = 0.001
 _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 
@@ -38,13 +39,14 @@ _GRANTS = {USER: {USER}, METRICS: {METRICS}, ADMIN: {USER, METRICS, ADMIN}}
 class Rights:
     """The rights that the key file grants a key.
 
-    `retention`: the share of the KV blocks that may be retained for it, None for the service's setting. `weight`: of
-    the key among all that have requests. `running` and `queue`: the shares of the places for running and for all
-    requests that it gets at most. `cached`: the share of the KV blocks beyond which its prefixes are evicted before all
-    others. `priority`: whether it may ask for an urgent one.
+    `retention`: the share of the KV blocks that may be retained for it, `pinned`: the share that it may pin; None for
+    the service's settings. `weight`: of the key among all that have requests. `running` and `queue`: the shares of the
+    places for running and for all requests that it gets at most. `cached`: the share of the KV blocks beyond which its
+    prefixes are evicted before all others. `priority`: whether it may ask for an urgent one.
     """
 
     retention: float | None = None
+    pinned: float | None = None
     weight: float = 1.0
     running: float = 1.0
     queue: float = 1.0

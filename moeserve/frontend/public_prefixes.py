@@ -86,7 +86,8 @@ async def _publish(services: Services, prefix: bytes) -> int:
     for _ in range(services.run.config.expert_parallel_size):
         # It goes to a rank that lacks the prefix.
         await _compute(services, packed)
-    pinned = await services.engine.control("pin_prefix", {"namespace": PUBLIC, "token_ids": packed, "share": 1.0})
+    arguments = {"namespace": PUBLIC, "token_ids": packed, "share": 1.0, "pin_share": 1.0}
+    pinned = await services.engine.control("pin_prefix", arguments)
     if pinned.error is not None or pinned.result["over_budget"] or pinned.result["missing_tokens"]:
         raise RuntimeError(pinned.error or "there are not enough KV blocks to keep it")
     return int(pinned.result["tokens"])

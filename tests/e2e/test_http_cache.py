@@ -166,11 +166,10 @@ def test_pins_stay_until_they_are_unpinned_and_within_the_keys_budget(running: S
     flood(running, "bob")
     assert cached(running, "Pinned " + TAIL, "bob") == 240
 
-    # An eighth of 256 blocks is bob's; 15 of them are pinned.
+    # An eighth of 256 blocks is what bob may retain, and pin; 15 of them are pinned.
     over = call(running, "POST", "/v1/cache/pin", "bob", {"prompt": "x" * 18 * 16})
     assert (over.status_code, over.json()["error"]["code"]) == (409, "over_budget")
-    assert "17 free KV blocks" in over.json()["error"]["message"]
-    assert "18 more" in over.json()["error"]["message"]
+    assert "may pin 17 more KV blocks, and this prefix needs 18" in over.json()["error"]["message"]
 
     listed = call(running, "GET", "/v1/cache", "bob").json()
     assert listed["budget"]["blocks"] == 32

@@ -43,7 +43,7 @@ def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> N
     (entry,) = listed["prefixes"]
     assert entry["id"].startswith("1.")
     assert entry["is_pinned"]
-    assert listed["budget"] == {"blocks": 32, "retained": 6, "pinned": 6}
+    assert listed["budget"] == {"blocks": 32, "retained": 6, "pinned": 6, "free": 26}
     assert commands.samples()["moeserve_kv_pinned_prefixes"] == [[1]]
     for wrong in ("0.1", "7.1", "x", "", "1.", "1.99999999999999999999"):
         assert finish(commands.start("unpin_prefix", {"namespace": "a", "prefix_id": wrong})) == {"unpinned": 0}

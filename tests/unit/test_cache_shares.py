@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from itertools import count
 
 import pytest
 
-from radix_cache import PUBLIC, PrefixCache
+from radix_cache import PUBLIC, BudgetError, PrefixCache
 from radix_cache.victims import HALF_LIFE_S
+from tests.support.line_counts import num_lines
 
 
 class Shelf:
@@ -171,3 +173,66 @@ def test_public_prefixes_count_for_nobody() -> None:
     assert shelf.held() == {PUBLIC: 30, "b": 10, "a": 60}
     shelf.cache.reset()
     assert shelf.held() == {}
+
+
+def test_keys_that_pin_what_they_may_leave_others_a_cache() -> None:
+    cache = PrefixCache(160, 1, pin_share=0.25)
+    for name in ("a", "b", "c"):
+        for number in range(20):
+            tokens = array("i", [ord(name), number, 1, 2])
+            lease = cache.match(tokens, name)
+            cache.extend(lease, 4 - len(lease.block_ids))
+            cache.publish(lease, tokens, 4)
+            cache.release(lease)
+            with suppress(BudgetError):
+                cache.pin(tokens, name)
+    pinned = [cache.budget(name)[2] for name in ("a", "b", "c")]
+    # Half of a quarter each; who comes third may pin nothing, but has three quarters to itself.
+    assert pinned == [19, 19, 0]
+    prompts = [array("i", range(100 * number, 100 * number + 11)) for number in range(1, 6)]
+    for _ in range(2):
+        for prompt in prompts:
+            lease = cache.match(prompt, "third")
+            cache.extend(lease, 11 - len(lease.block_ids))
+            cache.free(cache.publish(lease, prompt, 11))
+            cache.release(lease)
+    assert [cache.peek(prompt, "third") for prompt in prompts] == [10] * 5
+    assert [cache.budget(name)[2] for name in ("a", "b", "c")] == pinned
+
+
+def test_an_operators_grant_for_pins_takes_nothing_from_the_others() -> None:
+    cache = PrefixCache(160, 1, pin_share=0.25)
+    shelf = array("i", range(61))
+    for name in ("granted", "other"):
+        lease = cache.match(shelf, name)
+        cache.extend(lease, 61)
+        cache.publish(lease, shelf, 61)
+        cache.release(lease)
+    assert cache.pin(shelf[:60], "granted", pin_share=0.5) == 60
+    assert cache.budget("granted", pin_share=0.5)[2:] == (60, 20)
+    assert cache.budget("other")[2:] == (0, 20)
+    with pytest.raises(BudgetError):
+        cache.pin(shelf[:21], "other")
+    assert cache.pin(shelf[:20], "other") == 20
+    cache.check_invariants()
+    assert cache.unpin(shelf[:20], "other")
+    assert not cache.unpin(shelf[:20], "other")
+    assert cache.budget("other")[2:] == (0, 20)
+
+
+def test_the_work_of_a_pin_does_not_grow_with_the_number_of_pins() -> None:
+    counts = []
+    for num_pins in (20, 500):
+        cache = PrefixCache(4096, 1, retention_share=1.0)
+        for number in range(num_pins + 1):
+            tokens = array("i", [number, 1, 2])
+            lease = cache.match(tokens)
+            cache.extend(lease, 3)
+            cache.publish(lease, tokens, 3)
+            cache.release(lease)
+            if number < num_pins:
+                cache.pin(tokens)
+        tokens = array("i", [num_pins, 1, 2])
+        counts.append(num_lines(lambda: cache.pin(tokens)) + num_lines(lambda: cache.unpin(tokens)))  # noqa: B023
+        assert cache.num_pins == num_pins
+    assert counts[1] <= 1.1 * counts[0]

@@ -76,18 +76,18 @@ def test_listing_dropping_and_reports_keep_to_ones_own_below_a_public_prefix() -
 def test_public_blocks_are_charged_to_nobody_elses_budget() -> None:
     cache = PrefixCache(64, SIZE, retention_share=0.1)
     use(cache, SYSTEM, PUBLIC)
-    assert cache.pin(array("i", SYSTEM), PUBLIC, 1.0) == 16
+    assert cache.pin(array("i", SYSTEM), PUBLIC, 1.0, 1.0) == 16
     prompt = array("i", [*SYSTEM, *range(24)])
     use(cache, prompt, "a")
     assert cache.pin(prompt, "a") == 40
-    assert cache.budget("a") == (6, 6, 6)
+    assert cache.budget("a") == (6, 6, 6, 0)
     with pytest.raises(BudgetError):
         cache.pin(array("i", [*SYSTEM, 9, 9, 9, 9]), "a")
     assert cache.pin(array("i", SYSTEM), "b") == 16
-    assert cache.budget("b") == (6, 0, 0)
+    assert cache.budget("b") == (6, 0, 0, 6)
     lease = cache.match(prompt, "b")
     cache.retain(lease, 16, 60.0)
-    assert cache.budget("b") == (6, 0, 0)
+    assert cache.budget("b") == (6, 0, 0, 6)
     cache.release(lease)
     cache.check_invariants()
 
