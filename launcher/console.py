@@ -82,7 +82,7 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
         _curl_line(url, model, needs_key=needs_key),
         "",
         *([] if ready.model is None else [f"  model    {ready.model}"]),
-        f"  device   {ready.device}, {ready.dtype}",
+        f"  device   {ready.device}, {ready.arithmetic or ready.dtype}",
         f"  weights  {format_bytes(ready.weights_bytes)}",
         f"  KV       {format_bytes(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks",
         f"  context  {_context(ready)}",

@@ -27,6 +27,8 @@ _SETTINGS = (
     "revision",
     "offline",
     "dtype",
+    "quantization",
+    "arithmetic",
     "expert_quantization",
     "max_model_len",
     "block_size",

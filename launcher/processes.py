@@ -139,7 +139,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     Layers that see the last `window` tokens have `num_window_blocks` blocks of their own, on all ranks; both 0 without.
     `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
-    `model` says in a line what the model is.
+    `model` says in a line what the model is, `arithmetic` how it multiplies.
     """
 
     device: str
@@ -158,6 +158,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     window: int = 0
     model: str | None = None
     pid: int | None = None
+    arithmetic: str = ""
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):

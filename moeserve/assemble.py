@@ -110,7 +110,7 @@ class _CpuBody:
     depth = 0
 
     def __init__(self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None) -> None:
-        self.ops: Ops = CpuOps()
+        self.ops: Ops = CpuOps(plan.rounding.arithmetic)
         self.resident = resident
         self._plan = plan
         self._config = config
@@ -175,9 +175,11 @@ def load_rank(
         observers.append(tap)
     group = None if collectives is None else _make_group(plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
+    rounding = {} if plan.rounding.is_none else {"rounding": plan.rounding}
     decoder = _load_decoder(
         directory,
         spec,
+        **rounding,
         dtype=plan.dtype,
         ops=body.ops,
         max_model_len=plan.kv.max_model_len or config.max_model_len,
@@ -272,7 +274,19 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
         stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(plan.dtype).removeprefix('torch.')}"
         if plan.spec.quantization is not None:
             stage += f", expanded from {plan.spec.quantization.kind}"
+        if not plan.rounding.is_none:
+            stage += f", rounded to {plan.rounding.name}"
     return lambda done, total: report({"event": "loading", "done": done, "total": total, "stage": stage})
+
+
+def arithmetic_of(plan: ModelPlan) -> str:
+    """Return how a rank multiplies, for people: `float32`, or with `weights int4, activations int8` behind it."""
+    name = str(plan.dtype).removeprefix("torch.")
+    rounding = plan.rounding
+    if rounding.is_none:
+        return name
+    activations = "int8 within products" if rounding.arithmetic == "int8" else "exact"
+    return f"{name}, weights {rounding.name}, activations {activations}"
 
 
 class LoadedRank:
@@ -331,6 +345,7 @@ class LoadedRank:
             prepared.kv_bytes,
             plan.device,
             prepared.state_row_bytes,
+            arithmetic_of(plan),
         )
         return Rank(
             ObservedRunner(prepared.runner, self._observers),
@@ -358,7 +373,9 @@ class LoadedRank:
     def _make_migrator(self, group: Group, owned: OwnedExperts) -> ExpertMigrator[Any]:
         """Make the migrator. owned: the experts that this rank holds before the first migration."""
         plan, body, experts = self._plan, self._body, self._decoder.experts
-        reread = Rereader(lambda: stored_experts(self._directory, plan.spec, plan.dtype), owned, body.take_expert)
+        reread = Rereader(
+            lambda: stored_experts(self._directory, plan.spec, plan.dtype, plan.rounding), owned, body.take_expert
+        )
         return ExpertMigrator(
             group.experts, reread, lambda layer, slot, taken: body.install_expert(experts[layer], slot, taken)
         )

@@ -87,9 +87,24 @@ class ServeConfig:
         group="Model",
         choices=("auto", "native", "transformers"),
     )
+    quantization: str = setting(
+        "none",
+        "How all weights are kept on a CPU, rounded in groups of 32 while they are loaded; none is as in the "
+        "checkpoint. With int4 the embedding and the output projection have 8 bits.",
+        group="Model",
+        choices=("none", "int8", "int4"),
+    )
+    arithmetic: str = setting(
+        "auto",
+        "How quantised weights multiply on a CPU: int8 rounds activations to 8 bits, exact keeps them in float32; auto "
+        "is int8.",
+        group="Model",
+        choices=("auto", "int8", "exact"),
+    )
     expert_quantization: str = setting(
         "none",
-        "How the weights of the experts are kept on a GPU, rounded while they are loaded: none is --dtype.",
+        "How the weights of the experts are kept, rounded while they are loaded: none is --quantization, or --dtype on "
+        "a GPU; fp8 is for a GPU.",
         group="Model",
         choices=("none", "int8", "fp8", "int4"),
     )

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 
 # Settings that only a GPU honours.
-_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "expert_quantization", "kv_cache_dtype")
+_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "kv_cache_dtype")
+# Settings that only a CPU honours.
+_OF_A_CPU = ("quantization", "arithmetic")
 # The memory of graphs, an estimate: the allocations of a decode step, once for all sizes, and the driver's copies of
 # nodes.
 GRAPH_BYTES = 512 * 2**20
@@ -59,6 +61,8 @@ def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None
 def refuse_gpu_settings(config: ServeConfig, needed: str) -> None:
     """Raise ConfigError if a setting that only a GPU honours is changed. needed: its requirement, in words."""
     refuse_changed(config, _OF_A_GPU, needed)
+    if config.expert_quantization == "fp8":
+        raise ConfigError(f"--expert-quantization fp8 needs {needed}.")
 
 
 def needs_fp8(config: ServeConfig) -> bool:
@@ -105,6 +109,9 @@ def _unsupported(config: ServeConfig) -> str | None:
             flag = f"--{name.replace('_', '-')}"
             if config.dtype == "float32":
                 return f"{flag} is for 16 bits: use --dtype bfloat16 or float16"
+    for name in _OF_A_CPU:
+        if getattr(config, name) != getattr(ServeConfig, name):
+            return f"--{name} is for a CPU; a GPU has --expert-quantization"
     if config.block_size & (config.block_size - 1):
         return f"--block-size {config.block_size} is not a power of two"
     return None

@@ -25,6 +25,7 @@ from moeserve.memory_plan import (
     no_experts,
     plan_in_memory,
     plan_on_cpu,
+    rounding_of,
     weights_bytes,
 )
 from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
@@ -278,10 +279,12 @@ def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterat
         yield setup
     if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None:
         dtype = compute_dtype(config, "cpu")
-        free = machine.free_bytes - RESERVE_BYTES - weights_bytes(spec, dtype, index, [no_experts])
         try:
-            advised = _advised(free, spec, common_layout(index, spec, dtype).num_bytes)
-        except ModelError as error:
+            rounding = rounding_of(config)
+            others = weights_bytes(spec, dtype, index, [no_experts], rounding)
+            free = machine.free_bytes - RESERVE_BYTES - others
+            advised = _advised(free, spec, common_layout(index, spec, dtype, rounding).num_bytes)
+        except (ModelError, ConfigError) as error:
             yield Setup("cpu", (), str(error))
         else:
             yield _cpu_setup(model, machine, replace(config, expert_memory=advised))
@@ -298,7 +301,7 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
     if plan.residency is not None:
         resident = min(plan.residency.slots.num_slots)
     elif machine.bandwidth is not None:
-        others = weights_bytes(spec, dtype, model.index, [no_experts])
+        others = weights_bytes(spec, dtype, model.index, [no_experts], plan.rounding)
         narrow = keeps_narrow(dtype)
         speed = machine.bandwidth / _read_per_token(model, plan.weights_bytes - others, others, dtype, narrow=narrow)
     fitting = _fitting(plan, config, flags, resident, speed)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from experts.placement import Placement
-from kernels.cpu.library import native_kernels
+from kernels.cpu.library import native_kernels, native_kernels_absence
+from kernels.packed_experts import ExpertLayout
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import (
     KvBudget,
@@ -26,6 +27,7 @@ from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, re
 from moeserve.model.expert_store import common_layout, layout_of
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, window_demand
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 
@@ -46,6 +48,7 @@ class ModelPlan:
     placement: Placement | None = None
     residency: ResidencyPlan | None = None
     device: str = "cpu"
+    rounding: Rounding = NO_ROUNDING
 
 
 def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
@@ -86,6 +89,8 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         read_statistics(directory, config)
     if isinstance(spec, DecoderSpec):
         return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
+    if not rounding_of(config).is_none:
+        raise ConfigError("--quantization and --expert-quantization are for models on our own code so far.")
     from moeserve.model.hf.expert_weights import TransformersExperts, map_model
 
     model, narrow = map_model(directory), keeps_narrow(dtype)
@@ -107,10 +112,16 @@ def plan_on_cpu(
 
     Raise ConfigError or ModelError if something does not fit.
     """
-    residency = plan_residency(lambda: common_layout(index, spec, dtype), spec, dtype, config, placement)
+    rounding = rounding_of(config)
+
+    def layout() -> ExpertLayout:
+        return common_layout(index, spec, dtype, rounding)
+
+    residency = plan_residency(layout, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
-    num_bytes = weights_bytes(spec, dtype, index, owned_by)
-    return _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
+    num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
+    plan = _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
+    return replace(plan, rounding=rounding)
 
 
 def plan_in_memory(
@@ -175,8 +186,9 @@ def plan_as_told(
     """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
-    residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype)
-    return ModelPlan(spec, dtype, kv, 0, placement, residency, device)
+    rounding = rounding_of(config)
+    residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
+    return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding)
 
 
 def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:
@@ -195,13 +207,42 @@ def weights_bytes(
     dtype: torch.dtype,
     index: Mapping[str, TensorInfo],
     owned_by: Sequence[OwnedExperts | None] = (None,),
+    rounding: Rounding = NO_ROUNDING,
 ) -> int:
-    """Return the bytes of the weights that ranks keep in memory on a CPU, together. Raise CheckpointError.
+    """Return the bytes of the weights that ranks keep in memory on a CPU, together. Raise ModelError.
 
     owned_by: for each rank the experts that it loads, None for all.
     """
-    narrow = keeps_narrow(dtype)
-    return sum(plan_weights(spec, index, owned).loaded_num_bytes(dtype.itemsize, narrow=narrow) for owned in owned_by)
+    narrow, packed = keeps_narrow(dtype), spec.moe is not None and rounding.experts is not None
+    expert_bytes = common_layout(index, spec, dtype, rounding).num_bytes if packed else 0
+    total = 0
+    for owned in owned_by:
+        plan = plan_weights(spec, index, no_experts if packed else owned)
+        total += plan.loaded_num_bytes(dtype.itemsize, narrow=narrow, rounded=rounding.num_bytes)
+        if spec.moe is not None:
+            num_all = spec.moe.num_experts
+            total += expert_bytes * sum(num_all if owned is None else len(owned(layer)) for layer in spec.moe_layers)
+    return total
+
+
+def rounding_of(config: ServeConfig) -> Rounding:
+    """Return the rounding that the settings ask for; none on a GPU, which stores experts otherwise.
+
+    Raise ConfigError for settings that contradict each other.
+    """
+    if config.device == "cuda":
+        return NO_ROUNDING
+    rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
+    if rounding.is_none:
+        if config.arithmetic == "int8":
+            raise ConfigError("--arithmetic int8 needs --quantization or --expert-quantization.")
+        return rounding
+    if config.dtype not in ("auto", "float32"):
+        raise ConfigError("Quantised weights on a CPU need --dtype float32: they multiply activations of float32.")
+    absence = native_kernels_absence()
+    if absence is not None:
+        raise ConfigError(f"Quantised weights need the compiled kernels. {absence}")
+    return rounding
 
 
 def keeps_narrow(dtype: torch.dtype) -> bool:

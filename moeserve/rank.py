@@ -95,7 +95,7 @@ class _ObservedStep:
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """The facts about a loaded model that the engine needs. weights_bytes: of all ranks. kv_bytes: of this rank.
-    state_row_bytes: of one recurrent state, 0 without recurrent layers."""
+    state_row_bytes: of one recurrent state, 0 without recurrent layers. arithmetic: see `EngineReady`."""
 
     spec: ModelSpec
     defaults: GenerationDefaults
@@ -105,6 +105,7 @@ class ServedModel:
     kv_bytes: int
     device: str
     state_row_bytes: int = 0
+    arithmetic: str = ""
 
     @property
     def eos_token_ids(self) -> list[int]:

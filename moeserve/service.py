@@ -175,6 +175,7 @@ def _ready(context: RunContext, model: ServedModel, *, keeps_states: bool) -> En
         kv_bytes=num_ranks * model.kv_bytes,
         num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
         keeps_states=keeps_states,
+        arithmetic=model.arithmetic,
     )
 
 
@@ -184,6 +185,7 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
         "pid": ready.pid,
         "device": ready.device,
         "dtype": ready.dtype,
+        "arithmetic": ready.arithmetic,
         "weights_bytes": ready.weights_bytes,
         "kv_bytes": ready.kv_bytes,
         "num_blocks": ready.num_blocks,

@@ -172,7 +172,8 @@ class Control(Message):
 
 
 class EngineReady(Message):
-    """The answer to `Hello`, once the model is loaded. keeps_states: prefixes need snapshots of recurrent states."""
+    """The answer to `Hello`, once the model is loaded. keeps_states: prefixes need snapshots of recurrent states.
+    arithmetic: how the model multiplies, for people."""
 
     pid: int
     model_hash: str
@@ -190,6 +191,7 @@ class EngineReady(Message):
     kv_bytes: int
     num_experts: int = 0
     keeps_states: bool = False
+    arithmetic: str = ""
 
 
 class Refused(Message):

@@ -23,6 +23,7 @@ from moeserve.config import ServeConfig
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.experts.settings import measured_load
 from moeserve.model.expert_store import ensure_expert_store, layout_in_store, stored_experts
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import ModelError, ModelSpec
 
 
@@ -33,6 +34,7 @@ class ResidencyPlan:
     layout: ExpertLayout
     dtype: torch.dtype
     slots: SlotPlan
+    rounding: Rounding = NO_ROUNDING
 
 
 CpuResidentModel = ResidentModel[ResidentExperts]
@@ -44,6 +46,7 @@ def plan_residency(
     dtype: torch.dtype,
     config: ServeConfig,
     placement: Placement | None = None,
+    rounding: Rounding = NO_ROUNDING,
 ) -> ResidencyPlan | None:
     """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
 
@@ -59,13 +62,15 @@ def plan_residency(
     slots = plan_slots(
         config.expert_memory, layout.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None
     )
-    return None if slots is None else ResidencyPlan(layout, dtype, slots)
+    return None if slots is None else ResidencyPlan(layout, dtype, slots, rounding)
 
 
-def residency_with(num_slots: tuple[int, ...], directory: Path, spec: ModelSpec, dtype: torch.dtype) -> ResidencyPlan:
+def residency_with(
+    num_slots: tuple[int, ...], directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+) -> ResidencyPlan:
     """Return the plan of a rank for the numbers of slots that rank 0 has decided on. Raise ModelError."""
-    layout = layout_in_store(directory, spec, dtype)
-    return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)))
+    layout = layout_in_store(directory, spec, dtype, rounding)
+    return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)), rounding)
 
 
 def open_experts(
@@ -86,7 +91,7 @@ def open_experts(
         report({"event": "loading", "done": done, "total": total, "stage": stage})
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
-    stored = stored_experts(directory, spec, plan.dtype)
+    stored = stored_experts(directory, spec, plan.dtype, plan.rounding)
     store = ensure_expert_store(directory, stored, moe.num_experts, plan.layout, root, progress)
     nvme, obstacle = _deep_nvme(slots.num_bytes)
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)

@@ -75,6 +75,7 @@ def _about(services: Services) -> dict[str, Any]:
         facts |= {
             "device": ready.device,
             "dtype": ready.dtype,
+            "arithmetic": ready.arithmetic,
             "max_model_len": ready.max_model_len,
             "max_num_seqs": ready.max_num_seqs,
             "num_blocks": ready.num_blocks,

@@ -93,6 +93,7 @@ class ServiceRoutes:
             "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "max_input_tokens": max_model_len,
             "max_tokens": max_model_len,
+            "arithmetic": None if ready is None else ready.arithmetic,
             "capabilities": None,
             "lifecycle": "active",
         }

@@ -143,6 +143,8 @@ def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
     return TensorInfo(path, entry["dtype"], shape, num_bytes)
 
 
+# The bytes of a matrix by its key and shape, None for one that is not rounded.
+RoundedBytes = Callable[[str, tuple[int, ...]], int | None]
 # The experts that this process loads, by layer.
 OwnedExperts = Callable[[int], Sequence[int]]
 
@@ -199,15 +201,19 @@ class WeightPlan:
     layers: tuple[LayerPlan, ...]
     num_bytes: int
 
-    def loaded_num_bytes(self, item_size: int, *, narrow: bool) -> int:
+    def loaded_num_bytes(self, item_size: int, *, narrow: bool, rounded: RoundedBytes | None = None) -> int:
         """Return the bytes of the loaded weights at ``item_size`` bytes per number.
 
-        narrow: keep in 16 bits the matrices that the checkpoint holds in bfloat16, FP8 or MXFP4. Loading needs room for
-        another layer. Tied embeddings count twice, because the output projection is packed.
+        rounded: tells the bytes of a matrix outside experts, by key and shape, if it is rounded. narrow: keep in 16
+        bits the matrices that the checkpoint holds in bfloat16, FP8 or MXFP4. Loading needs room for another layer.
+        Tied embeddings count twice, because the output projection is packed.
         """
-        total = sum(loaded_bytes(tensor, item_size, narrow) for tensor in self.outer.values())
+        total = 0
+        for tensors in (self.outer, *(layer.tensors for layer in self.layers)):
+            for key, tensor in tensors.items():
+                num_bytes = None if rounded is None else rounded(key, tensor.shape)
+                total += loaded_bytes(tensor, item_size, narrow) if num_bytes is None else num_bytes
         for layer in self.layers:
-            total += sum(loaded_bytes(tensor, item_size, narrow) for tensor in layer.tensors.values())
             if layer.experts is not None:
                 total += _loaded_expert_bytes(layer.experts, item_size, narrow)
         return total

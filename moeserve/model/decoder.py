@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from experts.gates import GatedBlock as AskedGate
@@ -19,8 +18,10 @@ from experts.observer import AnyObserver
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
 from kernels.state_rows import StateRows
+from kernels.weight_formats import Matrix
 from moeserve.model.delta_net import GatedDeltaNet
 from moeserve.model.rope import Frequencies, rope_frequencies, rope_switch
+from moeserve.model.rounding import look_up
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 from moeserve.model.state_pool import StatePool, pools_by_layer
 
@@ -292,7 +293,7 @@ class Decoder:
         self,
         spec: DecoderSpec,
         ops: Ops,
-        embedding: Tensor,
+        embedding: Matrix,
         layers: Sequence[DecoderLayer],
         norm: NormWeights,
         lm_head: Linear,
@@ -351,7 +352,7 @@ class Decoder:
         noise.
         """
         spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
-        residual = F.embedding(batch.token_ids, self._embedding).to(self.dtype)
+        residual = look_up(self._embedding, batch.token_ids).to(self.dtype)
         if spec.embedding_multiplier != 1.0:
             residual.mul_(spec.embedding_multiplier)
         step = windowed = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)

@@ -16,6 +16,7 @@ from moeserve.config import cache_root
 from moeserve.model.cache import ensure_built
 from moeserve.model.checkpoint import TensorInfo, read_index
 from moeserve.model.expert_weights import NativeExperts, StoredExperts, packed_experts
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec, Progress
 
 _FILE_NAME = "experts.bin"
@@ -29,23 +30,29 @@ class ExpertStore:
     source: bytes
 
 
-def stored_experts(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> StoredExperts:
+def stored_experts(
+    directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+) -> StoredExperts:
     """Return the experts of the checkpoint in `directory`, to compute in `dtype`. Raise ModelError."""
     if isinstance(spec, DecoderSpec):
-        return NativeExperts(read_index(directory), spec, dtype)
+        return NativeExperts(read_index(directory), spec, dtype, rounding)
     from moeserve.model.hf.expert_weights import open_experts  # Imported late: it loads modelling code.
 
     return open_experts(directory, dtype)
 
 
-def layout_in_store(directory: Path, spec: ModelSpec, dtype: torch.dtype) -> ExpertLayout:
+def layout_in_store(
+    directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+) -> ExpertLayout:
     """See `layout_of`."""
-    return layout_of(stored_experts(directory, spec, dtype))
+    return layout_of(stored_experts(directory, spec, dtype, rounding))
 
 
-def common_layout(index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype) -> ExpertLayout:
+def common_layout(
+    index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+) -> ExpertLayout:
     """See `layout_of`; for a model on our own code."""
-    return layout_of(NativeExperts(index, spec, dtype))
+    return layout_of(NativeExperts(index, spec, dtype, rounding))
 
 
 def layout_of(stored: StoredExperts) -> ExpertLayout:
@@ -53,7 +60,10 @@ def layout_of(stored: StoredExperts) -> ExpertLayout:
     shapes = stored.shapes()
     if len(shapes) > 1:
         raise ModelError("The checkpoint's experts are stored in several precisions: --expert-memory needs one.")
-    return expert_layout(*shapes)
+    try:
+        return expert_layout(*shapes)
+    except ValueError as error:
+        raise ModelError(f"The experts cannot be quantised: {error}.") from None
 
 
 def ensure_expert_store(

@@ -20,6 +20,7 @@ from moeserve.model.checkpoint import (
     plan_experts,
     plan_weights,
 )
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
 from moeserve.model.tensor_reader import Progress as ReadProgress
 from moeserve.model.tensor_reader import TensorReader
@@ -75,14 +76,16 @@ class StoredExperts(Protocol):
 class NativeExperts:
     """The experts of a model on our own code. See `StoredExperts`."""
 
-    def __init__(self, index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype) -> None:
+    def __init__(
+        self, index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+    ) -> None:
         """dtype: in which the experts compute."""
         self.index, self.layers = index, spec.moe_layers
-        self._spec, self._dtype = spec, dtype
+        self._spec, self._dtype, self._rounding = spec, dtype, rounding
 
     def shapes(self) -> frozenset[ExpertShape]:
         plans = _expert_plans(plan_weights(self._spec, self.index))
-        return frozenset(expert_shape(self._spec, plan, self._dtype) for plan in plans)
+        return frozenset(expert_shape(self._spec, plan, self._dtype, self._rounding) for plan in plans)
 
     def num_bytes(self, owned: OwnedExperts | None) -> int:
         return _bytes_of_experts(plan_weights(self._spec, self.index, owned))
@@ -91,18 +94,26 @@ class NativeExperts:
         return TensorReader(self.index, total_bytes, quantization=self._spec.quantization, progress=progress)
 
     def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> ExpertReader:
-        return ExpertReader(self._spec, plan_experts(self._spec, self.index, layer, owned), reader, self._dtype)
+        plan = plan_experts(self._spec, self.index, layer, owned)
+        return ExpertReader(self._spec, plan, reader, self._dtype, self._rounding)
 
 
 class ExpertReader:
     """Reads the experts of one layer of a model on our own code. See `LayerExperts`."""
 
-    def __init__(self, spec: DecoderSpec, plan: ExpertsPlan, reader: TensorReader, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: DecoderSpec,
+        plan: ExpertsPlan,
+        reader: TensorReader,
+        dtype: torch.dtype,
+        rounding: Rounding = NO_ROUNDING,
+    ) -> None:
         """dtype: in which the experts compute."""
         assert spec.moe is not None
         self._moe, self._plan, self._reader = spec.moe, plan, reader
         self.owned = plan.owned
-        self.shape = expert_shape(spec, plan, dtype)
+        self.shape = expert_shape(spec, plan, dtype, rounding)
         self.layout = expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
@@ -174,11 +185,20 @@ def _bytes_of_experts(plan: WeightPlan) -> int:
     return plan.num_bytes - outer - sum(tensor.num_bytes for layer in plan.layers for tensor in layer.tensors.values())
 
 
-def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype) -> ExpertShape:
+def expert_shape(
+    spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+) -> ExpertShape:
     """Return the shape of a layer's experts when they compute in `dtype`."""
     assert spec.moe is not None
+    form = rounding.experts
     return ExpertShape(
-        spec.hidden_size, spec.moe.intermediate_size, dtype, _kept_dtype(plan, dtype), spec.moe.expert_bias
+        spec.hidden_size,
+        spec.moe.intermediate_size,
+        dtype,
+        _kept_dtype(plan, dtype),
+        spec.moe.expert_bias,
+        formats=None if form is None else (form, form),
+        arithmetic=rounding.arithmetic,
     )
 
 

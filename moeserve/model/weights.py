@@ -16,6 +16,7 @@ from experts.observer import AnyObserver
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear
 from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
+from kernels.weight_formats import Matrix
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -28,6 +29,7 @@ from moeserve.model.checkpoint import (
 from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import AttentionSpec, DecoderSpec, DeltaNetSpec, MlaSpec
 from moeserve.model.tensor_reader import Progress, TensorReader
 
@@ -48,19 +50,21 @@ def load_decoder(
     dispatch_of: DispatchOf | None = None,
     observers: Sequence[AnyObserver] = (),
     progress: Progress | None = None,
+    rounding: Rounding = NO_ROUNDING,
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
     ops: of the device, default those of the CPU. max_model_len: longest context to serve, the model's own if None.
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
-    others. observers: of all steps. progress(done_bytes, total_bytes). Check every tensor's name and shape before
-    memory is taken; raise CheckpointError. ``WeightPlan.loaded_num_bytes`` tells the needed memory beforehand.
+    others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU. Check
+    every tensor's name and shape before memory is taken; raise CheckpointError. ``WeightPlan.loaded_num_bytes`` tells
+    the needed memory beforehand.
     """
     ops = ops or CpuOps()
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
-        loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers)
+        loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding)
         embedding = loader.embedding(plan.outer["embedding"])
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return Decoder(
@@ -87,14 +91,16 @@ class _Loader:
         dtype: torch.dtype,
         dispatch_of: DispatchOf | None,
         observers: Sequence[AnyObserver],
+        rounding: Rounding,
     ) -> None:
-        self._spec, self._ops, self._reader, self._dtype = spec, ops, reader, dtype
+        self._spec, self._ops, self._reader, self._dtype, self._rounding = spec, ops, reader, dtype, rounding
         self._dispatch_of, self._observers = dispatch_of, observers
 
-    def embedding(self, stored: StoredTensor) -> Tensor:
-        """Load the table. Rows are widened when looked up, so a table of 16-bit numbers need not take 32 bits."""
+    def embedding(self, stored: StoredTensor) -> Matrix:
+        """Load the table. Rows are widened when looked up, so a table of fewer bits need not take 32 bits."""
         narrow = self._ops.keeps_narrow and self._dtype == torch.float32
-        return self._tensor(stored, _NARROW.get(stored.dtype, self._dtype) if narrow else self._dtype)
+        table = self._tensor(stored, _NARROW.get(stored.dtype, self._dtype) if narrow else self._dtype)
+        return self._rounding.apply(table, "embedding")
 
     def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
         tensors = plan.tensors
@@ -120,7 +126,7 @@ class _Loader:
         if order is not None:
             order = order.to(rows.device)
             rows, biases = rows[order], None if biases is None else biases[order]
-        return self._ops.pack_linear(rows, biases, dtype)
+        return self._ops.pack_linear(self._rounding.apply(rows, keys[0]), biases, dtype)
 
     def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet:
         """Load the part that mixes the tokens in layer ``number``."""
@@ -189,9 +195,12 @@ class _Loader:
         """Load a dense block from the tensors whose names begin with ``prefix``."""
         gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
         dtype = self._kept_dtype([tensors[key] for key in (gate, up, down)], self._dtype)
+        gate_up = self._reader.read_rows([tensors[gate], tensors[up]], dtype).to(self._ops.device)
+        second = self._tensor(tensors[down], dtype)
+        rounding = self._rounding if self._rounding.format_of("down", second.shape[1]) else NO_ROUNDING
         return self._ops.pack_gated(
-            self._reader.read_rows([tensors[gate], tensors[up]], dtype).to(self._ops.device),
-            self._tensor(tensors[down], dtype),
+            rounding.apply(gate_up, "gate"),
+            rounding.apply(second, "down"),
             self._biases(tensors, (gate, up), self._dtype),
             self._biases(tensors, (down,), self._dtype),
             self._spec.activation,
@@ -203,7 +212,7 @@ class _Loader:
         moe = self._spec.moe
         assert moe is not None
         gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
-        experts = ExpertReader(self._spec, plan, self._reader, self._dtype)
+        experts = ExpertReader(self._spec, plan, self._reader, self._dtype, self._rounding)
         return MoeLayer(
             self._ops,
             self.linear(tensors, "moe_gate", dtype=gate_dtype),

@@ -23,7 +23,7 @@ from moeserve.config import ConfigError, ServeConfig
         ({"expert_store_bandwidth": 1 << 30}, "--expert-store-bandwidth", "--expert-memory"),
         ({"rebalance_threshold": 0.2, "expert_parallel_size": 2}, "--rebalance-threshold", "--rebalance-interval"),
         ({"enforce_eager": True}, "--enforce-eager", "--device cuda"),
-        ({"expert_quantization": "int4"}, "--expert-quantization", "--device cuda"),
+        ({"expert_quantization": "fp8"}, "--expert-quantization", "--device cuda"),
         ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype", "--device cuda"),
         ({"gpu_memory_utilization": 0.5, "device": "cpu"}, "--gpu-memory-utilization", "--device cuda"),
     ],

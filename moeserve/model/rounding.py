@@ -1,0 +1,75 @@
+"""The formats of few bits in which a CPU keeps the weights of a checkpoint, and the arithmetic of their products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kernels.cpu.library import native_kernels
+from kernels.cpu.quantised import packed_bytes, quantise
+from kernels.weight_formats import Q4_0, Q8_0, Arithmetic, Matrix, QuantizedRows, WeightFormat
+
+_FORMATS = {"none": None, "int8": Q8_0, "int4": Q4_0}
+# Matrices that stay as they are: they choose experts or scale a whole block, and are small.
+_KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
+# Matrices of 8 bits even where others have 4, because all tokens meet in them.
+_OUTER = frozenset(("embedding", "lm_head"))
+
+
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """The format to which matrices outside experts are rounded while they are loaded, and that of experts.
+
+    None keeps the numbers of the checkpoint. arithmetic: of all products with quantised weights.
+    """
+
+    matrices: WeightFormat | None = None
+    experts: WeightFormat | None = None
+    arithmetic: Arithmetic = "int8"
+
+    @staticmethod
+    def named(quantization: str, expert_quantization: str, arithmetic: str) -> Rounding:
+        """Return the rounding for values of `--quantization`, `--expert-quantization` and `--arithmetic`."""
+        experts = quantization if expert_quantization == "none" else expert_quantization
+        return Rounding(_FORMATS[quantization], _FORMATS[experts], "exact" if arithmetic == "exact" else "int8")
+
+    @property
+    def is_none(self) -> bool:
+        return self.matrices is None and self.experts is None
+
+    @property
+    def name(self) -> str:
+        """The formats, for people: `int8`, or `float32, experts int4`; empty without any."""
+        names = {form: name for name, form in _FORMATS.items()}
+        if self.is_none:
+            return ""
+        if self.matrices is self.experts:
+            return names[self.matrices]
+        others = "unquantised" if self.matrices is None else names[self.matrices]
+        return f"{others}, experts {names[self.experts]}"
+
+    def format_of(self, key: str, depth: int) -> WeightFormat | None:
+        """Return the format of a matrix [N, depth] outside experts, by its key in a plan of weights."""
+        if self.matrices is None or key in _KEPT or depth % self.matrices.block:
+            return None
+        return Q8_0 if key in _OUTER else self.matrices
+
+    def apply(self, matrix: Tensor, key: str) -> Matrix:
+        """Round a matrix [N, K] outside experts."""
+        form = self.format_of(key, matrix.shape[1])
+        kernels = native_kernels()
+        return matrix if form is None or kernels is None else quantise(matrix, form, kernels)
+
+    def num_bytes(self, key: str, shape: tuple[int, ...]) -> int | None:
+        """Return the bytes of a rounded matrix outside experts; None where it is kept."""
+        form = self.format_of(key.rpartition(".")[2], shape[-1]) if len(shape) == 2 else None
+        return None if form is None else packed_bytes(form, *shape)
+
+
+NO_ROUNDING = Rounding()
+
+
+def look_up(table: Matrix, rows: Tensor) -> Tensor:
+    """Return rows of an embedding, float32 if the table is quantised."""
+    return table.rows(rows).dequantise() if isinstance(table, QuantizedRows) else table[rows]
