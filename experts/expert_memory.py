@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from experts.errors import ExpertStoreError
@@ -19,7 +20,8 @@ _SMOOTHING = 0.01
 class ExpertMemory:
     """The slots of a fast tier. One thread computes and calls the methods; another, owned by this object, copies.
 
-    An event goes `access`, then `wait_ready` and `release` until all its experts are computed.
+    An event goes `access`, then `wait_ready` and `release` until all its experts are computed. `event` ends it if the
+    computation fails.
     """
 
     def __init__(
@@ -53,6 +55,17 @@ class ExpertMemory:
                 self._changed.notify_all()
         self._before_use(layer, access.ready)
         return access
+
+    @contextmanager
+    def event(self, layer: int, experts: Collection[int]) -> Iterator[Access | None]:
+        """Begin an event, None without experts, and end it if the computation inside fails: the next may begin then."""
+        access = self.access(layer, experts) if experts else None
+        try:
+            yield access
+        except BaseException:
+            with self._changed:
+                self._control.end_event(layer)
+            raise
 
     def wait_ready(self, layer: int, experts: Collection[int]) -> list[int]:
         """Return the event's `experts` that are ready, waiting for one if none is.

@@ -86,6 +86,10 @@ class ResidencyControl:
         """Release computed members of the layer's event. Their slots go to the experts that the event still misses."""
         self._demand(layer, self.layers[layer].release(experts))
 
+    def end_event(self, layer: int) -> None:
+        """End the layer's event, whose computation failed. Its loads go on; the next event may find them."""
+        self.layers[layer].end_event()
+
     def predict(self, layer: int, experts: Sequence[int], priority: Priority) -> None:
         """Expect the layer's next event to want these experts, the likeliest first. Replaces the earlier prediction.
 
@@ -377,6 +381,12 @@ class LayerResidency:
                 raise ValueError(f"expert {expert} is {slot.state.value} with {slot.references} references")
             slot.references -= 1
         return self._place_waiting()
+
+    def end_event(self) -> None:
+        """End an event whose computation failed: nothing waits for a slot, and its experts may be evicted."""
+        self._waiting.clear()
+        for slot in self._slots:
+            slot.references = 0
 
     def finish(self, expert: int, *, prefetched: bool) -> tuple[Load, ...]:
         """Mark the expert as ready; return the loads for which there is room now.

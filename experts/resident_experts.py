@@ -48,28 +48,28 @@ class ResidentExperts:
         left = set(expert_ids.flatten().tolist())
         some_elsewhere = -1 in left
         left.discard(-1)
-        access = memory.access(layer, left) if left else None
-        if self._observers:
-            # The missing experts are loading meanwhile.
-            here = (expert_ids >= 0).any(1) if some_elsewhere else slice(None)
-            arrived = x[here], expert_ids[here], weights[here]
-            for observer in self._observers:
-                observer.arrived(layer, *arrived)
-        if access is None:
-            return x.new_zeros(x.shape, dtype=torch.float32)
-        if len(access.ready) == len(left):
-            self._follow_slots()
-            out = self._experts(x, expert_ids, weights, activation)
-            memory.release(layer, access.ready)
-            return out
-        # No kernel writes the products of remote experts.
-        make = x.new_zeros if some_elsewhere else x.new_empty
-        products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
-        for ready in memory.turns(layer, left):
-            self._follow_slots()
-            chosen = torch.isin(expert_ids, torch.tensor(ready))
-            self._experts.multiply(x, expert_ids.where(chosen, -1), activation, products)
-        return self._experts.combine(products, weights)
+        with memory.event(layer, left) as access:
+            if self._observers:
+                # The missing experts are loading meanwhile.
+                here = (expert_ids >= 0).any(1) if some_elsewhere else slice(None)
+                arrived = x[here], expert_ids[here], weights[here]
+                for observer in self._observers:
+                    observer.arrived(layer, *arrived)
+            if access is None:
+                return x.new_zeros(x.shape, dtype=torch.float32)
+            if len(access.ready) == len(left):
+                self._follow_slots()
+                out = self._experts(x, expert_ids, weights, activation)
+                memory.release(layer, access.ready)
+                return out
+            # No kernel writes the products of remote experts.
+            make = x.new_zeros if some_elsewhere else x.new_empty
+            products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+            for ready in memory.turns(layer, left):
+                self._follow_slots()
+                chosen = torch.isin(expert_ids, torch.tensor(ready))
+                self._experts.multiply(x, expert_ids.where(chosen, -1), activation, products)
+            return self._experts.combine(products, weights)
 
     def _follow_slots(self) -> None:
         """Tell the kernel which experts have moved, and where."""

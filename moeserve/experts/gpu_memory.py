@@ -58,28 +58,27 @@ class GpuResidentExperts:
         wanted = set(chosen.flatten().tolist())
         some_elsewhere = -1 in wanted
         wanted.discard(-1)
-        if wanted:
-            memory.access(layer, wanted)
-        if self._observers:
-            # Meanwhile the missing experts load.
-            here = (chosen >= 0).any(1)
-            rows = here.nonzero().flatten().to(x.device) if some_elsewhere else slice(None)
-            arrived = x[rows], chosen[here], weights[rows]
-            for observer in self._observers:
-                observer.arrived(layer, *arrived)
-        if not wanted:
-            return x.new_zeros(x.shape, dtype=torch.float32)
-        make = x.new_zeros if some_elsewhere else x.new_empty
-        products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
-        size = rows_at_once(len(x), self._max_rows)
-        for ready in memory.turns(layer, wanted):
-            contents = memory.contents(layer)
-            # Experts of an earlier turn may be overwritten now.
-            few = len(ready) < len(wanted)
-            experts.show([expert if expert in ready else -1 for expert in contents] if few else contents)
-            for rows, ids, out in zip(*(part.split(size) for part in (x, expert_ids, products)), strict=True):
-                experts.multiply(rows, ids, activation, out)
-        return experts.combine(products, weights)
+        with memory.event(layer, wanted):
+            if self._observers:
+                # Meanwhile the missing experts load.
+                here = (chosen >= 0).any(1)
+                rows = here.nonzero().flatten().to(x.device) if some_elsewhere else slice(None)
+                arrived = x[rows], chosen[here], weights[rows]
+                for observer in self._observers:
+                    observer.arrived(layer, *arrived)
+            if not wanted:
+                return x.new_zeros(x.shape, dtype=torch.float32)
+            make = x.new_zeros if some_elsewhere else x.new_empty
+            products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+            size = rows_at_once(len(x), self._max_rows)
+            for ready in memory.turns(layer, wanted):
+                contents = memory.contents(layer)
+                # Experts of an earlier turn may be overwritten now.
+                few = len(ready) < len(wanted)
+                experts.show([expert if expert in ready else -1 for expert in contents] if few else contents)
+                for rows, ids, out in zip(*(part.split(size) for part in (x, expert_ids, products)), strict=True):
+                    experts.multiply(rows, ids, activation, out)
+            return experts.combine(products, weights)
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,7 +62,9 @@ def build_generates(
         most = longest_output(len(prompt), max_model_len, request.prompt_field)
         max_tokens = most if request.max_tokens is None else min(max(1, request.max_tokens), most)
         for sample in range(request.n):
-            sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, sample))
+            # Equal prompts of a client's seed have equal texts; without one every text is a draw of its own.
+            place = len(generates) if request.seed is None else sample
+            sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, place))
             own_id = f"{request_id}-{len(generates)}"
             generates.append(Generate(own_id, packed, sampling, namespace, priority, wish, terms, arrived_at))
     return generates

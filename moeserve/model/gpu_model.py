@@ -13,7 +13,7 @@ from experts.routing_tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
 from moeserve.model.decoder import Decoder
-from moeserve.model.gpu_batches import AttentionLimits, StepBatches
+from moeserve.model.gpu_batches import AttentionLimits, DecodeTensors, StepBatches
 from moeserve.model.gpu_kernels import attention_shape, tuned_attention
 from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
 from moeserve.model.gpu_setup import (
@@ -115,7 +115,10 @@ def make_runner(
 
 @torch.inference_mode()
 def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: BeginStep = alone) -> None:
-    """Compute the largest step that the settings allow, so that the allocator's peak includes it. Store no KV."""
+    """Compute the largest step that the settings allow, so that the allocator's peak includes it. Store no KV.
+
+    Unless eager, the peak includes the tensors of decode batches: scratch of attention, tables and work lists.
+    """
     spec, size = decoder.spec, settings.block_size
     length = min(settings.max_num_batched_tokens, decoder.max_model_len)
     count = max(1, settings.max_num_batched_tokens // length)
@@ -126,10 +129,14 @@ def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: Be
     num_logits = min(max(settings.max_num_seqs, SCORED_AT_ONCE), length * count)
     shape = StepShape(0, (length,) * count, num_logits)
     batches = StepBatches(limits, settings.max_num_seqs)
+    apart = replace(limits, windows_apart=any(window is not None for window in spec.windows))
+    # Held while the step is computed.
+    decode = None if settings.enforce_eager else DecodeTensors(apart, settings.max_num_seqs)
     logits = launch_blank_step(decoder, pools, batches, shape, size, begin_step)
     # Penalties and log probabilities each make a copy of the logits in fp32.
     widened = logits.float()
     widened.clone().log_softmax(-1)
+    del decode
 
 
 def _state_pool(decoder: Decoder, num_rows: int) -> StatePool | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 import torch
@@ -110,3 +110,23 @@ def test_observers_hear_only_of_rows_that_are_computed_here() -> None:
         ((heard, of_rows),) = observer.heard
         assert torch.equal(heard, x[[0, 2]])
         assert torch.equal(of_rows, ids[[0, 2]])
+
+
+@pytest.mark.parametrize("num_slots", [1, 3])
+def test_a_computation_that_fails_ends_its_event_and_the_next_one_has_its_usual_bits(
+    num_slots: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with experts_here(torch.float32, num_slots) as (bounded, everything):
+        x, ids, weights = rows(20, torch.float32, set(range(NUM_EXPERTS)))
+        for name in ("multiply", "combine", "__call__"):
+            with monkeypatch.context() as patch:
+
+                def fail(*_: object) -> None:
+                    raise MemoryError("no memory for scratch")
+
+                patch.setattr(SplitExperts, name, fail)
+                patch.setattr(type(bounded._experts), name, fail)
+                with suppress(MemoryError):
+                    bounded.partial(x, ids, weights, None, Activation())
+            expected = moe_experts_partial(x, ids, weights, everything, Activation())
+            assert torch.equal(bounded.partial(x, ids, weights, None, Activation()), expected)

@@ -125,7 +125,7 @@ def test_samples_have_seeds_of_their_own_and_the_first_one_the_clients() -> None
 def test_every_choice_gets_a_message_of_its_own() -> None:
     prompts = [[1, 2], [3]]
     generates = build_generates(
-        request(prompts=["a", "b"], n=2, max_tokens=None, priority=3),
+        request(prompts=["a", "b"], n=2, max_tokens=None, priority=3, seed=5),
         prompts,
         request_id="r",
         namespace="ns",
@@ -137,6 +137,12 @@ def test_every_choice_gets_a_message_of_its_own() -> None:
     assert [generate.sampling.max_tokens for generate in generates] == [6, 6, 7, 7]
     assert generates[0].sampling.seed == generates[2].sampling.seed == 5
     assert {(generate.namespace, generate.priority) for generate in generates} == {("ns", 3)}
+
+
+def test_without_a_clients_seed_every_text_of_a_request_is_a_draw_of_its_own() -> None:
+    asked = request(prompts=["a"] * 8, n=2)
+    generates = build_generates(asked, [[1]] * 8, request_id="r", namespace="", seed=5, max_model_len=8)
+    assert len({generate.sampling.seed for generate in generates}) == 16
 
 
 def test_usage_counts_a_prompt_once_and_what_it_found_before_this_request() -> None:
