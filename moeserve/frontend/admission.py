@@ -17,7 +17,7 @@ from math import inf
 from starlette.types import Scope
 
 from moeserve.config import parse_limits
-from moeserve.frontend.http import OVERLOADED, ApiError, invalid, unavailable
+from moeserve.frontend.http import OVERLOADED, ApiError, check_choices, invalid, unavailable
 from moeserve.frontend.keys import Identity, cache_account
 from moeserve.pacing import Load, Slo
 from moeserve.plan import Terms
@@ -84,6 +84,11 @@ def _asked_slo(scope: Scope, identity: Identity, slo: Slo) -> tuple[float | None
     return ttft_s, tpot_s
 
 
+def most_choices(capacity: int) -> int:
+    """Return how many choices one request may ask for. capacity: the places of the engine."""
+    return min(max(1, capacity // 2), max(_ALWAYS_CHOICES, capacity // _SHARE_OF_CHOICES))
+
+
 @dataclass(slots=True)
 class Held:
     """The places of one request: of a tenant, in the background or not."""
@@ -148,9 +153,7 @@ class Admission:
 
     def change(self, held: Held, num_choices: int, capacity: int, terms: Terms) -> None:
         """Hold other places for a request whose number of choices and terms are known only now. Raises as `hold`."""
-        most = min(max(1, capacity // 2), max(_ALWAYS_CHOICES, capacity // _SHARE_OF_CHOICES))
-        if num_choices > most:
-            raise invalid(f"The request asks for {num_choices} choices; this server takes {most} in one request", "n")
+        check_choices(num_choices, most_choices(capacity))
         key = (terms.tenant, terms.background)
         known = 0 if held.key != key else held.num_choices
         self._release(held)

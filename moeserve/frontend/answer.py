@@ -16,9 +16,9 @@ from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateReque
 from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
-    context_length_exceeded,
     internal_error,
     invalid,
+    longest_output,
 )
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.parser import OutputParser
@@ -36,6 +36,7 @@ from moeserve.wire import Generate, Output, pack_token_ids
 from radix_cache import Miss
 
 _SEED_MASK = 2**63 - 1
+_ECHOED_AT_ONCE = 256  # tokens of a prompt with their log probabilities
 
 
 def build_generates(
@@ -68,13 +69,6 @@ def build_generates(
             own_id = f"{request_id}-{len(generates)}"
             generates.append(Generate(own_id, packed, sampling, namespace, priority, wish, terms, arrived_at))
     return generates
-
-
-def longest_output(num_prompt_tokens: int, max_model_len: int, param: str | None = None) -> int:
-    """Return how many tokens the context leaves for the output. Raises ApiError where it leaves none."""
-    if num_prompt_tokens >= max_model_len:
-        raise context_length_exceeded(max_model_len, num_prompt_tokens, 1, param=param)
-    return max_model_len - num_prompt_tokens
 
 
 def derive_seed(seed: int, sample: int) -> int:
@@ -162,7 +156,7 @@ class Answer:
         if shown := self._shown_prompts[choice]:
             shown.push(output)
             if shown.echo is not None and (output.token_ids or output.finish_reason is not None):
-                deltas.append(shown.take_echo())
+                deltas += shown.take_echo()
         if not self._wants_output:
             output = Output(output.request_id, finish_reason=output.finish_reason and FinishReason.LENGTH)
         text = self._texts[choice]
@@ -394,11 +388,16 @@ class _ShownPrompt:
         """Collect prompt log probabilities, which come chunk by chunk."""
         self._logprobs += output.prompt_logprobs or ()
 
-    def take_echo(self) -> Delta:
-        """Return the prompt as a delta, once."""
-        delta = Delta(self._choice, self.echo or "", self._tokens(self._num_echoed))
+    def take_echo(self) -> list[Delta]:
+        """Return the prompt as deltas of not too many tokens, once."""
+        text, tokens = self.echo or "", self._tokens(self._num_echoed)
         self.echo = None
-        return delta
+        starts = range(0, len(tokens), _ECHOED_AT_ONCE)
+        places = [0, *(tokens[start].offset for start in starts[1:]), len(text)]
+        return [
+            Delta(self._choice, text[begin:end], tokens[start : start + _ECHOED_AT_ONCE])
+            for start, begin, end in zip(starts or (0,), places, places[1:], strict=False)
+        ]
 
     def asked_tokens(self) -> list[TokenText]:
         """Return the tokens of the prompt if they were asked for in a field of their own."""
@@ -414,6 +413,12 @@ class _ShownPrompt:
         rest = self._logprobs[-(len(self._prompt) - 1) :] if len(self._prompt) > 1 else []
         missing = [None] * (len(self._prompt) - len(rest))
         return [
-            TokenText(token_id, offset, None if found is None else TokenLogprobs(found.logprob, found.top[:num_top]))
+            TokenText(
+                token_id,
+                offset,
+                found
+                if found is None or len(found.top) <= num_top
+                else TokenLogprobs(found.logprob, found.top[:num_top]),
+            )
             for token_id, offset, found in zip(self._prompt, self._offsets, (*missing, *rest), strict=True)
         ]

@@ -44,12 +44,12 @@ from moeserve.wire import Generate, Output, Rejected
 
 _BACKGROUND = b'"background"'  # a body without it asks for nothing in the background
 _MAX_HEADER_CHARS = 200
+_TOKENS_AT_ONCE = 256  # with log probabilities, in one write
 _JSON = (b"content-type", b"application/json")
 # Of answers, where the server did less than it was asked: see docs/clients.md.
 TELLING_HEADERS = ("x-moeserve-ignored", "x-moeserve-dropped-tools", "x-moeserve-max-tokens")
 # A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
 _RESUMED = b": resumed\n\n"
-_OUTPUTS_AT_ONCE = 4
 _PROCESS_ENDED = unavailable("The process that had this request ended: send it again", "http_process_ended", close=True)
 # A stream's status waits for its first token so many times as long as comments are apart: while it does, a request that
 # is dropped can still be refused.
@@ -93,12 +93,12 @@ class GenerateRoute:
         # Overload is told before any work is done for the request, so before it is read.
         may_be_background = coding is not None or _BACKGROUND in body
         unread = read_terms(scope, services.run.secret, services.slo, background=may_be_background)
+        will = Will.of(scope)
+        leave_refusal(will, scope, _PROCESS_ENDED)
         asking = services.prepare(
             self._dialect.kind, body, scope, reports=asks_for_report(scope), lend=self._dialect.lend
         )
         del body
-        will = Will.of(scope)
-        leave_refusal(will, scope, _PROCESS_ENDED)
         try:
             with admission.hold(1, services.capacity, unread) as held:
                 prepared = expect(await until_disconnect(receive, asking), Prepared)
@@ -196,8 +196,6 @@ class GenerateRoute:
                 return unavailable("The server is shutting down", "draining", wait_s or 1.0, close=True)
             case "context_length_exceeded":
                 index = next(i for i, generate in enumerate(generates) if generate.request_id == rejected.request_id)
-                if "maximum context length is" in rejected.reason:
-                    return invalid(rejected.reason, code="context_length_exceeded")
                 tokens = len(generates[index].token_ids) // 4
                 return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
             case _:
@@ -235,8 +233,8 @@ async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> lis
     try:
         while answer.num_open:
             batch = await group.next()
-            for number in range(0, len(batch), _OUTPUTS_AT_ONCE):
-                for delta in _take(group, answer, batch[number : number + _OUTPUTS_AT_ONCE], progress):
+            for number in range(len(batch)):
+                for delta in _take(group, answer, batch[number : number + 1], progress):
                     choices.setdefault(delta.index, Delta(delta.index)).append(delta)
                 # An output may bring a whole prompt's tokens with it.
                 await asyncio.sleep(0)
@@ -313,8 +311,14 @@ class _Streaming:
         if self.group.num_deaths > self._num_deaths:
             self._num_deaths = self.group.num_deaths
             events.append(_RESUMED)
-        usage = self.answer.usage
+        usage, num_tokens = self.answer.usage, 0
         for delta in deltas:
+            num_tokens += len(delta.tokens)
+            if num_tokens > _TOKENS_AT_ONCE:
+                # A prompt with its log probabilities: others go on between its parts.
+                await self.stream.write(b"".join(events))
+                await asyncio.sleep(0)
+                events, num_tokens = [], 0
             if delta.index not in self._started:
                 self._started.add(delta.index)
                 events.append(self.formatter.start(delta.index, usage))

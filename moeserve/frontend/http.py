@@ -114,6 +114,19 @@ def context_length_exceeded(
     return ApiError(400, message, param=param, code="context_length_exceeded")
 
 
+def longest_output(num_prompt_tokens: int, max_model_len: int, param: str | None = None) -> int:
+    """Return how many tokens the context leaves for the output. Raises ApiError where it leaves none."""
+    if num_prompt_tokens >= max_model_len:
+        raise context_length_exceeded(max_model_len, num_prompt_tokens, 1, param=param)
+    return max_model_len - num_prompt_tokens
+
+
+def check_choices(num_choices: int, most: int) -> None:
+    """Raise ApiError for a request of more choices than one may have."""
+    if num_choices > most:
+        raise invalid(f"The request asks for {num_choices} choices; this server takes {most} in one request", "n")
+
+
 def unknown_model(name: str) -> ApiError:
     """404: no model of that name is served."""
     return ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")

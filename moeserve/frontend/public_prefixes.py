@@ -15,10 +15,9 @@ import msgspec
 import structlog
 
 from moeserve.config import ConfigError
-from moeserve.frontend.answer import longest_output
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.prepare.messages import Prefix, expect
 from moeserve.frontend.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services

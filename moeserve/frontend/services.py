@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from starlette.types import Scope
 
-from moeserve.frontend.admission import Admission
+from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.encodings import content_coding
 from moeserve.frontend.engine_client import EngineClient
@@ -167,6 +167,7 @@ class Services:
             reports=reports,
             coding=content_coding(scope["headers"]),
             max_bytes=self.run.config.max_request_bytes,
+            max_choices=most_choices(self.capacity),
         )
         reply = await self.text.prepare(ask, body)
         if isinstance(reply, NeedsEarlier) and lend is not None:

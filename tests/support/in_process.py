@@ -31,6 +31,7 @@ class Exchange:
         self._send = send
         scope = {
             "type": "http",
+            "http_version": "1.1",
             "method": "POST",
             "path": path,
             "raw_path": path.encode(),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
-from moeserve.frontend.answer import Answer, OutputText, build_generates, derive_seed, longest_output
+from moeserve.frontend.answer import Answer, OutputText, build_generates, derive_seed
 from moeserve.frontend.dialects.fields import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.text import TextTokenizer, decode_prompt
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs

@@ -14,6 +14,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, Tool
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.response_store import LentTurn
@@ -33,7 +34,8 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
     owner: digest of the caller's key; nobody else's text is compared with this one. retention_share, tells_salts: see
     `CacheWish`. reports: the answer tells about the prompt cache. coding: in which the body came, up to `max_bytes` of
-    it. earlier: the responses and items that the body refers to, None before they are known.
+    it. max_choices: of one request. earlier: the responses and items that the body refers to, None before they are
+    known.
     """
 
     kind: Kind
@@ -44,6 +46,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     reports: bool = False
     coding: bytes | None = None
     max_bytes: int = 0
+    max_choices: int = limits.MAX_PROMPTS * limits.MAX_N
     earlier: list[LentTurn] | None = None
 
 

@@ -21,7 +21,7 @@ from moeserve.frontend.constraints import Constraint, constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, fields, messages, prefixes, responses, tokens
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.encodings import inflate
-from moeserve.frontend.http import ApiError, context_length_exceeded, invalid
+from moeserve.frontend.http import ApiError, check_choices, context_length_exceeded, invalid, longest_output
 from moeserve.frontend.parsers.families import OutputShape
 from moeserve.frontend.prepare.borders import asks_cache, marked_lengths
 from moeserve.frontend.prepare.grammar_check import GrammarCheck
@@ -105,9 +105,14 @@ class Preparer:
         if ask.reports or request.cache.report:
             # In a stream the report comes with the usage.
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
+        check_choices(request.num_choices, ask.max_choices)
         facts, owner = ask.model, _owner(ask, request.cache_salt)
         encode = partial(self._encode, facts=facts, owner=owner)
-        prompts = [encode(prompt) for prompt in request.prompts]
+        prompts = []
+        for prompt in request.prompts:
+            prompts.append(encode(prompt))
+            # One that does not fit is refused before the others are read.
+            longest_output(len(prompts[-1]), facts.max_model_len, request.prompt_field)
         constraint = self._constraint(request, prompts[0])
         if constraint is not None:
             if self._programs is None:
