@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,9 +18,12 @@ log = structlog.get_logger(__name__)
 
 # Processor time of one slow job. Frontends refuse grammars that compile longer than a small part of it.
 _MAX_CPU_SECONDS = 5.0
-# The number of threads that are replaced because their job does not end. Nothing can stop such a thread.
+# The number of threads that are replaced because their job does not end. Nothing can stop such a thread. Beyond it only
+# the last one is replaced.
 _MAX_LOST = 4
 _SECONDS_BETWEEN_LOOKS = 0.25
+# The threads of slow jobs are nicer than the threads that compute steps: a step waits for all of its threads.
+_NICENESS = 10
 
 
 @dataclass(eq=False, slots=True)
@@ -174,13 +178,14 @@ class FairThreads:
 
     def _replace_lost(self) -> None:
         self._num_lost += 1
-        if self._num_lost > _MAX_LOST:
+        if self._num_lost > _MAX_LOST and self._num_threads > 1:
             self._num_threads -= 1
         else:
             self._start_worker()
         log.error("grammar_thread_lost", lost=self._num_lost, threads=self._num_threads)
 
     def _run(self, worker: _Worker) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), min(19, os.nice(0) + _NICENESS))
         while True:
             with self._changed:
                 while (job := self._jobs.pop()) is None and not self._is_closed:

@@ -7,15 +7,16 @@ a grammar of tool calls can say `calls | @answer` (`of_calls`).
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher
+from llguidance import regex_to_lark
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags
 from moeserve.frontend.http import invalid
 from moeserve.plan import SamplingParams
 
@@ -41,6 +42,9 @@ _OF_OBJECTS = _OPEN | {"properties", "required"}
 
 # Of JSON in a schema: one schema in another takes up to two.
 _MAX_LEVELS = 4 * limits.MAX_SCHEMA_DEPTH
+
+# In Lark: texts, comments, and patterns with their flags. In texts and comments a slash begins no pattern.
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])+)/')
 
 # The name under which a grammar of calls refers to the form of an answer's text.
 ANSWER = "answer"
@@ -72,12 +76,26 @@ def constraint_of(form: OutputFormat) -> Constraint:
             return of_schema(form.value, where)
         case "regex":
             _check_size(form.value, where)
-            return Constraint(LLMatcher.grammar_from_regex(form.value), where)
+            return _of_lark(f"start: /{_ascii(form.value)}/", where)
         case "choice":
             return _of_lark(_choices(form.value, where), where)
         case "grammar":
             _check_size(form.value, where)
-            return Constraint(form.value, where, is_bnf=True) if "::=" in form.value else _of_lark(form.value, where)
+            if "::=" in form.value:
+                return Constraint(form.value, where, is_bnf=True)
+            return _of_lark(ascii_classes(form.value), where)
+        case "structural_tag":
+            return _of_lark(_tags(form.value, where), where)
+
+
+def ascii_classes(lark: str) -> str:
+    """Return a grammar in Lark in whose patterns `\\d`, `\\w` and `\\s` mean ASCII, as in a schema's `pattern`."""
+
+    def replaced(found: re.Match[str]) -> str:
+        pattern = found[1]
+        return found[0] if pattern is None else f"/{_ascii(pattern)}/"
+
+    return _LARK_PARTS.sub(replaced, lark)
 
 
 def of_calls(lark: str, form: OutputFormat | None) -> Constraint:
@@ -250,6 +268,38 @@ def _choices(texts: Sequence[str], where: str) -> str:
     lark = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
     _check_size(lark, where)
     return lark
+
+
+def _ascii(pattern: str) -> str:
+    """Return a pattern as it stands between slashes in Lark, with its classes of characters in ASCII."""
+    converted: str = regex_to_lark(pattern, "dws")
+    return converted
+
+
+def _tags(form: StructuralTags, where: str) -> str:
+    """Return the grammar of a text that may hold tags, in Lark. Raises ApiError for schemas that are too large.
+
+    A trigger ends the free text at once, as the text before it is matched lazily.
+    """
+    rules, names = [], []
+    for number, tag in enumerate(form.tags):
+        schema = json.dumps(prepare_schema(tag.schema, where), ensure_ascii=False)
+        trigger, rest, end = (_quoted(text) for text in (tag.trigger, tag.begin[len(tag.trigger) :], tag.end))
+        names.append(f"tag_{number}")
+        rules.append(f"begin_{number}[lazy]: TEXT {trigger}")
+        rules.append(f"tag_{number}: begin_{number} {rest} %json {schema} {end}")
+    tags = f"({' | '.join(names)})"
+    if form.stop_after_first:
+        body = tags if form.at_least_one else f"{tags} | text"
+    else:
+        body = f"{tags}{'+' if form.at_least_one else '*'} text"
+    lark = "\n".join([f"start: {body}", "text: TEXT", "TEXT: /(.|\\n)*/", *rules])
+    _check_size(lark, where)
+    return lark
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
 
 
 def _check_size(text: str, where: str) -> None:

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 from llguidance import LLMatcher, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 from benchmarks.token_engine import Completion, TokenEngine
 from moeserve import grammar_masks, grammar_threads
 from moeserve.config import ServeConfig
-from moeserve.frontend.constraints import constraint_of
-from moeserve.frontend.dialects.internal import OutputFormat
-from moeserve.grammar import compile_grammar
+from moeserve.frontend.constraints import ascii_classes, constraint_of
+from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
+from moeserve.grammar import compile_grammar, load_tokens
 from moeserve.grammar_masks import GrammarMasks, MadeMask
 from moeserve.model.sampler import adjusted_logits
 from moeserve.model.token_masks import masks_of
@@ -184,6 +185,45 @@ def test_a_grammar_that_cannot_be_enforced_ends_its_request_alone(llm: TokenEngi
     with pytest.raises(RuntimeError, match="Current row has"):
         llm.generate([PROMPT], replace(WILD, grammar=ambiguous, min_tokens=300))
     assert text_of(llm.generate([PROMPT], replace(WILD, grammar=grammar_of("choice", ["yes"])))[0]) == "yes"
+
+
+TAGS = StructuralTags(
+    (
+        Tag("<f=", "<f=a>", {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}, "</f>"),
+        Tag("<f=", "<f=b>", {"type": "boolean"}, "</f>"),
+    )
+)
+MANY, ONE = '<f=a>{"n": 1}</f>', "<f=b>true</f>"
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "accepted", "refused"),
+    [
+        ("regex", r"\d{4}-\d{2}-\d{2}", ["2026-11-23"], ["\U0001fbf8026-11-23", "202-11-23"]),
+        ("regex", r"\w+\s[^\W]", ["ab_1 c"], ["\u00e9 c", "a\u00a0b", "a -"]),
+        ("grammar", "start: N /[\\w\\/]+/\nN: /\\d/", ["1a/"], ["\u0661a", "1\u00e9"]),
+        ("grammar", 'root ::= "\\\\d" [0-9]', ["\\d7"], ["17"]),
+        ("structural_tag", TAGS, ["", "hello", f"a {MANY} b {ONE}{MANY}"], ["<f=c>", '<f=a>{"n": true}</f>']),
+        ("structural_tag", replace(TAGS, at_least_one=True), [ONE, f"a {ONE} b"], ["", "hello"]),
+        ("structural_tag", replace(TAGS, stop_after_first=True), ["hello", f"a {ONE}"], [f"a {ONE} b"]),
+        ("structural_tag", replace(TAGS, at_least_one=True, stop_after_first=True), [ONE], ["a", f"{ONE}{ONE}"]),
+    ],
+)
+def test_a_form_accepts_texts_of_its_kind_and_no_others(
+    tmp_path: Path, kind: Any, value: Any, accepted: list[str], refused: list[str]
+) -> None:
+    tokens = load_tokens(write_model_dir(tmp_path) / "tokenizer.json", [EOS])
+    constraint = constraint_of(OutputFormat(kind, value))
+    grammar = constraint.grammar
+    if constraint.is_bnf:
+        grammar = LLMatcher.grammar_from_lark(ascii_classes(any_to_lark(grammar)))
+
+    def accepts(text: str) -> bool:
+        matcher = compile_grammar(tokens, grammar)
+        return matcher.consume_tokens(list(text.encode())) and matcher.is_accepting()
+
+    assert [text for text in accepted if not accepts(text)] == []
+    assert [text for text in refused if accepts(text)] == []
 
 
 @pytest.fixture

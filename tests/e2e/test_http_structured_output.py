@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -67,6 +68,57 @@ def test_completions_take_patterns_and_choices(running: Service) -> None:
     assert re.fullmatch(r"[a-f]{3}-\d{2}", text(guided_regex=r"[a-f]{3}-\d{2}"))
     assert text(structured_outputs={"choice": ["left", "right"]}) in ("left", "right")
     assert text(guided_grammar='root ::= "x" [0-9] "y"')[::2] == "xy"
+    # As other servers call them; the same form twice is one form.
+    assert re.fullmatch(r"[a-f]{3}-\d{2}", text(regex=r"[a-f]{3}-\d{2}"), re.ASCII)
+    assert text(ebnf='root ::= "x" [0-9] "y"')[::2] == "xy"
+    assert 0 <= json.loads(text(json_schema=json.dumps({"type": "integer", "minimum": 0, "maximum": 9}))) <= 9
+    lark = 'start: "left" | "right"'
+    assert text(guided_grammar=lark, structured_outputs={"grammar": lark}) in ("left", "right")
+
+
+def test_a_tag_in_the_text_holds_json_of_its_schema(running: Service) -> None:
+    tags = {
+        "type": "triggered_tags",
+        "triggers": ["<f="],
+        "tags": [{"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</f>"}],
+        "at_least_one": True,
+        "stop_after_first": True,
+    }
+    wanted = {"type": "structural_tag", "format": tags}
+    # Toward the trigger: a random model would write for ever before it.
+    bias = {str(byte): 100.0 for byte in b"<"}
+    choice = chat(running, response_format=wanted, max_tokens=600, logit_bias=bias).json()["choices"][0]
+    found = re.fullmatch("<*<f=a>(.*)</f>", choice["message"]["content"], re.DOTALL)
+    assert found is not None
+    jsonschema.validate(json.loads(found[1]), PERSON)
+
+
+def test_a_stream_goes_on_beside_many_new_schemas(running: Service) -> None:
+    """Other requests' grammars are compiled outside of its steps; each request ends with its own schema's answer."""
+    body = {"model": "m", "prompt": "on", "max_tokens": 3000, "ignore_eos": True, "stream": True, "priority": -1}
+    names = [[f"field_{number}_{place}" for place in range(100)] for number in range(64)]
+    schemas = [{"type": "object", "properties": {name: {"const": 1} for name in own}, "required": own} for own in names]
+    counts = []
+
+    def ask(schema: Any) -> str:
+        asked = chat(running, response_format=json_schema(schema), max_tokens=20, background=True)
+        counts.append(num_tokens)
+        return str(asked.json()["choices"][0]["message"]["content"])
+
+    num_tokens = 0
+    with running.http.stream("POST", "/v1/completions", json=body) as stream, ThreadPoolExecutor(64) as pool:
+        events = stream.iter_lines()
+        next(events)
+        answers = pool.map(ask, schemas)
+        for event in events:
+            num_tokens += event.startswith("data: {")
+            if len(counts) == len(schemas):
+                break
+        texts = list(answers)
+    # The stream had tokens while schemas were answered, from the first to the last.
+    assert len(set(counts)) > len(schemas) // 4
+    for text, own in zip(texts, names, strict=True):
+        assert text.startswith('{"' + own[0]) or (text.startswith("{") and own[0] in text)
 
 
 def test_an_answer_that_is_cut_says_length(running: Service) -> None:

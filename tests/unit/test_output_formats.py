@@ -8,9 +8,9 @@ import jsonschema
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.constraints import constrain, constraint_of, parts_of, prepare_schema
+from moeserve.frontend.constraints import ascii_classes, constrain, constraint_of, parts_of, prepare_schema
 from moeserve.frontend.dialects import chat, completions
-from moeserve.frontend.dialects.internal import ModelFacts, OutputFormat
+from moeserve.frontend.dialects.internal import ModelFacts, OutputFormat, StructuralTags, Tag
 from moeserve.frontend.http import ApiError
 from moeserve.plan import SamplingParams
 
@@ -47,6 +47,17 @@ def read(dialect: str, **fields: Any) -> OutputFormat | None:
         ({"guided_regex": "[a-z]+"}, OutputFormat("regex", "[a-z]+", "guided_regex")),
         ({"guided_choice": ["a", "b"]}, OutputFormat("choice", ["a", "b"], "guided_choice")),
         ({"guided_grammar": 'start: "a"'}, OutputFormat("grammar", 'start: "a"', "guided_grammar")),
+        ({"json_schema": json.dumps(AGE)}, OutputFormat("json_schema", AGE, "json_schema")),
+        ({"regex": "a+"}, OutputFormat("regex", "a+", "regex")),
+        ({"ebnf": 'root ::= "a"'}, OutputFormat("grammar", 'root ::= "a"', "ebnf")),
+        (
+            {"guided_grammar": 'start: "a"', "structured_outputs": {"grammar": 'start: "a"'}, "ebnf": 'start: "a"'},
+            OutputFormat("grammar", 'start: "a"', "structured_outputs.grammar"),
+        ),
+        (
+            {"json_schema": json.dumps(AGE), "guided_json": AGE},
+            OutputFormat("json_schema", AGE, "guided_json"),
+        ),
         ({"structured_outputs": {"json": AGE}}, OutputFormat("json_schema", AGE, "structured_outputs.json")),
         ({"structured_outputs": {"regex": "a+"}}, OutputFormat("regex", "a+", "structured_outputs.regex")),
         ({"structured_outputs": {"choice": ["a"]}}, OutputFormat("choice", ["a"], "structured_outputs.choice")),
@@ -64,7 +75,28 @@ def test_both_dialects_read_every_spelling(dialect: str, fields: dict[str, Any],
     ("fields", "param"),
     [
         ({"response_format": {"type": "xml"}}, "response_format.type"),
-        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.type"),
+        ({"response_format": {"type": "structural_tag", "structures": []}}, "response_format.structures"),
+        (
+            {"response_format": {"type": "structural_tag", "structures": [{"begin": "<a>"}], "triggers": ["<b"]}},
+            "response_format.structures[0].begin",
+        ),
+        ({"response_format": {"type": "structural_tag", "format": {"type": "tag"}}}, "response_format.format.type"),
+        (
+            {
+                "response_format": {
+                    "type": "structural_tag",
+                    "format": {
+                        "type": "triggered_tags",
+                        "triggers": ["<"],
+                        "tags": [{"begin": "<a>", "content": {"type": "any_text"}}],
+                    },
+                }
+            },
+            "response_format.format.tags.content.type",
+        ),
+        ({"json_schema": "{"}, "json_schema"),
+        ({"regex": "a", "ebnf": 'root ::= "a"'}, "ebnf"),
+        ({"regex": "a", "guided_regex": "b"}, "regex"),
         ({"response_format": {}}, None),
         ({"response_format": {"type": "json_schema"}}, IN_FORMAT),
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, IN_FORMAT),
@@ -102,6 +134,23 @@ def nested(depth: int) -> dict[str, Any]:
     for _ in range(depth):
         schema = {"items": schema}
     return schema
+
+
+def test_both_forms_of_structural_tags_are_read() -> None:
+    older = {"structures": [{"begin": "<f=a>", "schema": AGE, "end": "</f>"}], "triggers": ["<g", "<f="]}
+    tag = {"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": AGE}, "end": "</f>"}
+    newer = {"format": {"type": "triggered_tags", "triggers": ["<f="], "tags": [tag], "stop_after_first": True}}
+    tags = (Tag("<f=", "<f=a>", AGE, "</f>"),)
+    for fields, flags in ((older, {}), (newer, {"stop_after_first": True})):
+        form = read("chat", response_format={"type": "structural_tag", **fields})
+        assert form == OutputFormat("structural_tag", StructuralTags(tags, **flags), "response_format")
+
+
+def test_classes_of_characters_mean_ascii_in_patterns_of_grammars_and_nowhere_else() -> None:
+    lark = 'start: A "\\d // /" B // all \\d /\nA: /\\d+\\S/i\nB: /[\\w\\/]\\\\d/ | "/"'
+    assert ascii_classes(lark) == (
+        'start: A "\\d // /" B // all \\d /\nA: /[0-9]+[^ \\t\\n\\r\\f\\v]/i\nB: /[[0-9a-zA-Z_]\\/]\\\\d/ | "/"'
+    )
 
 
 def test_limits_hold_before_anything_is_compiled() -> None:

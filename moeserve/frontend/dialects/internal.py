@@ -52,11 +52,30 @@ class ToolChoice:
 
 
 @dataclass(frozen=True, slots=True)
-class OutputFormat:
-    """The form of the answer's text. `value` is a JSON schema, a pattern, a grammar or a list of texts to choose from;
-    None for `json_object`. `where` is the request field that holds the value, for errors."""
+class Tag:
+    """A part of an answer: from `trigger` on, with which `begin` begins, it is `begin`, JSON of a schema, and `end`."""
 
-    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice"]
+    trigger: str
+    begin: str
+    schema: Any
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class StructuralTags:
+    """A text that may hold tags. at_least_one: it holds one. stop_after_first: it ends with its first tag."""
+
+    tags: tuple[Tag, ...]
+    at_least_one: bool = False
+    stop_after_first: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OutputFormat:
+    """The form of the answer's text. `value` is a JSON schema, a pattern, a grammar, a list of texts to choose from, or
+    `StructuralTags`; None for `json_object`. `where` is the request field that holds the value, for errors."""
+
+    kind: Literal["json_object", "json_schema", "regex", "grammar", "choice", "structural_tag"]
     value: Any = None
     where: str = "response_format"
 

@@ -14,7 +14,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from moeserve.frontend.constraints import Constraint, constrain, subschemas
+from moeserve.frontend.constraints import Constraint, ascii_classes, constrain, subschemas
 from moeserve.frontend.http import ApiError, invalid
 from moeserve.frontend.prepare.watch import Stage, Watch
 from moeserve.grammar import GrammarError, compile_grammar, error_of, load_tokens
@@ -84,7 +84,7 @@ class GrammarCheck:
         self._watch.enter(Stage.GRAMMAR, field=constraint.where)
         if constraint.is_bnf:
             try:
-                grammar = LLMatcher.grammar_from_lark(any_to_lark(grammar))
+                grammar = LLMatcher.grammar_from_lark(ascii_classes(any_to_lark(grammar)))
             except Exception as failure:  # The converter raises whatever its parser does.
                 return Verdict(f"it is not valid GBNF: {failure}")
         error = error_in(tokens, grammar)
