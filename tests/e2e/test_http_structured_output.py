@@ -79,16 +79,16 @@ def test_completions_take_patterns_and_choices(running: Service) -> None:
 def test_a_tag_in_the_text_holds_json_of_its_schema(running: Service) -> None:
     tags = {
         "type": "triggered_tags",
-        "triggers": ["<f="],
+        "triggers": ["<"],
         "tags": [{"begin": "<f=a>", "content": {"type": "json_schema", "json_schema": PERSON}, "end": "</f>"}],
         "at_least_one": True,
         "stop_after_first": True,
     }
     wanted = {"type": "structural_tag", "format": tags}
     # Toward the trigger: a random model would write for ever before it.
-    bias = {str(byte): 100.0 for byte in b"<"}
+    bias = {str(ord("<")): 100.0}
     choice = chat(running, response_format=wanted, max_tokens=600, logit_bias=bias).json()["choices"][0]
-    found = re.fullmatch("<*<f=a>(.*)</f>", choice["message"]["content"], re.DOTALL)
+    found = re.fullmatch("<f=a>(.*)</f>", choice["message"]["content"], re.DOTALL)
     assert found is not None
     jsonschema.validate(json.loads(found[1]), PERSON)
 
@@ -115,10 +115,13 @@ def test_a_stream_goes_on_beside_many_new_schemas(running: Service) -> None:
             if len(counts) == len(schemas):
                 break
         texts = list(answers)
-    # The stream had tokens while schemas were answered, from the first to the last.
-    assert len(set(counts)) > len(schemas) // 4
+    # The stream had tokens while schemas were compiled and answered, from the first to the last.
+    assert max(counts) - min(counts) > 8
     for text, own in zip(texts, names, strict=True):
-        assert text.startswith('{"' + own[0]) or (text.startswith("{") and own[0] in text)
+        whole = json.dumps(dict.fromkeys(own, 1), separators=(",", ":"))
+        written = re.sub(r"\s", "", text)
+        assert written.startswith("{")
+        assert whole.startswith(written)
 
 
 def test_an_answer_that_is_cut_says_length(running: Service) -> None:
