@@ -100,9 +100,14 @@ class Child:
         if self.running:
             signal.pidfd_send_signal(self._pidfd, number)
 
+    @property
+    def code(self) -> int | None:
+        """The exit code, or the signal below zero that ended the child; None while it runs."""
+        return self._process.returncode
+
     def end(self) -> str:
         """Return how the child ended, as the end of a sentence."""
-        return describe_end(self._process.returncode)
+        return describe_end(self.code)
 
     def _reap(self) -> None:
         asyncio.get_running_loop().remove_reader(self._pidfd)
@@ -166,9 +171,13 @@ class Computing(msgspec.Struct, tag_field="event", tag="computing"):
 
 
 class Failed(msgspec.Struct, tag_field="event", tag="error"):
-    """The engine ends; `message` says why, in one sentence."""
+    """The engine ends; `message` says why, in one sentence.
+
+    `code`: the exit code, or the signal below zero, of its process that ended first, where the reporter knows it.
+    """
 
     message: str
+    code: int | None = None
 
 
 class Met(msgspec.Struct, tag_field="event", tag="met"):

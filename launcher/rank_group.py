@@ -101,7 +101,7 @@ def _run(arguments: list[str], report: Report) -> int:
         rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
         code = failure.exitcode
         end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        report({"event": "error", "message": f"Rank {rank} (process {failure.pid}) {end}."})
+        report({"event": "error", "message": f"Rank {rank} (process {failure.pid}) {end}.", "code": code})
         return 1
     return 0
 

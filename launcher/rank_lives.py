@@ -88,7 +88,7 @@ class RankLives(threading.Thread):
         self._ended.append(end)
         if end.code < 0 and not self._has_killed:
             # It could not say so itself.
-            self._pass_on(Failed(f"Rank {end.rank} (process {end.pid}) {describe_end(end.code)}."))
+            self._pass_on(Failed(f"Rank {end.rank} (process {end.pid}) {describe_end(end.code)}.", end.code))
         if len(self._ended) == self._num_ranks:
             self._kill_at = None
             self._pass_on(self._ended[0])

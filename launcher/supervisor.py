@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from launcher.causes import MemoryKills, is_from_outside
 from launcher.processes import (
     Child,
     Ended,
@@ -32,8 +33,10 @@ from launcher.processes import (
     describe_end,
 )
 from launcher.restarts import RestartPolicy
-from launcher.watches import READY_TICK, Vitals, wait_for_hang, wait_for_silence, wait_for_stop
+from launcher.watches import READY_TICK, Vitals, any_is_stopped, wait_for_hang, wait_for_silence, wait_for_stop
 from launcher.wills import WillKeeper, allow_wills, wills_within
+from moeserve.crashes.judgement import suspicion_after
+from moeserve.crashes.record import read_record
 from moeserve.wire import EngineNews, RunContext, encode_news
 
 WORKER_MODULE = "launcher.worker"
@@ -78,7 +81,9 @@ class Listeners:
 @dataclass(eq=False)
 class _Life:
     """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
-    in a sentence. `starting` are tasks that end when it serves, `tasks` those that end with it.
+    in a sentence. `starting` are tasks that end when it serves, `tasks` those that end with it. `code`: how the engine,
+    or its first rank that ended, did so before it was killed here. `was_killed`, `was_stopped`: it was killed here, and
+    was stopped (SIGSTOP) then.
 
     An engine that `is_copy` of the child, or of one of its ranks (`launcher.copies`), has a life, a `pid`, and once it
     serves `copy`, a pidfd, of its own.
@@ -92,6 +97,9 @@ class _Life:
     has_ended: bool = False
     serves_since: float | None = None
     why: str | None = None
+    code: int | None = None
+    was_killed: bool = False
+    was_stopped: bool = False
     starting: list[asyncio.Task[None]] = field(default_factory=list)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
@@ -100,8 +108,14 @@ class _Life:
         for task in self.starting:
             task.cancel()
 
+    def note_end(self, code: int | None) -> None:
+        if not self.was_killed and self.code is None:
+            self.code = code
+
     def kill(self) -> None:
         """Kill the engine alone where it is a copy, else the child. No effect on a life that has ended."""
+        if not self.has_ended:
+            self.was_killed, self.was_stopped = True, self.was_stopped or any_is_stopped(self.child.pid)
         if self.copy is not None:
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self.copy, signal.SIGKILL)
@@ -212,6 +226,7 @@ class Supervisor:
         # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
         self._vitals = Vitals(self._policies, listeners.beating)
+        self._memory_kills = MemoryKills()
 
     @property
     def worker_pid(self) -> int:
@@ -352,9 +367,12 @@ class Supervisor:
         if context.config.expert_parallel_size > 1:
             # The ranks themselves notice a hang of another rank in less time, so only a hang of rank 0 is left.
             who, timeout = "Rank 0", 0.7 * timeout
-        note_beat = partial(self._vitals.note, _WORKER)
-        why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout, note_beat)
+        why = await wait_for_hang(context.heartbeat_address, context.incarnation, timeout, self._on_heartbeat)
         self._events.put_nowait(_Stuck(life, f"{who} hung ({why}) and was ended."))
+
+    def _on_heartbeat(self) -> None:
+        self._vitals.note(_WORKER)
+        self._memory_kills.note_alive()
 
     async def _await_first_rank(self, life: _Life, pidfd: int) -> None:
         """End the ranks when rank 0 has ended: torchrun's agent takes seconds to end the others, and itself."""
@@ -400,6 +418,7 @@ class Supervisor:
             case _Exited(child=child):
                 life = self._life_of(child)
                 self._lives.remove(life)
+                life.note_end(child.code)
                 life.end()
                 self._on_exit(life)
             case _Stuck(life=life, sentence=sentence):
@@ -431,7 +450,10 @@ class Supervisor:
                 self._tell.loading(status)
             case Ready():
                 self._on_ready(life, status)
-            case Failed(message=message):
+            case Failed(message=message, code=code):
+                life.note_end(code)
+                # A rank that hangs is ended with the others.
+                life.was_stopped = life.was_stopped or any_is_stopped(life.child.pid)
                 # The first failure is the cause of the next ones.
                 life.why = life.why or message
                 is_group = self._worker_module == GROUP_MODULE and life.serves_since is not None
@@ -441,6 +463,7 @@ class Supervisor:
                 life.is_copy = True
             case Ended(code=code):
                 life.why = life.why or f"The model process {describe_end(code)}."
+                life.note_end(code)
                 life.end()
                 if not self._starts_again(life):
                     life.child.send_signal(signal.SIGTERM)
@@ -575,8 +598,7 @@ class Supervisor:
             self._vitals.expect(name)
             life.starting.append(self._spawn(self._await_http(life)))
             return
-        remove_files_of(self._context)
-        self._context = replace(self._context, incarnation=self._context.incarnation + 1)
+        self._context = self._next_context()
         self._context.save()
         if self._worker.child.running:
             # It has the model in memory and makes another copy of itself.
@@ -590,6 +612,19 @@ class Supervisor:
             self._worker = self._start_worker()
         self._worker.starting.append(self._spawn(self._await_start(self._worker)))
         self._tell_frontends(self._engine_news())
+
+    def _next_context(self) -> RunContext:
+        """Return the context of the engine's next life, and remove the files of the last one."""
+        context, life = self._context, self._worker
+        out_of_memory = self._memory_kills.may_have_come()
+        suspicion = suspicion_after(
+            context.suspicion,
+            read_record(context.work_record, context.incarnation),
+            from_outside=is_from_outside(life.code, was_stopped=life.was_stopped, out_of_memory=out_of_memory),
+            now=time.monotonic(),
+        )
+        remove_files_of(context)
+        return replace(context, incarnation=context.incarnation + 1, suspicion=suspicion)
 
     def _engine_news(self) -> EngineNews:
         """Return what frontends are to know of the engine's newest life."""

@@ -120,6 +120,11 @@ async def wait_for_stop(pid: int, timeout: float) -> str:
                 return f"process {stopped} was stopped for {timeout:g} s"
 
 
+def any_is_stopped(pid: int) -> bool:
+    """Return whether a process, or one that it has started, is stopped (SIGSTOP)."""
+    return any(map(_is_stopped, _tree(pid)))
+
+
 def _tree(pid: int) -> Iterator[int]:
     """Yield a process, all that it has started, and all that these have."""
     yield pid

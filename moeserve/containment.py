@@ -8,7 +8,7 @@ slots, and draws the same token. Chunks of one step do not read each other's slo
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -26,9 +26,11 @@ class ContainingExecutor:
     requests do not cause it: if a harmless request fails too.
     """
 
-    def __init__(self, runner: Runner, block_size: int) -> None:
+    def __init__(self, runner: Runner, block_size: int, begin: Callable[[Sequence[StepPlan]], None]) -> None:
+        """begin: called with each part of a step before the part is computed again."""
         self._runner = runner
         self._block_size = block_size
+        self._begin = begin
 
     def launch(self, plans: Sequence[StepPlan]) -> Computed[list[StepResult]]:
         (plan,) = plans
@@ -61,7 +63,7 @@ class ContainingExecutor:
         results: list[ChunkResult] = []
         for part in (part_of(plan, plan.chunks[:middle]), part_of(plan, plan.chunks[middle:])):
             try:
-                results += self._runner.launch(part).result().chunks
+                results += self._compute(part).chunks
             except Exception as of_part:
                 results += self._compute_apart(part, of_part)
         return results
@@ -79,10 +81,14 @@ class ContainingExecutor:
             if chunk.window is not None:
                 harmless.window = WindowTable(0, array("i", [chunk.window.blocks[place - chunk.window.first]]))
             try:
-                return self._runner.launch(StepPlan(plan.step, [harmless])).result().chunks[0].error is None
+                return self._compute(StepPlan(plan.step, [harmless])).chunks[0].error is None
             except Exception:
                 return False
         return False
+
+    def _compute(self, part: StepPlan) -> StepResult:
+        self._begin([part])
+        return self._runner.launch(part).result()
 
 
 def part_of(plan: StepPlan, chunks: list[Chunk]) -> StepPlan:

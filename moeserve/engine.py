@@ -10,6 +10,7 @@ from typing import Any
 import structlog
 
 from moeserve.commands import Commands
+from moeserve.crashes.suspects import Suspects
 from moeserve.engine_socket import EngineSocket
 from moeserve.experts.monitor import ExpertMonitor
 from moeserve.inbox import Inbox
@@ -57,14 +58,17 @@ class Engine:
         caches: Sequence[PrefixCache],
         steps: Steps,
         ready: EngineReady,
+        suspects: Suspects,
         experts: ExpertMonitor | None = None,
         step_progress: Callable[[], int] = lambda: 0,
     ) -> None:
-        """steps: runs the plans of `scheduler`. step_progress: returns a count that moves within a long step too."""
+        """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
+        within a long step too."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
         self._ready = ready
+        self._suspects = suspects
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
@@ -91,6 +95,7 @@ class Engine:
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
                 self._send_outputs(outputs)
+                self._suspects.settle(self._steps.step)
                 seconds = time.monotonic() - started
                 self._stats.count_step(seconds)
                 self._scheduler.count_step(seconds)
@@ -118,7 +123,8 @@ class Engine:
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:
             case Generate():
-                self._generate(sender, message)
+                with self._suspects.taking(message):
+                    self._generate(sender, message)
             case Abort() | Finish() if self._inbox.withdraw(message.request_id):
                 self._send(sender, Outputs([Output(message.request_id, [], FinishReason.ABORT, 0, 0)]))
             case Abort():
@@ -141,6 +147,10 @@ class Engine:
 
     def _generate(self, sender: bytes, message: Generate) -> None:
         request_id = message.request_id
+        if self._suspects.is_culprit(message, time.monotonic()):
+            times = "2 times while it had this request" if message.resumes else "when it had this request before"
+            self._reject(sender, Rejected(request_id, "engine_crash", f"the engine ended {times}"))
+            return
         try:
             self._scheduler.add(request := self._to_request(message))
         except QueueFullError as error:
@@ -175,6 +185,7 @@ class Engine:
             terms=message.terms,
             arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
             resumes=message.resumes,
+            suspect_until=self._suspects.until(message.request_id),
             earlier_output=output,
         )
 

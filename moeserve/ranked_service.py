@@ -24,6 +24,7 @@ from experts.errors import CollectiveError, ExpertStoreError
 from experts.placement import Placement
 from moeserve.assemble import LoadedRank, Report, collective_timeout, load_rank
 from moeserve.config import ConfigError, ServeConfig
+from moeserve.crashes.suspects import open_suspects
 from moeserve.device import KvBudget, current_gpu, too_few_gpus
 from moeserve.experts.monitor import ExpertSources, expert_strategy
 from moeserve.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
@@ -280,7 +281,7 @@ def _serve_with_others(
         strategy=lambda: expert_strategy(config, rank.prefetcher, rank.dispatch_shape, all_fit=memory is None),
     )
     observers = [links] if rebalancing is None else [rebalancing, links]
-    serve(context, rank, executor, report, stop, recorded, sources, observers)
+    serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, observers)
     executor.close()
 
 

@@ -17,6 +17,7 @@ from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
 from moeserve.assemble import LoadedRank, Report, build_scheduler, load_rank
 from moeserve.containment import ContainingExecutor
+from moeserve.crashes.suspects import Suspects, open_suspects
 from moeserve.doctor import summary
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
@@ -93,13 +94,14 @@ def _serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop:
         strategy=None if memory is None else lambda: expert_strategy(config, prefetcher),
     )
     recorded = None if recording is None else ExpertRecording(recording)
+    suspects = open_suspects(context)
     try:
         # A device with a queue may fail later than the launch, and a failed step may have advanced recurrent states,
         # which cannot be computed again.
         executor: Executor = LocalExecutor(rank.runner)
         if rank.depth == 0 and not rank.model.spec.state_layers:
-            executor = ContainingExecutor(rank.runner, config.block_size)
-        serve(context, rank, executor, report, stop, recorded, sources)
+            executor = ContainingExecutor(rank.runner, config.block_size, suspects.begin)
+        serve(context, rank, executor, suspects, report, stop, recorded, sources)
     finally:
         rank.close()
 
@@ -108,6 +110,7 @@ def serve(
     context: RunContext,
     rank: Rank,
     executor: Executor,
+    suspects: Suspects,
     report: Report,
     stop: threading.Event,
     recording: ExpertRecording | None,
@@ -139,9 +142,9 @@ def serve(
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
     tokenizer_json = Path(context.model_dir) / "tokenizer.json"
     masks = GrammarMasks(tokenizer_json, model.spec.vocab_size, model.eos_token_ids)
-    steps = Steps(scheduler, executor, rank.depth, observers, masks)
+    steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
     monitor = _monitor(context, model.spec, recording, sources)
-    engine = Engine(socket, scheduler, caches, steps, ready, monitor, rank.progress.count)
+    engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, rank.progress.count)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
     report(_ready_event(ready, model))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -207,8 +207,8 @@ class Admitted(Message):
 
 
 class Rejected(Message):
-    """Terminal: the request never entered. `code`: `queue_full`, `overloaded`, `context_length_exceeded`, `draining` or
-    `invalid`."""
+    """Terminal: the request never entered this engine. `code`: `queue_full`, `overloaded`, `context_length_exceeded`,
+    `draining`, `engine_crash` (engines have ended when they had it) or `invalid`."""
 
     request_id: str
     code: str
@@ -379,6 +379,19 @@ def decode_news(line: bytes) -> EngineNews:
     return msgspec.json.decode(line, type=EngineNews)
 
 
+@dataclass(frozen=True)
+class Suspicion:
+    """What the ends of earlier engines say of requests.
+
+    `places`: the requests of which one may have ended the engine before, each with the number of its tokens that were
+    about to be computed. `culprits`: digests of the work that ended engines (`moeserve.crashes.suspects`), each with
+    the time until which it is refused, in seconds of the machine's monotonic clock.
+    """
+
+    places: dict[str, int] = field(default_factory=dict)
+    culprits: tuple[tuple[str, float], ...] = ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
     """One run of one service and the addresses of its sockets, as a file in its private run directory (mode 0700).
@@ -386,7 +399,7 @@ class RunContext:
     The file holds secrets. `incarnation` numbers the engine's life: it is in every frame and in the socket paths. On
     another node than node 0 it is the last life of the engine that ranks of the node were in, 0 for none.
     `secret` (hex) keys the cache namespaces of API keys. `Hello` compares `model_hash`. `meets_in_store`: not all ranks
-    were started with this context, so they find each other in torchrun's store.
+    were started with this context, so they find each other in torchrun's store. `suspicion`: from the engines before.
     """
 
     config: ServeConfig
@@ -397,6 +410,7 @@ class RunContext:
     secret: str
     served_model_names: tuple[str, ...]
     meets_in_store: bool = False
+    suspicion: Suspicion = Suspicion()
 
     @property
     def engine_address(self) -> str:
@@ -420,6 +434,11 @@ class RunContext:
     def rendezvous(self) -> Path:
         """The file in which ranks find each other for their collectives."""
         return Path(self.run_dir) / f"collectives.{self.incarnation}"
+
+    @property
+    def work_record(self) -> Path:
+        """The file in which the engine names the requests that it is working on."""
+        return Path(self.run_dir) / f"work.{self.incarnation}"
 
     @property
     def frontend_failure(self) -> Path:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -18,8 +18,7 @@ import structlog
 import zmq.asyncio
 
 from moeserve.frontend.engine_link import EngineLink
-from moeserve.frontend.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent, RequestGroup
-from moeserve.plan import SamplingParams
+from moeserve.frontend.request_group import EngineBusy, EngineGone, EngineSilent, RequestGroup
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -41,14 +40,8 @@ log = structlog.get_logger(__name__)
 
 # Times --engine-timeout. A hung engine is ended after that time, and its requests then wait for the next one.
 _PATIENCE = 1.5
-# Of the requests that engines died of so many are known again when clients repeat them, for so long: an engine that has
-# served for a minute begins a new count of restarts (`launcher.restarts`), which a repeated request cannot use up then.
-_MAX_CULPRITS = 16
-_CULPRIT_SECONDS = 90.0
 MAX_COMMANDS_OF_KEY = 8  # commands of one key that this process has sent and that are not answered
 _TOO_MANY_COMMANDS = "too many commands of this key wait for the engine"
-
-_Work = tuple[bytes, SamplingParams]
 
 
 class EngineClient:
@@ -59,9 +52,8 @@ class EngineClient:
     another event takes its place with the next engine. `restart_seconds`: how long a restart is likely to take.
     `num_restarts`: the engines that took the place of one that had served, as the supervisor counts.
 
-    One of the requests that an engine died with may be the cause. So the next engine gets them one after the other,
-    each as soon as the one before is beyond the place where it was; if the engine dies meanwhile, only requests count
-    as present that are not. A request that has ended engines is refused when it comes again, under whatever seed.
+    The next engine gets all open requests at once, in the order of their arrival. Which of them may have ended the one
+    before it knows itself (`moeserve.crashes`).
     """
 
     def __init__(
@@ -79,10 +71,6 @@ class EngineClient:
         self._on_stats = on_stats
         self._news_fd = news_fd
         self._groups: dict[str, RequestGroup] = {}
-        self._suspects: deque[RequestGroup] = deque()
-        self._on_trial: RequestGroup | None = None
-        # What ended engines, and until when it is refused, on the loop's clock.
-        self._culprits: deque[tuple[float, _Work]] = deque(maxlen=_MAX_CULPRITS)
         self._controls: dict[int, asyncio.Future[ControlResult]] = {}
         self._next_control = 0
         self._num_commands: Counter[str] = Counter()
@@ -132,9 +120,7 @@ class EngineClient:
             for generate in generates:
                 self._groups.pop(generate.request_id, None)
             for request_id in group.close():
-                if self._link is not None:
-                    self._link.send(Abort(request_id))
-            self._go_on_with_trials()
+                self._send_of_group(Abort(request_id))
 
     async def control(self, command: str, arguments: dict[str, Any] | None = None, tenant: str = "") -> ControlResult:
         """Send a command and return the engine's answer. tenant: the account of the key that asks for it.
@@ -151,7 +137,9 @@ class EngineClient:
         future: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
         self._controls[control_id] = future
         try:
-            self._send(Control(control_id, command, arguments or {}, tenant))
+            if self._link is None:
+                raise EngineGone(self.dead_reason or self.away_reason or "there is no engine")
+            self._link.send(Control(control_id, command, arguments or {}, tenant))
             async with asyncio.timeout(timeout_s):
                 result = await future
             if result.is_refused:
@@ -181,32 +169,17 @@ class EngineClient:
                 future.set_exception(EngineGone(reason))
 
     def _hand_over(self, group: RequestGroup) -> None:
-        """Send what is left of the group's requests. Raises EngineGone; CrashSuspect for what ended engines before."""
-        generates = group.take_to_engine()
-        now = asyncio.get_running_loop().time()
-        culprits = [work for until, work in self._culprits if now < until]
-        if culprits and any(_work_of(generate) in culprits for generate in generates):
-            raise CrashSuspect("the engine ended when it had this request before")
-        for generate in generates:
+        """Send what is left of the group's requests."""
+        for generate in group.take_to_engine():
             self._send_of_group(generate)
 
     def _finish(self, request_id: str, keep_tokens: int) -> None:
         self._send_of_group(Finish(request_id, keep_tokens))
 
-    def _send_of_group(self, message: Generate | Finish) -> None:
-        """Send a message unless the engine is away: its next life hears of the group anyway. Raises EngineGone."""
-        try:
-            self._send(message)
-        except EngineGone:
-            # Its end may be seen a moment after it takes nothing more.
-            if self._news_fd is None or self.dead_reason is not None:
-                raise
-
-    def _send(self, message: Message) -> None:
-        if self._link is None:
-            raise EngineGone(self.dead_reason or self.away_reason or "there is no engine")
-        if not self._link.send(message):
-            raise EngineGone("the engine does not take messages")
+    def _send_of_group(self, message: Generate | Finish | Abort) -> None:
+        """Send a message unless the engine is away: its next life gets what is left of the group."""
+        if self._link is not None:
+            self._link.send(message)
 
     # The lives of the engine.
 
@@ -253,13 +226,7 @@ class EngineClient:
         self.lost.set()
         self._fail_controls(reason)
         for group in self._open_groups():
-            counts = self._on_trial is None or not group.has_passed
-            culprits = [_work_of(generate) for generate in group.lose_engine(counts=counts)]
-            until = asyncio.get_running_loop().time() + _CULPRIT_SECONDS
-            # Choices of one prompt differ by their seeds alone.
-            self._culprits.extend((until, work) for i, work in enumerate(culprits) if work not in culprits[:i])
-        self._on_trial = None
-        self._suspects.clear()
+            group.lose_engine()
 
     def _die(self, reason: str) -> None:
         if self._link is not None:
@@ -281,25 +248,8 @@ class EngineClient:
         self.num_restarts = self._num_restarts_told
         self.ready, self.away_reason, self.lost = ready, None, asyncio.Event()
         log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
-        # Requests in the background may wait long for their turn in the engine.
-        self._suspects = deque(sorted(self._open_groups(), key=lambda group: group.in_background))
-        self._try_next()
-
-    def _try_next(self) -> None:
-        """Hand over the next of the requests that an engine died with, and on the way those that no engine had."""
-        self._on_trial = None
-        while self._suspects and self._on_trial is None:
-            group = self._suspects.popleft()
-            try:
-                self._hand_over(group)
-            except EngineGone as error:
-                group.fail(error)
-            if group.num_deaths and not group.has_passed:
-                self._on_trial = group
-
-    def _go_on_with_trials(self) -> None:
-        if self._on_trial is not None and self._on_trial.has_passed:
-            self._try_next()
+        for group in self._open_groups():
+            self._hand_over(group)
 
     # The engine's messages.
 
@@ -315,11 +265,9 @@ class EngineClient:
                 for output in outputs:
                     if group := self._groups.get(output.request_id):
                         group.put(output)
-                self._go_on_with_trials()
             case Admitted(request_id=request_id) | Rejected(request_id=request_id):
                 if group := self._groups.get(request_id):
                     group.answer(message)
-                    self._go_on_with_trials()
             case Stats():
                 if self._on_stats is not None:
                     self._on_stats(message)
@@ -331,8 +279,3 @@ class EngineClient:
                 self._on_ready(message)
             case Refused(reason=reason):
                 self._die(f"the engine refused this frontend: {reason}")
-
-
-def _work_of(generate: Generate) -> _Work:
-    """Return a request's prompt and parameters but for the seed, which is drawn anew each time."""
-    return generate.token_ids, replace(generate.sampling, seed=0)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import secrets
 from collections.abc import Callable, Coroutine
-from typing import Any, cast
+from typing import Any
 
 import structlog
 import zmq
@@ -18,7 +18,6 @@ from moeserve.wire import Hello, Message, RunContext
 log = structlog.get_logger(__name__)
 
 _MAX_QUEUED_FRAMES = 100_000
-_HELLO_INTERVAL_S = 0.05
 _ENDED = "the engine process ended"
 
 
@@ -57,7 +56,7 @@ class EngineLink:
         self._socket.setsockopt(zmq.MAXMSGSIZE, wire.MAX_FRAME_BYTES)
         self._socket.connect(run.engine_address)
         self._spawn(self._read())
-        self._spawn(self._introduce())
+        self.send(Hello(wire.PROTOCOL_VERSION, run.model_hash))
 
     async def stop(self) -> None:
         """Close the link and wait for its tasks."""
@@ -75,12 +74,9 @@ class EngineLink:
             self._pidfd = None
         self._socket.close(linger=0)
 
-    def send(self, message: Message) -> bool:
-        """Return at once whether the socket accepted the message."""
-        error = self._send_now(wire.encode(message, self._run.incarnation))
-        if error is not None:
-            log.warning("engine_send_failed", message=type(message).__name__, error=str(error))
-        return error is None
+    def send(self, message: Message) -> None:
+        """Send a message now, or as soon as the engine takes it, in order. None is lost while the link is open."""
+        self._socket.send(wire.encode(message, self._run.incarnation))
 
     def watch(self, pid: int) -> None:
         """Call `on_end` when the engine's process ends, or now if it has ended."""
@@ -92,17 +88,6 @@ class EngineLink:
             self._on_end(_ENDED)
             return
         asyncio.get_running_loop().add_reader(self._pidfd, self._on_end, _ENDED)
-
-    def _send_now(self, frame: bytes) -> BaseException | None:
-        """Return the error if the socket did not accept the frame. With DONTWAIT pyzmq's future is done on return."""
-        sent = cast("asyncio.Future[Any]", self._socket.send(frame, flags=zmq.DONTWAIT))
-        return sent.exception()
-
-    async def _introduce(self) -> None:
-        """Send Hello as soon as the engine's socket is there."""
-        hello = wire.encode(Hello(wire.PROTOCOL_VERSION, self._run.model_hash), self._run.incarnation)
-        while self._send_now(hello) is not None:
-            await asyncio.sleep(_HELLO_INTERVAL_S)
 
     async def _read(self) -> None:
         while self._is_open:

@@ -16,11 +16,6 @@ import msgspec
 from moeserve.plan import FinishReason
 from moeserve.wire import Admitted, Generate, Output, Rejected, pack_token_ids
 
-# A request that was there when so many lives of the engine ended may be what ended them.
-_MAX_DEATHS = 2
-# The engine that died may have computed some that were never heard of; the step that it died in comes before this one.
-_TOKENS_TO_PASS = 4
-
 
 class EngineGone(Exception):
     """The engine does not answer any more; the message says why."""
@@ -50,13 +45,11 @@ class RequestRejected(Exception):
 class _Sequence:
     """One request, and what has come of it: output tokens, and log probabilities of prompt tokens.
 
-    `kept_tokens` is set once the frontend has found a stop string. `num_handed_over`: output tokens that the engine was
-    told of when it got the request.
+    `kept_tokens` is set once the frontend has found a stop string.
     """
 
     generate: Generate
     output_ids: array[int] = field(default_factory=lambda: array("i"))
-    num_handed_over: int = 0
     num_prompt_logprobs: int = 0
     kept_tokens: int | None = None
 
@@ -67,7 +60,6 @@ class _Sequence:
 
     def rest(self) -> Generate:
         """Return the message that makes another life of the engine go on with the request, however long it waited."""
-        self.num_handed_over = len(self.output_ids)
         return msgspec.structs.replace(
             self.generate,
             terms=replace(self.generate.terms, patient=True),
@@ -108,20 +100,6 @@ class RequestGroup:
         """Requests without a terminal output."""
         return len(self._open)
 
-    @property
-    def in_background(self) -> bool:
-        """True if the requests give way to all others."""
-        return self._sequences[0].generate.terms.background
-
-    @property
-    def has_passed(self) -> bool:
-        """True if each request has ended, or is beyond where it was when the engine before died."""
-        return self._failure is not None or all(
-            len(sequence.output_ids) >= sequence.num_handed_over + _TOKENS_TO_PASS
-            for request_id, sequence in zip(self._ids, self._sequences, strict=True)
-            if request_id in self._open
-        )
-
     def take_to_engine(self) -> list[Generate]:
         """Return the messages for an engine that has none of the requests: for each open one what is left of it.
 
@@ -143,27 +121,20 @@ class RequestGroup:
                 messages.append(sequence.rest() if is_next_engine else sequence.generate)
         return messages
 
-    def lose_engine(self, *, counts: bool = True) -> list[Generate]:
-        """Note that the engine which had the requests is gone.
-
-        Fail requests that have seen too many engines end, and return those that had not ended. counts: whether they may
-        be what ended this one.
-        """
-        if not self._is_with_engine:
-            return []
-        self._is_with_engine = False
-        self._set_patience()
-        self.num_deaths += counts
-        if self.num_deaths < _MAX_DEATHS:
-            return []
-        self.fail(CrashSuspect(f"the engine ended {self.num_deaths} times while it had this request"))
-        return [self._sequences[self._index[request_id]].generate for request_id in sorted(self._open)]
+    def lose_engine(self) -> None:
+        """Note that the engine which had the requests is gone. No effect if none had them."""
+        if self._is_with_engine:
+            self._is_with_engine = False
+            self.num_deaths += 1
+            self._set_patience()
 
     def answer(self, message: Admitted | Rejected) -> None:
         """Note whether the engine admitted a request."""
         if isinstance(message, Rejected):
             self._open.discard(message.request_id)
-            if message.request_id in self._unanswered:
+            if message.code == "engine_crash":
+                self.fail(CrashSuspect(message.reason))
+            elif message.request_id in self._unanswered:
                 self.fail(RequestRejected(message))
             else:
                 self.fail(EngineGone(f"the restarted engine cannot go on with it: {message.reason}"))

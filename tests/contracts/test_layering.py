@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "radix_cache": set(),
     "kernels": set(),
 }
-SERVICE_FOLDERS = (ROOT / "moeserve", ROOT / "moeserve" / "experts", ROOT / "moeserve" / "ranks")
+SERVICE_FOLDERS = tuple(ROOT / "moeserve" / folder for folder in (".", "crashes", "experts", "ranks"))
 
 # Of experts/ and the modules in these folders, those that compute, or put together what does. All others decide, and
 # load where torch is not installed.

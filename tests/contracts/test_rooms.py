@@ -68,6 +68,7 @@ ROOMS = {
         "scheduler",
         "steps",
         "containment",
+        "crashes",
         "file_writer",
         "model",
         "ranks",

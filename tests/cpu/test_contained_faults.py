@@ -25,7 +25,7 @@ POISON = 13
 def run(rank: Rank) -> tuple[dict[str, list[int]], list[str]]:
     """Return the tokens of six requests that share a beginning, and the requests that failed. One wishes POISON."""
     scheduler, _ = build_scheduler(CONFIG, rank.model.kv)
-    steps = Steps(scheduler, ContainingExecutor(rank.runner, CONFIG.block_size), rank.depth)
+    steps = Steps(scheduler, ContainingExecutor(rank.runner, CONFIG.block_size, lambda _: None), rank.depth)
     for number in range(6):
         sampling = SamplingParams(max_tokens=12, temperature=1.1, seed=number, top_k=POISON if number == 3 else 20)
         scheduler.add(Request(str(number), array("i", [*range(30), number]), sampling))

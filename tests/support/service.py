@@ -65,9 +65,10 @@ class Service:
                 return
         raise AssertionError(self.errors.read_text())
 
-    def stream(self, max_tokens: int) -> Iterator[dict[str, Any]]:
+    def stream(self, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
         """Events of a streamed completion as they arrive; an error event too. Raises at a stream that is cut off."""
         body = {"model": "m", "prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
+        body |= fields
         with self.http.stream("POST", "/v1/completions", json=body) as response:
             assert response.status_code == 200, response.read()
             begun = b""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 import pytest
@@ -20,12 +20,14 @@ BLOCK_SIZE = 4
 @dataclass
 class FaultyRunner:
     """The next token is the last one plus one. A step with one of `poison` among its last tokens fails, as does every
-    step while `broken`. `written` are the blocks that were written since they were cleared."""
+    step while `broken`. `written` are the blocks that were written since they were cleared, `parts` those of failed
+    steps that were announced."""
 
     poison: Collection[int] = ()
     broken: bool = False
     launches: int = 0
     written: set[int] = field(default_factory=set)
+    parts: list[Sequence[StepPlan]] = field(default_factory=list)
 
     def launch(self, plan: StepPlan) -> Computed[StepResult]:
         self.launches += 1
@@ -45,7 +47,7 @@ def run(runner: FaultyRunner, first_tokens: list[int]) -> tuple[dict[str, list[i
     """Run one request for each first token; return their tokens, and errors of those that failed."""
     cache = PrefixCache(64, BLOCK_SIZE)
     scheduler = Scheduler([cache], max_num_seqs=16, max_num_batched_tokens=64, max_num_queued_reqs=16, max_model_len=64)
-    steps = Steps(scheduler, ContainingExecutor(runner, BLOCK_SIZE), depth=0)
+    steps = Steps(scheduler, ContainingExecutor(runner, BLOCK_SIZE, runner.parts.append), depth=0)
     for token in first_tokens:
         scheduler.add(Request(f"from {token}", array("i", [token]), SamplingParams(max_tokens=6)))
     tokens: dict[str, list[int]] = {}
@@ -89,6 +91,13 @@ def test_one_guilty_request_among_many_costs_few_steps() -> None:
     run(undisturbed, first)
     run(disturbed, first)
     assert disturbed.launches <= undisturbed.launches + 2 * 4
+
+
+def test_each_part_is_announced_before_it_is_computed() -> None:
+    runner = FaultyRunner({102})
+    run(runner, [100, 200, 300, 400])
+    named = [[chunk.token_ids[-1] for chunk in plan.chunks] for [plan] in runner.parts]
+    assert named == [[102, 202], [102], [202], [302, 402]]
 
 
 def test_a_part_clears_its_own_blocks_alone() -> None:

@@ -17,6 +17,8 @@ import pytest
 import zmq
 
 from launcher.watches import ProgressWatch
+from moeserve.crashes.record import WorkRecord
+from moeserve.crashes.suspects import Suspects
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertCommandError
@@ -41,6 +43,7 @@ from moeserve.wire import (
     Refused,
     Rejected,
     Stats,
+    Suspicion,
     decode,
     encode,
     pack_token_ids,
@@ -166,8 +169,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
     scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
     executor = CountingExecutor()
     experts = SlowDisk()
-    steps = Steps(scheduler, executor, depth=0)
-    engine = Engine(socket, scheduler, [cache], steps, READY, experts)  # type: ignore[arg-type]
+    suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), Suspicion())
+    steps = Steps(scheduler, executor, 0, [suspects])
+    engine = Engine(socket, scheduler, [cache], steps, READY, suspects, experts)  # type: ignore[arg-type]
     stop = threading.Event()
     thread = threading.Thread(target=engine.run, args=(stop,))
     served = Served(Client(None), executor, stop, thread, context, address, scheduler, engine, experts.disk, cache)  # type: ignore[arg-type]
@@ -399,7 +403,9 @@ def test_a_step_that_makes_progress_is_no_hang_and_one_that_stands_still_is(serv
     scheduler = Scheduler([served.cache], max_num_batched_tokens=8, **limits)
     steps = Steps(scheduler, executor, depth=0)
     # This engine's loop stays in its step; its socket serves the other engine.
-    engine = Engine(served.engine._socket, scheduler, [], steps, READY, None, lambda: executor.parts)
+    engine = Engine(
+        served.engine._socket, scheduler, [], steps, READY, served.engine._suspects, None, lambda: executor.parts
+    )
     scheduler.add(Request("r", array("i", [10]), SamplingParams(max_tokens=1)))
     step = threading.Thread(target=steps.advance)
     step.start()
@@ -511,7 +517,7 @@ class FloodedSocket:
         return True
 
 
-def test_heartbeats_tell_the_progress_within_a_turn() -> None:
+def test_heartbeats_tell_the_progress_within_a_turn(tmp_path: Path) -> None:
     socket, stop = FloodedSocket(), threading.Event()
     cache = PrefixCache(32, 4)
     scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
@@ -521,6 +527,7 @@ def test_heartbeats_tell_the_progress_within_a_turn() -> None:
             stop.set()
 
     steps = Steps(scheduler, Stopping(), depth=0)
-    socket.engine = Engine(socket, scheduler, [cache], steps, READY)  # type: ignore[arg-type]
+    suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), Suspicion())
+    socket.engine = Engine(socket, scheduler, [cache], steps, READY, suspects)  # type: ignore[arg-type]
     socket.engine.run(stop)
     assert len(set(socket.progress)) == 101

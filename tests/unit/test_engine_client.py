@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 import zmq.asyncio
 
 from moeserve.config import ServeConfig
 from moeserve.frontend import engine_client
 from moeserve.frontend.engine_client import MAX_COMMANDS_OF_KEY, EngineClient
-from moeserve.frontend.request_group import CrashSuspect, EngineBusy, EngineGone
-from moeserve.plan import SamplingParams, Terms
+from moeserve.frontend.engine_link import EngineLink
+from moeserve.frontend.request_group import CrashSuspect, EngineBusy
+from moeserve.plan import SamplingParams
 from moeserve.wire import (
     Abort,
+    Admitted,
     Control,
     ControlResult,
     EngineNews,
@@ -25,12 +28,24 @@ from moeserve.wire import (
     Message,
     Output,
     Outputs,
+    Rejected,
     RunContext,
+    ToEngine,
+    decode,
     encode_news,
     pack_token_ids,
     unpack_token_ids,
 )
 from tests.support.engine_ready import engine_ready
+
+FIELDS: dict[str, Any] = {
+    "config": ServeConfig(),
+    "model_dir": "none",
+    "model_hash": "none",
+    "incarnation": 1,
+    "secret": "00",
+    "served_model_names": ("none",),
+}
 
 
 class Link:
@@ -48,9 +63,8 @@ class Link:
         self.say, self.die = on_message, lambda: on_end("died")
         self.sent: list[Message] = []
 
-    def send(self, message: Message) -> bool:
+    def send(self, message: Message) -> None:
         self.sent.append(message)
-        return True
 
     def watch(self, pid: int) -> None:
         """Its end is said here."""
@@ -84,16 +98,7 @@ class Lives:
 
         monkeypatch.setattr(engine_client, "EngineLink", connect)
         hearing, self._news = os.pipe()
-        run = RunContext(
-            config=ServeConfig(),
-            model_dir="none",
-            model_hash="none",
-            run_dir=str(folder),
-            incarnation=1,
-            secret="00",
-            served_model_names=("none",),
-        )
-        self.client = EngineClient(run, news_fd=hearing)
+        self.client = EngineClient(RunContext(**FIELDS, run_dir=str(folder)), news_fd=hearing)
 
     async def begin(self) -> Link:
         """Return the link to the first or the next life of the engine, which is ready."""
@@ -112,100 +117,98 @@ class Lives:
         os.close(self._news)
 
 
-def generate(name: str, *, prompt: str | None = None, seed: int = 0, background: bool = False) -> list[Generate]:
-    """prompt: its own for each name by default."""
-    token_ids = pack_token_ids([*(prompt or name).encode()])
-    return [Generate(name, token_ids, SamplingParams(max_tokens=50, seed=seed), terms=Terms(background=background))]
+def generate(name: str) -> list[Generate]:
+    return [Generate(name, pack_token_ids([*name.encode()]), SamplingParams(max_tokens=50))]
 
 
-def test_an_engine_that_dies_ends_the_request_at_fault_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        client = lives.client
-        link = await lives.begin()
-        async with client.submit(generate("a")) as a, client.submit(generate("b")) as b, client.submit(generate("c")):
-            assert link.asked() == ["a", "b", "c"]
-            link.answer("a", 5)
-            link.die()
-            # Each is tried until it is beyond where it was.
-            link = await lives.begin()
-            assert link.asked() == ["a"]
-            link.answer("a", 6, 7, 8)
-            assert link.asked() == ["a"]
-            link.answer("a", 9)
-            assert link.asked() == ["a", "b"]
-            link.answer("a", 10)
-            link.die()
-            with pytest.raises(EngineGone, match="2 times"):
-                await b.next()
-            link = await lives.begin()
-            assert link.asked() == ["a"]
-            link.answer("a", 11, 12, 13, 14)
-            assert link.asked() == ["a", "c"]
-            assert [*unpack_token_ids(link.generates[0].output_token_ids)] == [5, 6, 7, 8, 9, 10]
-            assert [token for _, output in await a.next() for token in output.token_ids] == [*range(5, 15)]
-        await lives.end()
-
-    asyncio.run(run())
-
-
-def test_a_request_that_ended_engines_is_refused_when_it_comes_again(
+def test_the_next_engine_gets_all_open_requests_at_once_in_the_order_of_their_arrival(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def run() -> None:
         lives = Lives(tmp_path, monkeypatch)
         client = lives.client
         link = await lives.begin()
-        async with client.submit(generate("a")) as first, client.submit(generate("twin", prompt="a", seed=7)) as twin:
+        async with client.submit(generate("a")) as a, client.submit(generate("b")), client.submit(generate("c")):
+            assert link.asked() == ["a", "b", "c"]
+            assert not any(generate.resumes for generate in link.generates)
+            link.answer("a", 5)
+            for number in range(2, 5):
+                link.die()
+                async with client.submit(generate(f"in pause {number}")):
+                    link = await lives.begin()
+                    assert link.asked() == ["a", "b", "c", f"in pause {number}"]
+                    assert [generate.resumes for generate in link.generates] == [True, True, True, False]
+                    link.answer("a", number)
+            assert a.num_deaths == 3
+            assert [*unpack_token_ids(link.generates[0].output_token_ids)] == [5, 2, 3]
+            assert [token for _, output in await a.next() for token in output.token_ids] == [5, 2, 3, 4]
+        await lives.end()
+
+    asyncio.run(run())
+
+
+def test_a_request_that_ended_engines_ends_and_the_others_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        client = lives.client
+        link = await lives.begin()
+        async with client.submit(generate("a")) as a, client.submit(generate("b")) as b:
+            link.say(Admitted("a"))
+            link.answer("a", 5)
             link.die()
-            (await lives.begin()).die()
-            with pytest.raises(CrashSuspect, match="2 times"):
-                await first.next()
             link = await lives.begin()
+            link.say(Rejected("a", "engine_crash", "the engine ended 2 times"))
+            link.answer("b", 6)
+            assert [token for _, output in await a.next() for token in output.token_ids] == [5]
+            with pytest.raises(CrashSuspect, match="2 times"):
+                await a.next()
+            assert len(await b.next()) == 1
+        async with client.submit(generate("again")) as again:
+            link.say(Rejected("again", "engine_crash", "before"))
             with pytest.raises(CrashSuspect, match="before"):
-                await twin.next()
-        with pytest.raises(CrashSuspect, match="before"):
-            async with client.submit(generate("again", prompt="a", seed=8)):
-                pass
-        async with client.submit(generate("other")):
-            assert link.asked() == ["other"]
+                await again.admitted()
         await lives.end()
 
     asyncio.run(run())
 
 
-def test_requests_in_the_background_are_tried_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_leaves_in_the_pause_is_not_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
         lives = Lives(tmp_path, monkeypatch)
         client = lives.client
         link = await lives.begin()
-        async with client.submit(generate("a", background=True)), client.submit(generate("b")):
-            link.die()
-            assert (await lives.begin()).asked() == ["b"]
+        async with client.submit(generate("a")):
+            async with client.submit(generate("b")):
+                link.die()
+            link = await lives.begin()
+            assert link.asked() == ["a"]
+            assert not any(isinstance(message, Abort) for message in link.sent)
+        assert [message.request_id for message in link.sent if isinstance(message, Abort)] == ["a"]
         await lives.end()
 
     asyncio.run(run())
 
 
-def test_a_client_that_leaves_holds_up_nobody_on_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_wait_in_order_for_an_engine_that_takes_none_yet(tmp_path: Path) -> None:
     async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        client = lives.client
-        link = await lives.begin()
-        async with client.submit(generate("a")) as a:
-            async with client.submit(generate("b")), client.submit(generate("c")):
-                link.die()
-                link = await lives.begin()
-                assert link.asked() == ["a"]
-            # They never had their turn.
-            assert [message.request_id for message in link.sent if isinstance(message, Abort)] == []
-            async with client.submit(generate("new")) as new:
-                assert link.asked() == ["a", "new"]
-                link.die()
-                link = await lives.begin()
-                assert link.asked() == ["new"]
-                assert (a.num_deaths, new.num_deaths) == (2, 1)
-        await lives.end()
+        context = RunContext(**FIELDS, run_dir=str(tmp_path))
+        sockets = zmq.asyncio.Context()
+        ended: list[str] = []
+        say = ended.append
+        link = EngineLink(context, sockets, on_message=print, on_unreadable=say, on_end=say, on_broken=say)
+        link.send(generate("a")[0])
+        link.send(Abort("a"))
+        engine = sockets.socket(zmq.ROUTER)
+        engine.bind(context.engine_address)
+        found = [decode((await engine.recv_multipart())[1], ToEngine)[1] for _ in range(3)]
+        assert [type(message).__name__ for message in found] == ["Hello", "Generate", "Abort"]
+        link.send(Abort("b"))
+        await link.stop()
+        assert ended == []
+        engine.close()
+        sockets.term()
 
     asyncio.run(run())
 

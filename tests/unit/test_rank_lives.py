@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -66,7 +67,7 @@ def test_the_end_of_one_rank_ends_all_and_names_it(node: Node, rank: int) -> Non
     node.copies[rank].kill()
     first = node.end(rank)
     sentence = f"Rank {rank} (process {first['pid']}) was ended by SIGKILL (often: out of memory)."
-    assert node.said.get(timeout=10) == {"event": "error", "message": sentence}
+    assert node.said.get(timeout=10) == {"event": "error", "message": sentence, "code": -signal.SIGKILL}
     # Nobody but `RankLives` ends the other one.
     node.end(1 - rank)
     assert node.said.get(timeout=10) == first

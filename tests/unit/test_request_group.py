@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.request_group import EngineGone, EngineSilent, RequestGroup, RequestRejected
+from moeserve.frontend.request_group import CrashSuspect, EngineGone, EngineSilent, RequestGroup, RequestRejected
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
 from moeserve.wire import Admitted, Generate, Output, Rejected, pack_token_ids, unpack_token_ids
 
@@ -67,17 +67,31 @@ async def test_a_request_at_its_stop_string_needs_no_other_engine() -> None:
 
 
 @on_a_loop
-async def test_two_deaths_are_enough() -> None:
+async def test_no_number_of_deaths_ends_a_request() -> None:
     group = group_of("a")
-    for _ in range(2):
-        group.take_to_engine()
+    for number in range(9):
+        assert [generate.resumes for generate in group.take_to_engine()] == [number > 0]
         admit(group, "a")
         group.lose_engine()
         # Nothing can be lost twice.
         group.lose_engine()
-    with pytest.raises(EngineGone, match="2 times"):
-        await group.next()
+    assert (group.num_deaths, group.num_open) == (9, 1)
     assert group.close() == []
+
+
+@on_a_loop
+async def test_a_request_that_ended_engines_ends_with_what_it_had() -> None:
+    group = group_of("a", "b")
+    group.take_to_engine()
+    admit(group, "a", "b")
+    group.put(Output("b", [5]))
+    group.lose_engine()
+    group.take_to_engine()
+    group.answer(Rejected("a", "engine_crash", "it ended 2 times"))
+    assert [output.token_ids for _, output in await group.next()] == [[5]]
+    with pytest.raises(CrashSuspect, match="2 times"):
+        await group.next()
+    assert group.close() == ["b"]
 
 
 @on_a_loop
