@@ -31,9 +31,9 @@ from benchmarks.scripted_engine import Lockstep, Overloaded, Script, ScriptedEng
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
+from moeserve.frontend.prepare.templates import guard_prompt, load_chat_template
 from moeserve.frontend.response_store import ResponseStore
 from moeserve.frontend.services import Services
-from moeserve.frontend.templates import guard_prompt, load_chat_template
 from moeserve.model.demo import ensure_demo
 from moeserve.wire import RunContext
 

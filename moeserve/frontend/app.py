@@ -16,22 +16,22 @@ from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
 from moeserve.config import ConfigError
-from moeserve.frontend.cache_routes import CacheRoutes
-from moeserve.frontend.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
-from moeserve.frontend.live_routes import LiveRoutes
 from moeserve.frontend.middleware import RequestBoundary
-from moeserve.frontend.openapi import DescriptionRoutes
 from moeserve.frontend.page_gate import PageGate
 from moeserve.frontend.pages import Pages
 from moeserve.frontend.peers import Peers
 from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
 from moeserve.frontend.response_store import ResponseStore
-from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.route import RouteTable
-from moeserve.frontend.route_table import ROUTES, Endpoints
-from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes
+from moeserve.frontend.routes.cache import CacheRoutes
+from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
+from moeserve.frontend.routes.live import LiveRoutes
+from moeserve.frontend.routes.openapi import DescriptionRoutes
+from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
+from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes
+from moeserve.frontend.routes.table import ROUTES, Endpoints
 from moeserve.frontend.services import Services
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")

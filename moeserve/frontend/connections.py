@@ -12,7 +12,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from moeserve.frontend import limits
 from moeserve.frontend.accepting import Load
 from moeserve.frontend.http import send_error, unavailable
-from moeserve.frontend.route_table import ROUTES
+from moeserve.frontend.routes.table import ROUTES
 from moeserve.frontend.wills import Connection, WillLink
 
 OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_watch)

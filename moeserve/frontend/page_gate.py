@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.route_table import ROUTES
+from moeserve.frontend.routes.table import ROUTES
 
 # Load balancers look at these under any name, and a page learns nothing from them.
 _OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_watch and route.role == "public")

@@ -19,7 +19,7 @@ from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.prepare.messages import Prefix, expect
-from moeserve.frontend.request_group import EngineGone, RequestRejected
+from moeserve.frontend.relay.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services
 from moeserve.plan import FinishReason, SamplingParams, Terms
 from moeserve.wire import Generate, pack_token_ids

@@ -12,20 +12,20 @@ from starlette.types import Scope
 
 from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.internal import ModelFacts
-from moeserve.frontend.encodings import content_coding
-from moeserve.frontend.engine_client import EngineClient
 from moeserve.frontend.http import ApiError, unavailable
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape, model_type_of
+from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply
 from moeserve.frontend.prepare.prepare import Preparer
+from moeserve.frontend.prepare.templates import read_sources
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
 from moeserve.frontend.prepare.watch import Watch
-from moeserve.frontend.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent
+from moeserve.frontend.relay.engine_client import EngineClient
+from moeserve.frontend.relay.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.response_store import LentTurn
-from moeserve.frontend.templates import read_sources
 from moeserve.frontend.text import TextTokenizer
 from moeserve.pacing import service_slo
 from moeserve.wire import RunContext, Stats

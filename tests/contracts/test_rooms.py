@@ -91,6 +91,8 @@ ROOMS = {
         "frontend",
     ),
 }
+# The folders of the frontend, lowest first; files beside them may be below or above any.
+FRONTEND_FOLDERS = ("dialects", "parsers", "prepare", "relay", "routes")
 # Attributes of objects that other libraries define, by the file that sets them.
 FOREIGN_ATTRIBUTES = {
     "kernels/cpu/library.py": {"argtypes", "restype"},
@@ -166,6 +168,22 @@ def test_rooms_import_only_rooms_below_them(package):
                 upwards.append(f"{module} imports {imported}")
     assert upwards == []
     assert place.keys() == {module.split(".")[1] for module in MODULES if module.startswith(f"{package}.")}
+
+
+def test_folders_of_the_frontend_import_only_folders_below_them() -> None:
+    def folder_of(module: str) -> str | None:
+        parts = module.split(".")
+        return parts[2] if parts[:2] == ["moeserve", "frontend"] and len(parts) > 3 else None
+
+    place = {folder: number for number, folder in enumerate(FRONTEND_FOLDERS)}
+    upwards = [
+        f"{module} imports {imported}"
+        for module in MODULES
+        if (folder := folder_of(module)) is not None
+        for imported in imports_of(module)
+        if (other := folder_of(imported)) is not None and place[other] > place[folder]
+    ]
+    assert upwards == []
 
 
 def record_fields() -> set[str]:

@@ -8,9 +8,9 @@ from starlette.routing import Route as StarletteRoute
 
 from moeserve.frontend.app import create_app
 from moeserve.frontend.http import openai_error_body
-from moeserve.frontend.openapi import describe
 from moeserve.frontend.route import Route, RouteTable
-from moeserve.frontend.route_table import ROUTES
+from moeserve.frontend.routes.openapi import describe
+from moeserve.frontend.routes.table import ROUTES
 from moeserve.frontend.services import Services
 from tests.support.frontend import run_context
 from tests.support.sources import ROOT

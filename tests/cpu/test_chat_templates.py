@@ -3,7 +3,7 @@
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from moeserve.frontend.templates import ChatTemplate
+from moeserve.frontend.prepare.templates import ChatTemplate
 from tests.support.tiny_model import TEMPLATE
 
 # The manners that templates on the hub are written in: namespaces, macros, loop controls, slices, filters, tests.

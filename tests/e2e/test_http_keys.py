@@ -8,7 +8,7 @@ import pytest
 from starlette.routing import Route
 
 from moeserve.frontend.app import create_app
-from moeserve.frontend.route_table import ROUTES
+from moeserve.frontend.routes.table import ROUTES
 from moeserve.frontend.services import Services
 from moeserve.wire import Generate
 from tests.support.frontend import Frontend, frontend, run_context

@@ -9,14 +9,14 @@ from typing import Any
 import jsonschema
 import pytest
 
-from moeserve.frontend import body_schemas
 from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.openapi import describe
 from moeserve.frontend.response_store import Shelf
-from moeserve.frontend.route_table import ROUTES
+from moeserve.frontend.routes import body_schemas
+from moeserve.frontend.routes.openapi import describe
+from moeserve.frontend.routes.table import ROUTES
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 DOCUMENT = describe(ROUTES, FACTS)

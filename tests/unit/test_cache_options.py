@@ -20,9 +20,9 @@ from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namesp
 from moeserve.frontend.parsers.families import PLAIN
 from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared
 from moeserve.frontend.prepare.prepare import READERS, Preparer, make_programs
+from moeserve.frontend.prepare.templates import load_chat_template
 from moeserve.frontend.prepare.watch import Watch
 from moeserve.frontend.public_prefixes import load_public_prefixes
-from moeserve.frontend.templates import load_chat_template
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import CacheWish, SamplingParams
 from radix_cache import account_of

@@ -13,10 +13,10 @@ import zmq
 import zmq.asyncio
 
 from moeserve.config import ServeConfig
-from moeserve.frontend import engine_client
-from moeserve.frontend.engine_client import MAX_COMMANDS_OF_KEY, EngineClient
-from moeserve.frontend.engine_link import EngineLink
-from moeserve.frontend.request_group import CrashSuspect, EngineBusy
+from moeserve.frontend.relay import engine_client
+from moeserve.frontend.relay.engine_client import MAX_COMMANDS_OF_KEY, EngineClient
+from moeserve.frontend.relay.engine_link import EngineLink
+from moeserve.frontend.relay.request_group import CrashSuspect, EngineBusy
 from moeserve.plan import SamplingParams
 from moeserve.wire import (
     Abort,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
-from moeserve.frontend.answer import Answer, OutputText, build_generates, derive_seed
 from moeserve.frontend.dialects.fields import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
+from moeserve.frontend.relay.answer import Answer, OutputText, build_generates, derive_seed
 from moeserve.frontend.text import TextTokenizer, decode_prompt
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
 from moeserve.wire import Output, unpack_token_ids

@@ -11,7 +11,7 @@ from moeserve.config import ConfigError
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys
 from moeserve.frontend.route import RouteTable
-from moeserve.frontend.route_table import ROUTES
+from moeserve.frontend.routes.table import ROUTES
 
 KEYS = KeyRing([("user", "u"), ("metrics", "m"), ("admin", "a"), ("user", "both"), ("metrics", "both")])
 SECRET = "5e" * 32

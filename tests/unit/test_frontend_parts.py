@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.routes import ExpertRoutes
+from moeserve.frontend.routes.service import ExpertRoutes
 from moeserve.wire import Stats
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.request_group import CrashSuspect, EngineGone, EngineSilent, RequestGroup, RequestRejected
+from moeserve.frontend.relay.request_group import CrashSuspect, EngineGone, EngineSilent, RequestGroup, RequestRejected
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
 from moeserve.wire import Admitted, Generate, Output, Rejected, pack_token_ids, unpack_token_ids
 

@@ -18,11 +18,11 @@ import uvicorn
 from launcher.wills import WillKeeper, wills_within
 from moeserve.config import ServeConfig
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
-from moeserve.frontend.generate import leave_refusal
 from moeserve.frontend.http import EventStream, send_body, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.route import RouteTable
+from moeserve.frontend.routes.generate import leave_refusal
 from moeserve.frontend.wills import MAX_PACKET_BYTES, Connection, Will, WillLink
 
 LAST = b'data: {"error": "the end"}\n\n'

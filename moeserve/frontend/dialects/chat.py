@@ -27,9 +27,12 @@ from moeserve.frontend.dialects.internal import (
 )
 from moeserve.frontend.dialects.tools import check_choice, check_tools, make_tool
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, unsupported
-from moeserve.frontend.templates import RESERVED_VARIABLES
 from moeserve.frontend.text import TextTokenizer
 
+# The variables that a request sets in fields of their own, or not at all.
+_RESERVED_VARIABLES = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
 _CHOICES = ("none", "auto", "required")
 
 
@@ -207,7 +210,7 @@ def _variables(chat: ChatBody) -> dict[str, Any]:
     variables = {}
     for name, value in asked.items():
         param = f"chat_template_kwargs.{name[:60]}"
-        if name in RESERVED_VARIABLES or not name.isidentifier():
+        if name in _RESERVED_VARIABLES or not name.isidentifier():
             raise unsupported(param)
         if not isinstance(value, bool | int | float | str | None):
             raise invalid(f"`{param}` must be a boolean, a number or a string", param)

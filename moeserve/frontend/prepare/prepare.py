@@ -20,16 +20,16 @@ from moeserve.frontend import limits
 from moeserve.frontend.constraints import Constraint, constraint_of, of_calls
 from moeserve.frontend.dialects import chat, completions, fields, messages, prefixes, responses, tokens
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
-from moeserve.frontend.encodings import inflate
 from moeserve.frontend.http import ApiError, check_choices, context_length_exceeded, invalid, longest_output
 from moeserve.frontend.parsers.families import OutputShape
 from moeserve.frontend.prepare.borders import asks_cache, marked_lengths
+from moeserve.frontend.prepare.encodings import inflate
 from moeserve.frontend.prepare.grammar_check import GrammarCheck
 from moeserve.frontend.prepare.messages import Ask, Body, NeedsEarlier, Prefix, Prepared, Reply, for_answer
 from moeserve.frontend.prepare.pieces import PieceMemory
+from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.prepare.watch import Stage, Watch
 from moeserve.frontend.response_store import LentTurn, Shelf
-from moeserve.frontend.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.text import PromptText, TextTokenizer, decode_prompt, prompt_tail
 from moeserve.plan import CacheWish
 

@@ -12,7 +12,7 @@ if "launcher.frontend_main" in sys.orig_argv:
     from scripted_answers import scripted_form
 
     from moeserve.frontend.dialects.internal import ToolChoice
-    from moeserve.frontend.generate import GenerateRoute
+    from moeserve.frontend.routes.generate import GenerateRoute
 
     _constrain = GenerateRoute._constrain
 

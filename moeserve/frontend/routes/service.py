@@ -18,7 +18,7 @@ from moeserve.frontend.http import ApiError, receive_body, unknown_model, until_
 from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.metrics_vllm import VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, expect
-from moeserve.frontend.request_group import EngineGone
+from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from moeserve.frontend.cache_report import describe_miss
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage
 from moeserve.frontend.http import (
     OVERLOADED,
@@ -22,6 +21,7 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.parser import OutputParser
+from moeserve.frontend.relay.cache_report import describe_miss
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
 from moeserve.plan import (
     BACKGROUND_PRIORITY,

@@ -21,17 +21,12 @@ import jinja2.parser
 import jinja2.sandbox
 
 from moeserve.frontend import limits
-from moeserve.frontend.conversations import explain_tools, plainer_forms, template_tool, with_short_ids
 from moeserve.frontend.dialects.internal import ChatPrompt
 from moeserve.frontend.http import invalid
+from moeserve.frontend.prepare.conversations import explain_tools, plainer_forms, template_tool, with_short_ids
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 from moeserve.model.files import read_json, read_text
 from moeserve.model.spec import ModelError
-
-# The variables that a request sets in fields of their own, or not at all.
-RESERVED_VARIABLES = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
-)
 
 
 class TemplateError(ModelError):

@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend.dialects import responses_answer
-from moeserve.frontend.generate import Dialect, GenerateRoute
 from moeserve.frontend.http import ApiError, invalid, unsupported
 from moeserve.frontend.peers import MAX_LENT_BYTES, Peers
 from moeserve.frontend.response_store import Item, KeptResponse, LentTurn, ResponseStore, Shelf
+from moeserve.frontend.routes.generate import Dialect, GenerateRoute
 from moeserve.frontend.services import Services
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeserve.frontend.cache_routes import CacheRoutes
 from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.dialects.chat import ChatBody
 from moeserve.frontend.dialects.completions import CompletionBody
@@ -12,13 +11,14 @@ from moeserve.frontend.dialects.messages import MessagesBody
 from moeserve.frontend.dialects.prefixes import MESSAGE_FIELDS, PIN_FIELDS, WARM_FIELDS, PrefixBody, UnpinBody
 from moeserve.frontend.dialects.responses import ResponsesBody
 from moeserve.frontend.dialects.tokens import DetokenizeBody, TokenizeBody
-from moeserve.frontend.generate import GenerateRoute
-from moeserve.frontend.live_routes import LiveRoutes
-from moeserve.frontend.openapi import DescriptionRoutes
 from moeserve.frontend.pages import FILES, Pages
-from moeserve.frontend.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, TEXT, Route
-from moeserve.frontend.routes import ExpertRoutes, ServiceRoutes, TokenRoutes, TraceBody
+from moeserve.frontend.routes.cache import CacheRoutes
+from moeserve.frontend.routes.generate import GenerateRoute
+from moeserve.frontend.routes.live import LiveRoutes
+from moeserve.frontend.routes.openapi import DescriptionRoutes
+from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
+from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes, TraceBody
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

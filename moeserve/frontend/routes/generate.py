@@ -15,11 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
-from moeserve.frontend.answer import Answer, build_generates
-from moeserve.frontend.cache_report import asks_for_report
 from moeserve.frontend.dialects import chat, completions, messages_answer, prefixes
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
-from moeserve.frontend.encodings import content_coding
 from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
@@ -34,8 +31,11 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
-from moeserve.frontend.request_group import EngineGone, RequestGroup, RequestRejected
+from moeserve.frontend.relay.answer import Answer, build_generates
+from moeserve.frontend.relay.cache_report import asks_for_report
+from moeserve.frontend.relay.request_group import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.services import Lend, Services, engine_unavailable
 from moeserve.frontend.text import TextTokenizer
 from moeserve.frontend.wills import Will

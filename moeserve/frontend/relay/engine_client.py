@@ -17,8 +17,8 @@ from typing import Any
 import structlog
 import zmq.asyncio
 
-from moeserve.frontend.engine_link import EngineLink
-from moeserve.frontend.request_group import EngineBusy, EngineGone, EngineSilent, RequestGroup
+from moeserve.frontend.relay.engine_link import EngineLink
+from moeserve.frontend.relay.request_group import EngineBusy, EngineGone, EngineSilent, RequestGroup
 from moeserve.wire import (
     Abort,
     Admitted,

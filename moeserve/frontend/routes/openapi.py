@@ -14,10 +14,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moeserve.config import VERSION
-from moeserve.frontend.body_schemas import body_schemas, narrowed
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.route import JSON, Route
+from moeserve.frontend.routes.body_schemas import body_schemas, narrowed
 from moeserve.frontend.services import Services
 
 _REF = "#/components/schemas/{name}"
