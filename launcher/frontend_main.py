@@ -29,7 +29,6 @@ from moeserve.wire import load_run_context
 # The model cannot be served, so another start would fail alike.
 EXIT_MODEL = 3
 _NEW_OBJECTS = 20_000
-_SWITCH_S = 0.0002
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -66,14 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def settle() -> None:
-    """Let long work of threads hold up the event loop less, and big bodies give their memory back.
+    """Let collecting garbage hold up the event loop less, and have big bodies give their memory back.
 
-    By default a thread computes for 5 ms before another one gets the interpreter, and the event loop waits for it with
-    each callback, of which a big body takes dozens. Cyclic garbage is looked for after many new objects, and among
-    those alone: a step's tokens of many streams are more objects at once than Python waits for, and looking through all
-    that was loaded took a fifth of a token's CPU.
+    Cyclic garbage is looked for after many new objects, and among those alone: a step's tokens of many streams are more
+    objects at once than Python waits for, and looking through all that was loaded took a fifth of a token's CPU.
     """
-    sys.setswitchinterval(_SWITCH_S)
     gc.collect()
     gc.freeze()
     gc.set_threshold(_NEW_OBJECTS)

@@ -19,8 +19,6 @@ _SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
 _SECONDS_BETWEEN_BEATING = 1.0
 # Of the states in /proc/PID/stat.
 _STOPPED = "T"
-# The bytes that a frontend writes while it answers: it would admit a generation, or not.
-READY_TICK, TICK = b"+", b"."
 
 
 class ProgressWatch:

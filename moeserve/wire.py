@@ -31,6 +31,8 @@ from moeserve.plan import (
 from radix_cache import Miss
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
+# The bytes that an HTTP process writes while its event loop turns: it would admit a generation, or not.
+READY_TICK, TICK = b"+", b"."
 MAX_STEP_BYTES = 2**31  # of a plan or a result, which travels between ranks in several frames if need be
 
 _T = TypeVar("_T")

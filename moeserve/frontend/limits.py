@@ -65,8 +65,6 @@ MAX_UNKNOWN_FIELDS = 256
 # Of a body: tools, and all but the prompt and tools: options, fields that do not exist, spaces.
 MAX_TOOLS_BYTES = 1024 * 1024
 MAX_OPTION_BYTES = 256 * 1024
-# An answer with more tokens in it, each with its log probability, is written by a thread.
-INLINE_TOKENS = 2048
 # What `/tokenize` and `/detokenize` take at once.
 MAX_TOKENIZE_CHARS = 1_000_000
 MAX_CONVERTED_TOKENS = 262_144

@@ -24,6 +24,7 @@ from moeserve.frontend.app import create_app
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
 from moeserve.frontend.services import Services
 from moeserve.frontend.wills import WillLink
+from moeserve.wire import READY_TICK, TICK
 
 log = structlog.get_logger(__name__)
 
@@ -44,9 +45,9 @@ def serve(services: Services, listener: socket.socket, beat_fd: int | None = Non
 
 
 class Ticker:
-    """Writes a byte into a pipe a few times a second, as long as the event loop turns: `+` while `is_ready`, else `.`.
+    """Writes a byte into a pipe a few times a second, as long as the event loop turns.
 
-    The supervisor knows them (`launcher.watches`).
+    The byte is READY_TICK while `is_ready`, else TICK. The supervisor listens (`launcher.watches`).
     """
 
     def __init__(self, descriptor: int, is_ready: Callable[[], bool]) -> None:
@@ -60,7 +61,7 @@ class Ticker:
         """Tick now, and from now on."""
         # A full pipe is no reason to wait, and one without a reader none to fail.
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._descriptor, b"+" if self._is_ready() else b".")
+            os.write(self._descriptor, READY_TICK if self._is_ready() else TICK)
         self._next = asyncio.get_running_loop().call_later(_TICK_S, self.start)
 
     def stop(self) -> None:

@@ -347,3 +347,15 @@ def test_an_answer_that_went_on_in_another_engine_says_so() -> None:
     answer.resume()
     assert answer.usage.extensions == {"resumed": True}
     assert openai_usage(answer.usage)["resumed"] is True
+
+
+def test_a_long_prompt_is_shown_in_several_parts() -> None:
+    prompt = [97 + place % 20 for place in range(600)]
+    asked = request(prompts=[prompt], echo=True, sampling=SamplingParams(0, logprobs=0))
+    answer = showing(asked, prompt)
+    found = [TokenLogprobs(-1.0)] * 599
+    *parts, last = answer.take(0, Output("r", [98], prompt_logprobs=found, logprobs=[TokenLogprobs(-2.0)]))
+    assert [len(part.tokens) for part in parts] == [256, 256, 88]
+    assert "".join(part.text for part in parts) == bytes(prompt).decode()
+    assert [token.offset for part in parts for token in part.tokens] == list(range(600))
+    assert (last.text, last.tokens[0].offset) == ("b", 600)

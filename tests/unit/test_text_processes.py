@@ -8,6 +8,7 @@ import os
 import re
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,28 @@ def test_a_body_is_prepared_alike_on_the_event_loop_and_in_a_process(folder: Pat
         assert await processes.prepare(ask, small) == await processes.prepare(ask, small + b" " * 5000)
 
     used(folder, use)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "code", "num_encoded"), [(["a"] * 9, None, 0), (["a" * 50, "b"], "context_length_exceeded", 1)]
+)
+def test_a_request_that_is_refused_anyway_is_not_tokenised_whole(
+    prompt: list[str], code: str | None, num_encoded: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+    encode = TextTokenizer.encode
+
+    def noting(self: TextTokenizer, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        encoded.append(text)
+        return encode(self, text, add_special_tokens=add_special_tokens)
+
+    monkeypatch.setattr(TextTokenizer, "encode", noting)
+    ask = Ask("completions", replace(FACTS, max_model_len=40), max_choices=8)
+    tokenizer = TextTokenizer(byte_tokenizer())
+    tokenizer.longest_token = 100  # as if a few tokens could be the whole text
+    refused = Preparer(tokenizer, PLAIN, Watch()).prepare(ask, json.dumps({"model": "tiny", "prompt": prompt}).encode())
+    assert isinstance(refused, ApiError)
+    assert (refused.code, len(encoded)) == (code, num_encoded)
 
 
 GO_WRONG = [

@@ -12,7 +12,6 @@ is wrong, if anything.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import mmap
 import os
@@ -29,6 +28,7 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
+from moeserve.frontend.allocator import bound_pools, give_back
 from moeserve.frontend.http import ApiError, internal_error
 from moeserve.frontend.parsers.families import choose_shape, model_type_of
 from moeserve.frontend.prepare.messages import SIZE_BYTES, pack_reply, unpack_ask
@@ -119,22 +119,6 @@ def _answer(preparer: Preparer, watch: Watch, frame: bytes) -> bytes:
         traceback.print_exc()
         reply = internal_error()
     return b"".join(pack_reply(reply))
-
-
-def bound_pools() -> None:
-    """Have the C library map big blocks, each by itself, and give back what is free at an end."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        # Of glibc: M_MMAP_THRESHOLD and M_TRIM_THRESHOLD.
-        for option, value in ((-3, 256 * 1024), (-1, 2 * 2**20)):
-            mallopt(option, value)
-
-
-def give_back() -> None:
-    """Return free memory to the system."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
 
 
 def check(folder: Path) -> None:

@@ -7,8 +7,7 @@ import threading
 import time
 
 from launcher.child import die_with_parent
-from launcher.watches import READY_TICK, TICK
-from moeserve.wire import decode_news, load_run_context
+from moeserve.wire import READY_TICK, TICK, decode_news, load_run_context
 
 
 def tick(descriptor: int, heard: threading.Event) -> None:
