@@ -51,7 +51,7 @@ class LazyGroup(click.Group):
         "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
         "top": ("launcher.top:top", "Watch a running server in the terminal."),
         "run-batch": ("launcher.run_batch:run_batch", "Answer a file of requests."),
-        "bench": ("launcher.cli:bench", "Measure OpenAI-compatible servers under load."),
+        "bench": ("launcher.cli:bench", "Measure servers, and weights of fewer bits."),
         "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
         "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
@@ -69,10 +69,14 @@ def main() -> None:
 
 @click.group(
     cls=LazyGroup,
-    entries={"serve": ("moeserve.bench.serve:command", "Measure OpenAI-compatible servers under load, side by side.")},
+    entries={
+        "serve": ("moeserve.bench.serve:command", "Measure OpenAI-compatible servers under load, side by side."),
+        "decode": ("moeserve.bench.decode:command", "Time the products of a step on this CPU, by format of weights."),
+        "quality": ("moeserve.bench.quality:command", "Compare the perplexity of a model by format of weights."),
+    },
 )
 def bench() -> None:
-    """Measure OpenAI-compatible servers under load."""
+    """Measure servers under load, and what weights of fewer bits cost and gain."""
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})

@@ -16,10 +16,11 @@ from experts.gates import FittedGates, plain_maps, unit_norm
 from experts.observer import AnyObserver
 from experts.routing_files import Tap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
-from kernels.ops import PagedRows
+from kernels.ops import CpuOps, PagedRows
 from moeserve.model.decoder import ForwardBatch
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.state_pool import StatePool, pools_by_layer, state_rows
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, StateUse
@@ -119,11 +120,19 @@ class _Seen(AnyObserver):
 class TextReader:
     """A model with experts, all of them in memory, that reads texts one by one, each in one step."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, rounding: Rounding = NO_ROUNDING) -> None:
         """Raise ModelError."""
         spec, dtype = build_spec(load_config(folder)), torch.float32
         self._seen = _Seen()
-        self.decoder = load_decoder(folder, spec, dtype=dtype, max_model_len=PIECE_TOKENS, observers=[self._seen])
+        self.decoder = load_decoder(
+            folder,
+            spec,
+            dtype=dtype,
+            ops=CpuOps(rounding.arithmetic),
+            max_model_len=PIECE_TOKENS,
+            observers=[self._seen],
+            rounding=rounding,
+        )
         pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, dtype)
         self._states = StatePool(spec.state_layers, 1, dtype) if spec.state_layers else None
         self._pools = pools_by_layer(spec, pool.layers, self._states)

@@ -1,0 +1,188 @@
+"""`moeserve bench decode`: the products of a model's step on this CPU, with random weights, beside what bounds them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import click
+import torch
+from torch import Tensor
+
+from kernels.activation import Activation
+from kernels.cpu.library import native_kernels
+from kernels.cpu.memory import WeightMemory
+from kernels.cpu.quantised import quantise
+from kernels.linear import Linear
+from kernels.moe import expert_layout
+from kernels.ops import CpuOps
+from kernels.packed_experts import ExpertShape, PackedExperts
+from kernels.weight_formats import FORMATS, Q4_0, Q8_0, Arithmetic, Matrix, QuantizedRows, WeightFormat
+
+ROWS = (1, 4, 16, 256)
+_READ_BYTES = 2**30
+_BEST_OF = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a model: attention's query and KV channels, experts of a layer and those of a token."""
+
+    hidden: int
+    q_size: int
+    kv_size: int
+    num_experts: int
+    top_k: int
+    width: int
+    vocab: int
+    layers: int
+
+
+SHAPES = {
+    "olmoe": Shape(2048, 2048, 2048, 64, 8, 1024, 50304, 16),
+    "qwen3-30b-a3b": Shape(2048, 4096, 512, 128, 8, 768, 151936, 48),
+    "gpt-oss-20b": Shape(2880, 4096, 512, 32, 4, 2880, 201088, 24),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    qkv: Linear
+    out: Linear
+    experts: PackedExperts
+
+
+class Products:
+    """The products of all layers and the head; norms, attention and gates are left out."""
+
+    def __init__(self, shape: Shape, layers: int, form: WeightFormat | None, arithmetic: Arithmetic) -> None:
+        """form: of all weights, None for bfloat16. Raise ValueError where rows are not whole blocks of it."""
+        self._shape, self._form, self._ops = shape, form, CpuOps(arithmetic)
+        formats = None if form is None else (form, form)
+        kept = torch.bfloat16 if form is None else torch.float32
+        self._expert = ExpertShape(
+            shape.hidden, shape.width, torch.float32, kept, formats=formats, arithmetic=arithmetic
+        )
+        self._layers = [self._layer() for _ in range(layers)]
+        self._head = self._linear(shape.vocab, shape.hidden)
+
+    def _matrix(self, rows: int, depth: int) -> Matrix:
+        if self._form is None:
+            return torch.randn(rows, depth).div_(depth**0.5).bfloat16()
+        if self._form in (Q8_0, Q4_0):
+            kernels = native_kernels()
+            assert kernels is not None
+            return quantise(torch.randn(rows, depth).div_(depth**0.5), self._form, kernels)
+        data = torch.randint(0, 32, (rows, self._form.row_bytes(depth)), dtype=torch.uint8)
+        return QuantizedRows(self._form, data, depth)
+
+    def _linear(self, rows: int, depth: int) -> Linear:
+        return self._ops.pack_linear(self._matrix(rows, depth), None, torch.float32)
+
+    def _layer(self) -> _Layer:
+        shape = self._shape
+        # All experts have the same numbers, each in memory of its own.
+        matrices = self._matrix(2 * shape.width, shape.hidden), self._matrix(shape.hidden, shape.width), None, None
+        return _Layer(
+            self._linear(shape.q_size + 2 * shape.kv_size, shape.hidden),
+            self._linear(shape.hidden, shape.q_size),
+            self._ops.pack_experts(self._expert, shape.num_experts, lambda _: matrices),
+        )
+
+    @torch.inference_mode()
+    def step(self, x: Tensor, choices: Tensor, weights: Tensor) -> None:
+        """x [T, hidden], choices [layers, T, k], weights [T, k]. The head computes at most 16 rows, as in prompts."""
+        for layer, ids in zip(self._layers, choices, strict=True):
+            layer.out(layer.qkv(x)[:, : self._shape.q_size])
+            layer.experts(x, ids, weights, Activation())
+        self._head(x[:16])
+
+    def bytes_and_operations(self, choices: Tensor) -> tuple[int, int]:
+        """Return the bytes of weights that a step reads, and its multiplications and additions."""
+        shape, num_rows = self._shape, choices.shape[1]
+        dense = sum(layer.qkv.num_bytes + layer.out.num_bytes for layer in self._layers) + self._head.num_bytes
+        chosen = sum(len(ids.unique()) for ids in choices)
+        weights = (
+            2
+            * len(self._layers)
+            * (shape.hidden * (shape.q_size * 2 + 2 * shape.kv_size) + shape.top_k * 3 * shape.hidden * shape.width)
+        )
+        operations = num_rows * weights + 2 * min(num_rows, 16) * shape.hidden * shape.vocab
+        return dense + chosen * expert_layout(self._expert).num_bytes, operations
+
+
+def best_seconds(run: Callable[[], object]) -> float:
+    best = float("inf")
+    for _ in range(_BEST_OF):
+        started = time.perf_counter()
+        run()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def read_bandwidth() -> float:
+    """Return the bytes per second that all threads read from memory in huge pages."""
+    memory = WeightMemory().keep(torch.zeros(_READ_BYTES, dtype=torch.uint8)).view(torch.float32)
+    return _READ_BYTES / best_seconds(memory.sum)
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """One step of `num_rows` rows: bytes of weights per second, operations per second."""
+
+    form: str
+    num_rows: int
+    seconds: float
+    bytes_per_second: float
+    operations_per_second: float
+
+
+def measure(shape: Shape, layers: int, names: tuple[str, ...], arithmetic: Arithmetic) -> Iterator[Figure]:
+    """Yield the figures of each format (`bfloat16` or a name of `FORMATS`) that the shape's rows fit."""
+    generator = torch.Generator().manual_seed(0)
+    for name in names:
+        try:
+            products = Products(shape, layers, FORMATS.get(name), arithmetic)
+        except ValueError as error:
+            click.echo(f"{name} is left out: {error}.", err=True)
+            continue
+        for num_rows in ROWS:
+            x = torch.randn((num_rows, shape.hidden), generator=generator)
+            scores = torch.rand((layers, num_rows, shape.num_experts), generator=generator)
+            choices, weights = scores.topk(shape.top_k).indices, torch.full((num_rows, shape.top_k), 1 / shape.top_k)
+            seconds = best_seconds(partial(products.step, x, choices, weights))
+            num_bytes, operations = products.bytes_and_operations(choices)
+            yield Figure(name, num_rows, seconds, num_bytes / seconds, operations / seconds)
+
+
+@click.command(name="decode")
+@click.option("--shape", "name", type=click.Choice(tuple(SHAPES)), default="olmoe", show_default=True)
+@click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers to make.")
+@click.option(
+    "--format", "formats", multiple=True, type=click.Choice(("bfloat16", *FORMATS)), help="Format of weights."
+)
+@click.option("--arithmetic", type=click.Choice(("int8", "exact")), default="int8", show_default=True)
+@click.option("--threads", type=click.IntRange(min=1), help="Threads; all cores unless given.")
+def command(name: str, layers: int, formats: tuple[str, ...], arithmetic: Arithmetic, threads: int | None) -> None:
+    """Time the products of a step with random weights of a shape, for each format and number of rows."""
+    if native_kernels() is None:
+        raise click.ClickException("There are no compiled kernels on this machine.")
+    if threads is not None:
+        torch.set_num_threads(threads)
+    bandwidth = read_bandwidth()
+    click.echo(f"{name}, {layers} layers and the head, {torch.get_num_threads()} threads, {arithmetic} arithmetic")
+    click.echo(f"memory is read at {bandwidth / 1e9:.1f} GB/s\n")
+    click.echo("| weights | rows | ms | rows/s | GB/s | of the memory | GOP/s |\n|---|---|---|---|---|---|---|")
+    for figure in measure(SHAPES[name], layers, formats or ("bfloat16", "q8_0", "q4_0", "q4_k", "q6_k"), arithmetic):
+        cells = (
+            figure.form,
+            str(figure.num_rows),
+            f"{figure.seconds * 1e3:.2f}",
+            f"{figure.num_rows / figure.seconds:.1f}",
+            f"{figure.bytes_per_second / 1e9:.1f}",
+            f"{figure.bytes_per_second / bandwidth:.0%}",
+            f"{figure.operations_per_second / 1e9:.0f}",
+        )
+        click.echo(f"| {' | '.join(cells)} |")

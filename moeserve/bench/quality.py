@@ -1,0 +1,76 @@
+"""`moeserve bench quality`: the perplexity of a model on a fixed English text for each form of its weights on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import exp
+from pathlib import Path
+
+import click
+import torch
+
+from moeserve.experts.fit import TextReader, half_of_topics, pieces
+from moeserve.model.expert_store import layout_in_store
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.rounding import Rounding
+from moeserve.model.source import resolve_model
+from moeserve.model.spec import ModelError
+
+# (quantization, experts' quantization, arithmetic), as the flags of `moeserve serve` name them; the first is compared
+# with.
+FORMS = (
+    ("none", "none", "exact"),
+    ("int8", "none", "int8"),
+    ("int8", "none", "exact"),
+    ("none", "int4", "int8"),
+    ("int4", "none", "int8"),
+    ("int4", "none", "exact"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """The perplexity of one form. num_tokens: the tokens that were foretold."""
+
+    form: str
+    perplexity: float
+    num_tokens: int
+
+
+def measure(folder: Path, max_tokens: int, forms: Sequence[tuple[str, str, str]] = FORMS) -> Iterator[Quality]:
+    """Yield the quality of each form on the beginnings of every other topic of Python's documentation.
+
+    One form is in memory at a time. Raise ModelError, also for experts that cannot be quantised.
+    """
+    texts = half_of_topics(1)
+    for quantization, experts, arithmetic in forms:
+        rounding = Rounding.named(quantization, experts, arithmetic)
+        if rounding.experts is not None:
+            layout_in_store(folder, build_spec(load_config(folder)), torch.float32, rounding)
+        reader = TextReader(folder, rounding)
+        total, count = 0.0, 0
+        for token_ids in pieces(reader, texts, max_tokens):
+            total += reader.read(token_ids).log_likelihood
+            count += len(token_ids) - 1
+        name = "as in the checkpoint" if rounding.is_none else f"{rounding.name}, activations {rounding.arithmetic}"
+        yield Quality(name, exp(-total / count), count)
+
+
+@click.command(name="quality")
+@click.argument("model", required=False)
+@click.option("--tokens", default=8192, show_default=True, type=click.IntRange(min=1024), help="Tokens to read.")
+def command(model: str | None, tokens: int) -> None:
+    """Compare the perplexity of MODEL, a folder or hub id, with weights of fewer bits; the demo when left out."""
+    try:
+        folder = Path(resolve_model(model, revision=None, offline=False, progress=lambda *_: None))
+        plain = None
+        for quality in measure(folder, tokens):
+            if plain is None:
+                plain = quality.perplexity
+                click.echo(f"{quality.num_tokens} tokens of Python's documentation\n")
+                click.echo("| weights | perplexity | |\n|---|---|---|")
+            change = quality.perplexity / plain - 1
+            click.echo(f"| {quality.form} | {quality.perplexity:.3f} | {change:+.2%} |")
+    except ModelError as error:
+        raise click.ClickException(str(error)) from error
