@@ -45,9 +45,6 @@ _STEADY_SECONDS = 50e-6
 _QUICK_SECONDS = 0.002
 # More new tokens than these, as after a restart, are consumed by the threads that compile.
 _QUICK_TOKENS = 64
-_NUM_CORES = len(os.sched_getaffinity(0))
-_NUM_QUICK_THREADS = max(2, min(8, _NUM_CORES // 2))
-_NUM_SLOW_THREADS = max(1, min(4, _NUM_CORES // 4))
 
 
 class _LexerFullError(GrammarError):
@@ -98,10 +95,17 @@ class GrammarMasks:
     """
 
     def __init__(
-        self, tokenizer_json: Path, vocab_size: int, eos_token_ids: Sequence[int], *, max_bytes: int = _KEPT_BYTES
+        self,
+        tokenizer_json: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        max_bytes: int = _KEPT_BYTES,
+        num_cores: int | None = None,
     ) -> None:
         """vocab_size: of the logits, which may be wider than the tokenizer, or narrower. A thread reads the file;
-        without it, requests that have a grammar fail. max_bytes: of compiled grammars that are kept."""
+        without it, requests that have a grammar fail. max_bytes: of compiled grammars that are kept. num_cores: those
+        of this process unless given; up to half of them make masks, and up to a quarter compile."""
         self._num_mask_bytes = 4 * -(-vocab_size // 32)
         self._tokens: Future[LLTokenizer] = Future()
         arguments = (self._tokens, tokenizer_json, eos_token_ids)
@@ -112,8 +116,9 @@ class GrammarMasks:
         self._awaited: set[Request] = set()
         self._made: list[MadeMask] = []
         self._done: SimpleQueue[Job] = SimpleQueue()
-        self._quick = QuickThreads(_NUM_QUICK_THREADS, self._done)
-        self._slow = FairThreads(_NUM_SLOW_THREADS, max_bytes, self._done)
+        cores = num_cores or len(os.sched_getaffinity(0))
+        self._quick = QuickThreads(max(2, min(8, cores // 2)), self._done)
+        self._slow = FairThreads(max(1, min(4, cores // 4)), max_bytes, self._done)
         self._num_quick = 0
 
     @property

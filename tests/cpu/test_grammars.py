@@ -228,7 +228,7 @@ def test_a_form_accepts_texts_of_its_kind_and_no_others(
 
 @pytest.fixture
 def source(tmp_path: Path) -> Iterator[GrammarMasks]:
-    source = GrammarMasks(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE + 70, [EOS])
+    source = GrammarMasks(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE + 70, [EOS], num_cores=4)
     yield source
     source.close()
 
@@ -386,9 +386,7 @@ def test_a_compilation_holds_up_neither_the_engine_nor_requests_with_other_gramm
     assert made_of(source).keys() == {"new"}
 
 
-def test_one_keys_grammars_do_not_delay_another_keys_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_masks, "_NUM_SLOW_THREADS", 1)
-    source = GrammarMasks(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE, [EOS])
+def test_one_keys_grammars_do_not_delay_another_keys_one(source: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
     flood = [request_of(f"{number}", f'start: "f{number}"') for number in range(64)]
     other = request_of("other", 'start: "o"')
@@ -400,29 +398,25 @@ def test_one_keys_grammars_do_not_delay_another_keys_one(tmp_path: Path, monkeyp
     made_of(source)
     order = [gate.begun.get(timeout=60) for _ in range(65)]
     assert order.index('start: "o"') <= 1
-    source.close()
 
 
 def test_an_abort_while_compiling_frees_everything(source: GrammarMasks, monkeypatch: pytest.MonkeyPatch) -> None:
     gate = Gate(monkeypatch)
-    count = grammar_masks._NUM_SLOW_THREADS
-    begun = [request_of(f"begun {number}", f'start: "b{number}"') for number in range(count)]
-    waiting = request_of("waiting", 'start: "w"')
-    source.update([*begun, waiting])
-    for _ in begun:
-        gate.begun.get(timeout=60)
-    end(source, *begun, waiting)
+    begun, waiting = request_of("begun", 'start: "b"'), request_of("waiting", 'start: "w"')
+    source.update([begun, waiting])
+    gate.begun.get(timeout=60)
+    end(source, begun, waiting)
     assert not source.is_awaited
     assert not source._held
-    assert (len(source._compiling), len(source._slow)) == (count, 0)
-    gate.open(count)
+    assert (len(source._compiling), len(source._slow)) == (1, 0)
+    gate.open()
     while source._compiling:
         source.wait(1.0)
     assert source.take() == []
     assert gate.begun.empty()
     assert source._slow.num_held_bytes == 0
     # A result that came too late serves the next request.
-    assert allowed(made_of(source, request_of("again", 'start: "b0"'))["again"]) == [ord("b")]
+    assert allowed(made_of(source, request_of("again", 'start: "b"'))["again"]) == [ord("b")]
 
 
 def test_a_compilation_without_end_fails_its_requests_alone(
