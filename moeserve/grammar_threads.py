@@ -22,6 +22,9 @@ _MAX_CPU_SECONDS = 5.0
 # the last one is replaced.
 _MAX_LOST = 4
 _SECONDS_BETWEEN_LOOKS = 0.25
+# At the end threads are awaited for at most this time: a thread that comes back from the library's code while the
+# interpreter ends would end the process by a signal.
+_SECONDS_TO_END = 2.0
 # The threads of slow jobs are nicer than the threads that compute steps: a step waits for all of its threads.
 _NICENESS = 10
 
@@ -70,7 +73,7 @@ class QuickThreads:
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:
-            thread.join()
+            thread.join(_SECONDS_TO_END)
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -168,7 +171,7 @@ class FairThreads:
             self._changed.notify_all()
         for worker in self._workers:
             assert worker.thread is not None
-            worker.thread.join()
+            worker.thread.join(_SECONDS_TO_END)
 
     def _start_worker(self) -> None:
         worker = _Worker()

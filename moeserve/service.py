@@ -152,6 +152,7 @@ def serve(
         engine.run(stop)
     finally:
         heartbeat.stop()
+        masks.close()
         if recording is not None:
             _save(recording)
         socket.close()

@@ -419,6 +419,18 @@ def test_an_abort_while_compiling_frees_everything(source: GrammarMasks, monkeyp
     assert allowed(made_of(source, request_of("again", 'start: "b"'))["again"]) == [ord("b")]
 
 
+def test_no_thread_is_left_in_the_library_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = GrammarMasks(write_model_dir(tmp_path) / "tokenizer.json", VOCAB_SIZE, [EOS], num_cores=8)
+    gate = Gate(monkeypatch)
+    before = set(threading.enumerate())
+    source.update([request_of(f"{number}", f'start: "{number}"') for number in range(4)])
+    for _ in range(2):
+        gate.begun.get(timeout=60)
+    gate.open(4)
+    source.close()
+    assert set(threading.enumerate()) <= before
+
+
 def test_a_compilation_without_end_fails_its_requests_alone(
     source: GrammarMasks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
