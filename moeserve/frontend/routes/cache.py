@@ -5,6 +5,7 @@ Every route acts on the account of the caller's key. Warming is a dialect (`dial
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 from starlette.requests import Request
@@ -22,6 +23,7 @@ from radix_cache import APART
 
 _LISTED = 50
 _MAX_LISTED = 1000
+_SHOWN_AT_ONCE = 50  # entries of a listing whose texts are decoded in one turn of the event loop
 
 
 class CacheRoutes:
@@ -89,7 +91,11 @@ class CacheRoutes:
             "pin_share": identity.rights.pinned,
         }
         result = await self._command(request, "list_prefixes", arguments)
-        prefixes = [self._entry(entry, every) for entry in result.pop("prefixes")]
+        prefixes = []
+        for entry in result.pop("prefixes"):
+            prefixes.append(self._entry(entry, every))
+            if len(prefixes) % _SHOWN_AT_ONCE == 0:
+                await asyncio.sleep(0)  # streams go on
         budget = result.pop("budget")
         if not every:
             result["budget"] = budget
