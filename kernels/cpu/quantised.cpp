@@ -92,10 +92,15 @@ inline Floats from_half(const uint8_t* from) {
 }
 
 inline Words from_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  // The compiler would convert byte after byte.
+  return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   Bytes bytes;
   std::memcpy(&bytes, from, sizeof(bytes));
   return __builtin_convertvector(bytes, Words);
+#endif
 }
 
 inline Floats to_floats(Words w) { return __builtin_convertvector((Ints)w, Floats); }
@@ -107,10 +112,14 @@ inline Floats from_exponents(const uint8_t* from) {
 }
 
 inline Floats from_bf16(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#else
   typedef uint16_t Halves __attribute__((vector_size(32)));
   Halves halves;
   std::memcpy(&halves, from, sizeof(halves));
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
 }
 
 // Twice the values of e2m1 plus 12.
