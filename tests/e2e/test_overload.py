@@ -140,7 +140,7 @@ def test_prompts_that_fill_all_memory_leave_the_cached_prefix_of_another_key_the
 def test_health_answers_however_many_connections_and_few_files_there_are(tmp_path: Path) -> None:
     model = write_tiny_checkpoint(tmp_path / "m")
     with service(model, tmp_path, forked=False, most_files=64) as started, ExitStack() as stack:
-        assert "--max-connections is lowered from 1024 to 6" in started.errors.read_text()
+        assert "--max-connections is lowered from 1024 to 4" in started.errors.read_text()
         stream = started.stream(400)
         first = next(stream)
         address = (started.http.base_url.host, started.http.base_url.port)
