@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
@@ -16,6 +16,7 @@ from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
 from moeserve.config import ConfigError
+from moeserve.frontend.absent import why_absent
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
@@ -79,7 +80,7 @@ def create_app(services: Services) -> Starlette:
             ),
             Middleware(AuthGate, keys=keys, routes=table),
         ],
-        exception_handlers={404: _no_route, 405: _no_method},
+        exception_handlers={404: _no_route(frozenset(route.path for route in ROUTES)), 405: _no_method},
     )
     app.router.redirect_slashes = False
     return app
@@ -133,9 +134,13 @@ def _cors(origins: Sequence[str]) -> list[Middleware]:
     ]
 
 
-async def _no_route(request: Request, _: Exception) -> Response:
-    message = f"There is no {request.scope['path'][:200]} here; GET / lists what there is"
-    raise ApiError(404, message, code="not_found")
+def _no_route(paths: frozenset[str]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    """Return the handler of requests to none of these paths."""
+
+    async def refuse(request: Request, _: Exception) -> Response:
+        raise ApiError(404, why_absent(request.scope["path"], paths), code="not_found")
+
+    return refuse
 
 
 async def _no_method(request: Request, error: Exception) -> Response:

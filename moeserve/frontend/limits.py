@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 MAX_N = 16
+MAX_TRUNCATED_CONTEXTS = 4  # of a prompt that is truncated, as many times the context's tokens are read
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096

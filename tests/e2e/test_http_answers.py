@@ -283,3 +283,45 @@ def test_a_header_names_the_fields_that_were_ignored(server: Frontend, client: O
     assert len(server.http.post("/v1/completions", json={**body, "x" * 5000: 1}).headers["x-moeserve-ignored"]) == 200
     plain = server.http.post("/v1/completions", json=body).headers
     assert not {"x-moeserve-ignored", "x-moeserve-max-tokens"} & set(plain)
+
+
+@pytest.mark.parametrize(
+    ("kept", "prompt", "max_tokens", "expected"),
+    [
+        (3, "abcdef", 4, "def"),
+        (3, list(b"abcdef"), 4, "def"),
+        (9, "def", 4, "def"),
+        (-1, "x" * 1000 + "y" * 412, 100, "y" * 412),
+        (-1, "x" * 1000 + "y" * 511, None, "y" * 511),
+        (-1, "x" * 1000 + "y" * 511, 32_000, "y" * 511),
+    ],
+)
+def test_the_end_of_a_prompt_is_kept_where_that_is_asked_for(
+    server: Frontend, client: OpenAI, kept: int, prompt: Any, max_tokens: int | None, expected: str
+) -> None:
+    complete(client, prompt=prompt, max_tokens=max_tokens, extra_body={"truncate_prompt_tokens": kept})
+    (generate,) = server.engine.of(Generate)
+    token_ids = list(unpack_token_ids(generate.token_ids))
+    assert bytes(token_ids[-len(expected) :]).decode() == expected
+    assert len(token_ids) <= max(len(expected), kept)
+
+
+def test_a_conversation_is_truncated_as_well(server: Frontend, client: OpenAI) -> None:
+    chat(client)
+    whole = list(unpack_token_ids(server.engine.of(Generate)[0].token_ids))
+    server.engine.received.clear()
+    chat(client, extra_body={"truncate_prompt_tokens": 4, "guided_decoding_backend": "xgrammar"})
+    assert list(unpack_token_ids(server.engine.of(Generate)[0].token_ids)) == whole[-4:]
+
+
+@pytest.mark.parametrize(("path", "kept"), [("/v1/completions", 0), ("/v1/completions", -2), ("/tokenize", 3)])
+def test_a_truncation_that_means_nothing_is_refused(server: Frontend, path: str, kept: int) -> None:
+    answer = server.http.post(path, json={"model": "tiny", "prompt": "abc", "truncate_prompt_tokens": kept})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "truncate_prompt_tokens")
+
+
+def test_a_prompt_far_beyond_the_context_is_not_read_to_be_truncated(server: Frontend) -> None:
+    body = {"model": "tiny", "prompt": "x" * 20_000, "truncate_prompt_tokens": 5}
+    answer = server.http.post("/v1/completions", json=body)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
+    assert "4 times" in answer.json()["error"]["message"]

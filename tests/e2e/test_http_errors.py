@@ -235,3 +235,23 @@ def test_a_preflight_learns_which_setting_it_takes(server: Frontend) -> None:
     asked = {"origin": "https://chat.example", "access-control-request-method": "POST"}
     error = error_of(server.http.options("/v1/chat/completions", headers=asked), 405)
     assert "--cors-allow-origin https://chat.example" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "word"),
+    [
+        *(("/v1/embeddings", "embeddings"), ("/v1/rerank", "embeddings"), ("/v1/audio/transcriptions", "whisper")),
+        *(("/v1/images/generations", "images"), ("/v1/batches", "run-batch"), ("/api/chat", "Ollama")),
+        *(("/chat/completions", "but /v1/chat/completions"), ("/v1/v1/completions", "but /v1/completions")),
+        ("/v1/audiofile", "GET / lists"),
+    ],
+)
+def test_a_route_that_is_not_here_says_where_it_is(server: Frontend, path: str, word: str) -> None:
+    error = error_of(server.http.post(path, json={}), 404)
+    assert (error["code"], word in error["message"]) == ("not_found", True), error["message"]
+
+
+def test_token_ids_are_refused_where_they_are_asked_for(server: Frontend) -> None:
+    error = error_of(server.http.post("/v1/chat/completions", json={**CHAT, "return_token_ids": True}), 400)
+    assert error["code"] == "unsupported_parameter"
+    assert server.http.post("/v1/chat/completions", json={**CHAT, "return_token_ids": False}).status_code == 200

@@ -102,6 +102,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         include_stop=bool(chat.include_stop_str_in_output),
         skip_special_tokens=chat.skip_special_tokens is not False,
         prompt_logprobs=fields.read_prompt_logprobs(chat, model),
+        truncate=fields.read_truncation(chat, getattr(chat, limit_name), model),
         output_format=read_format(chat),
         ignored=ignored,
         repeated=msgspec.json.encode(_Repeated(is_legacy)),

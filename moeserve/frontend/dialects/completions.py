@@ -70,6 +70,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         include_stop=bool(completion.include_stop_str_in_output),
         skip_special_tokens=completion.skip_special_tokens is not False,
         prompt_logprobs=prompt_logprobs,
+        truncate=fields.read_truncation(completion, completion.max_tokens, model),
         output_format=read_format(completion),
         ignored=ignored,
         repeated=msgspec.json.encode(_Repeated(logprobs)),

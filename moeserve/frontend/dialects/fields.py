@@ -44,7 +44,6 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
     "echo": _OFF,
     "function_call": {b"null", b'"none"'},
     "functions": _EMPTY,
-    "guided_decoding_backend": {b"null", b'"auto"', b'"guidance"', b'"llguidance"'},
     "guided_whitespace_pattern": _ABSENT,
     "kv_transfer_params": _ABSENT,
     "logits_processors": _EMPTY,
@@ -53,6 +52,7 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
     "suffix": {b"null", b'""'},
     "tool_choice": {b"null", b'"none"'},
     "tools": _EMPTY,
+    "return_token_ids": _OFF,
     "truncate_prompt_tokens": _ABSENT,
     "use_beam_search": _OFF,
     "web_search_options": _ABSENT,
@@ -62,6 +62,7 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
 HARMLESS = frozenset(
     {
         "client_metadata",
+        "guided_decoding_backend",
         "include",
         "length_penalty",
         "metadata",
@@ -122,6 +123,7 @@ class SamplingBody(FormatFields, kw_only=True):
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | bool | None = None
+    truncate_prompt_tokens: int | None = None
 
 
 _B = TypeVar("_B", bound=msgspec.Struct)
@@ -289,6 +291,20 @@ def _most(*counts: int | None) -> int | None:
 def read_count(name: str, value: int | None, least: int = 1) -> int | None:
     """Return a number of tokens, at least `least`, or None."""
     return None if value is None else int(bounded(name, value, least, limits.MAX_TOKENS))
+
+
+def read_truncation(body: SamplingBody, max_tokens: int | None, model: ModelFacts) -> int | None:
+    """Return how many tokens at the end of a prompt are kept, None for all. Raises ApiError.
+
+    -1 asks for as many as fit beside the output, as vLLM has it.
+    """
+    name, kept = "truncate_prompt_tokens", body.truncate_prompt_tokens
+    if kept == 0:
+        raise invalid(f"`{name}` must be -1 or at least 1", name)
+    if kept is None or bounded(name, kept, -1, limits.MAX_TOKENS) > 0:
+        return kept
+    output = max_tokens if max_tokens and max_tokens < model.max_model_len else 1
+    return model.max_model_len - output
 
 
 def read_prompt_logprobs(body: SamplingBody, model: ModelFacts) -> int | None:

@@ -130,7 +130,8 @@ class GenerateRequest:
     `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
     continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
     probability; all where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token.
-    `include_stop` leaves the stop string in the text, `skip_special_tokens` special tokens out of it.
+    `truncate` is how many tokens at the end of each prompt are kept. `include_stop` leaves the stop string in the text,
+    `skip_special_tokens` special tokens out of it.
     """
 
     model: str
@@ -156,6 +157,7 @@ class GenerateRequest:
     include_stop: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
+    truncate: int | None = None
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
     repeated: bytes = b"{}"

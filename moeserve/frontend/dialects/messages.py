@@ -155,6 +155,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         prompts=[prompt],
         sampling=fields.read_sampling(asked, model, None),
         max_tokens=fields.read_count("max_tokens", asked.max_tokens),
+        truncate=fields.read_truncation(asked, asked.max_tokens, model),
         seed=fields.read_seed(asked.seed),
         stop=fields.read_stop(asked.stop_sequences, "stop_sequences"),
         stream=bool(asked.stream),
@@ -176,6 +177,8 @@ def parse_count(body: bytes, model: ModelFacts) -> ChatPrompt:
     """Return the prompt of a request to count its tokens: the very one that `parse` gives. Raises ApiError."""
     asked, _ = fields.decode_json(body, MessagesBody)
     fields.check_model(asked.model, model)
+    if asked.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens")
     return _read_prompt(asked)[0]
 
 

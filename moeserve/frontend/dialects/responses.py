@@ -133,6 +133,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Shelf) -> GenerateRequest:
         prompts=[_prompt(asked, items, tools, earlier)],
         sampling=sampling,
         max_tokens=fields.read_count("max_output_tokens", asked.max_output_tokens),
+        truncate=fields.read_truncation(asked, asked.max_output_tokens, model),
         seed=fields.read_seed(asked.seed),
         stop=fields.read_stop(asked.stop),
         stream=stream,

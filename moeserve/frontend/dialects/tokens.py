@@ -8,7 +8,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.chat import ChatBody, read_chat_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, ModelFacts
-from moeserve.frontend.http import invalid
+from moeserve.frontend.http import invalid, unsupported
 
 
 class TokenizeBody(ChatBody, kw_only=True):
@@ -28,6 +28,8 @@ def parse_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
         fields.check_model(body.model, model)
     if (body.prompt is None) == (body.messages is None):
         raise invalid("Give either `prompt` or `messages`", "prompt")
+    if body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens")
     if body.messages is not None:
         return read_chat_prompt(body)
     num_chars = len(body.prompt or "")

@@ -110,7 +110,8 @@ class Preparer:
         encode = partial(self._encode, facts=facts, owner=owner)
         prompts = []
         for prompt in request.prompts:
-            prompts.append(encode(prompt))
+            end = request.truncate
+            prompts.append(encode(prompt) if end is None else self._end_of(prompt, end, facts, owner))
             # One that does not fit is refused before the others are read.
             longest_output(len(prompts[-1]), facts.max_model_len, request.prompt_field)
         constraint = self._constraint(request, prompts[0])
@@ -190,6 +191,20 @@ class Preparer:
         if not token_ids:
             raise invalid("The prompt has no tokens", field)
         return token_ids
+
+    def _end_of(
+        self, prompt: ChatPrompt | str | list[int], num_tokens: int, facts: ModelFacts, owner: bytes
+    ) -> array[int]:
+        """Return the last tokens of a prompt, which may be longer than the context. Raises ApiError."""
+        times = limits.MAX_TRUNCATED_CONTEXTS
+        try:
+            token_ids = self._encode(prompt, replace(facts, max_model_len=times * facts.max_model_len), owner)
+        except ApiError as error:
+            if error.code != "context_length_exceeded":
+                raise
+            message = f"The prompt is longer than {times} times this model's context: it is not read to be truncated"
+            raise invalid(message, error.param, error.code) from None
+        return token_ids[-num_tokens:]
 
     def _check_size(self, text: str, most: int, field: str) -> None:
         """Raise ApiError for a text that cannot fit, before it is tokenised: that takes hundreds of times its size."""
