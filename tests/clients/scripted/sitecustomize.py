@@ -6,22 +6,21 @@ and the wire are the service's own.
 
 import sys
 
-if "launcher.frontend_main" in sys.orig_argv:
+if {"launcher.frontend_main", "moeserve.frontend.prepare.text_program"} & set(sys.orig_argv):
     from dataclasses import replace
 
     from scripted_answers import scripted_form
 
     from moeserve.frontend.dialects.internal import ToolChoice
-    from moeserve.frontend.routes.generate import GenerateRoute
+    from moeserve.frontend.prepare.prepare import Preparer
 
-    _constrain = GenerateRoute._constrain
+    _constraint = Preparer._constraint
 
-    async def _constrain_scripted(self, request, *others):
-        constrained = await _constrain(self, request, *others)
+    def _scripted_constraint(self, request, prompt):
+        asked = _constraint(self, request, prompt)
         form = scripted_form(request)
         if form is None:
-            return constrained
-        decided = replace(request, tool_choice=ToolChoice("none"), output_format=form)
-        return replace(request, sampling=(await _constrain(self, decided, *others)).sampling)
+            return asked
+        return _constraint(self, replace(request, tool_choice=ToolChoice("none"), output_format=form), prompt)
 
-    GenerateRoute._constrain = _constrain_scripted
+    Preparer._constraint = _scripted_constraint
