@@ -19,9 +19,12 @@ Experts = TypeVar("Experts")
 # As `kernels.moe.moe_experts_partial`: (x, slots, weights, experts, activation) -> [M, H] fp32.
 Compute = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
-_MEASURED_ROWS = 16
-_WARM_UP_ROUNDS = 3
-_MEASURED_ROUNDS = 21
+# Rows of a step of decodes, and of a step with a prompt: a device computes more rows of it at once than a CPU.
+_DECODE_ROWS = 16
+_PROMPT_ROWS = {"cpu": 128, "cuda": 1024}
+# Rounds to warm up, and to measure.
+_DECODE_ROUNDS = 3, 21
+_PROMPT_ROUNDS = 1, 3
 
 
 class ExpertParallel(Generic[Experts]):
@@ -175,21 +178,42 @@ class ExpertParallel(Generic[Experts]):
         dtype: torch.dtype,
         experts: Sequence[Experts] = (),
         activation: Activation | None = None,
-    ) -> dict[str, float]:
-        """Measure the seconds that each shape takes for one layer of a small step: the mean over ranks of medians.
+    ) -> dict[int, dict[str, float]]:
+        """Measure the seconds that each shape takes for one layer of a step, by rows of each rank: the mean over ranks
+        of medians, of a small step and of one with a prompt.
 
         experts: the local experts of each placed layer. They compute in between, one layer after another, so that
         weights come from memory and ranks wait for the slowest one, as in a step. Without them rows are only exchanged.
         All ranks call it together and get the same result. Counts start at zero again.
         """
+        measured = {}
+        sizes = {_DECODE_ROWS: _DECODE_ROUNDS, _PROMPT_ROWS[self._collectives.device.type]: _PROMPT_ROUNDS}
+        for rows, (warm_up, rounds) in sizes.items():
+            random = torch.Generator().manual_seed(self._collectives.rank)
+            x = torch.randn((rows, hidden_size), generator=random).to(dtype)
+            scores = torch.rand((rows, self._placement.num_experts), generator=random)
+            seconds = self._time(x, scores, top_k, experts, activation or Activation(), warm_up, rounds)
+            measured[rows] = dict(zip(self._exchanges, seconds, strict=True))
+        self.forget_counts()
+        return measured
+
+    def _time(
+        self,
+        x: Tensor,
+        scores: Tensor,
+        top_k: int,
+        experts: Sequence[Experts],
+        activation: Activation,
+        warm_up: int,
+        rounds: int,
+    ) -> list[float]:
+        """Return the seconds of each shape for the same rows on every rank. See `measure`."""
         device = self._collectives.device
-        random = torch.Generator().manual_seed(self._collectives.rank)
-        num_rows = [_MEASURED_ROWS] * self._placement.num_ranks
-        x = torch.randn((_MEASURED_ROWS, hidden_size), generator=random).to(dtype).to(device)
-        scores = torch.rand((_MEASURED_ROWS, self._placement.num_experts), generator=random)
+        num_rows = [len(x)] * self._placement.num_ranks
+        x = x.to(device)
         weights, expert_ids = scores.to(device).topk(top_k)
-        seconds = torch.zeros((_MEASURED_ROUNDS, len(self._exchanges)), dtype=torch.float64)
-        for round_number in range(_WARM_UP_ROUNDS + _MEASURED_ROUNDS):
+        seconds = torch.zeros((rounds, len(self._exchanges)), dtype=torch.float64)
+        for round_number in range(warm_up + rounds):
             for number, exchange in enumerate(self._exchanges.values()):
                 started = time.perf_counter()
                 layer = round_number % len(experts) if experts else 0
@@ -197,12 +221,12 @@ class ExpertParallel(Generic[Experts]):
                 partial = arrived.rows.float()
                 if experts:
                     computed = (arrived.rows, arrived.slots, arrived.weights)
-                    partial = self._compute(*computed, experts[layer], activation or Activation())
+                    partial = self._compute(*computed, experts[layer], activation)
                 exchange.combine(partial, arrived, num_rows)
                 self._collectives.waits.wait_for_device()
-                if round_number >= _WARM_UP_ROUNDS:
-                    seconds[round_number - _WARM_UP_ROUNDS, number] = time.perf_counter() - started
-        self.forget_counts()
+                if round_number >= warm_up:
+                    seconds[round_number - warm_up, number] = time.perf_counter() - started
         # Medians, because another process that takes the core in between costs either shape milliseconds.
         means = self._collectives.all_gather(seconds.median(0, keepdim=True).values.to(device)).mean(0)
-        return dict(zip(self._exchanges, means.tolist(), strict=True))
+        found: list[float] = means.tolist()
+        return found

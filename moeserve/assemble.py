@@ -20,6 +20,7 @@ from experts.prefetcher import PrefetchObserver
 from experts.rebalance import ExpertMigrator
 from experts.residency import ExpertMemoryStats
 from experts.routing_tap import RoutingTap
+from experts.shape_choice import ShapeChoice
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.moe import moe_experts_partial
 from kernels.ops import CpuOps, Experts, Ops
@@ -316,11 +317,11 @@ class LoadedRank:
         Raise ConfigError if no memory is left for KV, and CollectiveError if another rank is lost.
         """
         config, group, body, plan = self._config, self.group, self._body, self._plan
-        shape: str | None = None
+        choice: ShapeChoice | None = None
         if group is not None:
             body.meet(self._decoder, group)
-            shape = self._choose_shape(group)
-            group.steps.use(shape, body.captured_sizes)
+            choice = self._choose_shape(group)
+            group.steps.use(choice, body.captured_sizes)
         defaults = load_generation_defaults(self._directory)
         prepared = body.prepare(self._decoder, self._tap, group)
         if plan.device == "cuda" and group is None:
@@ -357,7 +358,7 @@ class LoadedRank:
             prefetcher,
             group,
             self._migrator,
-            shape,
+            choice,
         )
 
     def memory_stats(self) -> ExpertMemoryStats | None:
@@ -381,20 +382,26 @@ class LoadedRank:
         )
 
     @torch.inference_mode()
-    def _choose_shape(self, group: Group) -> str:
-        """Return the shape of dispatch that the settings name; for `auto` measure the shapes and return the fastest."""
-        spec, shape = self._plan.spec, self._config.dispatch
-        if shape != "auto":
-            return shape
+    def _choose_shape(self, group: Group) -> ShapeChoice:
+        """Return the shape of dispatch that the settings name; for `auto` measure which one is faster from how many
+        rows on."""
+        spec = self._plan.spec
+        if self._config.dispatch != "auto":
+            return ShapeChoice.always(self._config.dispatch)
         assert spec.moe is not None
         # Resident experts take no part: measuring would load experts from the tier below.
         here = self._decoder.experts if self._body.resident is None else ()
         top_k, activation, hidden_size = spec.moe.gate.top_k, spec.moe.activation, spec.moe.hidden_size
         seconds = group.experts.measure(hidden_size or spec.hidden_size, top_k, self._plan.dtype, here, activation)
-        shape = min(seconds, key=seconds.__getitem__)
+        choice = ShapeChoice.measured(seconds)
         if group.collectives.rank == 0:
-            log.info("dispatch_measured", took=shape, **{name: f"{1000 * s:.2f} ms" for name, s in seconds.items()})
-        return shape
+            times = {
+                f"{name}_{rows}_rows": f"{1000 * s:.2f} ms"
+                for rows, of_shapes in seconds.items()
+                for name, s in of_shapes.items()
+            }
+            log.info("dispatch_measured", took=str(choice), **times)
+        return choice
 
     def _start_prefetching(self) -> PrefetchObserver | None:
         """Add the observers of prefetching and signatures; return the prefetcher. Forget the counts of the warm-up."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from experts.prefetcher import PrefetchObserver
     from experts.rebalance import ExpertMigrator
     from experts.residency import ExpertMemoryStats
+    from experts.shape_choice import ShapeChoice
     from kernels.cpu.library import NativeKernels
     from moeserve.model.families import GenerationDefaults
     from moeserve.model.spec import ModelSpec
@@ -152,7 +153,7 @@ class Rank:
     """A rank ready for its first step.
 
     depth: see `moeserve.steps.Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
-    experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch_shape: None on a
+    experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch: None on a
     single rank.
     """
 
@@ -165,7 +166,7 @@ class Rank:
     prefetcher: PrefetchObserver | None = None
     group: Group | None = None
     migrator: ExpertMigrator[Any] | None = None
-    dispatch_shape: str | None = None
+    dispatch: ShapeChoice | None = None
 
     def begin_step(self, rows: StepRows) -> None:
         """Prepare the exchange of rows for the step that all ranks launch next."""

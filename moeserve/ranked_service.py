@@ -278,7 +278,7 @@ def _serve_with_others(
         rebalancing=None if rebalancing is None else rebalancing.stats,
         memory=None if memories is None else memories.stats,
         prefetches=rank.prefetcher is not None,
-        strategy=lambda: expert_strategy(config, rank.prefetcher, rank.dispatch_shape, all_fit=memory is None),
+        strategy=lambda: expert_strategy(config, rank.prefetcher, str(rank.dispatch), all_fit=memory is None),
     )
     observers = [links] if rebalancing is None else [rebalancing, links]
     serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, observers)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from experts.shape_choice import ShapeChoice
 from moeserve.model.step_arrays import padded_size
 from moeserve.plan import StepPlan
 
@@ -66,12 +67,12 @@ class GroupSteps:
     def __init__(self, experts: ExpertParallel[Any], collectives: Collectives) -> None:
         self._experts, self._collectives = experts, collectives
         self._sizes: Sequence[int] = ()
-        self._shape = _CAPTURED_SHAPE
+        self._choice = ShapeChoice.always(_CAPTURED_SHAPE)
         self.decode_size: int | None = None
 
-    def use(self, shape: str, captured_sizes: Sequence[int]) -> None:
-        """shape: for steps that are not captured. captured_sizes: ascending. Both are the same on all ranks."""
-        self._shape, self._sizes = shape, tuple(captured_sizes)
+    def use(self, choice: ShapeChoice, captured_sizes: Sequence[int]) -> None:
+        """choice: for steps that are not captured. captured_sizes: ascending. Both are the same on all ranks."""
+        self._choice, self._sizes = choice, tuple(captured_sizes)
 
     def begin(self, rows: StepRows) -> None:
         """Choose a captured size or the rows of each rank, from `rows` alone, so that all ranks choose alike."""
@@ -80,7 +81,7 @@ class GroupSteps:
             self.begin_decodes(size)
             return
         self.decode_size = None
-        self._experts.use(self._shape)
+        self._experts.use(self._choice.shape_of(rows.num_rows))
         self._experts.begin_step(rows.num_rows, rows.num_logit_rows)
 
     def begin_alike(self, shape: StepShape) -> None:
@@ -111,7 +112,7 @@ def captures_decodes(shape: str, *, eager: bool, all_resident: bool) -> bool:
     """Return whether ranks on GPUs replay decode steps; follows from settings alone, so that all ranks do the same.
 
     shape: the setting of dispatch. Only with `allgather` does the host know the sizes without waiting for the device;
-    with `auto` decode steps use `allgather` and other steps the faster shape. eager: `--enforce-eager`. all_resident:
-    whether all experts are in memory, so that the host need not read the gate's choice.
+    with `auto` decode steps use `allgather` and other steps the faster shape for their rows. eager: `--enforce-eager`.
+    all_resident: whether all experts are in memory, so that the host need not read the gate's choice.
     """
     return shape != "alltoall" and all_resident and not eager

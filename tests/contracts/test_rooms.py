@@ -29,6 +29,7 @@ ROOMS = {
         # Rows travel to the ranks of their experts.
         "collectives",
         "exchange",
+        "shape_choice",
         "dispatch",
         # Which experts are in the fast tier, and which will be wanted.
         "predictors",

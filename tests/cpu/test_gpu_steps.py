@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
+from experts.shape_choice import ShapeChoice
 from moeserve.model.step_arrays import StepShape
 from moeserve.ranks.together import GroupSteps, StepRows
 
@@ -26,7 +27,7 @@ class Ranks:
 def make(shape: str, sizes: Sequence[int]) -> tuple[GroupSteps, Experts]:
     experts = Experts()
     steps = GroupSteps(cast("Any", experts), cast("Any", Ranks()))
-    steps.use(shape, sizes)
+    steps.use(ShapeChoice("allgather", shape, 3), sizes)
     return steps, experts
 
 
