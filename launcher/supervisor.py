@@ -464,6 +464,10 @@ class Supervisor:
             case Ended(code=code):
                 life.why = life.why or f"The model process {describe_end(code)}."
                 life.note_end(code)
+                if self._context.meets_in_store and life.serves_since is None:
+                    # Another node may have lost the process that its copies come from: start all of them again.
+                    life.child.send_signal(signal.SIGKILL)
+                    return
                 life.end()
                 if not self._starts_again(life):
                     life.child.send_signal(signal.SIGTERM)

@@ -36,7 +36,8 @@ class WeightMemory:
 
 def _huge_pages(num_bytes: int) -> Tensor:
     """Return uint8 [num_bytes] from the start of a huge page on. Pages are taken when they are first written."""
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE)
+    # Private: an expert that is replaced in a forked copy of the process stays what it was in the others.
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from array import array
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.cpu import library
 from kernels.cpu.library import KernelBuildError, build_library, native_kernels, native_kernels_absence
+from kernels.cpu.memory import WeightMemory
 from kernels.linear import pack_linear
 from kernels.norm import rms_norm
 from kernels.rope_kv import rotate_and_store, rotate_and_store_reference
@@ -106,3 +108,13 @@ def test_rotating_and_storing_matches_its_reference(
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
     for pool, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(pool, wanted, atol=2e-6, rtol=2e-5)
+
+
+def test_what_a_forked_copy_writes_to_weights_stays_with_it() -> None:
+    kept = WeightMemory().keep(torch.arange(64, dtype=torch.uint8))
+    pid = os.fork()
+    if pid == 0:
+        kept.zero_()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert torch.equal(kept, torch.arange(64, dtype=torch.uint8))
