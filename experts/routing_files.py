@@ -236,13 +236,14 @@ class TensorFileKind:
     """Safetensors files of one kind, replaced in one move and checked when read.
 
     noun: what operators call such a file. marks: metadata that identifies the kind. error: raised with one sentence for
-    the operator. advice: the end of that sentence.
+    the operator. advice: the end of that sentence. torn: raised for a file that is damaged, `error` unless given.
     """
 
     noun: str
     marks: Mapping[str, str]
     error: type[Exception]
     advice: str = ""
+    torn: type[Exception] | None = None
 
     def save(self, path: Path, tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
         """Replace the file in one move, so that a reader never sees half of it. Raises OSError."""
@@ -268,8 +269,10 @@ class TensorFileKind:
                 tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         except FileNotFoundError:
             raise self.error(f"There is no {self.noun} {path}.") from None
-        except (OSError, SafetensorError, ValueError) as error:
-            raise self._refusal(f"The {self.noun} {path} is torn or is none: {error}") from error
+        except OSError as error:
+            raise self._refusal(f"The {self.noun} {path} cannot be read: {error}") from error
+        except (SafetensorError, ValueError) as error:
+            raise self._damage(f"The {self.noun} {path} is torn or is none: {error}") from error
         if any(metadata.get(name) != value for name, value in self.marks.items()):
             marks = ", ".join(f"{name} {value}" for name, value in self.marks.items())
             raise self._refusal(f"The file {path} is no {self.noun} that this version reads ({marks})")
@@ -278,7 +281,10 @@ class TensorFileKind:
         try:
             return restore(tensors, metadata)
         except (KeyError, TypeError, ValueError) as error:
-            raise self._refusal(f"The {self.noun} {path} does not fit together: {error}") from error
+            raise self._damage(f"The {self.noun} {path} does not fit together: {error}") from error
+
+    def _damage(self, reason: str) -> Exception:
+        return (self.torn or self.error)(f"{reason}{self.advice}.")
 
     def _refusal(self, reason: str) -> Exception:
         return self.error(f"{reason}{self.advice}.")
@@ -335,12 +341,18 @@ class StatisticsError(Exception):
     """A statistics file that cannot be used; the message is one sentence for the operator."""
 
 
+class TornStatisticsError(StatisticsError):
+    """A statistics file that is damaged, or none."""
+
+
 def model_key(config: Mapping[str, object]) -> str:
     """Return a hash of the model's configuration (JSON values), independent of the order of its fields."""
     return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-_STATISTICS_FILE = TensorFileKind("statistics file", {"format": "1"}, StatisticsError, "; remove it")
+_STATISTICS_FILE = TensorFileKind(
+    "statistics file", {"format": "1"}, StatisticsError, "; remove it", TornStatisticsError
+)
 
 
 def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None:
@@ -351,7 +363,8 @@ def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None
 
 
 def load_statistics(path: Path, key: str) -> RoutingStatistics:
-    """Return the statistics in the file. StatisticsError if it is missing, torn, of another model or format."""
+    """Return the statistics in the file. StatisticsError if it is missing, torn (TornStatisticsError), of another model
+    or format."""
     return _STATISTICS_FILE.load(path, _restored_statistics, key)
 
 

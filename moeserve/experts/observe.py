@@ -26,15 +26,13 @@ from experts.routing import RoutingRecorder, RoutingShape, RoutingStatistics, St
 from experts.routing_files import (
     UNKNOWN_TOKEN,
     RequestRows,
-    StatisticsError,
     TraceRecorder,
-    load_statistics,
     save_statistics,
     save_trace,
 )
 from experts.signatures import encode_signature, merge_signatures
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.experts.settings import goes_by_statistics, statistics_key
+from moeserve.experts.settings import goes_by_statistics, read_statistics, statistics_key
 from moeserve.model.spec import ModelSpec
 from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
 from moeserve.request_memory import MergeAnnotations
@@ -241,18 +239,20 @@ def plan_recording(config: ServeConfig, model_dir: Path, spec: ModelSpec) -> Rec
     for flag, file in (("--expert-statistics", path), ("--expert-trace", trace_path)):
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{flag} {file}: there is no folder {file.parent}.")
-    known = None if path is None or not path.exists() else _read(path, model_dir, shape)
+    known = _read(config, model_dir, shape)
     return RecordingPlan(shape, known or _empty(shape), statistics_key(model_dir), path, trace_path)
 
 
-def _read(path: Path, model_dir: Path, shape: RoutingShape) -> RoutingStatistics:
-    try:
-        statistics = load_statistics(path, statistics_key(model_dir))
-    except StatisticsError as error:
-        raise ConfigError(str(error)) from None
+def _read(config: ServeConfig, model_dir: Path, shape: RoutingShape) -> RoutingStatistics | None:
+    statistics = read_statistics(model_dir, config)
+    if statistics is None:
+        return None
     spec = statistics.spec
     if (spec.num_layers, spec.num_experts, spec.top_k) != (shape.num_layers, shape.num_experts, shape.top_k):
-        raise ConfigError(f"The statistics file {path} is of another shape than the model; remove it or name another.")
+        raise ConfigError(
+            f"The statistics file {config.expert_statistics} is of another shape than the model; "
+            "remove it or name another."
+        )
     return statistics
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
+
+import structlog
 
 from experts.placement import Placement, PlacementError
 from experts.placement_search import LEARNT, choose_placement
 from experts.routing import RoutingStatistics
-from experts.routing_files import StatisticsError, load_statistics, model_key
+from experts.routing_files import StatisticsError, TornStatisticsError, load_statistics, model_key
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.model.spec import ModelSpec
+
+log = structlog.get_logger(__name__)
 
 
 def check_expert_memory(config: ServeConfig) -> None:
@@ -45,13 +50,31 @@ def plan_placement(directory: Path, spec: ModelSpec, config: ServeConfig) -> Pla
 def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics | None:
     """Read the statistics of earlier runs of this model; None if no file is named or it does not exist yet.
 
-    A learnt placement needs the file. Raise ConfigError, one sentence, if it is missing or cannot be used.
+    A torn file is set aside, and None returned. A learnt placement needs the file. Raise ConfigError, one sentence, if
+    it is missing or cannot be used.
     """
     if config.placement in LEARNT:
         return needed_statistics(directory, config, f"--placement {config.placement}")
-    if config.expert_statistics is None or not Path(config.expert_statistics).exists():
+    if config.expert_statistics is None:
         return None
-    return needed_statistics(directory, config, "")
+    path = Path(config.expert_statistics)
+    try:
+        return load_statistics(path, statistics_key(directory)) if path.exists() else None
+    except TornStatisticsError as error:
+        if goes_by_statistics(config):
+            raise ConfigError(str(error)) from None
+        _set_aside(path, error)
+        return None
+    except StatisticsError as error:
+        raise ConfigError(str(error)) from None
+
+
+def _set_aside(path: Path, error: TornStatisticsError) -> None:
+    """Rename a torn file, so that a start without it does not overwrite it; another rank may have done so already."""
+    broken = path.with_name(f"{path.name}.broken")
+    with suppress(FileNotFoundError):
+        path.replace(broken)
+        log.warning("statistics_file_torn", file=str(path), kept_as=str(broken), error=str(error)[:300])
 
 
 def goes_by_statistics(config: ServeConfig) -> bool:

@@ -215,4 +215,8 @@ def test_statistics_that_cannot_serve_are_one_sentence(tmp_path: Path):
         open_recording(config, model(tmp_path, hidden_size=128), spec)
     path.write_bytes(b"torn")
     with pytest.raises(ConfigError, match="torn"):
-        open_recording(config, folder, spec)
+        open_recording(replace(config, expert_policy="static"), folder, spec)
+    # A file that only goes on to be filled ends no start.
+    assert open_recording(config, folder, spec) is not None
+    assert not path.exists()
+    assert path.with_name(f"{path.name}.broken").read_bytes() == b"torn"
