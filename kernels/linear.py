@@ -69,6 +69,14 @@ def join(linears: Sequence[Linear]) -> Linear | None:
     return _NativeLinear.joined([linear for linear in linears if isinstance(linear, _NativeLinear)])
 
 
+def side_by_side(linears: Sequence[Linear], bias: Tensor | None = None, order: Tensor | None = None) -> Linear:
+    """Return one product with the results of several side by side, for weights of several formats.
+
+    order: of the columns of the result, None to keep it. bias: [N], in the order of the weights.
+    """
+    return _SideBySide(linears, bias, order)
+
+
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute the product in plain torch."""
     return functional.linear(x, weight.to(x.dtype), bias)
@@ -152,6 +160,19 @@ class _QuantizedLinear(Linear):
             self.out_features,
         )
         return out
+
+
+class _SideBySide(Linear):
+    def __init__(self, linears: Sequence[Linear], bias: Tensor | None, order: Tensor | None) -> None:
+        self._linears, self._bias, self._order = linears, bias, order
+        num_bytes = sum(linear.num_bytes for linear in linears)
+        super().__init__(sum(linear.out_features for linear in linears), linears[0].in_features, num_bytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = torch.cat([linear(x) for linear in self._linears], 1)
+        if self._bias is not None:
+            out += self._bias
+        return out if self._order is None else out.index_select(1, self._order)
 
 
 class _OneDnnLinear(Linear):

@@ -9,12 +9,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sized
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from kernels.specs import Activation
 from kernels.weight_formats import Arithmetic, Matrix, WeightFormat
+
+PackingT = TypeVar("PackingT", bound="ExpertPacking", covariant=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,3 +100,19 @@ class ExpertLayout(ExpertPacking):
     @abstractmethod
     def experts(self, num_experts: int) -> PackedExperts:
         """Return packed experts of this layout, all absent."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPackings(Generic[PackingT]):
+    """The packings of the experts of each layer with experts; memory for one expert holds any of them."""
+
+    layers: tuple[PackingT, ...]
+
+    @property
+    def name(self) -> str:
+        """Identifies the packings together."""
+        return " | ".join(dict.fromkeys(packing.name for packing in self.layers))
+
+    @property
+    def num_bytes(self) -> int:
+        return max(packing.num_bytes for packing in self.layers)

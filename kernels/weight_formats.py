@@ -104,7 +104,9 @@ def widened(matrix: Matrix) -> Tensor:
 
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
-    """Return the rows of several matrices one below the other; None if their formats differ."""
+    """Return the rows of several matrices one below the other; None if their formats differ, or without any."""
+    if not parts:
+        return None
     first = parts[0]
     if any((part.format, part.depth) != (first.format, first.depth) for part in parts):
         return None

@@ -29,7 +29,7 @@ from moeserve.memory_plan import (
     weights_bytes,
 )
 from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
-from moeserve.model.expert_store import common_layout
+from moeserve.model.expert_store import native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
@@ -280,10 +280,10 @@ def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterat
     if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None:
         dtype = compute_dtype(config, "cpu")
         try:
-            rounding = rounding_of(config)
+            rounding = rounding_of(config, spec, index)
             others = weights_bytes(spec, dtype, index, [no_experts], rounding)
             free = machine.free_bytes - RESERVE_BYTES - others
-            advised = _advised(free, spec, common_layout(index, spec, dtype, rounding).num_bytes)
+            advised = _advised(free, spec, native_layouts(index, spec, dtype, rounding).num_bytes)
         except (ModelError, ConfigError) as error:
             yield Setup("cpu", (), str(error))
         else:
@@ -307,7 +307,7 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
     fitting = _fitting(plan, config, flags, resident, speed)
     if plan.residency is None:
         return fitting
-    return replace(fitting, expert_file_bytes=_expert_file_bytes(spec, plan.residency.layout.num_bytes))
+    return replace(fitting, expert_file_bytes=_expert_file_bytes(spec, plan.residency.layouts.num_bytes))
 
 
 def _expert_file_bytes(spec: DecoderSpec, expert_bytes: int) -> int:

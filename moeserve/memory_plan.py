@@ -10,7 +10,7 @@ import torch
 
 from experts.placement import Placement
 from kernels.cpu.library import native_kernels, native_kernels_absence
-from kernels.packed_experts import ExpertLayout
+from kernels.packed_experts import ExpertLayout, LayerPackings
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import (
     KvBudget,
@@ -24,10 +24,10 @@ from moeserve.device import (
 from moeserve.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
-from moeserve.model.expert_store import common_layout, layout_of
+from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, window_demand
-from moeserve.model.rounding import NO_ROUNDING, Rounding
+from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 
@@ -89,12 +89,12 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
         read_statistics(directory, config)
     if isinstance(spec, DecoderSpec):
         return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
-    if not rounding_of(config).is_none:
+    if not Rounding.named(config.quantization, config.expert_quantization, config.arithmetic).is_none:
         raise ConfigError("--quantization and --expert-quantization are for models on our own code so far.")
     from moeserve.model.hf.expert_weights import TransformersExperts, map_model
 
     model, narrow = map_model(directory), keeps_narrow(dtype)
-    residency = plan_residency(lambda: layout_of(TransformersExperts(model, dtype)), spec, dtype, config, placement)
+    residency = plan_residency(lambda: layouts_of(TransformersExperts(model, dtype)), spec, dtype, config, placement)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = sum(model.num_bytes(dtype.itemsize, owned, narrow=narrow) for owned in owned_by)
     return _share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency)
@@ -112,12 +112,12 @@ def plan_on_cpu(
 
     Raise ConfigError or ModelError if something does not fit.
     """
-    rounding = rounding_of(config)
+    rounding = rounding_of(config, spec, index)
 
-    def layout() -> ExpertLayout:
-        return common_layout(index, spec, dtype, rounding)
+    def layouts() -> LayerPackings[ExpertLayout]:
+        return native_layouts(index, spec, dtype, rounding)
 
-    residency = plan_residency(layout, spec, dtype, config, placement, rounding)
+    residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
     plan = _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
@@ -186,7 +186,7 @@ def plan_as_told(
     """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""
     device = choose_device(config, cuda_absence)
     spec, dtype = read_any_spec(directory, config, device)
-    rounding = rounding_of(config)
+    rounding = rounding_of(config, spec, read_index(directory)) if isinstance(spec, DecoderSpec) else NO_ROUNDING
     residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
     return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding)
 
@@ -213,33 +213,43 @@ def weights_bytes(
 
     owned_by: for each rank the experts that it loads, None for all.
     """
-    narrow, packed = keeps_narrow(dtype), spec.moe is not None and rounding.experts is not None
-    expert_bytes = common_layout(index, spec, dtype, rounding).num_bytes if packed else 0
+    narrow = keeps_narrow(dtype)
+    packed = spec.moe is not None and (rounding.experts is not None or rounding.keeps_stored)
+    layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
     total = 0
     for owned in owned_by:
         plan = plan_weights(spec, index, no_experts if packed else owned)
-        total += plan.loaded_num_bytes(dtype.itemsize, narrow=narrow, rounded=rounding.num_bytes)
-        if spec.moe is not None:
-            num_all = spec.moe.num_experts
-            total += expert_bytes * sum(num_all if owned is None else len(owned(layer)) for layer in spec.moe_layers)
+        total += plan.loaded_num_bytes(dtype.itemsize, narrow=narrow, quantised=rounding.num_bytes)
+        for layer, layout in zip(spec.moe_layers, layouts, strict=False):
+            assert spec.moe is not None
+            total += layout.num_bytes * (spec.moe.num_experts if owned is None else len(owned(layer)))
     return total
 
 
-def rounding_of(config: ServeConfig) -> Rounding:
-    """Return the rounding that the settings ask for; none on a GPU, which stores experts otherwise.
+def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:
+    """Return how a CPU keeps the weights: rounded as the settings ask, or in the checkpoint's own bits.
 
-    Raise ConfigError for settings that contradict each other.
+    There is no rounding on a GPU, which stores experts otherwise. Raise ConfigError for settings that contradict each
+    other or the checkpoint.
     """
     if config.device == "cuda":
         return NO_ROUNDING
     rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
+    stored = {form.name for info in index.values() if (form := format_in_file(info.dtype)) is not None}
+    if spec.quantization is not None and spec.quantization.kind == "mxfp4":
+        stored.add(spec.quantization.kind)
+    computes = config.dtype in ("auto", "float32")
+    absence = native_kernels_absence()
+    if stored and not rounding.is_none:
+        raise ConfigError(f"--quantization is for weights of 16 or 32 bits; these are {', '.join(sorted(stored))}.")
+    if stored and computes and absence is None:
+        return replace(rounding, keeps_stored=True, stored=tuple(sorted(stored)))
     if rounding.is_none:
         if config.arithmetic == "int8":
-            raise ConfigError("--arithmetic int8 needs --quantization or --expert-quantization.")
+            raise ConfigError("--arithmetic int8 needs quantised weights, compiled kernels and --dtype float32.")
         return rounding
-    if config.dtype not in ("auto", "float32"):
+    if not computes:
         raise ConfigError("Quantised weights on a CPU need --dtype float32: they multiply activations of float32.")
-    absence = native_kernels_absence()
     if absence is not None:
         raise ConfigError(f"Quantised weights need the compiled kernels. {absence}")
     return rounding

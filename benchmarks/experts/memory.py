@@ -22,7 +22,7 @@ from moeserve.config import ServeConfig
 from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
 from moeserve.experts.prefetch import find_fitted_gates, keep_fitted_gates
 from moeserve.memory_plan import read_spec
-from moeserve.model.expert_store import layout_in_store
+from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.plan import SamplingParams
 
@@ -150,7 +150,7 @@ def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:
 def slot_bytes(folder: Path) -> int:
     spec, dtype = read_spec(folder, ServeConfig())
     assert isinstance(spec, DecoderSpec)
-    return round_to_page(layout_in_store(folder, spec, dtype).num_bytes)
+    return round_to_page(layouts_in_store(folder, spec, dtype).num_bytes)
 
 
 def _store_in_memory(settings: Sequence[Setting]) -> Path | None:

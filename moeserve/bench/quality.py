@@ -11,7 +11,7 @@ import click
 import torch
 
 from moeserve.experts.fit import TextReader, half_of_topics, pieces
-from moeserve.model.expert_store import layout_in_store
+from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.rounding import Rounding
 from moeserve.model.source import resolve_model
@@ -47,7 +47,7 @@ def measure(folder: Path, max_tokens: int, forms: Sequence[tuple[str, str, str]]
     for quantization, experts, arithmetic in forms:
         rounding = Rounding.named(quantization, experts, arithmetic)
         if rounding.experts is not None:
-            layout_in_store(folder, build_spec(load_config(folder)), torch.float32, rounding)
+            layouts_in_store(folder, build_spec(load_config(folder)), torch.float32, rounding)
         reader = TextReader(folder, rounding)
         total, count = 0.0, 0
         for token_ids in pieces(reader, texts, max_tokens):

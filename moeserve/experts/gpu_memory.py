@@ -16,7 +16,7 @@ from experts.slots import DeviceSlots
 from experts.tiers import DiskTier, ExpertTier, HostTier, SlowedTier
 from kernels.gpu.moe import SlotExperts, SlotLayout
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
-from kernels.packed_experts import ExpertShape
+from kernels.packed_experts import ExpertShape, LayerPackings
 from kernels.specs import Activation
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.model.checkpoint import OwnedExperts, read_index
@@ -180,17 +180,18 @@ def _open_tier(
     directory: Path, plan: GpuResidencyPlan, settings: GpuExpertSettings, device: torch.device, progress: Progress
 ) -> tuple[str, ExpertTier]:
     spec, layout = plan.spec, plan.layout
+    packings = LayerPackings((layout,) * len(spec.moe_layers))
     stored = NativeExperts(read_index(directory), spec, plan.dtype)
     if sum(map(len, plan.held)) * plan.slots.slot_bytes > settings.host_bytes:
         # Imported late: only building the file needs these packages.
         from moeserve.model.expert_store import ensure_expert_store
 
         moe = experts_of(spec)
-        store = ensure_expert_store(directory, stored, moe.num_experts, layout, settings.store_dir, progress)
+        store = ensure_expert_store(directory, stored, moe.num_experts, packings, settings.store_dir, progress)
         return f"disk, {store.path}", DiskTier(store.path, store.source)
     tier = HostTier(plan.held, layout.num_bytes, device)
     of_layer = dict(zip(spec.moe_layers, plan.held, strict=True))
-    packed = packed_experts(stored, layout, progress, of_layer.__getitem__)
+    packed = packed_experts(stored, packings, progress, of_layer.__getitem__)
     for place, expert in zip(tier.experts, packed, strict=True):
         tier.put(*place, expert)
     return "host memory", tier

@@ -18,20 +18,20 @@ from experts.placement import Placement
 from experts.resident_experts import ResidentExperts
 from experts.slots import SlotArena
 from experts.tiers import DiskTier, ExpertTier, PositionedReads, SlowedTier
-from kernels.packed_experts import ExpertLayout, SplitExperts
+from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
 from moeserve.config import ServeConfig
 from moeserve.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.experts.settings import measured_load
-from moeserve.model.expert_store import ensure_expert_store, layout_in_store, stored_experts
+from moeserve.model.expert_store import ensure_expert_store, layouts_in_store, stored_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import ModelError, ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ResidencyPlan:
-    """The layout of experts in slots, and the number of slots. dtype: the dtype in which the model computes."""
+    """The layouts of each layer's experts in slots, and the number of slots. dtype: in which the model computes."""
 
-    layout: ExpertLayout
+    layouts: LayerPackings[ExpertLayout]
     dtype: torch.dtype
     slots: SlotPlan
     rounding: Rounding = NO_ROUNDING
@@ -41,7 +41,7 @@ CpuResidentModel = ResidentModel[ResidentExperts]
 
 
 def plan_residency(
-    find_layout: Callable[[], ExpertLayout],
+    find_layouts: Callable[[], LayerPackings[ExpertLayout]],
     spec: ModelSpec,
     dtype: torch.dtype,
     config: ServeConfig,
@@ -50,27 +50,27 @@ def plan_residency(
 ) -> ResidencyPlan | None:
     """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
 
-    find_layout: looks the layout up in the checkpoint. dtype: the dtype that the experts compute in. placement: None on
-    a single rank. Raise ConfigError if a layer could not hold the experts that one token may choose on a rank, and
+    find_layouts: looks the layouts up in the checkpoint. dtype: in which the experts compute. placement: None on a
+    single rank. Raise ConfigError if a layer could not hold the experts that one token may choose on a rank, and
     ModelError for a checkpoint whose experts cannot lie in slots.
     """
     if config.expert_memory is None:
         return None
     moe, num_layers = experts_of(spec), len(spec.moe_layers)
-    layout = find_layout()
+    layouts = find_layouts()
     held = [moe.num_experts if placement is None else placement.slots_per_rank(layer) for layer in range(num_layers)]
     slots = plan_slots(
-        config.expert_memory, layout.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None
+        config.expert_memory, layouts.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None
     )
-    return None if slots is None else ResidencyPlan(layout, dtype, slots, rounding)
+    return None if slots is None else ResidencyPlan(layouts, dtype, slots, rounding)
 
 
 def residency_with(
     num_slots: tuple[int, ...], directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
 ) -> ResidencyPlan:
     """Return the plan of a rank for the numbers of slots that rank 0 has decided on. Raise ModelError."""
-    layout = layout_in_store(directory, spec, dtype, rounding)
-    return ResidencyPlan(layout, dtype, SlotPlan(num_slots, round_to_page(layout.num_bytes)), rounding)
+    layouts = layouts_in_store(directory, spec, dtype, rounding)
+    return ResidencyPlan(layouts, dtype, SlotPlan(num_slots, round_to_page(layouts.num_bytes)), rounding)
 
 
 def open_experts(
@@ -92,7 +92,7 @@ def open_experts(
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     stored = stored_experts(directory, spec, plan.dtype, plan.rounding)
-    store = ensure_expert_store(directory, stored, moe.num_experts, plan.layout, root, progress)
+    store = ensure_expert_store(directory, stored, moe.num_experts, plan.layouts, root, progress)
     nvme, obstacle = _deep_nvme(slots.num_bytes)
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
     open_reads = PositionedReads if nvme is None else nvme.open
@@ -104,10 +104,12 @@ def open_experts(
     if config.expert_store_bandwidth is not None:
         tier = SlowedTier(disk, config.expert_store_bandwidth)
     load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
-    arena = SlotArena(slots.num_slots, plan.layout.num_bytes, locked)
+    arena = SlotArena(slots.num_slots, plan.layouts.num_bytes, locked)
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
-        return ResidentExperts(memory, arena, number, _empty_experts(plan.layout, moe.num_experts), observers)
+        return ResidentExperts(
+            memory, arena, number, _empty_experts(plan.layouts.layers[number], moe.num_experts), observers
+        )
 
     reads = {"store": str(store.path), "read": disk.reads.description}
     if obstacle is not None:

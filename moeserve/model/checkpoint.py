@@ -35,6 +35,11 @@ _ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, 
 _ITEM_BITS |= {"U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4}
 
 
+def is_of_ggml(dtype: str) -> bool:
+    """Return whether a dtype is a quantised kind of ggml, whose numbers lie in blocks."""
+    return dtype not in _ITEM_BITS
+
+
 def item_bits(dtype: str) -> int:
     """Return the bits of one number of a dtype that safetensors names."""
     return _ITEM_BITS[dtype]
@@ -143,8 +148,8 @@ def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
     return TensorInfo(path, entry["dtype"], shape, num_bytes)
 
 
-# The bytes of a matrix by its key and shape, None for one that is not rounded.
-RoundedBytes = Callable[[str, tuple[int, ...]], int | None]
+# The bytes of a quantised matrix by its key, None for one that is not.
+QuantisedBytes = Callable[[str, "StoredTensor"], int | None]
 # The experts that this process loads, by layer.
 OwnedExperts = Callable[[int], Sequence[int]]
 
@@ -201,17 +206,17 @@ class WeightPlan:
     layers: tuple[LayerPlan, ...]
     num_bytes: int
 
-    def loaded_num_bytes(self, item_size: int, *, narrow: bool, rounded: RoundedBytes | None = None) -> int:
+    def loaded_num_bytes(self, item_size: int, *, narrow: bool, quantised: QuantisedBytes | None = None) -> int:
         """Return the bytes of the loaded weights at ``item_size`` bytes per number.
 
-        rounded: tells the bytes of a matrix outside experts, by key and shape, if it is rounded. narrow: keep in 16
-        bits the matrices that the checkpoint holds in bfloat16, FP8 or MXFP4. Loading needs room for another layer.
-        Tied embeddings count twice, because the output projection is packed.
+        quantised: tells the bytes of a matrix outside experts if it is. narrow: keep in 16 bits the matrices that the
+        checkpoint holds in bfloat16, FP8 or MXFP4. Loading needs room for another layer. Tied embeddings count twice,
+        because the output projection is packed.
         """
         total = 0
         for tensors in (self.outer, *(layer.tensors for layer in self.layers)):
             for key, tensor in tensors.items():
-                num_bytes = None if rounded is None else rounded(key, tensor.shape)
+                num_bytes = None if quantised is None else quantised(key, tensor)
                 total += loaded_bytes(tensor, item_size, narrow) if num_bytes is None else num_bytes
         for layer in self.layers:
             if layer.experts is not None:

@@ -11,7 +11,7 @@ import torch
 
 from experts.expert_file import VERSION, round_to_page, write_expert_file
 from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertLayout, ExpertPacking
+from kernels.packed_experts import ExpertLayout, ExpertPacking, LayerPackings
 from moeserve.config import cache_root
 from moeserve.model.cache import ensure_built
 from moeserve.model.checkpoint import TensorInfo, read_index
@@ -41,27 +41,24 @@ def stored_experts(
     return open_experts(directory, dtype)
 
 
-def layout_in_store(
+def layouts_in_store(
     directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
-) -> ExpertLayout:
-    """See `layout_of`."""
-    return layout_of(stored_experts(directory, spec, dtype, rounding))
+) -> LayerPackings[ExpertLayout]:
+    """See `layouts_of`."""
+    return layouts_of(stored_experts(directory, spec, dtype, rounding))
 
 
-def common_layout(
+def native_layouts(
     index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
-) -> ExpertLayout:
-    """See `layout_of`; for a model on our own code."""
-    return layout_of(NativeExperts(index, spec, dtype, rounding))
+) -> LayerPackings[ExpertLayout]:
+    """See `layouts_of`; for a model on our own code."""
+    return layouts_of(NativeExperts(index, spec, dtype, rounding))
 
 
-def layout_of(stored: StoredExperts) -> ExpertLayout:
-    """Return the layout of the experts on a CPU. Raise ModelError if layers of the checkpoint differ."""
-    shapes = stored.shapes()
-    if len(shapes) > 1:
-        raise ModelError("The checkpoint's experts are stored in several precisions: --expert-memory needs one.")
+def layouts_of(stored: StoredExperts) -> LayerPackings[ExpertLayout]:
+    """Return the layouts of the experts on a CPU, by layer. Raise ModelError for experts that have none."""
     try:
-        return expert_layout(*shapes)
+        return LayerPackings(tuple(map(expert_layout, stored.shapes())))
     except ValueError as error:
         raise ModelError(f"The experts cannot be quantised: {error}.") from None
 
@@ -70,17 +67,17 @@ def ensure_expert_store(
     directory: Path,
     stored: StoredExperts,
     num_experts: int,
-    packing: ExpertPacking,
+    packings: LayerPackings[ExpertPacking],
     root: Path | None,
     progress: Progress,
 ) -> ExpertStore:
     """Return the expert file of the checkpoint in `directory`, below `root` (default: the cache). Build it if missing.
 
-    num_experts: of each layer. packing: of the stored experts; `layout_in_store` gives the packing of a CPU. Raise
+    num_experts: of each layer. packings: of the stored experts; `layouts_in_store` gives those of a CPU. Raise
     ModelError if the file cannot be built or is damaged: a file of many gigabytes that changed is for its owner to
     inspect.
     """
-    source, num_layers = _source(directory, stored.index, packing), len(stored.layers)
+    source, num_layers = _source(directory, stored.index, packings), len(stored.layers)
 
     def build(folder: Path, report: Progress) -> None:
         folder.mkdir(parents=True)
@@ -89,15 +86,15 @@ def ensure_expert_store(
             source=source,
             num_layers=num_layers,
             num_experts=num_experts,
-            expert_bytes=packing.num_bytes,
-            experts=(expert.numpy().data for expert in packed_experts(stored, packing, report)),
+            expert_bytes=packings.num_bytes,
+            experts=(expert.numpy().data for expert in packed_experts(stored, packings, report)),
         )
 
     folder = ensure_built(
         (root or cache_root() / "experts") / f"{directory.name}-{source.hex()[:16]}",
         builder=f"moeserve expert file {VERSION} {source.hex()}",
         build=build,
-        bytes_needed=(num_layers * num_experts + 1) * round_to_page(packing.num_bytes),
+        bytes_needed=(num_layers * num_experts + 1) * round_to_page(packings.num_bytes),
         progress=progress,
         refuse_damaged=_FILE_NAME,
         advice="name a folder that can be in --expert-store-dir",
@@ -105,9 +102,9 @@ def ensure_expert_store(
     return ExpertStore(folder / _FILE_NAME, source)
 
 
-def _source(directory: Path, index: Mapping[str, TensorInfo], packing: ExpertPacking) -> bytes:
+def _source(directory: Path, index: Mapping[str, TensorInfo], packings: LayerPackings[ExpertPacking]) -> bytes:
     """Hash the configuration, and name, size and time of the weight files: reading them would take too long."""
-    digest = hashlib.sha256(f"{VERSION} {packing.name} {packing.num_bytes}\n".encode())
+    digest = hashlib.sha256(f"{VERSION} {packings.name} {packings.num_bytes}\n".encode())
     digest.update((directory / "config.json").read_bytes())
     for file in sorted({info.file for info in index.values()}):
         stat = file.stat()

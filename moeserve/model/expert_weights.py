@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertLayout, ExpertPacking, ExpertShape
+from kernels.packed_experts import ExpertLayout, ExpertPacking, ExpertShape, LayerPackings
+from kernels.weight_formats import MXFP4, Matrix, QuantizedRows, WeightFormat, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -20,7 +21,7 @@ from moeserve.model.checkpoint import (
     plan_experts,
     plan_weights,
 )
-from moeserve.model.rounding import NO_ROUNDING, Rounding
+from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
 from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
 from moeserve.model.tensor_reader import Progress as ReadProgress
 from moeserve.model.tensor_reader import TensorReader
@@ -44,7 +45,7 @@ class LayerExperts(Protocol):
     def read(self, place: int) -> Tensor:
         """Return the packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
 
-    def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def read_matrices(self, place: int) -> tuple[Matrix, Matrix, Tensor | None, Tensor | None]:
         """Return gate_up [2I, H], down [H, I] and their biases [2I] and [H], or None, of the expert at a place."""
 
 
@@ -60,8 +61,8 @@ class StoredExperts(Protocol):
     @property
     def layers(self) -> Sequence[int]: ...
 
-    def shapes(self) -> frozenset[ExpertShape]:
-        """Return the shapes of the experts of all layers."""
+    def shapes(self) -> tuple[ExpertShape, ...]:
+        """Return the shape of the experts of each of `layers`."""
 
     def num_bytes(self, owned: OwnedExperts | None) -> int:
         """Return the bytes to read for the owned experts of all layers."""
@@ -83,9 +84,9 @@ class NativeExperts:
         self.index, self.layers = index, spec.moe_layers
         self._spec, self._dtype, self._rounding = spec, dtype, rounding
 
-    def shapes(self) -> frozenset[ExpertShape]:
+    def shapes(self) -> tuple[ExpertShape, ...]:
         plans = _expert_plans(plan_weights(self._spec, self.index))
-        return frozenset(expert_shape(self._spec, plan, self._dtype, self._rounding) for plan in plans)
+        return tuple(expert_shape(self._spec, plan, self._dtype, self._rounding) for plan in plans)
 
     def num_bytes(self, owned: OwnedExperts | None) -> int:
         return _bytes_of_experts(plan_weights(self._spec, self.index, owned))
@@ -114,12 +115,15 @@ class ExpertReader:
         self._moe, self._plan, self._reader = spec.moe, plan, reader
         self.owned = plan.owned
         self.shape = expert_shape(spec, plan, dtype, rounding)
+        self._keeps_stored = rounding.keeps_stored and self.shape.formats is not None
         self.layout = expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
         return self.layout.pack(*self.read_matrices(place))
 
-    def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def read_matrices(self, place: int) -> tuple[Matrix, Matrix, Tensor | None, Tensor | None]:
+        if self._keeps_stored:
+            return *self._read_stored(self.owned[place]), *self._read_biases(self._plan.tensors[0], self.owned[place])
         hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
         gate_up, down = torch.empty((2 * width, hidden), dtype=dtype), torch.empty((hidden, width), dtype=dtype)
         tensors, expert = self._plan.tensors[place if self._plan.storage == "split" else 0], self.owned[place]
@@ -144,6 +148,20 @@ class ExpertReader:
             self._reader.read_expert_into(tensors["down"], expert, down)
         return gate_up, down, *self._read_biases(tensors, expert)
 
+    def _read_stored(self, expert: int) -> tuple[QuantizedRows, QuantizedRows]:
+        """Return the matrices of an expert in the blocks of the checkpoint."""
+        (tensors,), reader = self._plan.tensors, self._reader
+        if self._plan.storage == "mxfp4":
+            # The file has gate and up rows in turn.
+            first = reader.read_mxfp4_rows(tensors["gate_up.blocks"], tensors["gate_up.scales"], expert)
+            turns = torch.arange(first.shape[0]).view(-1, 2).T.flatten()
+            down = reader.read_mxfp4_rows(tensors["down.blocks"], tensors["down.scales"], expert)
+            return first.rows(turns), down
+        parts = [reader.read_quantised(tensors[key], expert) for key in ("gate", "up", "gate_up") if key in tensors]
+        gate_up = joined_rows(parts)
+        assert gate_up is not None, "gate and up are of one format"
+        return gate_up, reader.read_quantised(tensors["down"], expert)
+
     def _read_biases(
         self, tensors: Mapping[str, StoredTensor], expert: int
     ) -> tuple[Tensor, Tensor] | tuple[None, None]:
@@ -162,18 +180,23 @@ class ExpertReader:
 
 
 def packed_experts(
-    stored: StoredExperts, packing: ExpertPacking, report: Progress, owned: OwnedExperts | None = None
+    stored: StoredExperts,
+    packings: LayerPackings[ExpertPacking],
+    report: Progress,
+    owned: OwnedExperts | None = None,
 ) -> Iterator[Tensor]:
-    """Yield the experts of all layers, or only the `owned` ones, packed: uint8 [packing.num_bytes] each."""
+    """Yield the experts of all layers, or only the `owned` ones, packed: uint8 [packings.num_bytes] each."""
 
     def progress(done: int, total: int) -> None:
         report("store experts", done, total)
 
     with stored.reader(stored.num_bytes(owned), progress) as reader:
-        for layer in stored.layers:
+        for layer, packing in zip(stored.layers, packings.layers, strict=True):
             experts = stored.layer(layer, None if owned is None else owned(layer), reader)
+            padding = torch.zeros(packings.num_bytes - packing.num_bytes, dtype=torch.uint8)
             for place in range(len(experts.owned)):
-                yield packing.pack(*experts.read_matrices(place))
+                packed = packing.pack(*experts.read_matrices(place))
+                yield torch.cat([packed, padding]) if len(padding) else packed
 
 
 def _expert_plans(plan: WeightPlan) -> list[ExpertsPlan]:
@@ -191,15 +214,28 @@ def expert_shape(
     """Return the shape of a layer's experts when they compute in `dtype`."""
     assert spec.moe is not None
     form = rounding.experts
+    formats = _stored_formats(plan) if rounding.keeps_stored else None if form is None else (form, form)
     return ExpertShape(
         spec.hidden_size,
         spec.moe.intermediate_size,
         dtype,
         _kept_dtype(plan, dtype),
         spec.moe.expert_bias,
-        formats=None if form is None else (form, form),
+        formats=formats,
         arithmetic=rounding.arithmetic,
     )
+
+
+def _stored_formats(plan: ExpertsPlan) -> tuple[WeightFormat, WeightFormat] | None:
+    """Return the formats of gate_up and down in the checkpoint; None if they are not kept in their own bits."""
+    if plan.storage == "mxfp4":
+        return MXFP4, MXFP4
+    if plan.storage == "split":
+        return None
+    (tensors,) = plan.tensors
+    gate_up = {format_in_file(tensors[key].dtype) for key in ("gate", "up", "gate_up") if key in tensors}
+    first, down = next(iter(gate_up)), format_in_file(tensors["down"].dtype)
+    return None if len(gate_up) > 1 or first is None or down is None else (first, down)
 
 
 def _kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:

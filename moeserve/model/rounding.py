@@ -8,7 +8,8 @@ from torch import Tensor
 
 from kernels.cpu.library import native_kernels
 from kernels.cpu.quantised import packed_bytes, quantise
-from kernels.weight_formats import Q4_0, Q8_0, Arithmetic, Matrix, QuantizedRows, WeightFormat
+from kernels.weight_formats import FORMATS, Q4_0, Q8_0, Arithmetic, Matrix, QuantizedRows, WeightFormat
+from moeserve.model.checkpoint import StoredTensor, is_of_ggml
 
 _FORMATS = {"none": None, "int8": Q8_0, "int4": Q4_0}
 # Matrices that stay as they are: they choose experts or scale a whole block, and are small.
@@ -21,12 +22,15 @@ _OUTER = frozenset(("embedding", "lm_head"))
 class Rounding:
     """The format to which matrices outside experts are rounded while they are loaded, and that of experts.
 
-    None keeps the numbers of the checkpoint. arithmetic: of all products with quantised weights.
+    None keeps the numbers of the checkpoint, in its own bits where `keeps_stored`. arithmetic: of all products with
+    quantised weights. stored: the names of the checkpoint's own formats, for people.
     """
 
     matrices: WeightFormat | None = None
     experts: WeightFormat | None = None
     arithmetic: Arithmetic = "int8"
+    keeps_stored: bool = False
+    stored: tuple[str, ...] = ()
 
     @staticmethod
     def named(quantization: str, expert_quantization: str, arithmetic: str) -> Rounding:
@@ -36,7 +40,7 @@ class Rounding:
 
     @property
     def is_none(self) -> bool:
-        return self.matrices is None and self.experts is None
+        return self.matrices is None and self.experts is None and not self.keeps_stored
 
     @property
     def name(self) -> str:
@@ -44,6 +48,8 @@ class Rounding:
         names = {form: name for name, form in _FORMATS.items()}
         if self.is_none:
             return ""
+        if self.keeps_stored:
+            return " and ".join(self.stored)
         if self.matrices is self.experts:
             return names[self.matrices]
         others = "unquantised" if self.matrices is None else names[self.matrices]
@@ -55,19 +61,35 @@ class Rounding:
             return None
         return Q8_0 if key in _OUTER else self.matrices
 
+    def stored_format(self, key: str, stored: StoredTensor) -> WeightFormat | None:
+        """Return the format in which a matrix is kept as the checkpoint has it; None for one that is widened."""
+        if not self.keeps_stored or key.rpartition(".")[2] in _KEPT:
+            return None
+        return format_in_file(stored.dtype)
+
     def apply(self, matrix: Tensor, key: str) -> Matrix:
         """Round a matrix [N, K] outside experts."""
         form = self.format_of(key, matrix.shape[1])
         kernels = native_kernels()
         return matrix if form is None or kernels is None else quantise(matrix, form, kernels)
 
-    def num_bytes(self, key: str, shape: tuple[int, ...]) -> int | None:
-        """Return the bytes of a rounded matrix outside experts; None where it is kept."""
-        form = self.format_of(key.rpartition(".")[2], shape[-1]) if len(shape) == 2 else None
-        return None if form is None else packed_bytes(form, *shape)
+    def num_bytes(self, key: str, stored: StoredTensor) -> int | None:
+        """Return the bytes of a quantised matrix outside experts in memory; None where it is kept in its numbers."""
+        if len(stored.shape) != 2:
+            return None
+        own = key.rpartition(".")[2]
+        form = self.stored_format(key, stored) or self.format_of(own, stored.shape[1])
+        return None if form is None else packed_bytes(form, *stored.shape)
 
 
 NO_ROUNDING = Rounding()
+
+
+def format_in_file(dtype: str) -> WeightFormat | None:
+    """Return the format of rows that are read in their own bits; kinds of ggml without a format become Q8_0."""
+    if not is_of_ggml(dtype):
+        return None
+    return FORMATS.get(dtype.lower(), Q8_0)
 
 
 def look_up(table: Matrix, rows: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kernels.weight_formats import QuantizedRows, rows_of_mxfp4
 from moeserve.model.checkpoint import StoredTensor, TensorInfo
 from moeserve.model.spec import CheckpointError, QuantizationSpec
 
@@ -75,6 +76,12 @@ class TensorReader:
         out.copy_(matrix.view(out.shape))
         self._advance((blocks.num_bytes + scales.num_bytes) // blocks.shape[0])
 
+    def read_mxfp4_rows(self, blocks: StoredTensor, scales: StoredTensor, expert: int) -> QuantizedRows:
+        """Return the rows of the matrix of ``expert`` in MXFP4, in their blocks."""
+        rows = rows_of_mxfp4(self._row(blocks.name, expert), self._row(scales.name, expert))
+        self._advance((blocks.num_bytes + scales.num_bytes) // blocks.shape[0])
+        return rows
+
     def read_rows(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> Tensor:
         """Return matrices or vectors one below the other as one tensor."""
         out = torch.empty((sum(part.shape[0] for part in parts), *parts[0].shape[1:]), dtype=dtype)
@@ -83,6 +90,16 @@ class TensorReader:
             self.read_into(part, out[row : row + part.shape[0]])
             row += part.shape[0]
         return out
+
+    def read_quantised(self, stored: StoredTensor, expert: int | None = None) -> QuantizedRows:
+        """Return the rows of a quantised matrix in their blocks, or those of one expert. Raise CheckpointError."""
+        from moeserve.model.gguf.tensors import read_packed  # Imported late: other checkpoints do without its packages.
+
+        part = self._index[stored.name].gguf
+        assert part is not None
+        rows = read_packed(part, expert)
+        self._advance(stored.num_bytes if expert is None else stored.num_bytes // stored.shape[0])
+        return rows
 
     def read_optional(self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype) -> Tensor | None:
         """Return the tensor of a key, or None if the checkpoint has none."""

@@ -14,9 +14,9 @@ from torch import Tensor
 from experts.moe_layer import Dispatch, MoeLayer
 from experts.observer import AnyObserver
 from kernels.gated_delta_rule import DeltaHeads
-from kernels.linear import Linear
+from kernels.linear import Linear, side_by_side
 from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
-from kernels.weight_formats import Matrix
+from kernels.weight_formats import Matrix, QuantizedRows, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -98,6 +98,8 @@ class _Loader:
 
     def embedding(self, stored: StoredTensor) -> Matrix:
         """Load the table. Rows are widened when looked up, so a table of fewer bits need not take 32 bits."""
+        if self._rounding.stored_format("embedding", stored) is not None:
+            return self._reader.read_quantised(stored)
         narrow = self._ops.keeps_narrow and self._dtype == torch.float32
         table = self._tensor(stored, _NARROW.get(stored.dtype, self._dtype) if narrow else self._dtype)
         return self._rounding.apply(table, "embedding")
@@ -122,11 +124,31 @@ class _Loader:
         dtype: of its input, default the model's. order: a new order of these rows, None to keep it.
         """
         dtype = dtype or self._dtype
-        rows, biases = self._rows([tensors[key] for key in keys], dtype), self._biases(tensors, keys, dtype)
+        biases = self._biases(tensors, keys, dtype)
+        if any(self._rounding.stored_format(key, tensors[key]) for key in keys):
+            return self._stored_linear(tensors, keys, biases, dtype, order)
+        rows = self._rows([tensors[key] for key in keys], dtype)
         if order is not None:
             order = order.to(rows.device)
             rows, biases = rows[order], None if biases is None else biases[order]
         return self._ops.pack_linear(self._rounding.apply(rows, keys[0]), biases, dtype)
+
+    def _stored_linear(
+        self, tensors: Tensors, keys: Sequence[str], biases: Tensor | None, dtype: torch.dtype, order: Tensor | None
+    ) -> Linear:
+        """Do as `linear`, where some of the matrices are kept in the checkpoint's own bits."""
+        parts = [self._stored_matrix(key, tensors[key], dtype) for key in keys]
+        rows = joined_rows([part for part in parts if isinstance(part, QuantizedRows)])
+        if rows is None or len(rows.data) < sum(part.shape[0] for part in parts):
+            return side_by_side([self._ops.pack_linear(part, None, dtype) for part in parts], biases, order)
+        if order is not None:
+            rows, biases = rows.rows(order), None if biases is None else biases[order]
+        return self._ops.pack_linear(rows, biases, dtype)
+
+    def _stored_matrix(self, key: str, stored: StoredTensor, dtype: torch.dtype) -> Matrix:
+        if self._rounding.stored_format(key, stored) is None:
+            return self._rows([stored], dtype)
+        return self._reader.read_quantised(stored)
 
     def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet:
         """Load the part that mixes the tokens in layer ``number``."""
@@ -194,15 +216,26 @@ class _Loader:
     def _gated(self, tensors: Tensors, prefix: str) -> GatedBlock:
         """Load a dense block from the tensors whose names begin with ``prefix``."""
         gate, up, down = (f"{prefix}{name}" for name in ("gate", "up", "down"))
+        formats = [self._rounding.stored_format(key, tensors[key]) for key in (gate, up, down)]
+        if None not in formats and formats[0] == formats[1]:
+            parts = [self._reader.read_quantised(tensors[key]) for key in (gate, up, down)]
+            joined = joined_rows(parts[:2])
+            assert joined is not None
+            return self._pack_gated(tensors, (gate, up, down), joined, parts[2])
         dtype = self._kept_dtype([tensors[key] for key in (gate, up, down)], self._dtype)
         gate_up = self._reader.read_rows([tensors[gate], tensors[up]], dtype).to(self._ops.device)
         second = self._tensor(tensors[down], dtype)
         rounding = self._rounding if self._rounding.format_of("down", second.shape[1]) else NO_ROUNDING
+        first = rounding.apply(gate_up, "gate")
+        return self._pack_gated(tensors, (gate, up, down), first, rounding.apply(second, "down"))
+
+    def _pack_gated(self, tensors: Tensors, keys: tuple[str, str, str], gate_up: Matrix, down: Matrix) -> GatedBlock:
+        """keys: of gate, up and down."""
         return self._ops.pack_gated(
-            rounding.apply(gate_up, "gate"),
-            rounding.apply(second, "down"),
-            self._biases(tensors, (gate, up), self._dtype),
-            self._biases(tensors, (down,), self._dtype),
+            gate_up,
+            down,
+            self._biases(tensors, keys[:2], self._dtype),
+            self._biases(tensors, keys[2:], self._dtype),
             self._spec.activation,
             self._dtype,
         )

@@ -23,7 +23,7 @@ from experts.routing_files import save_statistics
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.experts.settings import statistics_key
 from moeserve.memory_plan import read_spec
-from moeserve.model.expert_store import layout_in_store
+from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.spec import ModelError
 from moeserve.plan import SamplingParams
 from tests.support.tiny_models import CASES, save
@@ -74,7 +74,7 @@ def wait_for_prefetches(llm: TokenEngine) -> None:
 
 
 def slot_bytes(directory: Path) -> int:
-    return round_to_page(layout_in_store(directory, *read_spec(directory, BASE)).num_bytes)
+    return round_to_page(layouts_in_store(directory, *read_spec(directory, BASE)).num_bytes)
 
 
 def config_for(directory: Path, num_slots: int, store: Path, **changes: object) -> ServeConfig:

@@ -17,7 +17,7 @@ from experts.prefetcher import PrefixWarmer
 from experts.prefix_warmth import PrefixWarmth
 from moeserve.config import ServeConfig
 from moeserve.memory_plan import read_spec
-from moeserve.model.expert_store import layout_in_store
+from moeserve.model.expert_store import layouts_in_store
 from moeserve.plan import SamplingParams
 from radix_cache import PrefixCache
 from tests.support.tiny_models import save
@@ -38,7 +38,7 @@ def bounded(directory: Path, store: Path, **changes: object) -> ServeConfig:
     spec, dtype = read_spec(directory, BASE)
     assert spec.moe is not None
     slots = len(spec.moe_layers) * max(spec.moe.num_experts // 2, spec.moe.gate.top_k)
-    size = slots * round_to_page(layout_in_store(directory, spec, dtype).num_bytes)
+    size = slots * round_to_page(layouts_in_store(directory, spec, dtype).num_bytes)
     return replace(BASE, expert_memory=size, expert_store_dir=str(store), **changes)  # type: ignore[arg-type]
 
 

@@ -17,7 +17,7 @@ from kernels.weight_formats import Q4_0, Q8_0
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.memory_plan import read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
-from moeserve.model.expert_store import layout_in_store
+from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.rounding import Rounding
 from moeserve.model.spec import ModelError
 from moeserve.model.weights import load_decoder
@@ -78,8 +78,8 @@ def test_experts_that_come_and_go_change_no_bit(
     model_dir: Path, config: ServeConfig, alone: list[Completion], tmp_path: Path
 ) -> None:
     spec, dtype = read_spec(model_dir, config)
-    layout = layout_in_store(model_dir, spec, dtype, rounding_of(config))
-    wide = layout_in_store(model_dir, spec, dtype)
+    layout = layouts_in_store(model_dir, spec, dtype, rounding_of(config, spec, read_index(model_dir)))
+    wide = layouts_in_store(model_dir, spec, dtype)
     assert layout.num_bytes < wide.num_bytes / (3 if config.quantization == "int8" else 5)
     assert spec.moe is not None
     slots = spec.moe.gate.top_k + 1
@@ -115,7 +115,7 @@ def test_the_planned_memory_is_that_of_the_loaded_weights(tmp_path: Path, quanti
     save("mixtral", tmp_path)
     config = replace(BASE, quantization=quantization)
     spec, dtype = read_spec(tmp_path, config)
-    planned = weights_bytes(spec, dtype, read_index(tmp_path), rounding=rounding_of(config))
+    planned = weights_bytes(spec, dtype, read_index(tmp_path), rounding=rounding_of(config, spec, {}))
     wide = weights_bytes(spec, dtype, read_index(tmp_path))
     assert planned < wide / (3 if quantization == "int8" else 4)
 
@@ -124,7 +124,7 @@ def test_only_experts_are_rounded_where_that_is_asked_for(tmp_path: Path) -> Non
     save("mixtral", tmp_path)
     spec, dtype = read_spec(tmp_path, BASE)
     config = replace(BASE, expert_quantization="int8", arithmetic="exact")
-    rounding = rounding_of(config)
+    rounding = rounding_of(config, spec, read_index(tmp_path))
     assert rounding == Rounding(None, Q8_0, "exact")
     assert rounding.name == "unquantised, experts int8"
     decoder = load_decoder(tmp_path, spec, dtype=dtype, rounding=rounding)
@@ -149,18 +149,24 @@ def test_int8_is_close_to_the_unrounded_model(model_dir: Path) -> None:
     ("changes", "sentence"),
     [
         ({"quantization": "int8", "dtype": "bfloat16"}, "--dtype float32"),
-        ({"arithmetic": "int8"}, "--arithmetic int8 needs --quantization"),
+        ({"arithmetic": "int8"}, "--arithmetic int8 needs quantised weights"),
     ],
 )
-def test_settings_that_contradict_each_other_are_refused(changes: dict[str, str], sentence: str) -> None:
+def test_settings_that_contradict_each_other_are_refused(
+    changes: dict[str, str], sentence: str, model_dir: Path
+) -> None:
+    spec, _ = read_spec(model_dir, BASE)
     with pytest.raises(ConfigError, match=sentence):
-        rounding_of(replace(BASE, **changes))  # type: ignore[arg-type]
+        rounding_of(replace(BASE, **changes), spec, {})  # type: ignore[arg-type]
 
 
-def test_without_compiled_kernels_quantised_weights_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_compiled_kernels_quantised_weights_are_refused(
+    monkeypatch: pytest.MonkeyPatch, model_dir: Path
+) -> None:
+    spec, _ = read_spec(model_dir, BASE)
     monkeypatch.setattr("moeserve.memory_plan.native_kernels_absence", lambda: "There is no compiler.")
     with pytest.raises(ConfigError, match="There is no compiler"):
-        rounding_of(replace(BASE, quantization="int4"))
+        rounding_of(replace(BASE, quantization="int4"), spec, {})
 
 
 def test_experts_whose_rows_are_not_whole_groups_are_refused(tmp_path: Path) -> None:

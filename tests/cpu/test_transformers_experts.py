@@ -25,7 +25,7 @@ from experts.expert_file import round_to_page
 from experts.observer import AnyObserver
 from moeserve.config import ServeConfig
 from moeserve.memory_plan import plan_model, read_any_spec
-from moeserve.model.expert_store import layout_in_store
+from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.hf.gates import _projections
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.spec import read_transformers_spec
@@ -62,7 +62,7 @@ def quiet() -> None:
 def few_slots(directory: Path) -> int:
     """Return the bytes of `_SLOTS` experts in each layer."""
     spec, dtype = read_any_spec(directory, BASE)
-    return _SLOTS * len(spec.moe_layers) * round_to_page(layout_in_store(directory, spec, dtype).num_bytes)
+    return _SLOTS * len(spec.moe_layers) * round_to_page(layouts_in_store(directory, spec, dtype).num_bytes)
 
 
 @pytest.mark.parametrize("model_type", _LAYOUTS)

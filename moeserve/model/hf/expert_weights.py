@@ -79,9 +79,9 @@ class TransformersExperts:
     def layers(self) -> Sequence[int]:
         return tuple(self._model.experts)
 
-    def shapes(self) -> frozenset[ExpertShape]:
+    def shapes(self) -> tuple[ExpertShape, ...]:
         with self.reader(0) as reader:
-            return frozenset(self.layer(layer, (), reader).shape for layer in self.layers)
+            return tuple(self.layer(layer, (), reader).shape for layer in self.layers)
 
     def num_bytes(self, owned: OwnedExperts | None) -> int:
         weights, total = self._model.weights, 0

@@ -1,0 +1,114 @@
+"""GGUF models compute from the blocks of their files: the same values, the same bits in any batch, fewer bytes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from benchmarks.token_engine import TokenEngine
+from experts.expert_file import round_to_page
+from kernels.ops import CpuOps
+from kernels.weight_formats import Arithmetic
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.memory_plan import read_spec, rounding_of, weights_bytes
+from moeserve.model.checkpoint import read_index
+from moeserve.model.expert_store import layouts_in_store
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.gguf.folder import gguf_folder
+from moeserve.model.weights import load_decoder
+from moeserve.plan import SamplingParams
+from tests.support.gguf_export import write_gguf
+from tests.support.paged_runner import PagedRunner
+from tests.support.tiny_models import build
+
+_TOKENS = torch.randint(1, 128, (21,), generator=torch.Generator().manual_seed(2)).tolist()
+BASE = ServeConfig(kv_cache_memory=2**20, max_num_seqs=4, max_model_len=64)
+# As `Q4_K_M` files mix kinds: other ones for values than for queries, and for `down` of some layers.
+_KINDS = {"attn_v": Kind.Q8_0, "attn_q": Kind.Q4_0, "attn_k": Kind.Q4_0, "attn_output": Kind.Q4_1}
+_KINDS |= {"blk.0.ffn_down_exps": Kind.Q8_0, "ffn_down_exps": Kind.Q4_0, "ffn_gate_exps": Kind.Q4_1}
+_KINDS |= {"ffn_up_exps": Kind.Q4_1, "token_embd": Kind.Q8_0, "output.weight": Kind.Q8_0}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen2moe", "qwen3next", "deepseek2", "gpt-oss"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with tensors of many kinds."""
+    fields = {
+        "llama": ("mixtral", {}),
+        "qwen2moe": ("qwen2_moe", {"decoder_sparse_step": 1, "shared_expert_intermediate_size": 64}),
+        "qwen3next": (
+            "qwen3_next",
+            {"mlp_only_layers": [], "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32},
+        ),
+        "deepseek2": ("deepseek_v2", {}),
+        "gpt-oss": (
+            "gpt_oss",
+            {"swiglu_limit": 7.0, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        ),
+    }
+    case, own = fields[request.param]
+    tmp_path = tmp_path_factory.mktemp(request.param)
+    path = tmp_path / "tiny.gguf"
+
+    def kind_of(name: str, values: object) -> Kind:
+        if values.shape[-1] % 32:  # type: ignore[attr-defined]
+            return Kind.F32
+        return next((kind for key, kind in _KINDS.items() if key in name), Kind.F32)
+
+    write_gguf(path, request.param, build(case, **own), kind_of)
+    return gguf_folder(path, tmp_path / "cache")
+
+
+def logits_of(folder: Path, arithmetic: Arithmetic | None) -> torch.Tensor:
+    """arithmetic: None widens all weights."""
+    spec = build_spec(load_config(folder))
+    if arithmetic is None:
+        decoder = load_decoder(folder, spec, max_model_len=64)
+    else:
+        rounding = rounding_of(replace(BASE, arithmetic=arithmetic), spec, read_index(folder))
+        assert rounding.keeps_stored
+        decoder = load_decoder(folder, spec, ops=CpuOps(arithmetic), max_model_len=64, rounding=rounding)
+    return PagedRunner(decoder, [_TOKENS]).step([(0, 0, len(_TOKENS))])
+
+
+def test_exact_products_are_those_of_the_widened_weights(folder: Path) -> None:
+    wide, found = logits_of(folder, None), logits_of(folder, "exact")
+    assert (found - wide).abs().max() <= 2e-4 * wide.abs().max()
+
+
+def test_with_activations_of_8_bits_logits_are_close(folder: Path) -> None:
+    wide, found = logits_of(folder, None), logits_of(folder, "int8")
+    assert 0 < (found - wide).std() <= 0.2 * wide.std()
+
+
+def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(folder: Path) -> None:
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
+    prompts = [_TOKENS, _TOKENS[:7], _TOKENS[3:]]
+    whole = [TokenEngine(folder, BASE).generate([prompt], sampling)[0] for prompt in prompts]
+    together = TokenEngine(folder, replace(BASE, max_num_batched_tokens=8)).generate(prompts, sampling)
+    assert [(c.token_ids, c.logprobs) for c in together] == [(c.token_ids, c.logprobs) for c in whole]
+    spec, dtype = read_spec(folder, BASE)
+    assert spec.moe is not None
+    layouts = layouts_in_store(folder, spec, dtype, rounding_of(BASE, spec, read_index(folder)))
+    size = (spec.moe.gate.top_k + 1) * len(spec.moe_layers) * round_to_page(layouts.num_bytes)
+    few = TokenEngine(folder, replace(BASE, expert_memory=size)).generate(prompts, sampling)
+    assert [(c.token_ids, c.logprobs) for c in few] == [(c.token_ids, c.logprobs) for c in whole]
+
+
+def test_weights_take_the_bytes_of_the_file(folder: Path) -> None:
+    spec, dtype = read_spec(folder, BASE)
+    index = read_index(folder)
+    planned = weights_bytes(spec, dtype, index, rounding=rounding_of(BASE, spec, index))
+    stored = sum(info.num_bytes for info in index.values())
+    # Vectors and small tensors are the same; panels are padded to 32 columns, and a tied embedding counts twice.
+    assert planned < 2 * stored
+    assert planned < weights_bytes(spec, dtype, index) / 2
+
+
+def test_a_quantised_file_is_not_rounded_once_more(folder: Path) -> None:
+    spec, _ = read_spec(folder, BASE)
+    with pytest.raises(ConfigError, match="--quantization is for weights of 16 or 32 bits; these are q4_0, q4_1, q8_0"):
+        rounding_of(replace(BASE, quantization="int8"), spec, read_index(folder))
