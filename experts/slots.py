@@ -82,7 +82,8 @@ class SlotArena:
 
 
 def _fresh_memory(num_bytes: int) -> Tensor:
-    memory = mmap.mmap(-1, num_bytes)
+    # Private: a forked copy of the process fills its own slots. Shared memory would also have no huge pages by default.
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -130,3 +131,14 @@ def test_a_computation_that_fails_ends_its_event_and_the_next_one_has_its_usual_
                     bounded.partial(x, ids, weights, None, Activation())
             expected = moe_experts_partial(x, ids, weights, everything, Activation())
             assert torch.equal(bounded.partial(x, ids, weights, None, Activation()), expected)
+
+
+def test_what_a_forked_copy_writes_to_slots_stays_with_it() -> None:
+    arena = SlotArena([1], 64)
+    arena.tensor_of(0, 0).fill_(7)
+    pid = os.fork()
+    if pid == 0:
+        arena.tensor_of(0, 0).zero_()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert bool((arena.tensor_of(0, 0) == 7).all())
