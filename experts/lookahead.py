@@ -66,6 +66,9 @@ class GateLookahead(PrefetchObserver):
         if self._judge is not None:
             self._judge.end_step(self._memory.costs())
 
+    def abandon(self, plan: PlannedStep) -> None:
+        self._chosen.clear()
+
     def _look(self, layer: int, state: Tensor) -> None:
         distances = self._planner.distances(layer, self._reach) if self._is_on else ()
         if not distances:

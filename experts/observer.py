@@ -39,8 +39,8 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
 
     Methods are called in the order below, in the thread that computes: `chose`, `arrived` and `after` once per layer
     with experts, which `layer` numbers from 0, `passed` once per layer of any kind. The next step begins after
-    `launched`; on a device with a queue it may begin before `end`. Steps end in their order. Replaying a CUDA graph
-    calls no method of its layers.
+    `launched`; on a device with a queue it may begin before `end`. Steps end in their order; if one fails, `abandon`
+    comes in place of its `end`. Replaying a CUDA graph calls no method of its layers.
     """
 
     def begin(self, plan: Plan_contra) -> None:
@@ -70,6 +70,9 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
 
     def end(self, plan: Plan_contra, result: Result_contra) -> None:
         """Observe the result of a step. An observer may add to it."""
+
+    def abandon(self, plan: Plan_contra) -> None:
+        """Observe that a step that had begun has failed. It may be computed again, in parts, which begin anew."""
 
 
 AnyObserver = StepObserver[Any, Any]

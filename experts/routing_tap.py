@@ -52,6 +52,9 @@ class RoutingTap(AnyObserver):
         """Forget the ids of an earlier step. Called before a step."""
         self._chosen = [None] * len(self._chosen)
 
+    def abandon(self, plan: object) -> None:
+        self.clear()
+
     def take(self) -> HeardIds:
         """Return the ids since `clear`, and forget them."""
         chosen = [ids for ids in self._chosen if ids is not None]

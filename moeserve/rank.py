@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -70,10 +71,21 @@ class ObservedRunner:
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         for observer in self._observers:
             observer.begin(plan)
-        step = self._runner.launch(plan)
-        for observer in self._observers:
-            observer.launched()
+        with _abandoned_if_it_fails(plan, self._observers):
+            step = self._runner.launch(plan)
+            for observer in self._observers:
+                observer.launched()
         return _ObservedStep(plan, step, self._observers)
+
+
+@contextmanager
+def _abandoned_if_it_fails(plan: StepPlan, observers: Observers) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        for observer in observers:
+            observer.abandon(plan)
+        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,8 @@ class _ObservedStep:
         return self.step.done
 
     def result(self) -> StepResult:
-        result = self.step.result()
+        with _abandoned_if_it_fails(self.plan, self.observers):
+            result = self.step.result()
         for observer in self.observers:
             observer.end(self.plan, result)
         return result

@@ -7,7 +7,8 @@ step is computed.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,6 +76,9 @@ class RanksObserver:
     def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
         """Observe the results of all ranks; results[r] belongs to plans[r]."""
 
+    def abandon(self, plans: Sequence[StepPlan]) -> None:
+        """Observe, in place of `end`, that a step that had begun has failed."""
+
 
 class Steps:
     """Plans, launches and commits one step after another.
@@ -112,7 +116,8 @@ class Steps:
         if plans is not None:
             for observer in self._observers:
                 observer.begin(plans)
-            self._in_flight.append((plans, self._executor.launch(plans)))
+            with self._abandoned_if_it_fails(plans):
+                self._in_flight.append((plans, self._executor.launch(plans)))
             if len(self._in_flight) <= self._depth:
                 return failed
         if self._in_flight:
@@ -126,9 +131,19 @@ class Steps:
         """Raise the error that would make the next step fail. Meant for times when there is nothing to do."""
         self._executor.check()
 
+    @contextmanager
+    def _abandoned_if_it_fails(self, plans: Sequence[StepPlan]) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            for observer in self._observers:
+                observer.abandon(plans)
+            raise
+
     def _commit(self) -> list[RequestOutput]:
         plans, pending = self._in_flight.popleft()
-        results = pending.result()
+        with self._abandoned_if_it_fails(plans):
+            results = pending.result()
         for observer in self._observers:
             observer.end(plans, results)
         outputs = self._scheduler.commit(plans, results)

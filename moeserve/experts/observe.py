@@ -102,7 +102,8 @@ class ExpertRecording(RanksObserver):
         self.trace: TraceRecorder | None = None
         self._placement = placement
         self._listeners: tuple[RoutingListener, ...] = (self.recorder, *listeners)
-        self._placements: deque[Placement | None] = deque()
+        # By the number of a step in flight.
+        self._placements: dict[int, Placement | None] = {}
         self._pending: list[_UncountedStep] = []
         self._before: dict[int, tuple[StepPlan, StepResult]] = {}
         self._num_rows = 0
@@ -111,10 +112,10 @@ class ExpertRecording(RanksObserver):
             self.start_trace(with_token_ids=False)
 
     def begin(self, plans: Sequence[StepPlan]) -> None:
-        self._placements.append(self._placement())
+        self._placements[plans[0].step] = self._placement()
 
     def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
-        placement = self._placements.popleft()
+        placement = self._placements.pop(plans[0].step)
         for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
             if plan.chunks and result.routing is not None:
                 self._pending.append(_UncountedStep(rank, plan, result.routing, placement, self._before.get(rank)))
@@ -124,6 +125,9 @@ class ExpertRecording(RanksObserver):
         # A trace finds requests that begin alike by the block of their first tokens, which is valid while they run.
         if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self.trace is not None:
             self.gather()
+
+    def abandon(self, plans: Sequence[StepPlan]) -> None:
+        self._placements.pop(plans[0].step, None)
 
     def add(
         self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int], placement: Placement | None = None

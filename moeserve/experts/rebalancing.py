@@ -6,7 +6,6 @@ Rank 0 decides on a new placement of a layer and announces it; every rank loads 
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 
 import structlog
@@ -52,7 +51,8 @@ class Rebalancing(RanksObserver):
         self._migrator = migrator
         self._send_all = send_all
         self._clock = clock
-        self._begun: deque[float] = deque()
+        # By the number of a step in flight, on the clock.
+        self._begun: dict[int, float] = {}
         self._ended = float("-inf")
 
     @property
@@ -62,15 +62,18 @@ class Rebalancing(RanksObserver):
 
     def begin(self, plans: Sequence[StepPlan]) -> None:
         now = self._clock()
-        self._begun.append(now)
+        self._begun[plans[0].step] = now
         self._follow(self._rebalancer.begin_step(now))
 
     def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
         """Measure the time of a step. A step that began during the previous step counts from the end of that step."""
         if outcome := self._migrator.outcome():
             self._rebalancer.loaded(0, outcome.version, outcome.error)
-        started, self._ended = max(self._begun.popleft(), self._ended), self._clock()
+        started, self._ended = max(self._begun.pop(plans[0].step), self._ended), self._clock()
         self._rebalancer.end_step(self._ended - started)
+
+    def abandon(self, plans: Sequence[StepPlan]) -> None:
+        self._begun.pop(plans[0].step, None)
 
     def on_message(self, message: object) -> None:
         if isinstance(message, LayerLoaded):

@@ -147,3 +147,38 @@ def test_the_step_number_is_that_of_the_last_commit() -> None:
     assert served.steps.step == 0
     served.steps.advance()
     assert served.steps.step == 1
+
+
+class _Failing(CountingDevice):
+    """Fails at a launch, or when the result is asked for."""
+
+    def __init__(self, fails: str) -> None:
+        super().__init__()
+        self._fails = fails
+
+    def launch(self, plans: Sequence[StepPlan]) -> Logged:
+        if self._fails == "launch":
+            raise RuntimeError("no launch")
+        step = super().launch(plans)
+        return _FailingStep(step.log, step.computed)
+
+    def abandon(self, plans: Sequence[StepPlan]) -> None:
+        self.log.append(f"abandon {plans[0].step}")
+
+
+class _FailingStep(Logged):
+    def result(self) -> list[StepResult]:
+        raise RuntimeError("no result")
+
+
+@pytest.mark.parametrize("fails", ["launch", "result"])
+def test_observers_hear_that_a_step_has_failed_in_place_of_its_end(fails: str) -> None:
+    device = _Failing(fails)
+    scheduler = Scheduler(
+        [PrefixCache(8, 4)], max_num_seqs=1, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=16
+    )
+    steps = Steps(scheduler, device, 0, [device])
+    scheduler.add(Request("r", array("i", [1, 2]), SamplingParams(max_tokens=2)))
+    with pytest.raises(RuntimeError):
+        steps.advance()
+    assert [line.split()[0] for line in device.log if not line.startswith("launch")] == ["begin", "abandon"]
