@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -61,6 +62,8 @@ class Services:
         config = run.config
         inline = Preparer(tokenizer, shape, Watch())
         self.text = TextProcesses(Path(run.model_dir), config.tool_call_parser, config.reasoning_parser, inline)
+        # Of answers that show long prompts or many log probabilities one works in a turn of the event loop.
+        self.long_answers = asyncio.Lock()
         self.slo = service_slo(run.config)
         self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
         self._draining = False

@@ -7,7 +7,7 @@ import re
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,6 +150,7 @@ class GenerateRoute:
         send = _tell_cut(send, request, generates)
         answer = Answer(request, prepared.prompts, services.tokenizer, services.shape, prepared.prompt_texts)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
+        turns: Turns = services.long_answers if request.shows_prompts else nullcontext()
         formatter = self._dialect.formatter(
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
         )
@@ -161,10 +162,10 @@ class GenerateRoute:
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
-                    await _Streaming(group, answer, formatter, progress, stream).run()
+                    await _Streaming(group, answer, formatter, progress, stream, turns).run()
                 else:
-                    choices = await _whole(group, answer, progress)
-                    content = await _completed(formatter, choices, answer)
+                    choices = await _whole(group, answer, progress, turns)
+                    content = await _completed(formatter, choices, answer, services.long_answers)
                     will.revoke()
                     await send_body(send, 200, content)
         except ApiError as error:
@@ -227,32 +228,40 @@ def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
         log_fields["engine_deaths"] = group.num_deaths
 
 
-async def _whole(group: RequestGroup, answer: Answer, progress: Progress) -> list[Delta]:
+# Lets one long answer work in a turn of the event loop, and any number of others.
+Turns = AbstractAsyncContextManager[None]
+
+
+async def _whole(group: RequestGroup, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
     """Wait for the whole answer, and return its choices."""
     choices: dict[int, Delta] = {}
     try:
         while answer.num_open:
             batch = await group.next()
             for number in range(len(batch)):
-                for delta in _take(group, answer, batch[number : number + 1], progress):
-                    choices.setdefault(delta.index, Delta(delta.index)).append(delta)
-                # An output may bring a whole prompt's tokens with it.
-                await asyncio.sleep(0)
+                async with turns:
+                    for delta in _take(group, answer, batch[number : number + 1], progress):
+                        choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+                    # An output may bring a whole prompt's tokens with it.
+                    await asyncio.sleep(0)
     except EngineGone as error:
         raise engine_unavailable(error) from error
     return answer.best([choices[index] for index in sorted(choices)])
 
 
-async def _completed(formatter: Formatter, choices: list[Delta], answer: Answer) -> bytes:
+async def _completed(formatter: Formatter, choices: list[Delta], answer: Answer, long_answers: Turns) -> bytes:
     """Return the body of an answer. Other work of the event loop goes on between its parts."""
     writing = formatter.complete(choices, answer.usage)
+    num_tokens = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
+    turns: Turns = nullcontext() if num_tokens <= _TOKENS_AT_ONCE else long_answers
     while True:
-        try:
-            next(writing)
-        except StopIteration as done:
-            body: bytes = done.value
-            return body
-        await asyncio.sleep(0)
+        async with turns:
+            try:
+                next(writing)
+            except StopIteration as done:
+                body: bytes = done.value
+                return body
+            await asyncio.sleep(0)
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
@@ -275,6 +284,7 @@ class _Streaming:
     formatter: Formatter
     progress: Progress
     stream: EventStream
+    turns: Turns
     _started: set[int] = field(default_factory=set, init=False)
     _num_deaths: int = field(default=0, init=False)
 
@@ -317,7 +327,8 @@ class _Streaming:
             if num_tokens > _TOKENS_AT_ONCE:
                 # A prompt with its log probabilities: others go on between its parts.
                 await self.stream.write(b"".join(events))
-                await asyncio.sleep(0)
+                async with self.turns:
+                    await asyncio.sleep(0)
                 events, num_tokens = [], 0
             if delta.index not in self._started:
                 self._started.add(delta.index)
