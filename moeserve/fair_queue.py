@@ -9,14 +9,14 @@ round robin in which the deficit is paid afterwards. With one tenant it is a pla
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
-from itertools import groupby
+from itertools import chain
 
 from moeserve.pacing import Backlog
 from moeserve.plan import Request, Terms
+from moeserve.token_sums import TokenSums
 
 _SMOOTHING = 0.1
 # A request that lacks so many times fewer tokens passes a long prompt of its own tenant.
@@ -30,13 +30,16 @@ class Tenant:
     """An account with its foreground, or its background, requests.
 
     `served`: its computed tokens over its weight. `request_tokens`: uncached prompt tokens of one of its typical
-    requests, as a geometric mean: a long prompt among short ones changes it little.
+    requests, as a geometric mean: a long prompt among short ones changes it little. `waiting`: the uncached prompt
+    tokens of its waiting requests.
     """
 
     terms: Terms
     served: float = 0.0
     num_open: int = 0
     request_tokens: float = 0.0
+    num_running: int = 0
+    waiting: TokenSums = field(default_factory=TokenSums)
 
     def count_start(self, request: Request) -> None:
         """Learn from a request that left the queue."""
@@ -51,6 +54,8 @@ class Tenants:
         self._tenants: dict[tuple[str, bool], Tenant] = {}
         self._active: list[Tenant] = []
         self._floor = 0.0
+        # In the foreground, and in the background.
+        self._num_waiting = [0, 0]
 
     @property
     def active(self) -> Sequence[Tenant]:
@@ -111,39 +116,46 @@ class Tenants:
         cost = lacking.num_uncached_tokens / other.terms.weight
         return request.priority <= lacking.priority and tenant.served < other.served + cost
 
-    def backlogs(
-        self, running: Iterable[Request], waiting: Iterable[Request], own: int | None = None
-    ) -> dict[str, Backlog]:
+    def wait(self, request: Request) -> None:
+        """Count a request that waits from now on."""
+        self.of(request).waiting.add(request.num_uncached_tokens)
+        self._num_waiting[request.terms.background] += 1
+
+    def end_wait(self, request: Request) -> None:
+        """Count a request that waits no longer."""
+        self.of(request).waiting.add(request.num_uncached_tokens, -1)
+        self._num_waiting[request.terms.background] -= 1
+
+    def num_waiting(self, terms: Terms) -> tuple[int, int]:
+        """Return the waiting requests of a tenant, and those of all tenants in the same ground."""
+        tenant = self._tenants.get((terms.tenant, terms.background))
+        return 0 if tenant is None else tenant.waiting.count, self._num_waiting[terms.background]
+
+    @property
+    def background_runs(self) -> bool:
+        """True if a background request runs."""
+        return any(tenant.terms.background and tenant.num_running for tenant in self._active)
+
+    def backlogs(self, own: int | None = None) -> dict[str, Backlog]:
         """Return the open work of tenants in the foreground, by their names, as a new request would find it.
 
-        own: the uncached tokens of its prompt; None for a typical request of each tenant.
+        own: the uncached tokens of its prompt; None for a typical request of each tenant. It does not wait for all of a
+        prompt of its own tenant that lacks far more tokens.
         """
-        num_running, num_waiting, tokens = Counter[str](), Counter[str](), Counter[str]()
-        for request in running:
-            num_running[request.terms.tenant] += not request.terms.background
-        for request in waiting:
-            if not request.terms.background:
-                num_waiting[request.terms.tenant] += 1
-                own_tokens = own or round(self.of(request).request_tokens) or request.num_uncached_tokens
-                tokens[request.terms.tenant] += tokens_before(own_tokens, request.num_uncached_tokens)
         found = {}
         for tenant in self._active:
             if not tenant.terms.background:
-                name, typical = tenant.terms.tenant, round(tenant.request_tokens)
-                found[name] = Backlog(tenant.terms.weight, num_running[name], num_waiting[name], tokens[name], typical)
+                typical, waiting = round(tenant.request_tokens), tenant.waiting
+                size = own or typical
+                tokens = waiting.bounded(FAR_SHORTER * size) if size else waiting.total
+                found[tenant.terms.tenant] = Backlog(
+                    tenant.terms.weight, tenant.num_running, waiting.count, tokens, typical
+                )
         return found
 
     def _raise_floor(self) -> None:
         if self._active:
             self._floor = max(self._floor, min(tenant.served for tenant in self._active))
-
-
-def tokens_before(own: int, other: int) -> int:
-    """Return for how many tokens of a prompt of `other` tokens one of `own` tokens behind it waits at most.
-
-    A request does not wait for a prompt of its own tenant that lacks far more tokens than it does.
-    """
-    return min(other, FAR_SHORTER * own)
 
 
 class WaitingQueue:
@@ -164,61 +176,93 @@ class WaitingQueue:
         matched_tokens: Callable[[Request], int],
         tenants: Tenants,
         is_late: Callable[[Request], bool] = lambda _: False,
+        is_bounded: Callable[[Request], bool] = lambda _: False,
     ) -> None:
-        """matched_tokens: counts the cached tokens of a request. tenants: the tenants of all its requests."""
+        """matched_tokens: counts the cached tokens of a request. tenants: the tenants of all its requests. is_bounded:
+        tells whether a request's wait is bounded, which does not change while it waits."""
         if policy not in ("fcfs", "lpm"):
             raise ValueError(f"unknown scheduling policy {policy!r}")
         self._policy = policy
         self._matched_tokens = matched_tokens
         self._tenants = tenants
         self._is_late = is_late
-        self._requests: list[Request] = []
+        self._is_bounded = is_bounded
+        # By priority and tenant, in the order of arrival.
+        self._lines: dict[int, dict[Tenant, list[Request]]] = {}
+        self._num_requests = 0
+        # The times of arrival of requests whose wait is bounded, ascending.
+        self._arrivals: list[float] = []
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return self._num_requests
 
     def __iter__(self) -> Iterator[Request]:
-        return iter(self._requests)
+        """Iterate over the requests in no order that means anything."""
+        return chain.from_iterable(line for lines in self._lines.values() for line in lines.values())
+
+    @property
+    def bounded_since(self) -> float | None:
+        """The first time of arrival of a request whose wait is bounded, None without such a request."""
+        return self._arrivals[0] if self._arrivals else None
 
     def add(self, request: Request) -> None:
-        insort(self._requests, request, key=_queue_key)
+        lines = self._lines.setdefault(request.priority, {})
+        insort(lines.setdefault(self._tenants.of(request), []), request, key=_queue_key)
+        self._num_requests += 1
+        if self._is_bounded(request):
+            insort(self._arrivals, request.arrived_at)
 
     def remove(self, request: Request) -> None:
         """Remove a request. Raise ValueError if it does not wait."""
-        index = bisect_left(self._requests, request.queue_key, key=_queue_key)
-        if index == len(self._requests) or self._requests[index] is not request:
+        tenant = self._tenants.of(request)
+        lines = self._lines.get(request.priority, {})
+        line = lines.get(tenant, [])
+        index = bisect_left(line, request.queue_key, key=_queue_key)
+        if index == len(line) or line[index] is not request:
             raise ValueError(f"request {request.request_id} does not wait")
-        del self._requests[index]
+        del line[index]
+        self._num_requests -= 1
+        if not line:
+            del lines[tenant]
+            if not lines:
+                del self._lines[request.priority]
+        if self._is_bounded(request):
+            del self._arrivals[bisect_left(self._arrivals, request.arrived_at)]
 
-    def candidates(self) -> list[Request]:
-        """Return the requests to be tried, in order."""
-        found: list[Request] = []
-        for _, requests in groupby(self._requests, key=lambda request: request.priority):
-            lines: dict[Tenant, list[Request]] = {}
-            for request in requests:
-                lines.setdefault(self._tenants.of(request), []).append(request)
-            is_top = not found
-            found += _by_turns({tenant: self._line(line, is_top) for tenant, line in lines.items()})
-        return found
+    def candidates(self) -> Iterator[Request]:
+        """Return the requests that wait now, to be tried in this order."""
+        return chain.from_iterable([_by_turns(self._turns(priority)) for priority in sorted(self._lines)])
+
+    def firsts(self) -> list[Request]:
+        """Return the first request of each tenant with requests of the most urgent priority, the next one first."""
+        turns = self._turns(min(self._lines)) if self._lines else []
+        return [line[0] for _, _, _, line in sorted(turns, key=lambda turn: turn[:2])]
 
     def take(self, request: Request) -> None:
         """Remove the request, counting it as an overtaker of its tenant's requests before it."""
         self.remove(request)
+        if self._policy == "fcfs":
+            return
         tenant = self._tenants.of(request)
-        for other in self._requests:
-            if other.queue_key >= request.queue_key:
-                break
-            other.num_overtakers += self._tenants.of(other) is tenant
+        for lines in self._lines.values():
+            for other in lines.get(tenant, ()):
+                other.num_overtakers += other.queue_key < request.queue_key
+
+    def _turns(self, priority: int) -> list[_Turn]:
+        is_top = priority == min(self._lines)
+        lines = [(tenant, self._line(line, is_top)) for tenant, line in self._lines[priority].items()]
+        return [(tenant.served, line[0].queue_key, tenant, line) for tenant, line in lines]
 
     def _line(self, requests: list[Request], is_top: bool) -> list[Request]:
         """Return a tenant's requests of one priority in their order of service. requests: in the order of arrival."""
         if len(requests) < 2:
-            return requests
-        waiting = [request for request in requests if not request.keeps_its_turn]
-        if waiting and self._is_late(waiting[0]):
+            return requests[:]
+        oldest = next((request for request in requests if not request.keeps_its_turn), None)
+        if oldest is not None and self._is_late(oldest):
+            waiting = [request for request in requests if not request.keeps_its_turn]
             return [request for request in requests if request.keeps_its_turn] + waiting[::-1]
         if self._policy == "fcfs" or not is_top:
-            return requests
+            return requests[:]
         window = requests[:_LPM_WINDOW]
         first = [r for r in window if r.resumes or r.num_overtakers >= _LPM_MAX_OVERTAKERS]
         others = [r for r in window if not (r.resumes or r.num_overtakers >= _LPM_MAX_OVERTAKERS)]
@@ -226,24 +270,26 @@ class WaitingQueue:
         return first + others + requests[len(window) :]
 
 
-def _by_turns(lines: dict[Tenant, list[Request]]) -> list[Request]:
+# What a tenant has had, the key of its first request, the tenant, and its line.
+_Turn = tuple[float, tuple[int, float, int], Tenant, list[Request]]
+
+
+def _by_turns(turns: list[_Turn]) -> Iterator[Request]:
     """Merge the lines of tenants: the next request is that of the tenant that will have had least by then."""
-    if len(lines) == 1:
-        return next(iter(lines.values()))
-    found: list[Request] = []
-    turns = [(tenant.served, line[0].queue_key, tenant, 0) for tenant, line in lines.items()]
-    heapify(turns)
-    while turns:
-        served, _, tenant, place = turns[0]
-        line = lines[tenant]
+    if len(turns) == 1:
+        yield from turns[0][3]
+        return
+    heap = [(served, key, tenant, line, 0) for served, key, tenant, line in turns]
+    heapify(heap)
+    while heap:
+        served, _, tenant, line, place = heap[0]
         request = line[place]
-        found.append(request)
+        yield request
         if place + 1 == len(line):
-            heappop(turns)
+            heappop(heap)
         else:
             served += request.num_uncached_tokens / tenant.terms.weight
-            heapreplace(turns, (served, line[place + 1].queue_key, tenant, place + 1))
-    return found
+            heapreplace(heap, (served, line[place + 1].queue_key, tenant, line, place + 1))
 
 
 def _queue_key(request: Request) -> tuple[int, float, int]:

@@ -7,7 +7,7 @@ not wait. Pure: time is an argument, in seconds of a monotonic clock.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -251,12 +251,11 @@ class Pace:
         """
         return self._places
 
-    def note_waiting(self, waiting: Iterable[Request]) -> None:
-        """Note the requests that still wait after a step."""
-        bounded = [request.arrived_at for request in waiting if self.is_bounded(request)]
-        self._is_awaited = bool(bounded)
+    def note_waiting(self, since: float | None) -> None:
+        """Note since when a request with a bounded wait has waited that still waits after a step; None for none."""
+        self._is_awaited = since is not None
         if self._patience is not None:
-            self._patience.note(self.now, self.now - min(bounded) if bounded else None)
+            self._patience.note(self.now, None if since is None else self.now - since)
         if self._num_new_ends and self._slo is not None:
             grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH * min(1, self._num_new_ends / self._places))
             self._deadline_s = min(grown_s, self._best_deadline(self._slo))

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import islice, takewhile
 
-from moeserve.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue, tokens_before
+from moeserve.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
+from moeserve.open_prompts import OpenPrompts
 from moeserve.pacing import Load, Pace, Slo
 from moeserve.plan import (
     Chunk,
@@ -28,6 +29,7 @@ from moeserve.plan_draft import PlanDraft
 from moeserve.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
 from moeserve.request_states import RequestStates, StatePolicy
 from moeserve.sharing import Sharing
+from moeserve.token_sums import TokenSums
 from radix_cache import APART, Miss, PrefixCache
 
 # A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
@@ -87,7 +89,8 @@ class Scheduler:
         self._tenants = Tenants()
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
-        self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late)
+        self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late, self._pace.is_bounded)
+        self._open_prompts = OpenPrompts()
         self._committed: PlanDraft | None = None
         # The first request of each tenant that found no memory in the latest step.
         self._lacking: dict[Tenant, Request] = {}
@@ -147,6 +150,7 @@ class Scheduler:
             self._extend(request)
         if request.lacks_mask:
             self._mask_changes.append(request)
+        self._open_prompts.add(request)
         self._enqueue(request)
 
     def take_mask_changes(self) -> list[Request]:
@@ -176,17 +180,21 @@ class Scheduler:
         late = [r for r in self._unmasked.values() if self._pace.now - r.arrived_at > self._pace.limit(r)]
         if not len(self._waiting):
             return [self._end(request, FinishReason.LATE) for request in late]
-        load = self.load()
-        ahead: list[int] = []
-        num_tokens = 0
+        load, now = self.load(), self._pace.now
+        ahead, num_tokens = list[int](), 0
+        sums, limits = TokenSums(), dict[tuple[bool, float | None, int], float]()
         for request in self._waiting.candidates():
-            waited_s, limit_s = self._pace.now - request.arrived_at, self._pace.limit(request)
-            spare_s = _CLEARLY_LATE * limit_s - waited_s
             own, num_places = request.num_uncached_tokens, len(ahead) + 1 - load.num_free_places
-            is_late = waited_s > limit_s or (
-                load.wait_behind_s(num_places, num_tokens) > spare_s
-                and load.wait_behind_s(num_places, sum(tokens_before(own, other) for other in ahead)) > spare_s
-            )
+            kind = (self._pace.is_bounded(request), request.terms.ttft_s, -(-own // self._max_num_batched_tokens))
+            if (limit_s := limits.get(kind)) is None:
+                limit_s = limits[kind] = self._pace.limit(request)
+            waited_s = now - request.arrived_at
+            spare_s = _CLEARLY_LATE * limit_s - waited_s
+            is_late = waited_s > limit_s
+            if not is_late and load.wait_behind_s(num_places, num_tokens) > spare_s:
+                for tokens in ahead[sums.count :]:
+                    sums.add(tokens)
+                is_late = load.wait_behind_s(num_places, sums.bounded(FAR_SHORTER * own)) > spare_s
             if is_late and request.arrival < self._num_tried:
                 late.append(request)
             else:
@@ -219,8 +227,10 @@ class Scheduler:
         """
         if self._rope_switch is not None:
             for request in [request for request in self._running if self._outgrows(request)]:
+                self._open_prompts.remove(request)
                 self._preempt(request)
                 self._extend(request)
+                self._open_prompts.add(request)
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.num_scheduled_tokens):
             self._on_trial = None
@@ -243,7 +253,7 @@ class Scheduler:
             elif num_pending == 0:
                 self._plan_unsampled(request, draft)
         draft.end_decodes(self._pace.step_bound(draft.requests))
-        awaited = next(iter(self._waiting.candidates()), None) if prompts else None
+        awaited = next(self._waiting.candidates(), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
         urgent, patient = list[Request](), list[Request]()
         for request in prompts:
@@ -255,7 +265,7 @@ class Scheduler:
             self._admit(draft, takewhile(lambda request: self._tenants.goes_before(request, patient[0]), candidates))
             self._schedule_prompts(patient, draft)
         self._admit(draft)
-        self._pace.note_waiting(self._waiting)
+        self._pace.note_waiting(self._waiting.bounded_since)
         self._num_tried = self._num_arrivals
         if not draft.requests:
             return None
@@ -327,11 +337,9 @@ class Scheduler:
 
     def load(self, num_tokens: int | None = None) -> Load:
         """Return the load that a request would find now. num_tokens: its uncached prompt's; None for a typical one."""
-        waiting = [*self._waiting, *self._unmasked.values()]
-        backlogs = self._tenants.backlogs(self._running, waiting, num_tokens)
+        backlogs = self._tenants.backlogs(num_tokens)
         is_awaited = any(backlog.waiting for backlog in backlogs.values())
-        gives_way = any(request.terms.background for request in self._running)
-        return self._pace.load(backlogs, bool(self._lacking) and is_awaited and not gives_way)
+        return self._pace.load(backlogs, bool(self._lacking) and is_awaited and not self._tenants.background_runs)
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
@@ -342,17 +350,15 @@ class Scheduler:
         return max(memory.peek(request) for memory in self._memories)
 
     def _num_cached_soon(self, request: Request) -> int:
-        """Count the request's tokens that are cached, or will be cached by the requests before it."""
-        num_cached = self._num_cached(request)
-        others = (*self._waiting, *self._running)
-        return max([num_cached, *(self._memories[0].num_shared(request, other) for other in others)])
+        """Count the request's tokens that are cached, or will be cached by the prompts of the requests before it."""
+        others, memory = self._open_prompts.neighbours(request), self._memories[0]
+        return max([self._num_cached(request), *(memory.num_shared(request, other) for other in others)])
 
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
         num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
-        waiting = [*self._waiting, *self._unmasked.values()]
-        if not request.resumes and not self._sharing.may_wait(request.terms, waiting, num_places):
-            raise QueueFullError(f"{len(waiting)} requests wait already")
+        if not request.resumes and not self._sharing.may_wait(request.terms, num_places):
+            raise QueueFullError(f"{self.num_waiting} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
         """Raise TooLateError if the request would wait much longer than it may.
@@ -408,7 +414,7 @@ class Scheduler:
         set_aside = draft.set_half_aside()
         self._schedule_prompts(shorter, draft)
         waiting = self._waiting.candidates()
-        self._admit(draft, [r for r in waiting if self._are_alike(r, request) and r.num_uncached_tokens <= most])
+        self._admit(draft, (r for r in waiting if self._are_alike(r, request) and r.num_uncached_tokens <= most))
         draft.take_back(set_aside)
 
     def _are_alike(self, one: Request, other: Request) -> bool:
@@ -426,8 +432,8 @@ class Scheduler:
         loads = RankLoads(self._memories, self._running)
         awaiting: list[Tenant] = []
         places = Counter(map(self._tenants.of, self._running))
-        waiting = self._waiting.candidates()
-        for request in waiting if candidates is None else candidates:
+        first = list(islice(self._waiting.candidates(), _FORESEEN))
+        for request in self._waiting.candidates() if candidates is None else candidates:
             if draft.is_full or len(self._running) + len(awaiting) >= self._num_places:
                 break
             tenant = self._tenants.of(request)
@@ -451,9 +457,11 @@ class Scheduler:
                 continue
             places[tenant] += 1
             self._waiting.take(request)
+            self._tenants.end_wait(request)
+            self._tenants.of(request).num_running += 1
             self._running.append(request)
             self._memories[request.rank].recall(request)
-            self._memories[request.rank].foresee(request, waiting[:_FORESEEN])
+            self._memories[request.rank].foresee(request, first)
             self._count_start(request)
             self._plan_chunk(request, _num_pending(request), draft)
             loads.add(request)
@@ -552,6 +560,7 @@ class Scheduler:
     def _preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
         self._running.remove(request)
+        self._tenants.of(request).num_running -= 1
         self._memories[request.rank].detach(request)
         request.num_preemptions += 1
         request.yields = False
@@ -560,6 +569,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         """Let a request wait for its turn, or first for its mask."""
+        self._tenants.wait(request)
         if request.lacks_mask:
             self._unmasked[request.request_id] = request
         else:
@@ -606,11 +616,14 @@ class Scheduler:
         self._pace.count_end(request, reason)
         if request.sampling.grammar is not None:
             self._mask_changes.append(request)
+        self._open_prompts.remove(request)
         if request.lease is None:
+            self._tenants.end_wait(request)
             if self._unmasked.pop(request.request_id, None) is None:
                 self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
+        self._tenants.of(request).num_running -= 1
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 

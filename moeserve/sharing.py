@@ -7,7 +7,7 @@ free: a tenant that is alone has everything. `moeserve.fair_queue` decides which
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import inf
 
 from moeserve.fair_queue import Tenant, Tenants, WaitingQueue
@@ -61,14 +61,8 @@ class Sharing:
         places, blocks = self._places, self._blocks
         if places is None or blocks is None or not len(waiting) or not (is_full or lacks_memory):
             return
-        nexts: dict[Tenant, Request] = {}
-        candidates = waiting.candidates()
-        for request in candidates:
-            if request.priority > candidates[0].priority:
-                # More urgent requests would take the memory that is given up for it.
-                break
-            nexts.setdefault(self._tenants.of(request), request)
-        for request in nexts.values():
+        # Requests of other priorities do not count: more urgent ones would take the memory that is given up for them.
+        for request in waiting.firsts():
             wanted = -(-len(request.token_ids) // self._caches[0].block_size)
             if is_full and places.may_take(request, 1) and (victim := places.pop_victim()) is not None:
                 yield victim
@@ -88,15 +82,15 @@ class Sharing:
         """Return whether a tenant with `num_running` running requests may have another."""
         return num_running < max(1, int(terms.running * self._max_num_seqs))
 
-    def may_wait(self, terms: Terms, waiting: Iterable[Request], num_places: int) -> bool:
+    def may_wait(self, terms: Terms, num_places: int) -> bool:
         """Return whether a new request finds a place in the queue: a tenant always finds its share of the places.
 
         Background requests have places of their own, equally many.
         """
-        tenants = [other.terms.tenant for other in waiting if other.terms.background == terms.background]
-        is_full = len(tenants) >= num_places
+        num_own, num_waiting = self._tenants.num_waiting(terms)
+        is_full = num_waiting >= num_places
         allowed = min(terms.queue, self._tenants.share(terms) if is_full else 1.0)
-        return not (is_full or allowed < 1) or tenants.count(terms.tenant) < allowed * num_places
+        return not (is_full or allowed < 1) or num_own < allowed * num_places
 
 
 class Holdings:

@@ -30,7 +30,7 @@ class Line:
 
     def serve(self, num_tokens: int | None = None) -> Request:
         """Serve the next request: `num_tokens` in all, its prompt unless given."""
-        request = self.queue.candidates()[0]
+        request = next(self.queue.candidates())
         self.queue.take(request)
         self.tenants.charge(request, num_tokens or request.num_prompt_tokens)
         self.tenants.leave(request)
@@ -148,7 +148,7 @@ def test_the_newest_is_next_where_the_oldest_is_late_but_after_those_that_have_b
     patient = line.add(Terms(patient=True))
     requests[1].num_preemptions = 1
     line.late = True
-    assert line.queue.candidates() == [requests[1], patient, requests[3], requests[2], requests[0]]
+    assert list(line.queue.candidates()) == [requests[1], patient, requests[3], requests[2], requests[0]]
 
 
 def test_a_tenant_is_told_from_its_background() -> None:

@@ -153,7 +153,7 @@ def end(pace: Pace, count: int, age_s: float, reason: FinishReason = FinishReaso
     pace.tell_time(age_s)
     for _ in range(count):
         pace.count_end(answered(), reason)
-    pace.note_waiting([])
+    pace.note_waiting(None)
 
 
 def linear(rows: int) -> float:
@@ -167,7 +167,7 @@ def answer_s(num_running: int) -> float:
 
 def test_so_many_requests_run_at_once_that_answers_are_whole_before_clients_leave() -> None:
     pace = measured_pace(linear)
-    pace.note_waiting([])
+    pace.note_waiting(None)
     assert pace.num_places() == 64
     end(pace, 20, 3.5, FinishReason.ABORT)
     assert 2.5 < answer_s(pace.num_places()) < 3.5

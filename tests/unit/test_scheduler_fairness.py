@@ -346,21 +346,21 @@ def names(requests: list[Request]) -> str:
 
 def test_fcfs_is_priority_then_arrival() -> None:
     queue, _ = make_queue("fcfs", [1, 0, 1, 0, -1])
-    assert names(queue.candidates()) == "41302"
+    assert names(list(queue.candidates())) == "41302"
     assert len(queue) == 5
 
 
 def test_a_preempted_request_returns_to_its_place() -> None:
     queue, requests = make_queue("fcfs", [0, 0, 0])
     queue.take(requests[1])
-    assert names(queue.candidates()) == "02"
+    assert names(list(queue.candidates())) == "02"
     queue.add(requests[1])
     assert names(list(queue)) == "012"
 
 
 def test_lpm_prefers_what_is_cached_among_the_most_urgent() -> None:
     queue, _ = make_queue("lpm", [0, 1, 0, 0, 1])
-    assert names(queue.candidates()) == "32014"
+    assert names(list(queue.candidates())) == "32014"
 
 
 def test_only_those_who_stood_before_are_overtaken() -> None:
@@ -373,7 +373,7 @@ def test_who_was_overtaken_often_goes_first() -> None:
     queue, requests = make_queue("lpm", [0, 0, 0, 0])
     requests[1].num_overtakers = requests[2].num_overtakers = 32
     requests[3].num_overtakers = 31
-    assert names(queue.candidates()) == "1230"
+    assert names(list(queue.candidates())) == "1230"
 
 
 def test_removing_one_that_does_not_wait_is_an_error() -> None:
