@@ -22,6 +22,7 @@ from typing import Any, get_args, get_type_hints
 # that has the import name `kernels` for its optional kernel loader.
 VERSION = "0.1.0"
 
+_SHOWN_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # The names in `moeserve.frontend.parsers.families`, which this module cannot import.
 TOOL_CALL_PARSERS = (
@@ -466,6 +467,16 @@ def parse_size(text: str | int) -> int:
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size such as 512MiB or 2GB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def show_size(num_bytes: int, *, up: bool = False) -> str:
+    """Return a size in the largest unit that it fills, in tenths, rounded down, or up where it is what is needed.
+
+    So of two sizes in a sentence the smaller one never reads like the larger one.
+    """
+    power = max(power for power in range(len(_SHOWN_UNITS)) if num_bytes >= 1024**power or not power)
+    tenths = (-(-10 * num_bytes // 1024**power)) if up else 10 * num_bytes // 1024**power
+    return f"{tenths / 10:g} {_SHOWN_UNITS[power]}"
 
 
 def parse_limits(text: str, names: Sequence[str]) -> dict[str, float]:

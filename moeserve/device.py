@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from moeserve.config import ConfigError, ServeConfig, refuse_changed
+from moeserve.config import ConfigError, ServeConfig, refuse_changed, show_size
 from radix_cache.window_blocks import least_window_blocks
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ _USUAL_TOKENS = {"cpu": 256, "cuda": 4096}
 
 _CGROUP = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+_NO_LIMIT_BYTES = 2**60  # version 1 of control groups writes a number of this order for no limit
 _MEMINFO = Path("/proc/meminfo")
 # KV memory without a setting: this share of the memory left beside weights and reserve, up to this many bytes.
 _KV_SHARE = 0.5
@@ -140,6 +141,18 @@ def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO, own_cgroup
     return max(0, min([_machine_available(meminfo), *(room for room in rooms if room is not None)]))
 
 
+def what_limits_memory(cgroup: Path = _CGROUP, own_cgroup: Path = _OWN_CGROUP) -> str:
+    """Return the subject of a sentence: the smallest limit of this process's groups, else the machine's free memory."""
+    limits = [
+        limit
+        for files in (_V2, _V1)
+        for group in _memory_groups(cgroup, own_cgroup, files)
+        for name in files.limits
+        if (limit := _read_number(group / name)) is not None and limit < _NO_LIMIT_BYTES
+    ]
+    return f"The memory limit of {show_size(min(limits))}" if limits else "The machine's free memory"
+
+
 @dataclass(frozen=True, slots=True)
 class _GroupFiles:
     """The files in which a version of control groups reports memory.
@@ -218,8 +231,8 @@ class StateDemand:
         """Return the number of slots: one for every request that may run, or fewer, to leave memory for KV."""
         if spendable < self.row_bytes:
             raise ConfigError(
-                f"The recurrent state of a request takes {_mib(self.row_bytes)}; beside the weights only "
-                f"{_mib(spendable)} are free."
+                f"The recurrent state of a request takes {show_size(self.row_bytes, up=True)}; beside the weights only "
+                f"{show_size(spendable)} are free."
             )
         return max(1, min(self.max_num_seqs, int(spendable * _SLOT_SHARE) // self.row_bytes))
 
@@ -231,11 +244,13 @@ class StateDemand:
             return min(int(kv_memory * _SNAPSHOT_SHARE), left) // self.row_bytes
         if self.cache_memory > left:
             raise ConfigError(
-                f"--state-cache-memory asks for {_mib(self.cache_memory)}; beside weights, KV and the states of "
-                f"running requests only {_mib(left)} are free."
+                f"--state-cache-memory asks for {show_size(self.cache_memory, up=True)}; beside weights, KV and the "
+                f"states of running requests only {show_size(left)} are free."
             )
         if self.cache_memory < self.row_bytes:
-            raise ConfigError(f"--state-cache-memory holds no snapshot: one takes {_mib(self.row_bytes)}.")
+            raise ConfigError(
+                f"--state-cache-memory holds no snapshot: one takes {show_size(self.row_bytes, up=True)}."
+            )
         return self.cache_memory // self.row_bytes
 
 
@@ -282,6 +297,10 @@ class WindowDemand:
         return num_blocks * (block_bytes - self.block_bytes) + least * self.block_bytes
 
 
+class LittleKvError(ConfigError):
+    """The memory for KV holds fewer tokens than are asked for, or fewer than two blocks."""
+
+
 def plan_kv(
     *,
     block_bytes: int,
@@ -311,18 +330,27 @@ def plan_kv(
         memory = min(int(spendable * _KV_SHARE), _KV_MAX_BYTES)
     elif kv_cache_memory > spendable:
         raise ConfigError(
-            f"--kv-cache-memory asks for {_mib(kv_cache_memory)}; beside the weights only {_mib(spendable)} are free."
+            f"--kv-cache-memory asks for {show_size(kv_cache_memory, up=True)}; beside the weights only "
+            f"{show_size(spendable)} are free."
         )
     else:
         memory = kv_cache_memory
-    kv = share_kv(
-        memory,
-        block_bytes=block_bytes,
-        block_size=block_size,
-        model_max_len=model_max_len,
-        max_model_len=max_model_len,
-        windows=windows,
-    )
+    try:
+        kv = share_kv(
+            memory,
+            block_bytes=block_bytes,
+            block_size=block_size,
+            model_max_len=model_max_len,
+            max_model_len=max_model_len,
+            windows=windows,
+        )
+    except LittleKvError as error:
+        if kv_cache_memory is not None:
+            raise
+        raise ConfigError(
+            f"{what_limits_memory()} is too small: beside the weights {show_size(available_bytes)} are free, and steps "
+            f"take {show_size(RESERVE_BYTES, up=True)} of it. {error}"
+        ) from None
     if states is None:
         return kv
     taken = memory if kv.num_window_blocks else kv.num_blocks * block_bytes
@@ -354,9 +382,9 @@ def share_kv(
         needed = -(-(max_model_len or 2 * block_size) // block_size) * block_bytes
         if windows is not None:
             needed = min(needed, windows.least_bytes(needed // block_bytes, block_bytes, block_size))
-        raise ConfigError(
-            f"{_mib(memory)} of KV memory hold {capacity} tokens; {max_model_len or 2 * block_size} tokens need "
-            f"{_mib(needed)} (--kv-cache-memory)."
+        raise LittleKvError(
+            f"{show_size(memory)} of KV memory hold {capacity} tokens; {max_model_len or 2 * block_size} tokens need "
+            f"{show_size(needed, up=True)} (--kv-cache-memory)."
         )
     window = 0 if windows is None or not num_window_blocks else windows.window
     return KvBudget(num_blocks, min(wanted, capacity), num_window_blocks=num_window_blocks, window=window)
@@ -373,10 +401,6 @@ def kv_memory(
     of_others = max(0, total_bytes - free_bytes - reserved_bytes)
     graphs = GRAPH_BYTES if with_graphs else 0
     return max(0, int(total_bytes * utilization) - of_others - peak_bytes - graphs)
-
-
-def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def _machine_available(meminfo: Path) -> int:

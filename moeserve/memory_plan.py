@@ -11,7 +11,7 @@ import torch
 from experts.placement import Placement
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import ExpertLayout, LayerPackings
-from moeserve.config import ConfigError, ServeConfig, refuse_changed
+from moeserve.config import ConfigError, ServeConfig, refuse_changed, show_size
 from moeserve.device import (
     KvBudget,
     StateDemand,
@@ -149,7 +149,7 @@ def _share_memory(
     if num_bytes > free_bytes:
         what = "The weights take" if residency is None else "Weights and --expert-memory take"
         raise ModelError(
-            f"{what} {num_bytes / 2**30:.1f} GiB of memory, but only {free_bytes / 2**30:.1f} GiB are free."
+            f"{what} {show_size(num_bytes, up=True)} of memory, but only {show_size(free_bytes)} are free."
         )
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, dtype),

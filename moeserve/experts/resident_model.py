@@ -15,7 +15,7 @@ from experts.expert_memory import ExpertMemory
 from experts.residency import EvictionPolicy, ResidencyControl, least_slots, make_policies, share_slots
 from experts.slots import Slots
 from experts.tiers import ExpertTier
-from moeserve.config import ConfigError
+from moeserve.config import ConfigError, show_size
 from moeserve.model.spec import ModelSpec, MoeSpec
 
 # Computes one layer's experts through its slots.
@@ -46,8 +46,9 @@ def plan_slots(
     if count < sum(least):
         where = " on every rank" if several_ranks else ""
         raise ConfigError(
-            f"--expert-memory {in_mib(num_bytes)} holds {count} experts of {in_mib(slot_bytes)}, but "
-            f"{len(num_held)} layers need {max(least)} each{where}: give at least {in_mib(sum(least) * slot_bytes)}."
+            f"--expert-memory {show_size(num_bytes)} holds {count} experts of {show_size(slot_bytes, up=True)}, but "
+            f"{len(num_held)} layers need {max(least)} each{where}: "
+            f"give at least {show_size(sum(least) * slot_bytes, up=True)}."
         )
     num_slots = share_slots(count, num_held, top_k)
     return None if num_slots is None else SlotPlan(num_slots, slot_bytes)

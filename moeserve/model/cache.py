@@ -22,6 +22,7 @@ from stat import S_ISREG
 
 import msgspec
 
+from moeserve.config import show_size
 from moeserve.model.files import read_file
 from moeserve.model.spec import ModelError, Progress, silent
 
@@ -137,8 +138,8 @@ def _check_disk(target: Path, bytes_needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < bytes_needed:
         raise ModelError(
-            f"Building the model needs {bytes_needed / 1e9:.2f} GB in {target.parent}, but only {free / 1e9:.2f} GB "
-            "are free there: free some space or set MOESERVE_CACHE to a folder on a larger disk."
+            f"Building the model needs {show_size(bytes_needed, up=True)} in {target.parent}, but only "
+            f"{show_size(free)} are free there: free some space or set MOESERVE_CACHE to a folder on a larger disk."
         )
 
 

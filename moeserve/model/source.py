@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from moeserve.config import show_size
 from moeserve.model.cache import is_recorded, verify
 from moeserve.model.demo import ensure_demo
 from moeserve.model.families import load_generation_defaults
@@ -300,7 +301,8 @@ def _check_disk(model: str, missing: int, cache: Path) -> None:
     free = shutil.disk_usage(existing).free
     if missing > free:
         raise ModelError(
-            f"Model {model} needs {missing / 1e9:.1f} GB more in {cache}, but only {free / 1e9:.1f} GB are free there: "
+            f"Model {model} needs {show_size(missing, up=True)} more in {cache}, but only {show_size(free)} are free "
+            "there: "
             "free some space or set HF_HOME to a folder on a larger disk."
         )
 

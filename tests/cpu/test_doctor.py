@@ -258,7 +258,7 @@ def test_what_fits_nowhere_says_what_the_least_would_be(qwen3: Path) -> None:
     setups = setups_of(examine(qwen3), replace(MACHINE, free_bytes=3 * GIB), ServeConfig())
     assert setups[-1].flags == ("--expert-memory", "3456MiB")
     assert setups[-1].obstacle is not None
-    assert "but only 3.0 GiB are free" in setups[-1].obstacle
+    assert "but only 3 GiB are free" in setups[-1].obstacle
 
 
 def test_settings_of_a_gpu_do_not_fit_a_cpu(qwen3: Path, machine: None) -> None:

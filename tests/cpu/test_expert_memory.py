@@ -163,7 +163,7 @@ def test_too_little_memory_for_the_experts_of_a_token_is_refused_with_the_number
     least = 3 * 2 * slot_bytes(small_model)
     TokenEngine(small_model, replace(BASE, expert_memory=least, expert_store_dir=str(tmp_path))).close()
     with pytest.raises(
-        ConfigError, match=r"holds 5 experts of 0\.1 MiB, but 3 layers need 2 each: give at least 0\.4 MiB"
+        ConfigError, match=r"431\.9 KiB holds 5 experts of 72 KiB, but 3 layers need 2 each: give at least 432 KiB"
     ):
         TokenEngine(small_model, replace(BASE, expert_memory=least - 1, expert_store_dir=str(tmp_path)))
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.settings_table import settings_table
-from moeserve.config import ConfigError, ServeConfig, load_config, parse_size
+from moeserve.config import ConfigError, ServeConfig, load_config, parse_size, show_size
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -126,3 +126,18 @@ def test_the_example_file_shows_every_setting():
     text = (ROOT / "examples" / "moeserve.toml").read_text()
     shown = tomllib.loads("\n".join(line.removeprefix("# ") for line in text.splitlines() if " = " in line))
     assert {key.replace("-", "_") for key in shown} == {setting.name for setting in fields(ServeConfig)}
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "down", "up"),
+    [
+        (0, "0 bytes", "0 bytes"),
+        (1023, "1023 bytes", "1023 bytes"),
+        (2**19 - 1, "511.9 KiB", "512 KiB"),
+        (2**19, "512 KiB", "512 KiB"),
+        (2**20 + 1, "1 MiB", "1.1 MiB"),
+        (65 * 2**30 // 2, "32.5 GiB", "32.5 GiB"),
+    ],
+)
+def test_what_does_not_suffice_never_reads_like_what_is_needed(num_bytes, down, up):
+    assert (show_size(num_bytes), show_size(num_bytes, up=True)) == (down, up)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from moeserve.config import ConfigError
-from moeserve.device import KvBudget, StateDemand, WindowDemand, available_bytes, plan_kv
+from moeserve.device import KvBudget, StateDemand, WindowDemand, available_bytes, plan_kv, what_limits_memory
 
 GIB = 2**30
 MIB = 2**20
@@ -44,12 +44,12 @@ def test_a_context_asked_for_must_fit_the_pool_and_the_model() -> None:
 
 
 def test_more_memory_than_is_free_is_refused_with_numbers() -> None:
-    with pytest.raises(ConfigError, match="asks for 20480 MiB; beside the weights only 9728 MiB are free"):
+    with pytest.raises(ConfigError, match=r"asks for 20 GiB; beside the weights only 9\.5 GiB are free"):
         plan(kv_cache_memory=20 * GIB)
 
 
 def test_too_little_memory_for_two_blocks_is_refused() -> None:
-    with pytest.raises(ConfigError, match="0 MiB of KV memory"):
+    with pytest.raises(ConfigError, match=r"is too small: beside the weights .* 0 bytes of KV memory"):
         plan(available_bytes=0)
 
 
@@ -195,11 +195,23 @@ def test_snapshots_take_what_they_are_told_to() -> None:
 @pytest.mark.parametrize(
     ("demand", "sentence"),
     [
-        (StateDemand(20 * GIB, 8, None), "state of a request takes 20480 MiB; beside the weights only 9728 MiB"),
-        (StateDemand(64 * MIB, 8, 20 * GIB), "--state-cache-memory asks for 20480 MiB; .* only 5120 MiB are free"),
+        (StateDemand(20 * GIB, 8, None), "state of a request takes 20 GiB; beside the weights only 9.5 GiB"),
+        (StateDemand(64 * MIB, 8, 20 * GIB), "--state-cache-memory asks for 20 GiB; .* only 5 GiB are free"),
         (StateDemand(64 * MIB, 8, MIB), "--state-cache-memory holds no snapshot: one takes 64 MiB"),
     ],
 )
 def test_memory_for_states_that_cannot_be_had_is_refused_with_numbers(demand: StateDemand, sentence: str) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan(states=demand)
+
+
+def test_the_limit_that_is_too_small_is_named(tmp_path: Path) -> None:
+    group = tmp_path / "cgroup"
+    group.mkdir()
+    own = tmp_path / "own"
+    own.write_text("0::/\n")
+    assert what_limits_memory(group, own) == "The machine's free memory"
+    (group / "memory.max").write_text("1600000000\n")
+    assert what_limits_memory(group, own) == "The memory limit of 1.4 GiB"
+    (group / "memory.max").write_text("max\n")
+    assert what_limits_memory(group, own) == "The machine's free memory"

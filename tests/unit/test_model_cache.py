@@ -159,7 +159,7 @@ def test_a_disk_too_small_is_said_with_numbers(
     target: Path, builder: FakeBuilder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**7))
-    with pytest.raises(ModelError, match=r"needs 0\.75 GB in .*, but only 0\.01 GB are free"):
+    with pytest.raises(ModelError, match=r"needs 715\.3 MiB in .*, but only 9\.5 MiB are free"):
         ensure_built(target, builder="test/1", build=builder, bytes_needed=750_000_000)
     assert builder.builds == 0
 

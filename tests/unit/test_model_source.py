@@ -295,8 +295,8 @@ def test_a_disk_too_small_is_said_with_numbers_before_the_download(
     fake.files["model.safetensors"] = 90 * 10**9
     monkeypatch.setattr(source.shutil, "disk_usage", lambda path: SimpleNamespace(free=2 * 10**9))
     message = refusal("owner/name", cache_dir=tmp_path / "not" / "yet")
-    assert "90.0 GB" in message
-    assert "2.0 GB" in message
+    assert "83.9 GiB" in message
+    assert "1.8 GiB" in message
     assert not fake.calls
     fake.cached = {"model.safetensors"}
     assert resolve_model("owner/name", cache_dir=tmp_path) == fake.folder
