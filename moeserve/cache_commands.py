@@ -15,7 +15,7 @@ from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, a
 
 MAX_LISTED = 1000
 _BUDGET = ("blocks", "retained", "pinned", "free")  # as in `PrefixCache.budget`; free for pins
-_ENTRIES_AT_ONCE = 100  # entries that one slice of a listing makes
+_ENTRIES_AT_ONCE = 250  # entries that one slice of a listing makes
 
 Job = Generator[None, None, dict[str, Any]]
 

@@ -14,7 +14,7 @@ from radix_cache.tree import RadixTree
 MAX_VISITED_NODES = 20_000
 # Runs that one slice of a listing visits, and entries that it makes.
 _VISITED_AT_ONCE = 500
-_LISTED_AT_ONCE = 100
+_LISTED_AT_ONCE = 200
 _PREVIEW_TOKENS = 24
 
 
