@@ -1,0 +1,97 @@
+"""What scheduling costs: planning a step of many running requests, and adding a request to a long queue.
+
+    python -m benchmarks.scheduling
+
+Times are of the process, medians in milliseconds; no model computes.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from statistics import median
+
+from moeserve.pacing import Slo
+from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult
+from moeserve.scheduler import Scheduler
+from radix_cache import PrefixCache
+
+_NUM_STEPS = 14
+_NUM_ADDED = 200  # The last additions, whose median is reported.
+
+
+def _results(plans: list[StepPlan]) -> list[StepResult]:
+    return [
+        StepResult(plan.step, [ChunkResult(7 if chunk.sampling else None) for chunk in plan.chunks]) for plan in plans
+    ]
+
+
+def planning_ms(num_running: int, *, run_ahead: bool) -> float:
+    """Return the milliseconds of `Scheduler.schedule` with so many decodes."""
+    scheduler = Scheduler(
+        [PrefixCache(20 * num_running, 16)],
+        max_num_seqs=num_running,
+        max_num_batched_tokens=max(4096, num_running),
+        max_num_queued_reqs=num_running,
+        max_model_len=256,
+        run_ahead=run_ahead,
+    )
+    for number in range(num_running):
+        prompt = array("i", [number + 1, number + 2, number + 3, number + 5] * 4)
+        scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=200, temperature=0.0)))
+    in_flight, seconds = deque[list[StepPlan]](), []
+    for _ in range(_NUM_STEPS):
+        started = time.process_time()
+        plans = scheduler.schedule()
+        seconds.append(time.process_time() - started)
+        assert plans is not None
+        in_flight.append(plans)
+        while len(in_flight) > run_ahead:
+            oldest = in_flight.popleft()
+            scheduler.commit(oldest, _results(oldest))
+    return 1000 * median(seconds[4:])
+
+
+def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
+    """Return the milliseconds of `Scheduler.add` and of `drop_late` with so many waiting requests.
+
+    num_shared: the tokens that all prompts begin with.
+    """
+    num_running = 256
+    scheduler = Scheduler(
+        [PrefixCache(100 * num_running, 16)],
+        max_num_seqs=num_running,
+        max_num_batched_tokens=4096,
+        max_num_queued_reqs=num_waiting + num_running,
+        max_model_len=1024,
+        slo=Slo(2.0, None, 1e9),
+    )
+    seconds = []
+    for number in range(num_waiting + num_running):
+        prompt = array("i", [1] * num_shared + [number + 1, number + 2, number + 3, number + 5] * 8)
+        request = Request(f"{number}", prompt, SamplingParams(max_tokens=100, temperature=0.0))
+        started = time.process_time()
+        scheduler.add(request)
+        seconds.append(time.process_time() - started)
+    plans = scheduler.schedule()
+    assert plans is not None
+    scheduler.commit(plans, _results(plans))
+    scheduler.count_step(0.02)
+    started = time.process_time()
+    scheduler.drop_late()
+    return 1000 * median(seconds[-_NUM_ADDED:]), 1000 * (time.process_time() - started)
+
+
+def main() -> None:
+    for num_running in (64, 256, 1000):
+        plain, ahead = (planning_ms(num_running, run_ahead=run_ahead) for run_ahead in (False, True))
+        print(f"planning {num_running} decodes: {plain:.2f} ms, a step ahead {ahead:.2f} ms")
+    for num_waiting in (256, 3000, 10_000):
+        for num_shared in (0, 512):
+            add, drop = adding_ms(num_waiting, num_shared)
+            print(f"{num_waiting} wait, {num_shared} tokens shared: add {add:.3f} ms, drop late {drop:.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
