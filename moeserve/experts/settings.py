@@ -6,16 +6,12 @@ import json
 from contextlib import suppress
 from pathlib import Path
 
-import structlog
-
 from experts.placement import Placement, PlacementError
 from experts.placement_search import LEARNT, choose_placement
 from experts.routing import RoutingStatistics
 from experts.routing_files import StatisticsError, TornStatisticsError, load_statistics, model_key
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.model.spec import ModelSpec
-
-log = structlog.get_logger(__name__)
 
 
 def check_expert_memory(config: ServeConfig) -> None:
@@ -74,6 +70,9 @@ def _set_aside(path: Path, error: TornStatisticsError) -> None:
     broken = path.with_name(f"{path.name}.broken")
     with suppress(FileNotFoundError):
         path.replace(broken)
+        import structlog  # Imported late: a machine that only computes lacks it.
+
+        log = structlog.get_logger(__name__)
         log.warning("statistics_file_torn", file=str(path), kept_as=str(broken), error=str(error)[:300])
 
 

@@ -134,7 +134,7 @@ def test_the_work_of_a_slice_does_not_grow_with_the_cache(command: str) -> None:
         commands = CacheCommands([cache_of(num_runs)])
         arguments = {"namespace": ""} | ({"limit": 1000} if command == "list_prefixes" else {})
         most.append(max(lines_of_slices(commands.start(command, arguments))))
-    assert most[1] <= 1.2 * most[0]
+    assert most[1] <= 1.5 * most[0]
     assert most[1] < 20_000
 
 
