@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import threading
 import time
 import uuid
@@ -17,8 +18,9 @@ import pytest
 import zmq
 
 from launcher.watches import ProgressWatch
-from moeserve.crashes.record import WorkRecord
-from moeserve.crashes.suspects import Suspects
+from moeserve.crashes.judgement import LastWork
+from moeserve.crashes.record import WorkRecord, read_record
+from moeserve.crashes.suspects import Suspects, digest_of
 from moeserve.engine import Engine
 from moeserve.engine_socket import EngineSocket, HeartbeatThread
 from moeserve.experts.monitor import ExpertCommandError
@@ -55,6 +57,7 @@ from tests.support.service import wait_until
 INCARNATION = 7
 # Of steps that may be made; each is counted one by one.
 PLENTY = 1000
+FATAL = [9, 9, 9]  # the prompt of a request that ended engines before
 READY = engine_ready(model_hash="abc", max_num_seqs=2, max_num_queued_reqs=1, block_size=4)
 
 
@@ -169,7 +172,9 @@ def served(tmp_path: Path) -> Iterator[Served]:
     scheduler = Scheduler([cache], max_num_seqs=2, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=64)
     executor = CountingExecutor()
     experts = SlowDisk()
-    suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), Suspicion())
+    culprit = digest_of(generate("culprit", FATAL))
+    suspicion = Suspicion({"suspect": 4, "other suspect": 4}, ((culprit, math.inf),))
+    suspects = Suspects(WorkRecord(tmp_path / "work", INCARNATION, 2), suspicion)
     steps = Steps(scheduler, executor, 0, [suspects])
     engine = Engine(socket, scheduler, [cache], steps, READY, suspects, experts)  # type: ignore[arg-type]
     stop = threading.Event()
@@ -341,6 +346,46 @@ def test_an_earlier_output_that_cannot_be_is_rejected(served: Served, output: li
     rest = generate("r", [10, 11], max_tokens=5)
     served.client.send(msgspec.structs.replace(rest, output_token_ids=pack_token_ids(output)))
     assert served.client.receive().code == "invalid"
+
+
+def last_work(tmp_path: Path) -> LastWork:
+    found = read_record(tmp_path / "work", INCARNATION)
+    assert found is not None
+    return found
+
+
+def test_the_requests_of_a_step_are_on_record_while_it_is_computed(served: Served, tmp_path: Path) -> None:
+    served.executor.gate = threading.Semaphore(0)
+    served.client.send(generate("a", [10, 11], max_tokens=2))
+    wait_until(lambda: last_work(tmp_path).named == {"a": 2})
+    served.executor.gate.release(1)
+    wait_until(lambda: last_work(tmp_path).named == {"a": 3})
+    served.executor.gate.release(PLENTY)
+    served.client.outputs_of("a")
+    wait_until(lambda: last_work(tmp_path).named == {})
+
+
+def test_one_suspect_at_a_time_is_in_a_step_and_all_pass(served: Served, tmp_path: Path) -> None:
+    served.executor.gate = threading.Semaphore(0)
+    for name in ("suspect", "other suspect"):
+        served.client.send(generate(name, [10, 11, 12], max_tokens=6))
+    wait_until(lambda: last_work(tmp_path).named == {"suspect": 3})
+    assert [name for name, _ in last_work(tmp_path).trials] == ["suspect"]
+    assert last_work(tmp_path).suspects == {"suspect": 4, "other suspect": 4}
+    served.executor.gate.release(PLENTY)
+    served.client.outputs_of("other suspect")
+    wait_until(lambda: last_work(tmp_path) == LastWork({}, [], {}))
+
+
+def test_a_request_that_ended_engines_is_refused(served: Served) -> None:
+    for resumes, message in ((False, "had this request before"), (True, "2 times")):
+        again = msgspec.structs.replace(generate("again", FATAL, seed=7), resumes=resumes)
+        served.client.send(again)
+        rejected = served.client.receive()
+        assert isinstance(rejected, Rejected)
+        assert rejected.code == "engine_crash"
+        assert message in rejected.reason
+    assert served.scheduler.is_idle
 
 
 def test_an_engine_that_is_stopped_says_no_more_about_open_requests(served: Served) -> None:
