@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
@@ -57,6 +58,13 @@ def one(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servi
 @pytest.fixture(scope="module")
 def two(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     with service(model, tmp_path_factory.mktemp("s"), *TWO) as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def both(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    """A service with two HTTP processes."""
+    with service(model, tmp_path_factory.mktemp("s"), *ONE, "--num-frontends", "2") as started:
         yield started
 
 
@@ -143,6 +151,39 @@ def test_a_service_of_one_rank_goes_on(
     one: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
 ) -> None:
     outlive(one, target, phase, number, undisturbed)
+
+
+@cells(["engine"], ["start", "idle", "prefill", "decode"])
+def test_a_service_of_two_http_processes_goes_on(
+    both: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
+) -> None:
+    outlive(both, target, phase, number, undisturbed)
+
+
+def pairs() -> pytest.MarkDecorator:
+    """Parametrize a test by the phase, the seconds between two ends of the engine, and the signal of the first one."""
+    parameters = []
+    for phase, apart, number in product(("prefill", "decode"), (0.1, 0.3, 1.0, 3.0), SIGNALS):
+        marks = () if (phase, apart, number) == ("decode", 0.3, signal.SIGKILL) else pytest.mark.long
+        parameters.append(pytest.param(phase, apart, number, id=f"{phase}-{apart}-{number.name}", marks=marks))
+    return pytest.mark.parametrize(("phase", "apart", "number"), parameters)
+
+
+@pairs()
+def test_unrelated_ends_soon_after_each_other_end_no_stream(
+    both: Service, undisturbed: dict[str, Answered], phase: str, apart: float, number: signal.Signals
+) -> None:
+    """The second end is a SIGKILL, in whatever the next engine is just doing: loading, trials, prompts, decoding."""
+    both.http.post("/reset_prefix_cache")
+    with kill(both, "engine", phase, number) as killing:
+        traffic = hit_amid(killing)
+        if number == signal.SIGSTOP:
+            wait_until(lambda: killing.watch.found is not None, timeout=60)
+        time.sleep(apart)
+        wait_until(lambda: pid_of(both, "engine") is not None, timeout=60)
+        killing.hit_again()
+        killing.judge(traffic, undisturbed, {"same"})
+        assert_whole(both, killing.seen)
 
 
 @cells(["supervisor"], ["idle", "prefill", "decode"], [signal.SIGSTOP])

@@ -12,7 +12,7 @@ import pytest
 from tests.support.crash_traffic import KINDS, Traffic, errors_in
 from tests.support.kills import assert_whole, processes_of
 from tests.support.saved_models import saved_model
-from tests.support.service import ROOT, Service, service
+from tests.support.service import ROOT, Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
@@ -34,6 +34,10 @@ INNOCENT = {name: KINDS[name] for name in ("greedy", "sampled stream", "several 
 PROMPT = [7] * 40
 
 
+# As by a bug of a kernel.
+CRASH = FAULT.replace('raise ValueError("no such top_k")', "import os; os.abort()")
+
+
 @pytest.fixture(params=["recurrent layers", "two ranks"])
 def running(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -51,6 +55,47 @@ def running(
         settings = []
     with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
         yield started
+
+
+@pytest.fixture
+def crashing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    """A service with two HTTP processes and keys, in which some requests end the process itself."""
+    folder, settings = tmp_path_factory.mktemp("fault"), tmp_path_factory.mktemp("keys")
+    (folder / "sitecustomize.py").write_text(CRASH.replace("LONG", str(len(PROMPT) + 10)))
+    (settings / "keys").write_text("user:one\nuser:narrow running=0.01\nadmin:operator\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(folder), str(ROOT)]))
+    model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+    keys = ("--api-key-file", str(settings / "keys"), "--num-frontends", "2", "--max-restarts", "100")
+    with service(model, tmp_path_factory.mktemp("s"), *keys) as started:
+        started.http.headers["Authorization"] = "Bearer operator"
+        yield started
+
+
+@pytest.mark.parametrize(
+    ("key", "fields"),
+    [("one", {}), ("one", {"priority": 5}), ("narrow", {}), ("one", {"n": 4}), ("operator", {"background": True})],
+    ids=["plain", "low priority", "a key with one place", "four choices", "in the background"],
+)
+def test_a_request_that_kills_the_process_costs_two_lives_and_no_other_request(
+    crashing: Service, key: str, fields: dict[str, object]
+) -> None:
+    url = str(crashing.http.base_url)
+    undisturbed = Traffic(url, INNOCENT, key="one").start().wait()
+    crashing.http.post("/reset_prefix_cache")
+    # Twice, so that both HTTP processes have some.
+    others = [Traffic(url, INNOCENT, key="one").start() for _ in range(2)]
+    assert all(traffic.started.wait(60) for traffic in others)
+    body = {**BODY, "prompt": PROMPT, "top_k": 13, **fields}
+    [ended] = Traffic(url, {"poison": (PATH, body)}, key=key).start().wait().values()
+    [error] = errors_in(ended)
+    assert error["code"] == "engine_crash"
+    for traffic in others:
+        assert traffic.wait() == undisturbed
+    # Whichever process it comes to.
+    for _ in range(6):
+        [again] = Traffic(url, {"again": (PATH, body)}, key=key).start().wait().values()
+        assert (again.status, errors_in(again)[0]["code"]) == (500, "engine_crash")
+    wait_until(lambda: "moeserve_engine_restarts_total 2.0" in crashing.http.get("/metrics").text)
 
 
 def test_the_request_at_fault_ends_alone(running: Service) -> None:

@@ -85,11 +85,12 @@ class Answered:
 class Traffic:
     """Requests of some kinds, all at once, each on a thread of its own.
 
-    `admitted` is set when all streamed answers have begun, `started` with the first events of one.
+    `admitted` is set when all streamed answers have begun, `started` with the first events of one. `key`: of the API.
     """
 
     base_url: str
     kinds: dict[str, tuple[str, dict[str, Any]]]
+    key: str = "none"
     answers: dict[str, Answered] = field(default_factory=dict)
     admitted: threading.Event = field(default_factory=threading.Event)
     started: threading.Event = field(default_factory=threading.Event)
@@ -116,9 +117,10 @@ class Traffic:
                 self.admitted.set()
 
     def _ask(self, answered: Answered, path: str, body: dict[str, Any]) -> None:
+        headers = {"Authorization": f"Bearer {self.key}"}
         try:
             with (
-                httpx2.Client(base_url=self.base_url, timeout=90) as client,
+                httpx2.Client(base_url=self.base_url, timeout=90, headers=headers) as client,
                 client.stream("POST", path, json={"model": "m", **body}) as response,
             ):
                 answered.status = response.status_code

@@ -47,6 +47,12 @@ class Kill:
         self.hit_at = time.monotonic()
         os.kill(pid, self.number)
 
+    def hit_again(self) -> None:
+        """Kill what has taken the place of the process that was hit, if it has."""
+        self.seen |= processes_of(self.running)
+        if (pid := pid_of(self.running, self.target)) is not None:
+            os.kill(pid, signal.SIGKILL)
+
     def judge(self, traffic: Traffic, undisturbed: dict[str, Answered], allowed: set[str]) -> None:
         """Every answer of the traffic is of an `allowed` outcome, and errors come soon after what they tell of."""
         answers = traffic.wait()
@@ -193,10 +199,12 @@ def assert_whole(running: Service, seen: set[int]) -> None:
     wait_until(lambda: is_ready(running), timeout=60)
     wait_until(lambda: 'moeserve_kv_blocks{state="leased"} 0.0' in running.http.get("/metrics").text)
     wait_until(lambda: {pid for pid in seen if is_alive(pid)} <= processes_of(running))
-    assert set(children_of(running.process.pid)) == {"worker", "frontend"}
+    assert {name.split()[0] for name in children_of(running.process.pid)} == {"worker", "frontend"}
     [run_dir] = running.run_root.iterdir()
     names = [path.name for path in run_dir.iterdir()]
-    lives = {found[1] for name in names if (found := _OF_LIFE.fullmatch(name))}
+    # Where there are several HTTP processes, their sockets have their numbers.
+    own = [name for name in names if not name.startswith("frontend.")]
+    lives = {found[1] for name in own if (found := _OF_LIFE.fullmatch(name))}
     assert len(lives) == 1, names
     # Of the life before, the context alone, which a frontend may yet read.
     assert len([name for name in names if name.endswith(".json")]) <= 2, names
