@@ -195,14 +195,12 @@ def test_streams_of_a_process_that_ends_or_hangs_end_with_one_error_event_in_the
 ) -> None:
     found = {path: connection_to_each(running) for path in STREAMS}
     waiting = connection_to_each(running)
-    streams = {
-        (path, name): found[path][name].begin(path, stream=True, **body)
-        for path, (body, _) in STREAMS.items()
-        for name in ("frontend", "frontend 1")
-    }
-    first = {key: answer.readline() for key, answer in streams.items()}
     waiting["frontend"].send("/v1/completions", prompt="x", max_tokens=3900, ignore_eos=True)
-    wait_until(lambda: "moeserve_requests_running 9.0" in running.http.get("/metrics").text)
+    asked = [(path, name) for path in STREAMS for name in ("frontend", "frontend 1")]
+    for path, name in asked:
+        found[path][name].send(path, stream=True, **STREAMS[path][0])
+    streams = {(path, name): found[path][name].answer() for path, name in asked}
+    first = {key: answer.readline() for key, answer in streams.items()}
     os.kill(children_of(running.process.pid)["frontend"], number)
     for (path, name), answer in streams.items():
         # A stream that is cut raises here; of one that goes on a part is enough.
