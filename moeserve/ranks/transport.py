@@ -33,8 +33,9 @@ _MAX_MESSAGE_BYTES = MAX_STEP_BYTES + MAX_FRAME_BYTES
 _POLL_SECONDS = 0.1
 _SEND_SECONDS = 5.0
 _BEAT_SECONDS = 0.2
-# Many beats: a rank without one in that time gives no sign of life. On a busy machine a beat may be late.
-_SECONDS_FOR_A_BEAT = 2.0
+# A rank without a beat for this share of the time that ranks wait for each other, at most for this many seconds, gives
+# no sign of life. On a busy machine a beat may be late.
+_SHARE_FOR_A_BEAT, _SECONDS_FOR_A_BEAT = 0.25, 2.0
 _PING_SECONDS = 1
 _LOST_SECONDS = 4
 _LOST = zmq.EVENT_DISCONNECTED
@@ -354,7 +355,7 @@ def find_fault(hub: RankHub, error: CollectiveError, num_entered: int, timeout: 
     num_entered: the collectives that this rank has entered. timeout: the seconds that it waited in the last one.
     """
     try:
-        entered = _latest_beats(hub)
+        entered = _latest_beats(hub, min(_SECONDS_FOR_A_BEAT, _SHARE_FOR_A_BEAT * timeout))
     except RankError as found:
         return found
     for rank in hub.others:
@@ -366,12 +367,15 @@ def find_fault(hub: RankHub, error: CollectiveError, num_entered: int, timeout: 
     return RankError(f"The ranks cannot reach each other: {error}.")
 
 
-def _latest_beats(hub: RankHub) -> dict[int, int]:
-    """Return, by rank, the collectives that each running rank has entered. Raise RankError if a rank has died."""
+def _latest_beats(hub: RankHub, seconds: float) -> dict[int, int]:
+    """Return, by rank, the collectives that each rank that beats within `seconds` has entered.
+
+    Raise RankError if a rank has died.
+    """
     while hub.receive(0) is not None:
         continue
     entered: dict[int, int] = {}
-    deadline = time.monotonic() + _SECONDS_FOR_A_BEAT
+    deadline = time.monotonic() + seconds
     while len(entered) < len(hub.others) and (left := deadline - time.monotonic()) > 0:
         message = hub.receive(left)
         if isinstance(message, RankBeat):
