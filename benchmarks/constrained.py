@@ -18,16 +18,16 @@ from pathlib import Path
 import click
 from tokenizers import Tokenizer
 
-from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
+from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.memory_plan import plan_model
 from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
-from moeserve.grammar_masks import GrammarMasks
-from moeserve.memory_plan import plan_model
+from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Chunk, Computed, Pending, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
-from moeserve.steps import Runner, Steps
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import Runner, Steps
 
 PROMPT = "List the staff of a hospital as JSON."
 SCHEMA = {

@@ -12,18 +12,18 @@ from typing import SupportsBytes
 import torch
 
 from benchmarks.random_decoder import qwen3_moe_spec, random_decoder
-from experts.routing import RoutingShape, unpack
-from experts.routing_tap import RoutingTap
+from experts.routing.choices import RoutingShape, unpack
+from experts.routing.tap import RoutingTap
 from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget
 from moeserve.model.decoder import Decoder
-from moeserve.model.gpu_kernels import expert_configs, expert_storage
-from moeserve.model.gpu_model import GpuSettings, make_runner
-from moeserve.model.gpu_runner import GpuModelRunner
+from moeserve.model.gpu.kernels import expert_configs, expert_storage
+from moeserve.model.gpu.model import GpuSettings, make_runner
+from moeserve.model.gpu.runner import GpuModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
-from moeserve.steps import LocalExecutor, RanksObserver, Steps
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import LocalExecutor, RanksObserver, Steps
 from radix_cache import PrefixCache
 
 # Tokens of a request before and behind the steps that are timed.

@@ -18,14 +18,14 @@ from statistics import mean
 
 import click
 
-from moeserve.assemble import load_rank
 from moeserve.config import ServeConfig
-from moeserve.cost_model import CostModel
-from moeserve.memory_plan import plan_model
+from moeserve.engine.assemble import load_rank
+from moeserve.engine.memory_plan import plan_model
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Pending, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
-from moeserve.steps import LocalExecutor, Steps
+from moeserve.scheduling.cost_model import CostModel
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import LocalExecutor, Steps
 from radix_cache import PrefixCache
 
 BLOCK_SIZE = 16

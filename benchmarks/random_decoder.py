@@ -16,7 +16,7 @@ from kernels.linear import Linear
 from kernels.ops import NormWeights
 from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention
 from moeserve.model.families import build_spec
-from moeserve.model.gpu_kernels import expert_configs, expert_storage, triton_moe
+from moeserve.model.gpu.kernels import expert_configs, expert_storage, triton_moe
 from moeserve.model.spec import AttentionSpec, DecoderSpec
 
 

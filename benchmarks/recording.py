@@ -15,10 +15,10 @@ from pathlib import Path
 import click
 import torch
 
-from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
-from moeserve.experts.observe import ExpertRecording, plan_recording
-from moeserve.memory_plan import plan_model
+from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.experts.observe import ExpertRecording, plan_recording
+from moeserve.engine.memory_plan import plan_model
 from moeserve.plan import Request, SamplingParams
 
 _WARM_UP_STEPS = 8

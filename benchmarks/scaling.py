@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil
 
-_MOVED_BYTES_PER_CHOICE = 6  # a slot in two bytes and a weight in four; see `experts.exchange.pack_rows`
+_MOVED_BYTES_PER_CHOICE = 6  # a slot in two bytes and a weight in four; see `experts.parallel.exchange.pack_rows`
 
 
 @dataclass(frozen=True, slots=True)

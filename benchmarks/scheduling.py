@@ -12,9 +12,9 @@ from array import array
 from collections import deque
 from statistics import median
 
-from moeserve.pacing import Slo
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
+from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 _NUM_STEPS = 14

@@ -10,8 +10,8 @@ from typing import Protocol
 import zmq
 
 from moeserve import wire
-from moeserve.pacing import Backlog, Load
 from moeserve.plan import FinishReason
+from moeserve.scheduling.pacing import Backlog, Load
 from moeserve.wire import Admitted, EngineReady, Generate, Heartbeat, Hello, Message, Output, Outputs, RunContext, Stats
 
 MAX_MODEL_LEN = 65_536

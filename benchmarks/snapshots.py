@@ -24,15 +24,15 @@ from zlib import crc32
 
 from moeserve.bench.workloads import Shape, agents
 from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepResult
-from moeserve.request_states import (
+from moeserve.scheduling.request_states import (
     DECODE_INTERVAL_TOKENS,
     MIN_GAIN_TOKENS,
     PROMPT_INTERVAL_TOKENS,
     ChoosePositions,
     StatePolicy,
 )
-from moeserve.request_states import wanted_positions as end_and_branching
-from moeserve.scheduler import Scheduler
+from moeserve.scheduling.request_states import wanted_positions as end_and_branching
+from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 # The Qwen3.5 and 3.6 models with 35B parameters: 61.9 MiB of states, 20 KiB of KV per token.

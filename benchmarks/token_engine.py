@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
-from moeserve.experts.observe import signature_merger
-from moeserve.grammar_masks import GrammarMasks
-from moeserve.memory_plan import plan_model
+from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.experts.observe import signature_merger
+from moeserve.engine.memory_plan import plan_model
+from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
-from moeserve.steps import LocalExecutor, Steps
+from moeserve.scheduling.steps import LocalExecutor, Steps
 
 
 @dataclass(slots=True)

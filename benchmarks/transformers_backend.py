@@ -16,13 +16,13 @@ from random import Random
 
 import click
 
-from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
-from moeserve.memory_plan import plan_model
+from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.rank import Rank
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Computed, Pending, Request, SamplingParams, StepPlan, StepResult
-from moeserve.rank import Rank
-from moeserve.steps import Runner, Steps
+from moeserve.scheduling.steps import Runner, Steps
 
 _PROMPT_TOKENS = 32
 _FEW_STEPS = 8

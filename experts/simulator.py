@@ -16,18 +16,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.predictors import (
-    AFFINITY_SPAN,
-    BEFORE,
-    MAX_DISTANCE,
-    AffinityPredictor,
-    LearntAffinity,
-    Predictor,
-    num_recalled,
-)
-from experts.prefetch_planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
-from experts.prefix_warmth import PrefixWarmth
-from experts.residency import (
+from experts.memory.residency import (
     POLICIES,
     Affinity,
     EvictionPolicy,
@@ -38,9 +27,20 @@ from experts.residency import (
     Transfer,
     Worth,
 )
-from experts.residency import POLICY_NAMES as SERVED
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import RoutingTrace, Tap
+from experts.memory.residency import POLICY_NAMES as SERVED
+from experts.prediction.planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
+from experts.prediction.prefix_warmth import PrefixWarmth
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import RoutingTrace, Tap
+from experts.routing.predictors import (
+    AFFINITY_SPAN,
+    BEFORE,
+    MAX_DISTANCE,
+    AffinityPredictor,
+    LearntAffinity,
+    Predictor,
+    num_recalled,
+)
 
 Float = NDArray[np.float32]
 Ids = NDArray[np.integer]

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from moeserve.config import VERSION, ConfigError
-from moeserve.ranks.meeting import create_keys
+from moeserve.engine.ranks.meeting import create_keys
 
 _REPORTED = ("torch", "triton", "deepspeed", "transformers", "pyzmq", "starlette", "uvicorn")
 
@@ -92,9 +92,12 @@ def tune(arguments: tuple[str, ...]) -> None:
     cls=LazyGroup,
     entries={
         "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
-        "simulate": ("moeserve.experts.simulate:simulate_command", "Replay a routing trace through the expert memory."),
+        "simulate": (
+            "moeserve.engine.experts.simulate:simulate_command",
+            "Replay a routing trace through the expert memory.",
+        ),
         "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
-        "deepnvme": ("moeserve.experts.deepnvme:deepnvme", "Compile the faster reader of experts."),
+        "deepnvme": ("moeserve.engine.experts.deepnvme:deepnvme", "Compile the faster reader of experts."),
         "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
     },
 )

@@ -20,7 +20,7 @@ from moeserve.config import ConfigError, ServeConfig, cache_root, environment_na
 from moeserve.model.spec import ModelError
 
 if TYPE_CHECKING:
-    from moeserve.doctor import KnownModel, Setup
+    from moeserve.engine.doctor import KnownModel, Setup
     from moeserve.machine import Machine
 
 _SETTINGS = (
@@ -79,7 +79,7 @@ def _report(model: str | None, config: ServeConfig) -> _Report:
     if model is None:
         return _Report(None, read_machine(usable_cores()), [])
     # The model first: what is wrong with it is said at once.
-    from moeserve.doctor import examine, least_memory, setups_of
+    from moeserve.engine.doctor import examine, least_memory, setups_of
     from moeserve.model.source import resolve_config
 
     known = examine(resolve_config(model, revision=config.revision, offline=config.offline))
@@ -111,7 +111,7 @@ class _Report:
         machine = asdict(self._machine)
         if self._model is None:
             return {"machine": machine, "unknown": self._unknown()}
-        from moeserve.doctor import implementation_of, kinds_of_layers, parameters_of, sizes_of
+        from moeserve.engine.doctor import implementation_of, kinds_of_layers, parameters_of, sizes_of
 
         model = self._model
         return {
@@ -153,7 +153,7 @@ class _Report:
         if gpu_names() and not self._machine.gpus:
             sentences.append("What fits into the GPU: torch finds none that it can use.")
         if self._machine.gpus and self._setups and all(setup.device == "cpu" for setup in self._setups):
-            from moeserve.doctor import NativeModel
+            from moeserve.engine.doctor import NativeModel
 
             sentences.append(_STATES_ON_A_GPU if isinstance(self._model, NativeModel) else _ON_A_CPU_ALONE)
         if any(setup.device == "cuda" for setup in self._setups):
@@ -164,7 +164,7 @@ class _Report:
 
 
 def _model_lines(model: KnownModel) -> Iterator[str]:
-    from moeserve.doctor import implementation_of, kinds_of_layers, parameters_of, said_parameters, sizes_of
+    from moeserve.engine.doctor import implementation_of, kinds_of_layers, parameters_of, said_parameters, sizes_of
 
     spec = model.spec
     yield f"{spec.model_type} ({implementation_of(spec)}), {said_parameters(parameters_of(spec))}"

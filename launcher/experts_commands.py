@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 
 from launcher.server_client import server_option
-from moeserve.experts.report import ReportError, draw_report, read_report_source
+from moeserve.engine.experts.report import ReportError, draw_report, read_report_source
 
 _TIMEOUT = 60.0
 _POLL_SECONDS = 1.0
@@ -115,8 +115,8 @@ def fit(model: Path, texts: tuple[Path, ...], max_tokens: int) -> None:
     what the later gate said. It costs no more than that gate, and recalls more of what it will choose. The maps are
     kept in the cache, where --expert-prefetch finds them.
     """
-    from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
-    from moeserve.experts.prefetch import keep_fitted_gates
+    from moeserve.engine.experts.fit import TextReader, fit_gates, half_of_topics, pieces
+    from moeserve.engine.experts.prefetch import keep_fitted_gates
     from moeserve.model.spec import ModelError
 
     contents = [_read(path) for path in texts] or half_of_topics(0)

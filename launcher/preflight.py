@@ -10,9 +10,9 @@ from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
-from moeserve.experts.settings import check_expert_memory
+from moeserve.engine.experts.settings import check_expert_memory
+from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
 from moeserve.frontend.accepting import connections_within
-from moeserve.ranks.meeting import is_own, load_keys, resolve
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")

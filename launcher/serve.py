@@ -36,9 +36,9 @@ from launcher.run_directory import make_context, run_directory
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
+from moeserve.engine.ranks.messages import RankError
 from moeserve.frontend.logs import LogStream
 from moeserve.model.spec import ModelError
-from moeserve.ranks.messages import RankError
 from moeserve.wire import RunContext
 
 

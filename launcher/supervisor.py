@@ -35,8 +35,8 @@ from launcher.processes import (
 from launcher.restarts import RestartPolicy
 from launcher.watches import Vitals, any_is_stopped, wait_for_hang, wait_for_silence, wait_for_stop
 from launcher.wills import WillKeeper, allow_wills, wills_within
-from moeserve.crashes.judgement import suspicion_after
-from moeserve.crashes.record import read_record
+from moeserve.engine.crashes.judgement import suspicion_after
+from moeserve.engine.crashes.record import read_record
 from moeserve.wire import READY_TICK, EngineNews, RunContext, encode_news
 
 WORKER_MODULE = "launcher.worker"

@@ -24,9 +24,9 @@ from launcher.serve import resolve, run_first_node, say
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import WORKER_MODULE
 from moeserve.config import ConfigError, ServeConfig, load_config
+from moeserve.engine.ranks.messages import RankError
 from moeserve.frontend.logs import configure_logs
 from moeserve.model.spec import ModelError
-from moeserve.ranks.messages import RankError
 
 _EXIT_FAILED = 3
 # Torchrun kills ranks that have not ended this many seconds after its SIGTERM.
@@ -100,7 +100,7 @@ def _run(config: ServeConfig, errors: Console) -> int:
     model_dir = resolve(config, lambda *_: None)
     context = replace(make_context(config, model_dir, Path(os.devnull), meets_in_store=True), incarnation=0)
     # Imports torch, which takes seconds.
-    from moeserve.ranked_service import load_member, serve_member
+    from moeserve.engine.ranked_service import load_member, serve_member
 
     member = load_member(context, rank, lambda _: None, to_copy=False)
     if member is not None:

@@ -23,9 +23,9 @@ from launcher.child import die_with_parent
 from launcher.copies import Copies
 from launcher.processes import Report, reporter
 from moeserve.config import ConfigError
+from moeserve.engine.ranks.messages import RankError
 from moeserve.frontend.logs import LogStream, configure_logs
 from moeserve.model.spec import ModelError
-from moeserve.ranks.messages import RankError
 from moeserve.wire import RunContext, load_run_context
 
 _EXIT_FAILED = 3
@@ -74,7 +74,7 @@ def _open(folder: str, descriptor: str, mode: str) -> TextIO:
 
 
 def _run_rank(context: RunContext, rank: int, orders: TextIO | None, report: Report, logs: LogStream) -> int:
-    from moeserve.ranked_service import load_member, serve_member
+    from moeserve.engine.ranked_service import load_member, serve_member
 
     member = load_member(context, rank, report, to_copy=orders is not None)
     if member is None:
@@ -100,7 +100,7 @@ def _run_alone(
     context: RunContext, orders: TextIO | None, report: Report, stop: threading.Event, logs: LogStream
 ) -> int:
     # Imports torch, which takes seconds: the signals must already be in place.
-    from moeserve.service import load_alone, serve_alone
+    from moeserve.engine.service import load_alone, serve_alone
 
     loaded = load_alone(context, report, to_copy=orders is not None)
     if orders is None or not loaded.can_be_copied:

@@ -112,7 +112,7 @@ DEFAULT_TERMS = Terms()
 
 @dataclass(eq=False, slots=True)
 class RequestState:
-    """The recurrent state of a request that has a slot, as `moeserve.request_states` plans it.
+    """The recurrent state of a request that has a slot, as `moeserve.scheduling.request_states` plans it.
 
     `is_fresh`: no plan has used the slot yet, so the first plan loads the lease's snapshot, if there is one. `wanted`:
     the positions at which to save, in order. `saving`: the positions of saves in flight. `above`: the last position at
@@ -386,9 +386,9 @@ class ChunkResult:
 class StepResult:
     """One `ChunkResult` per chunk of the plan, in the plan's order.
 
-    `routing`: the experts that the gates chose for the plan's rows (bytes of `experts.routing`, or an object that
-    becomes these bytes on demand), if recorded. `sent`: on one of several ranks, the rows that it has sent to each rank
-    since the start, then the bytes.
+    `routing`: the experts that the gates chose for the plan's rows (bytes of `experts.routing.choices`, or an object
+    that becomes these bytes on demand), if recorded. `sent`: on one of several ranks, the rows that it has sent to each
+    rank since the start, then the bytes.
     """
 
     step: int

@@ -17,7 +17,6 @@ import msgpack
 import msgspec
 
 from moeserve.config import ServeConfig
-from moeserve.pacing import Load
 from moeserve.plan import (
     DEFAULT_TERMS,
     CacheWish,
@@ -28,6 +27,7 @@ from moeserve.plan import (
     Terms,
     TokenLogprobs,
 )
+from moeserve.scheduling.pacing import Load
 from radix_cache import Miss
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -164,7 +164,7 @@ class Abort(Message):
 class Control(Message):
     """A command; answered with `ControlResult` of the same id. tenant: the account of the key that asks for it.
 
-    Commands: those of `moeserve.cache_commands` and `moeserve.experts.monitor`.
+    Commands: those of `moeserve.engine.cache_commands` and `moeserve.engine.experts.monitor`.
     """
 
     control_id: int
@@ -386,7 +386,7 @@ class Suspicion:
     """What the ends of earlier engines say of requests.
 
     `places`: the requests of which one may have ended the engine before, each with the number of its tokens that were
-    about to be computed. `culprits`: digests of the work that ended engines (`moeserve.crashes.suspects`), each with
+    about to be computed. `culprits`: digests of the work that ended engines (`Suspects`), each with
     the time until which it is refused, in seconds of the machine's monotonic clock.
     """
 

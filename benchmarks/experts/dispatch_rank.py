@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
-from experts.collectives import Collectives
-from experts.dispatch import ExpertParallel
-from experts.placement import contiguous
+from experts.parallel.collectives import Collectives
+from experts.parallel.dispatch import ExpertParallel
+from experts.placement.placement import contiguous
 from kernels.activation import Activation
 from kernels.moe import moe_experts_partial, pack_experts
-from moeserve.ranked_service import bind_to_cores
+from moeserve.engine.ranked_service import bind_to_cores
 
 _REQUESTS_PER_RANK = 16
 

@@ -17,11 +17,11 @@ from tokenizers import Tokenizer
 from benchmarks.experts.figures import Amount, Figure, Progress, Unavailable, at_least, at_most, in_turn
 from benchmarks.experts.traces import BUILDS, documents, folder_of
 from benchmarks.token_engine import Completion, TokenEngine
-from experts.expert_file import round_to_page
+from experts.memory.file import round_to_page
 from moeserve.config import ServeConfig
-from moeserve.experts.fit import TextReader, fit_gates, half_of_topics, pieces
-from moeserve.experts.prefetch import find_fitted_gates, keep_fitted_gates
-from moeserve.memory_plan import read_spec
+from moeserve.engine.experts.fit import TextReader, fit_gates, half_of_topics, pieces
+from moeserve.engine.experts.prefetch import find_fitted_gates, keep_fitted_gates
+from moeserve.engine.memory_plan import read_spec
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.plan import SamplingParams

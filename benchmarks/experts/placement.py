@@ -18,10 +18,10 @@ from numpy.typing import NDArray
 from benchmarks.experts.figures import Amount, Figure, Limit, Progress, at_least, at_most, over_seeds, within
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import BUILDS, halves, recorded_trace, with_controls
-from experts.placement import Placement, balancedness, contiguous, from_first_ranks, hops, round_robin
-from experts.placement import remote_ranks as remote_ranks_by_token
-from experts.placement_search import affinity_placement, coactivation_placement, load_balanced, staying, token_sets
-from experts.routing_files import RoutingTrace
+from experts.placement.placement import Placement, balancedness, contiguous, from_first_ranks, hops, round_robin
+from experts.placement.placement import remote_ranks as remote_ranks_by_token
+from experts.placement.search import affinity_placement, coactivation_placement, load_balanced, staying, token_sets
+from experts.routing.files import RoutingTrace
 
 Load = NDArray[np.float64]
 

@@ -22,10 +22,10 @@ from benchmarks.experts.traces import (
     recorded_trace,
     with_controls,
 )
-from experts.prefix_warmth import PrefixWarmth
-from experts.residency import POLICIES
-from experts.routing_files import GateGuesses, RoutingTrace, Tap
-from experts.signatures import decode_signature, encode_signature
+from experts.memory.residency import POLICIES
+from experts.prediction.prefix_warmth import PrefixWarmth
+from experts.routing.files import GateGuesses, RoutingTrace, Tap
+from experts.routing.signatures import decode_signature, encode_signature
 from experts.simulator import (
     POPULARITY,
     LayerTiming,
@@ -38,7 +38,7 @@ from experts.simulator import (
     recall_figures,
     simulate,
 )
-from moeserve.experts.simulate import first_requests
+from moeserve.engine.experts.simulate import first_requests
 
 _AFFINITY, _EARLY, _LATE = "affinity", "gate-early", "gate-late"
 _GATES = (_EARLY, _LATE)

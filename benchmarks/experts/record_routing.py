@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.gates import FittedGates, GatePreview
-from experts.routing_files import GateGuesses, RoutingTrace, Tap
-from moeserve.experts.fit import DISTANCES, TextRead, TextReader, fit_gates, pieces
+from experts.routing.files import GateGuesses, RoutingTrace, Tap
+from experts.routing.gates import FittedGates, GatePreview
+from moeserve.engine.experts.fit import DISTANCES, TextRead, TextReader, fit_gates, pieces
 
 # By tap and distance, [L - distance, T, E].
 _Guesses = dict[tuple[Tap, int], NDArray[np.float16]]

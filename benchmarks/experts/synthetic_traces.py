@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.routing_files import RoutingTrace
+from experts.routing.files import RoutingTrace
 
 Float = NDArray[np.float32]
 

@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.experts.figures import Amount, Progress, Unavailable
 from benchmarks.split_demo import ensure_split_demo
-from experts.routing_files import RoutingTrace, load_trace, save_trace, shuffled_control, uniform_control
+from experts.routing.files import RoutingTrace, load_trace, save_trace, shuffled_control, uniform_control
 from moeserve.config import cache_root
-from moeserve.experts.fit import half_of_topics
+from moeserve.engine.experts.fit import half_of_topics
 from moeserve.model.demo import ensure_demo
 from moeserve.model.demo_build import calibration_text
 from moeserve.model.spec import ModelError

@@ -85,7 +85,7 @@ def _sections(device: torch.device, num_sms: int) -> list[Section]:
     from benchmarks.kernels.cases import Section
     from benchmarks.kernels.experts import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases
     from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
-    from moeserve.model.gpu_kernels import moe_configs
+    from moeserve.model.gpu.kernels import moe_configs
 
     configs = partial(moe_configs, device=device)
     experts = [

@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from benchmarks.kernels.cases import KernelCase, Peers, PlannedCase, Section
-from moeserve.model.gpu_kernels import tuned_attention
+from moeserve.model.gpu.kernels import tuned_attention
 from moeserve.tune.attention import AttentionCase, Kind, PreparedAttention, prepare
 from moeserve.tune.measure import Call
 

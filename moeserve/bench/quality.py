@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import torch
 
-from moeserve.experts.fit import TextReader, half_of_topics, pieces
+from moeserve.engine.experts.fit import TextReader, half_of_topics, pieces
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.rounding import Rounding

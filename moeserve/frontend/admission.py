@@ -19,8 +19,8 @@ from starlette.types import Scope
 from moeserve.config import parse_limits
 from moeserve.frontend.http import OVERLOADED, ApiError, check_choices, invalid, unavailable
 from moeserve.frontend.keys import Identity, cache_account
-from moeserve.pacing import Load, Slo
 from moeserve.plan import Terms
+from moeserve.scheduling.pacing import Load, Slo
 
 SLO_HEADER = b"x-moeserve-slo"
 _LONGEST_WAIT_S = 60.0

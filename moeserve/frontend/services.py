@@ -28,7 +28,7 @@ from moeserve.frontend.relay.engine_client import EngineClient
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.response_store import LentTurn
 from moeserve.frontend.text import TextTokenizer
-from moeserve.pacing import service_slo
+from moeserve.scheduling.pacing import service_slo
 from moeserve.wire import RunContext, Stats
 
 _RETRY_WHILE_LOADING_S = 5.0

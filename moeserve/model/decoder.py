@@ -12,9 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from experts.gates import GatedBlock as AskedGate
 from experts.moe_layer import MoeLayer
 from experts.observer import AnyObserver
+from experts.routing.gates import GatedBlock as AskedGate
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
 from kernels.state_rows import StateRows

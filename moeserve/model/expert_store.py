@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from experts.expert_file import VERSION, round_to_page, write_expert_file
+from experts.memory.file import VERSION, round_to_page, write_expert_file
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertPacking, LayerPackings
 from moeserve.config import cache_root

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from experts.routing_tap import RoutingTap
+from experts.routing.tap import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import PagedRows
 from moeserve.model.decoder import ForwardBatch, StepDecoder

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from kernels.gpu.moe_config import MoeConfig
 
 BLOCK_SIZE, GROUP_SIZES = 16, (128, 64, 32)
-# The names of `moeserve serve`; `moeserve.model.gpu_kernels.kv_dtype_of` gives their dtypes.
+# The names of `moeserve serve`; `moeserve.model.gpu.kernels.kv_dtype_of` gives their dtypes.
 KV_CACHE_DTYPES = ("auto", "fp8_e4m3")
 Sizes = tuple[int, int, int, int]
 _SHAPE = re.compile(r"(\d+),(\d+),(\d+),(\d+)")
@@ -189,7 +189,7 @@ def _tune_attention(spec: DecoderSpec, block_size: int, weights: WeightFormat, k
 
     from kernels.gpu.attention_config import write_attention
     from kernels.gpu.moe_config import file_name
-    from moeserve.model.gpu_kernels import attention_shape, kv_dtype_of, platform_of, tuned_folder
+    from moeserve.model.gpu.kernels import attention_shape, kv_dtype_of, platform_of, tuned_folder
     from moeserve.tune.attention import tune_attention
 
     device = torch.device("cuda")
@@ -227,7 +227,7 @@ def _tune_experts(shape: MoeShape, all_num_tokens: tuple[int, ...], out: Path | 
     import torch
 
     from kernels.gpu.moe_config import file_name, write_tuned
-    from moeserve.model.gpu_kernels import platform_of, tuned_folder
+    from moeserve.model.gpu.kernels import platform_of, tuned_folder
     from moeserve.tune.experts import tune_shape
 
     device = torch.device("cuda")

@@ -17,38 +17,41 @@ MAY_IMPORT = {
     "radix_cache": set(),
     "kernels": set(),
 }
-SERVICE_FOLDERS = tuple(ROOT / "moeserve" / folder for folder in (".", "crashes", "experts", "ranks"))
+SERVICE_FOLDERS = tuple(
+    ROOT / "moeserve" / folder
+    for folder in (".", "grammars", "scheduling", "engine", "engine/crashes", "engine/experts", "engine/ranks")
+)
 
 # Of experts/ and the modules in these folders, those that compute, or put together what does. All others decide, and
 # load where torch is not installed.
 WITH_TORCH = {
-    "experts.collectives",
-    "experts.exchange",
-    "experts.dispatch",
+    "experts.parallel.collectives",
+    "experts.parallel.exchange",
+    "experts.parallel.dispatch",
     "experts.moe_layer",
-    "experts.deep_nvme",
-    "experts.slots",
-    "experts.expert_memory",
-    "experts.tiers",
-    "experts.resident_experts",
-    "moeserve.experts.deepnvme",
-    "moeserve.experts.fit",
-    "experts.lookahead",
-    "experts.gates",
-    "experts.prefetcher",
-    "experts.routing_tap",
-    "moeserve.experts.gpu_memory",
-    "moeserve.experts.memory",
-    "moeserve.experts.prefetch",
-    "moeserve.experts.resident_model",
-    "moeserve.assemble",
-    "moeserve.gpu_body",
-    "moeserve.memory_plan",
-    "moeserve.doctor",
-    "moeserve.service",
-    "moeserve.ranked_service",
-    "moeserve.ranks.transport",
-    "moeserve.ranks.steps",
+    "experts.memory.deep_nvme",
+    "experts.memory.slots",
+    "experts.memory.memory",
+    "experts.memory.tiers",
+    "experts.memory.resident_experts",
+    "moeserve.engine.experts.deepnvme",
+    "moeserve.engine.experts.fit",
+    "experts.prediction.lookahead",
+    "experts.routing.gates",
+    "experts.prediction.prefetcher",
+    "experts.routing.tap",
+    "moeserve.engine.experts.gpu_memory",
+    "moeserve.engine.experts.memory",
+    "moeserve.engine.experts.prefetch",
+    "moeserve.engine.experts.resident_model",
+    "moeserve.engine.assemble",
+    "moeserve.engine.gpu_body",
+    "moeserve.engine.memory_plan",
+    "moeserve.engine.doctor",
+    "moeserve.engine.service",
+    "moeserve.engine.ranked_service",
+    "moeserve.engine.ranks.transport",
+    "moeserve.engine.ranks.steps",
 }
 # What else loads without torch.
 PURE = [
@@ -74,7 +77,7 @@ PURE = [
     "moeserve.model.sizes",
     "moeserve.model.cache",
     "moeserve.model.source",
-    "moeserve.experts.simulate",
+    "moeserve.engine.experts.simulate",
     "radix_cache",
 ]
 

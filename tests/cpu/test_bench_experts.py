@@ -23,7 +23,7 @@ from benchmarks.experts.prediction import PrefixHits, recalls, saved_by_signatur
 from benchmarks.experts.services import migration_figures
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import documents, halves
-from experts.routing_files import GateGuesses, RoutingTrace, Tap
+from experts.routing.files import GateGuesses, RoutingTrace, Tap
 from experts.simulator import LayerTiming, SimulationSetup, link_for
 
 COUPLED = SyntheticSpec(5, 8, 2, coupling=3.0, topic=0.5, persistence=0.2, edge=1.0)

@@ -17,7 +17,7 @@ from benchmarks.experts.memory import (
     throughput_figure,
 )
 from benchmarks.experts.record_routing import record_with_fits
-from experts.routing_files import Tap
+from experts.routing.files import Tap
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 TEXTS = ["The harbour wakes before the town does.", "too short", "At half past four the first boats come back."]

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from moeserve.assemble import build_scheduler, load_rank
 from moeserve.config import ServeConfig
-from moeserve.containment import ContainingExecutor
-from moeserve.memory_plan import plan_model
+from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.containment import ContainingExecutor
+from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.rank import Rank
 from moeserve.model import sampler
 from moeserve.plan import Chunk, FinishReason, Request, SamplingParams
-from moeserve.rank import Rank
-from moeserve.steps import Steps
+from moeserve.scheduling.steps import Steps
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 CONFIG = ServeConfig(kv_cache_memory=2**20, block_size=4, max_model_len=160, max_num_batched_tokens=64)

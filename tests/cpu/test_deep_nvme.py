@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from experts.deep_nvme import DeepNvme, compile_deep_nvme, deep_nvme, extensions_folder, extensions_kept_in
 from experts.errors import DeepNvmeError, ExpertStoreError
-from experts.expert_file import PAGE_BYTES, write_expert_file
-from experts.slots import SlotArena
-from experts.tiers import DiskTier
+from experts.memory.deep_nvme import DeepNvme, compile_deep_nvme, deep_nvme, extensions_folder, extensions_kept_in
+from experts.memory.file import PAGE_BYTES, write_expert_file
+from experts.memory.slots import SlotArena
+from experts.memory.tiers import DiskTier
 
 SOURCE = bytes(32)
 EXPERT_BYTES = 5 * PAGE_BYTES + 100
@@ -68,14 +68,14 @@ def test_every_environment_keeps_what_it_compiled(monkeypatch: pytest.MonkeyPatc
 
 
 def test_slots_that_may_not_be_locked_are_read_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: "libaio.so")
+    monkeypatch.setattr("experts.memory.deep_nvme.find_library", lambda _: "libaio.so")
     monkeypatch.setattr("resource.getrlimit", lambda _: (PAGE_BYTES, PAGE_BYTES))
     with pytest.raises(DeepNvmeError, match="ulimit -l"):
         deep_nvme(PAGE_BYTES + 1)
 
 
 def test_what_is_not_compiled_is_not_compiled_on_the_way(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: "libaio.so")
+    monkeypatch.setattr("experts.memory.deep_nvme.find_library", lambda _: "libaio.so")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     with pytest.raises(DeepNvmeError, match="`moeserve experts deepnvme`"):
         deep_nvme(PAGE_BYTES)
@@ -83,7 +83,7 @@ def test_what_is_not_compiled_is_not_compiled_on_the_way(monkeypatch: pytest.Mon
 
 
 def test_without_libaio_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: None)
+    monkeypatch.setattr("experts.memory.deep_nvme.find_library", lambda _: None)
     for attempt in (lambda: deep_nvme(PAGE_BYTES), compile_deep_nvme):
         with pytest.raises(DeepNvmeError, match="install libaio-dev"):
             attempt()
@@ -101,7 +101,7 @@ def test_a_process_that_was_killed_while_it_compiled_keeps_nobody_waiting(tmp_pa
 
 
 def test_a_library_that_was_never_finished_is_as_good_as_none(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("experts.deep_nvme.find_library", lambda _: "libaio.so")
+    monkeypatch.setattr("experts.memory.deep_nvme.find_library", lambda _: "libaio.so")
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     unfinished = extensions_folder() / "async_io" / "async_io.so"
     unfinished.parent.mkdir(parents=True)

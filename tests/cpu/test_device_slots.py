@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from experts.errors import ExpertStoreError
-from experts.expert_file import write_expert_file
-from experts.expert_memory import ExpertMemory
-from experts.residency import ResidencyControl, lru
-from experts.slots import DeviceSlots
-from experts.tiers import DiskTier, ExpertTier, HostTier
+from experts.memory.file import write_expert_file
+from experts.memory.memory import ExpertMemory
+from experts.memory.residency import ResidencyControl, lru
+from experts.memory.slots import DeviceSlots
+from experts.memory.tiers import DiskTier, ExpertTier, HostTier
 from tests.support.late_copies import LateCopies
 
 CPU = torch.device("cpu")

@@ -15,8 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_a_service_of_one_rank_loads_nothing_of_this() -> None:
     code = (
-        "import sys, moeserve.service, torch.distributed\n"
-        "print([name for name in sys.modules if name.startswith(('deepspeed', 'experts.collectives'))])\n"
+        "import sys, moeserve.engine.service, torch.distributed\n"
+        "print([name for name in sys.modules if name.startswith(('deepspeed', 'experts.parallel.collectives'))])\n"
         "print(torch.distributed.is_initialized())"
     )
     said = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -18,12 +18,12 @@ import launcher.doctor
 import moeserve.machine
 from launcher.cli import main
 from moeserve.config import ServeConfig
-from moeserve.doctor import NativeModel, examine, kinds_of_layers, parameters_of, setups_of, sizes_of, summary
-from moeserve.experts.gpu_memory import slot_layout
+from moeserve.engine.doctor import NativeModel, examine, kinds_of_layers, parameters_of, setups_of, sizes_of, summary
+from moeserve.engine.experts.gpu_memory import slot_layout
+from moeserve.engine.memory_plan import plan_model, plan_on_cpu, weights_bytes
 from moeserve.machine import Gpu, Machine
-from moeserve.memory_plan import plan_model, plan_on_cpu, weights_bytes
 from moeserve.model.checkpoint import read_index
-from moeserve.model.gpu_kernels import expert_storage
+from moeserve.model.gpu.kernels import expert_storage
 from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import checkpoint_bytes, count_parameters, expected_index

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from experts.errors import ExpertStoreError
-from experts.expert_file import PAGE_BYTES, read_header, round_to_page, write_expert_file
-from experts.tiers import DiskTier, SlowedTier
+from experts.memory.file import PAGE_BYTES, read_header, round_to_page, write_expert_file
+from experts.memory.tiers import DiskTier, SlowedTier
 
 SOURCE = bytes(range(32))
 EXPERT_BYTES = 2 * PAGE_BYTES + 100

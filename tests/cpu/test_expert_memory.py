@@ -11,18 +11,18 @@ from pathlib import Path
 
 import pytest
 
-import moeserve.experts.memory
+import moeserve.engine.experts.memory
 from benchmarks.token_engine import Completion, TokenEngine
 from experts.errors import ExpertStoreError
-from experts.expert_file import PAGE_BYTES, round_to_page
+from experts.memory.file import PAGE_BYTES, round_to_page
+from experts.memory.residency import POLICIES
 from experts.moe_layer import MoeLayer
-from experts.predictors import RecallSample
-from experts.residency import POLICIES
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import save_statistics
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import save_statistics
+from experts.routing.predictors import RecallSample
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.experts.settings import statistics_key
-from moeserve.memory_plan import read_spec
+from moeserve.engine.experts.settings import statistics_key
+from moeserve.engine.memory_plan import read_spec
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.spec import ModelError
 from moeserve.plan import SamplingParams
@@ -142,7 +142,7 @@ def test_nothing_of_it_is_built_where_all_experts_fit(
         raise AssertionError("built")
 
     for name in ("ExpertMemory", "SlotArena", "ResidentExperts", "ensure_expert_store"):
-        monkeypatch.setattr(moeserve.experts.memory, name, refuse)
+        monkeypatch.setattr(moeserve.engine.experts.memory, name, refuse)
     dispatches: list[object] = []
     init = MoeLayer.__init__
     monkeypatch.setattr(
@@ -254,7 +254,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     config = ServeConfig(expert_memory=1 << 30)
     unused = partial(pytest.fail, "nothing is looked up")
     with pytest.raises(ConfigError, match="--expert-memory: a llama model has no experts"):
-        moeserve.experts.memory.plan_residency(unused, *read_spec(tmp_path, config), config)
+        moeserve.engine.experts.memory.plan_residency(unused, *read_spec(tmp_path, config), config)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfru", "static", "affinity"])

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
-from experts.placement import PlacementError, refilled
-from experts.placement_search import LEARNT, PLAIN, choose_placement
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import save_statistics
+from experts.placement.placement import PlacementError, refilled
+from experts.placement.search import LEARNT, PLAIN, choose_placement
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import save_statistics
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.experts.settings import plan_placement, statistics_key
+from moeserve.engine.experts.settings import plan_placement, statistics_key
 from moeserve.model.families import build_spec, load_config
 
 SIZES = (3, 8, 4)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
-from experts.expert_file import round_to_page
-from experts.expert_memory import ExpertMemory
-from experts.residency import POLICIES, ResidencyControl, ResidencyCounters
-from experts.routing_files import RoutingTrace
+from experts.memory.file import round_to_page
+from experts.memory.memory import ExpertMemory
+from experts.memory.residency import POLICIES, ResidencyControl, ResidencyCounters
+from experts.memory.slots import SlotArena
+from experts.routing.files import RoutingTrace
 from experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
-from experts.slots import SlotArena
 
 EXPERT_BYTES = round_to_page(1)
 

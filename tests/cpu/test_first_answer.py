@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moeserve.assemble import check_first_answer
+from moeserve.engine.assemble import check_first_answer
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import CheckpointError

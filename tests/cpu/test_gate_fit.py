@@ -10,11 +10,11 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.token_engine import TokenEngine
-from experts.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
-from experts.routing_files import Tap
+from experts.routing.files import Tap
+from experts.routing.gates import FittedGates, FittedGatesError, load_fitted_gates, save_fitted_gates
 from launcher.cli import main
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.experts.fit import GateFit, TextReader, fit_gates, pieces
+from moeserve.engine.experts.fit import GateFit, TextReader, fit_gates, pieces
 from moeserve.plan import SamplingParams
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 

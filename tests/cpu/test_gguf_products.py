@@ -10,11 +10,11 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from benchmarks.token_engine import TokenEngine
-from experts.expert_file import round_to_page
+from experts.memory.file import round_to_page
 from kernels.ops import CpuOps
 from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.memory_plan import read_spec, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.families import build_spec, load_config

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from experts.shape_choice import ShapeChoice
+from experts.parallel.shape_choice import ShapeChoice
+from moeserve.engine.ranks.together import GroupSteps, StepRows
 from moeserve.model.step_arrays import StepShape
-from moeserve.ranks.together import GroupSteps, StepRows
 
 
 class Experts:

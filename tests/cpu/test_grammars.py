@@ -18,16 +18,17 @@ from llguidance import LLMatcher, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from benchmarks.token_engine import Completion, TokenEngine
-from moeserve import grammar_masks, grammar_threads
 from moeserve.config import ServeConfig
 from moeserve.frontend.constraints import ascii_classes, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
-from moeserve.grammar import compile_grammar, load_tokens
-from moeserve.grammar_masks import GrammarMasks, MadeMask
+from moeserve.grammars import masks as grammar_masks
+from moeserve.grammars import threads as grammar_threads
+from moeserve.grammars.compiler import compile_grammar, load_tokens
+from moeserve.grammars.masks import GrammarMasks, MadeMask
 from moeserve.model.sampler import adjusted_logits
 from moeserve.model.token_masks import masks_of
 from moeserve.plan import GRAMMAR_FAILED, Chunk, ChunkExtras, FinishReason, Request, SamplingParams, Terms
-from moeserve.steps import Steps
+from moeserve.scheduling.steps import Steps
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS, VOCAB_SIZE, write_model_dir
 

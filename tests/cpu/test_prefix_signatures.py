@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-import moeserve.assemble
+import moeserve.engine.assemble
 from benchmarks.token_engine import TokenEngine
-from experts.expert_file import round_to_page
-from experts.lookahead import GateLookahead
-from experts.prefetcher import PrefixWarmer
-from experts.prefix_warmth import PrefixWarmth
+from experts.memory.file import round_to_page
+from experts.prediction.lookahead import GateLookahead
+from experts.prediction.prefetcher import PrefixWarmer
+from experts.prediction.prefix_warmth import PrefixWarmth
 from moeserve.config import ServeConfig
-from moeserve.memory_plan import read_spec
+from moeserve.engine.memory_plan import read_spec
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.plan import SamplingParams
 from radix_cache import PrefixCache
@@ -109,8 +109,8 @@ def test_where_nothing_is_loaded_ahead_nothing_is_described_kept_or_carried(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("built")
 
-    monkeypatch.setattr(moeserve.assemble, "RoutingTap", refuse)
-    monkeypatch.setattr(moeserve.assemble, "PrefixSigner", refuse)
+    monkeypatch.setattr(moeserve.engine.assemble, "RoutingTap", refuse)
+    monkeypatch.setattr(moeserve.engine.assemble, "PrefixSigner", refuse)
     monkeypatch.setattr(PrefixCache, "annotate", refuse)
     monkeypatch.setattr(PrefixCache, "annotations", refuse)
     config = {

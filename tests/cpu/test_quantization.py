@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.token_engine import Completion, TokenEngine
-from experts.expert_file import round_to_page
+from experts.memory.file import round_to_page
 from kernels.cpu.library import native_kernels
 from kernels.cpu.quantised import quantise
 from kernels.weight_formats import Q4_0, Q8_0
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.memory_plan import read_spec, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.rounding import Rounding
@@ -164,7 +164,7 @@ def test_without_compiled_kernels_quantised_weights_are_refused(
     monkeypatch: pytest.MonkeyPatch, model_dir: Path
 ) -> None:
     spec, _ = read_spec(model_dir, BASE)
-    monkeypatch.setattr("moeserve.memory_plan.native_kernels_absence", lambda: "There is no compiler.")
+    monkeypatch.setattr("moeserve.engine.memory_plan.native_kernels_absence", lambda: "There is no compiler.")
     with pytest.raises(ConfigError, match="There is no compiler"):
         rounding_of(replace(BASE, quantization="int4"), spec, {})
 

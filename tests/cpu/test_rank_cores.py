@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from moeserve.ranked_service import bind_to_cores, own_cores
+from moeserve.engine.ranked_service import bind_to_cores, own_cores
 
 
 def test_ranks_that_fill_the_cores_share_them_out() -> None:

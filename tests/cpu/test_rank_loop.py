@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from experts.errors import CollectiveError
-from experts.rebalance import Migration, Outcome
+from experts.placement.rebalance import Migration, Outcome
+from moeserve.engine.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
+from moeserve.engine.ranks.plan_link import PlanSender
+from moeserve.engine.ranks.steps import RankSteps
+from moeserve.engine.ranks.together import StepRows
+from moeserve.engine.ranks.transport import BeatThread, RankLink
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
-from moeserve.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
-from moeserve.ranks.plan_link import PlanSender
-from moeserve.ranks.steps import RankSteps
-from moeserve.ranks.together import StepRows
-from moeserve.ranks.transport import BeatThread, RankLink
 from moeserve.wire import decode_result
 
 

@@ -15,7 +15,7 @@ from structlog.testing import capture_logs
 
 from launcher.preflight import check_nodes
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.ranks.meeting import (
+from moeserve.engine.ranks.meeting import (
     Meeting,
     RankKeys,
     create_keys,
@@ -26,8 +26,8 @@ from moeserve.ranks.meeting import (
     own_address_towards,
     resolve,
 )
-from moeserve.ranks.messages import Joined, RankError, Start
-from moeserve.ranks.transport import RankHub, RankLink
+from moeserve.engine.ranks.messages import Joined, RankError, Start
+from moeserve.engine.ranks.transport import RankHub, RankLink
 
 JOINED = Joined(1, os.getpid(), "other", "elsewhere", "software", "model")
 

@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.expert_memory import ExpertMemory
-from experts.gates import GatePreview, GatesAhead
-from experts.predictors import RankPredictor, RecallSample
-from experts.prefetcher import GateRecall, Prefetcher, PrefetchObserver, RankPrefetcher
-from experts.routing_files import Tap
+from experts.memory.memory import ExpertMemory
+from experts.prediction.prefetcher import GateRecall, Prefetcher, PrefetchObserver, RankPrefetcher
+from experts.routing.files import Tap
+from experts.routing.gates import GatePreview, GatesAhead
+from experts.routing.predictors import RankPredictor, RecallSample
 from moeserve.plan import Chunk, StepPlan
 
 NUM_EXPERTS, TOP_K = 4, 2

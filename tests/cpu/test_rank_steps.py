@@ -8,9 +8,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from experts.collectives import RecordedTraffic
+from experts.parallel.collectives import RecordedTraffic
+from moeserve.engine.ranks.together import StepRows, captures_decodes
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
-from moeserve.ranks.together import StepRows, captures_decodes
 
 SIZES = (1, 2, 4, 8)
 SAMPLING = SamplingParams(max_tokens=2)

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
+from moeserve.engine.ranks.meeting import Meeting
+from moeserve.engine.ranks.messages import Forward, Joined, LayerLoaded, RankBeat, RankError, RankResult, Shutdown
+from moeserve.engine.ranks.plan_link import PlanReceiver
+from moeserve.engine.ranks.steps import RankedExecutor
+from moeserve.engine.ranks.together import StepRows
+from moeserve.engine.ranks.transport import RankHub, RankLink
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from moeserve.ranks.meeting import Meeting
-from moeserve.ranks.messages import Forward, Joined, LayerLoaded, RankBeat, RankError, RankResult, Shutdown
-from moeserve.ranks.plan_link import PlanReceiver
-from moeserve.ranks.steps import RankedExecutor
-from moeserve.ranks.together import StepRows
-from moeserve.ranks.transport import RankHub, RankLink
 from moeserve.wire import MAX_FRAME_BYTES, DecodeError, decode_result, encode_result
 from tests.support.examples import examples
 

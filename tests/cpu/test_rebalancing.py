@@ -7,12 +7,12 @@ import threading
 import numpy as np
 import pytest
 
-from experts.placement import Placement, Ranks, contiguous, refilled
-from experts.rebalance import ExpertMigrator, Migration, Outcome, RebalancePolicy, Rebalancer
-from moeserve.experts.rebalancing import Rebalancing
+from experts.placement.placement import Placement, Ranks, contiguous, refilled
+from experts.placement.rebalance import ExpertMigrator, Migration, Outcome, RebalancePolicy, Rebalancer
+from moeserve.engine.experts.rebalancing import Rebalancing
+from moeserve.engine.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
+from moeserve.engine.ranks.steps import follow
 from moeserve.plan import StepPlan
-from moeserve.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, ToRank
-from moeserve.ranks.steps import follow
 
 PLANS = [StepPlan(0, []), StepPlan(0, [])]
 SKEWED = np.array([[0, 1, 0, 1, 0, 2, 4, 6] * 200])

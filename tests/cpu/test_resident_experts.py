@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.expert_memory import ExpertMemory
+from experts.memory.memory import ExpertMemory
+from experts.memory.residency import ResidencyControl, lru
+from experts.memory.resident_experts import ResidentExperts
+from experts.memory.slots import SlotArena
 from experts.observer import AnyObserver
-from experts.residency import ResidencyControl, lru
-from experts.resident_experts import ResidentExperts
-from experts.slots import SlotArena
 from kernels.activation import Activation
 from kernels.moe import expert_layout, moe_experts_partial
 from kernels.packed_experts import ExpertShape, SplitExperts

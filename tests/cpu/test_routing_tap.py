@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from benchmarks.token_engine import TokenEngine
-from experts.routing import RoutingShape, unpack
-from experts.routing_tap import RoutingTap
+from experts.routing.choices import RoutingShape, unpack
+from experts.routing.tap import RoutingTap
 from kernels.moe_gate import GateSpec, select_experts
-from moeserve.assemble import load_rank
 from moeserve.config import ServeConfig
-from moeserve.experts.observe import ExpertRecording, plan_recording
-from moeserve.memory_plan import plan_model
+from moeserve.engine.assemble import load_rank
+from moeserve.engine.experts.observe import ExpertRecording, plan_recording
+from moeserve.engine.memory_plan import plan_model
 from moeserve.plan import SamplingParams
-from moeserve.steps import LocalExecutor, Steps
+from moeserve.scheduling.steps import LocalExecutor, Steps
 from tests.support.checkpoints import TOKENS, load, logits_of, spec_of
 from tests.support.tiny_models import save
 

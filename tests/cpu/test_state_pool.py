@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from moeserve.assemble import check_first_answer
+from moeserve.engine.assemble import check_first_answer
 from moeserve.model.families import build_spec
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner

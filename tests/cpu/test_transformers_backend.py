@@ -11,7 +11,7 @@ import torch
 from benchmarks.token_engine import TokenEngine
 from kernels.specs import Activation
 from moeserve.config import ConfigError
-from moeserve.memory_plan import plan_model
+from moeserve.engine.memory_plan import plan_model
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.fused import FusedAttention
 from moeserve.model.hf.geometry import is_experts

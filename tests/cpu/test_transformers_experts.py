@@ -21,10 +21,10 @@ import transformers
 from torch import Tensor, nn
 
 from benchmarks.token_engine import TokenEngine
-from experts.expert_file import round_to_page
+from experts.memory.file import round_to_page
 from experts.observer import AnyObserver
 from moeserve.config import ServeConfig
-from moeserve.memory_plan import plan_model, read_any_spec
+from moeserve.engine.memory_plan import plan_model, read_any_spec
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.hf.gates import _projections
 from moeserve.model.hf.loading import load_transformers_decoder

@@ -16,7 +16,7 @@ from moeserve.model.hf.check import choose_ways
 from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.mixers import Ways
 from moeserve.model.hf.spec import read_transformers_spec
-from moeserve.request_states import StatePolicy
+from moeserve.scheduling.request_states import StatePolicy
 from tests.support.llm_prompts import BASE, GREEDY, PROMPTS, complete_alone, complete_at_every_border
 from tests.support.tiny_transformers import MORE, save_tiny
 from tests.support.transformers_parity import TOLERANCE, Memory, worst_difference
@@ -49,7 +49,7 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_tokens(model_dir:
 
 def test_a_hit_at_every_block_border_gives_the_same_tokens(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
-    monkeypatch.setattr("moeserve.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
+    monkeypatch.setattr("moeserve.engine.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
     hits, alone = complete_at_every_border(model_dir)
     assert [c.token_ids for c in hits] == [c.token_ids for c in alone]
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import save_statistics
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import save_statistics
 from tests.support.saved_models import saved_model
 from tests.support.service import Service, service
 from tests.support.slot_bytes import slots_on_cpu

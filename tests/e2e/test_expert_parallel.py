@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import load_statistics, save_statistics
-from moeserve.experts.settings import statistics_key
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import load_statistics, save_statistics
+from moeserve.engine.experts.settings import statistics_key
 from tests.support.kills import pid_of
 from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, is_alive, listening_addresses, service, wait_until

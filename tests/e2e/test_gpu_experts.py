@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from experts.routing_files import load_trace
+from experts.routing.files import load_trace
 from moeserve.model.families import build_spec, load_config
 from tests.support.saved_models import saved_model
 from tests.support.service import ROOT, Service, service
@@ -44,7 +44,7 @@ def no_gpu() -> None:
 def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chose(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from moeserve.experts.prefetch import keep_fitted_gates
+    from moeserve.engine.experts.prefetch import keep_fitted_gates
     from tests.support.fitted_gates import some_gates
 
     model = tmp_path / "m"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from experts.routing_files import load_statistics, load_trace
-from moeserve.experts.settings import statistics_key
+from experts.routing.files import load_statistics, load_trace
+from moeserve.engine.experts.settings import statistics_key
 from tests.support.frontend import frontend
 from tests.support.service import Service, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint

@@ -10,8 +10,8 @@ import pytest
 import torch
 from triton.runtime.errors import OutOfResources
 
-import moeserve.model.gpu_kernels as attention_kernels
-import moeserve.model.gpu_kernels as expert_kernels
+import moeserve.model.gpu.kernels as attention_kernels
+import moeserve.model.gpu.kernels as expert_kernels
 import moeserve.tune.attention as tune_attention_module
 from kernels.gpu.attention_config import (
     MAX_CANDIDATES,
@@ -28,7 +28,7 @@ from kernels.gpu.attention_config import (
 )
 from kernels.gpu.moe_config import Platform, TuningError, file_name
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_batches import AttentionLimits
+from moeserve.model.gpu.batches import AttentionLimits
 from moeserve.tune.attention import Batch, Batches, tune_attention
 from tests.support.commands import invoke
 from tests.support.tiny_models import save

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from moeserve.model.decoder import ForwardBatch
-from moeserve.model.gpu_batches import AttentionLimits
-from moeserve.model.gpu_runner import Computed, DecodeSteps, HeardDecoder
-from moeserve.model.gpu_setup import blank_arrays
+from moeserve.model.gpu.batches import AttentionLimits
+from moeserve.model.gpu.runner import Computed, DecodeSteps, HeardDecoder
+from moeserve.model.gpu.setup import blank_arrays
 from moeserve.model.step_arrays import StepArrays, StepShape
 from tests.support.checkpoints import spec_of
 from tests.support.tiny_models import save

@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from experts.gates import FittedGates, GatePreview
 from experts.observer import AnyObserver
-from experts.routing_files import Tap
+from experts.routing.files import Tap
+from experts.routing.gates import FittedGates, GatePreview
 from moeserve.config import ConfigError
 from moeserve.device import KvBudget
-from moeserve.experts.gpu_memory import plan_gpu_residency
+from moeserve.engine.experts.gpu_memory import plan_gpu_residency
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_model import make_runner
+from moeserve.model.gpu.model import make_runner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
 from moeserve.plan import ChunkResult, StepPlan

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from moeserve.device import KvBudget, StateDemand
+from moeserve.engine.rank import ObservedRunner
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_model import GpuSettings, compute_largest_step, kv_blocks, make_runner
+from moeserve.model.gpu.model import GpuSettings, compute_largest_step, kv_blocks, make_runner
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Request, SamplingParams
-from moeserve.rank import ObservedRunner
-from moeserve.request_states import StatePolicy
-from moeserve.scheduler import Scheduler
-from moeserve.steps import LocalExecutor, Runner, Steps
+from moeserve.scheduling.request_states import StatePolicy
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import LocalExecutor, Runner, Steps
 from radix_cache import PrefixCache
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import build

@@ -15,7 +15,7 @@ from kernels.gpu.moe_config import WeightStorage
 from kernels.gpu.moe_weights import store_weights
 from moeserve.config import ConfigError
 from moeserve.model.decoder import Decoder
-from moeserve.model.gpu_kernels import expert_storage
+from moeserve.model.gpu.kernels import expert_storage
 from moeserve.model.kv_pool import KVPool, kv_block_bytes
 from tests.support.checkpoints import change_tensors, load, spec_of
 from tests.support.gpu_decoder import build_gpu_decoder

@@ -17,7 +17,7 @@ from moeserve.device import KvBudget
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.weights import load_decoder
-from moeserve.steps import LocalExecutor
+from moeserve.scheduling.steps import LocalExecutor
 from tests.support.checkpoints import spec_of
 from tests.support.rank_requests import MAX_LEN, RankCase, Said, serve
 from tests.support.tiny_models import save
@@ -97,12 +97,12 @@ def said_by_one_gpu(case: Mapping[str, Any], folder: Path, device: torch.device)
     asked = RankCase(**{**case, "model": str(folder / case["model"])})
     spec = spec_of(Path(asked.model))
     # They serve with what a machine with a GPU may lack.
-    from moeserve.assemble import load_rank
-    from moeserve.memory_plan import ModelPlan
+    from moeserve.engine.assemble import load_rank
+    from moeserve.engine.memory_plan import ModelPlan
 
     plan = ModelPlan(spec, torch.float32, KvBudget(0, 0), 0, device="cuda")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moeserve.assemble.current_gpu", lambda: device)
+        patch.setattr("moeserve.engine.assemble.current_gpu", lambda: device)
         one = load_rank(Path(asked.model), plan, asked.config(spec, 1), lambda _: None).start()
     return serve(asked, one.model.kv, 1, LocalExecutor(one.runner))
 

@@ -14,27 +14,27 @@ import numpy as np
 import pytest
 import torch
 
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_tap import RoutingTap
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.tap import RoutingTap
 from moeserve.device import KvBudget
-from moeserve.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
+from moeserve.engine.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
+from moeserve.engine.rank import ObservedRunner
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_model import GpuSettings, make_runner
-from moeserve.model.gpu_runner import GpuModelRunner
+from moeserve.model.gpu.model import GpuSettings, make_runner
+from moeserve.model.gpu.runner import GpuModelRunner
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
-from moeserve.rank import ObservedRunner
-from moeserve.scheduler import Scheduler
-from moeserve.steps import LocalExecutor, RanksObserver, Runner, Steps
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import LocalExecutor, RanksObserver, Runner, Steps
 from radix_cache import PrefixCache
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
 if TYPE_CHECKING:
-    from moeserve.grammar_masks import GrammarMasks
+    from moeserve.grammars.masks import GrammarMasks
 
 pytestmark = pytest.mark.kernel_change
 
@@ -217,7 +217,7 @@ def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: to
         pytest.skip("grammars do not depend on the model")
     pytest.importorskip("llguidance")
     pytest.importorskip("msgspec")
-    from moeserve.grammar_masks import GrammarMasks
+    from moeserve.grammars.masks import GrammarMasks
     from tests.support.tiny_model import write_model_dir
 
     spec, eos = spec_of(model_dir), 127

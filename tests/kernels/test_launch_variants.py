@@ -5,7 +5,7 @@ from importlib.util import find_spec
 import pytest
 
 from kernels.gpu.moe_config import Device, MoeConfigs, MoeShape, Platform
-from moeserve.model.gpu_setup import LaunchVariants, StepLimits
+from moeserve.model.gpu.setup import LaunchVariants, StepLimits
 from moeserve.model.step_arrays import ExtendLimits, StepShape
 from tests.support.separate_process import output_of
 

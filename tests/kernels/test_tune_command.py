@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-import moeserve.model.gpu_kernels as expert_kernels
+import moeserve.model.gpu.kernels as expert_kernels
 import moeserve.tune.experts as tune_moe
 from kernels.gpu.moe import device_of, moe_experts_reference
 from kernels.gpu.moe_config import MoeShape, heuristic_config

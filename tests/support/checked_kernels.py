@@ -3,12 +3,13 @@
 `python -m tests.support.checked_kernels` exits with 0 if so.
 
 A test that takes seconds in Triton's interpreter, or compiles for a GPU that is absent, is marked `kernel_change`.
-`make test` leaves these tests out while the files that they run, and the versions of torch and Triton, are those of the
-record in the repository. A run that passes writes the record: `--record`.
+`make test` leaves these tests out while the code that they run, apart from comments and docstrings, and the versions of
+torch and Triton are those of the record in the repository. A run that passes writes the record: `--record`.
 """
 
 from __future__ import annotations
 
+import ast
 import sys
 from hashlib import sha256
 from pathlib import Path
@@ -20,13 +21,13 @@ CHECKED = (
     "kernels",
     "experts",
     "moeserve/model",
-    "moeserve/experts",
-    "moeserve/ranks",
+    "moeserve/engine/experts",
+    "moeserve/engine/ranks",
     "moeserve/tune",
     "moeserve/device.py",
-    "moeserve/gpu_body.py",
+    "moeserve/engine/gpu_body.py",
     "moeserve/plan.py",
-    "moeserve/rank.py",
+    "moeserve/engine/rank.py",
     "benchmarks/kernels",
     "tests/kernels",
     "tests/behaviour",
@@ -39,11 +40,25 @@ def digest(root: Path) -> str:
     """Return the digest of the checked files and of the versions that compile them."""
     found = sha256()
     for path in _files(root):
-        content = path.read_bytes()
+        content = _code(path)
         found.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
     pinned = (root / "constraints.txt").read_text().splitlines()
     found.update("\n".join(line for line in pinned if line.startswith(("torch==", "triton=="))).encode())
     return found.hexdigest()
+
+
+def _code(path: Path) -> bytes:
+    """Return the content of a file; of Python, what remains without comments, docstrings and layout."""
+    content = path.read_bytes()
+    if path.suffix != ".py":
+        return content
+    tree = ast.parse(content)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if documented and body and isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+            del body[0]
+    return ast.dump(tree).encode()
 
 
 def _files(root: Path) -> list[Path]:

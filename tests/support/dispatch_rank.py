@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from experts.collectives import Collectives
-from experts.dispatch import ExpertParallel
-from experts.placement import Placement, contiguous
-from experts.placement_search import load_balanced
+from experts.parallel.collectives import Collectives
+from experts.parallel.dispatch import ExpertParallel
+from experts.placement.placement import Placement, contiguous
+from experts.placement.search import load_balanced
 from kernels.activation import Activation
 from kernels.moe import moe_experts, moe_experts_partial, pack_experts
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from experts.gates import FittedGates
-from experts.routing_files import Tap
+from experts.routing.files import Tap
+from experts.routing.gates import FittedGates
 from moeserve.model.spec import DecoderSpec
 
 

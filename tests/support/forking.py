@@ -364,10 +364,10 @@ def _import_the_service() -> list[Callable[..., Any]]:
     from launcher.rank_group import main as run_ranks
     from launcher.serve import serve
     from launcher.worker import main as work
+    from moeserve.engine.ranked_service import load_member
+    from moeserve.engine.service import serve_alone
     from moeserve.frontend.server import serve as serve_http
     from moeserve.model.source import resolve_model
-    from moeserve.ranked_service import load_member
-    from moeserve.service import serve_alone
 
     # It names its caller in events that nobody reads, and looks through all modules for that: a second for each group.
     dynamic_rendezvous.get_method_name = lambda *_: "rendezvous"

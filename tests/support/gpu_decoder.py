@@ -10,9 +10,9 @@ import torch
 from experts.observer import AnyObserver
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
 from kernels.gpu.ops import GpuOps
-from moeserve.experts.gpu_memory import GpuResidentModel
+from moeserve.engine.experts.gpu_memory import GpuResidentModel
 from moeserve.model.decoder import Decoder
-from moeserve.model.gpu_kernels import expert_configs, expert_storage, triton_moe
+from moeserve.model.gpu.kernels import expert_configs, expert_storage, triton_moe
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder

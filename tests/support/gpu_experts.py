@@ -8,23 +8,23 @@ from pathlib import Path
 
 import torch
 
-from experts.expert_file import round_to_page
-from experts.gates import FittedGates
+from experts.memory.file import round_to_page
 from experts.observer import AnyObserver
+from experts.routing.gates import FittedGates
 from moeserve.device import KvBudget
-from moeserve.experts.gpu_memory import (
+from moeserve.engine.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
     plan_gpu_residency,
     slot_layout,
 )
-from moeserve.experts.prefetch import start_prefetching
-from moeserve.model.gpu_kernels import expert_storage
-from moeserve.model.gpu_model import GpuSettings, make_runner
+from moeserve.engine.experts.prefetch import start_prefetching
+from moeserve.engine.rank import ObservedRunner
+from moeserve.model.gpu.kernels import expert_storage
+from moeserve.model.gpu.model import GpuSettings, make_runner
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan
-from moeserve.rank import ObservedRunner
 from tests.support.gpu_decoder import build_gpu_decoder
 
 BLOCK_SIZE, MAX_LEN, MAX_TOKENS = 4, 32, 16

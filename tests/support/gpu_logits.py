@@ -12,8 +12,8 @@ from torch import Tensor
 
 from kernels.gpu.attention_config import AttentionConfigs
 from moeserve.model.decoder import Decoder
-from moeserve.model.gpu_batches import AttentionLimits, StepBatches
-from moeserve.model.gpu_kernels import attention_shape
+from moeserve.model.gpu.batches import AttentionLimits, StepBatches
+from moeserve.model.gpu.kernels import attention_shape
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import step_arrays

@@ -25,18 +25,18 @@ if not torch.cuda.is_available():
 
     mend_interpreter()
 
-from experts.collectives import Collectives
-from experts.placement_search import choose_placement
-from experts.rebalance import Migration
-from experts.routing import NOT_COMPUTED, unpack
-from moeserve.assemble import load_rank
+from experts.parallel.collectives import Collectives
+from experts.placement.rebalance import Migration
+from experts.placement.search import choose_placement
+from experts.routing.choices import NOT_COMPUTED, unpack
 from moeserve.device import KvBudget
-from moeserve.experts.observe import routing_shape
-from moeserve.memory_plan import ModelPlan
+from moeserve.engine.assemble import load_rank
+from moeserve.engine.experts.observe import routing_shape
+from moeserve.engine.memory_plan import ModelPlan
+from moeserve.engine.rank import Group, Rank
+from moeserve.engine.ranks.together import StepRows, captures_decodes
 from moeserve.model.families import build_spec, load_config
 from moeserve.plan import Pending, StepPlan, StepResult, wanted_logits
-from moeserve.rank import Group, Rank
-from moeserve.ranks.together import StepRows, captures_decodes
 from tests.support.rank_requests import NUM_BLOCKS, TIMEOUT, RankCase, serve
 
 
@@ -130,14 +130,14 @@ def swap_experts(rank: Rank) -> None:
     """The first and the last expert of a layer change places, as rank 0 would have all ranks do between two steps."""
     experts, migrator = group_of(rank).experts, rank.migrator
     assert migrator is not None
-    ranks = list(experts.placement.ranks[0])
+    ranks = list(experts.placement.placement.ranks[0])
     ranks[0], ranks[-1] = ranks[-1], ranks[0]
     migrator.begin(Migration(1, 0, tuple(ranks)))
     while (outcome := migrator.outcome()) is None:
         time.sleep(0.01)
     assert outcome.error is None, outcome
     migrator.switch(1)
-    assert experts.placement.ranks[0] == tuple(ranks)
+    assert experts.placement.placement.ranks[0] == tuple(ranks)
 
 
 def check_routing(rank: Rank, plan: StepPlan, result: StepResult) -> None:

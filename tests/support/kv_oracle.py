@@ -18,8 +18,8 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from zlib import crc32
 
+from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from moeserve.ranks.plan_link import PlanReceiver, PlanSender
 from radix_cache import PrefixCache
 from radix_cache.nodes import Node
 

@@ -19,7 +19,7 @@ class LateCopy:
 
 
 class LateCopies:
-    """See `experts.slots.CopyStream`. Marks are numbered; num_followed: copies done for followers."""
+    """See `experts.memory.slots.CopyStream`. Marks are numbered; num_followed: copies done for followers."""
 
     def __init__(self) -> None:
         self._queued: deque[LateCopy] = deque()

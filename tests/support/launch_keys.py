@@ -18,11 +18,11 @@ from pathlib import Path
 import torch
 
 import kernels.gpu.ops
-import moeserve.model.gpu_batches
-import moeserve.model.gpu_kernels
-from experts.expert_file import round_to_page
+import moeserve.model.gpu.batches
+import moeserve.model.gpu.kernels
+from experts.memory.file import round_to_page
 from kernels.gpu.moe_config import Device, WeightStorage
-from moeserve.experts.gpu_memory import (
+from moeserve.engine.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
     open_gpu_experts,
@@ -30,10 +30,10 @@ from moeserve.experts.gpu_memory import (
     slot_layout,
 )
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_batches import AttentionLimits, StepBatches
-from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
-from moeserve.model.gpu_runner import DecodeSteps, GpuModelRunner, HeardDecoder
-from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
+from moeserve.model.gpu.batches import AttentionLimits, StepBatches
+from moeserve.model.gpu.kernels import expert_configs, expert_storage, kv_dtype_of
+from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder
+from moeserve.model.gpu.setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.spec import DecoderSpec, silent
 from moeserve.model.state_pool import StatePool, pools_by_layer
@@ -137,8 +137,8 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
 
 def choose_for_hopper() -> None:
     """Rather than for the few processors that the interpreter makes up."""
-    moeserve.model.gpu_kernels.device_of = lambda _: HOPPER
-    moeserve.model.gpu_batches._num_sms = lambda _: HOPPER.num_multiprocessors
+    moeserve.model.gpu.kernels.device_of = lambda _: HOPPER
+    moeserve.model.gpu.batches._num_sms = lambda _: HOPPER.num_multiprocessors
 
 
 @contextlib.contextmanager

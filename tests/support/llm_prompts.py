@@ -75,7 +75,7 @@ def complete_at_every_border(model_dir: Path) -> tuple[list[Completion], list[Co
 
 def without_window_blocks() -> AbstractContextManager[object]:
     """All layers keep all KV meanwhile."""
-    return patch("moeserve.memory_plan.window_demand", lambda *_: None)
+    return patch("moeserve.engine.memory_plan.window_demand", lambda *_: None)
 
 
 def small_engine(model_dir: Path, num_blocks: int, **changes: object) -> TokenEngine:

@@ -6,8 +6,8 @@ import sys
 from hashlib import sha256
 from random import Random
 
+from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import SamplingParams
-from moeserve.ranks.plan_link import PlanSender
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
 

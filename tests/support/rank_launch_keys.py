@@ -15,26 +15,26 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from experts.collectives import Collectives, DeviceWaits
-from experts.expert_file import round_to_page
-from experts.placement import contiguous
+from experts.memory.file import round_to_page
+from experts.parallel.collectives import Collectives, DeviceWaits
+from experts.placement.placement import contiguous
 from kernels.gpu.moe_config import WeightStorage
-from moeserve.assemble import LoadedRank, load_rank
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
-from moeserve.experts.gpu_memory import slot_layout
-from moeserve.memory_plan import ModelPlan
+from moeserve.engine.assemble import LoadedRank, load_rank
+from moeserve.engine.experts.gpu_memory import slot_layout
+from moeserve.engine.memory_plan import ModelPlan
+from moeserve.engine.rank import Rank
+from moeserve.engine.ranks.together import StepRows
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.gpu_batches import AttentionLimits
-from moeserve.model.gpu_kernels import expert_configs, expert_storage, kv_dtype_of
-from moeserve.model.gpu_runner import GpuModelRunner
-from moeserve.model.gpu_setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
+from moeserve.model.gpu.batches import AttentionLimits
+from moeserve.model.gpu.kernels import expert_configs, expert_storage, kv_dtype_of
+from moeserve.model.gpu.runner import GpuModelRunner
+from moeserve.model.gpu.setup import StepLimits, blank_arrays, launch_all_variants, launch_variants
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.step_arrays import StepShape, capture_sizes
 from moeserve.plan import StepPlan
-from moeserve.rank import Rank
-from moeserve.ranks.together import StepRows
 from tests.support.launch_keys import (
     BLOCK_SIZE,
     CPU,

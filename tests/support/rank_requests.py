@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from experts.expert_file import round_to_page
+from experts.memory.file import round_to_page
 from moeserve.config import ServeConfig
 from moeserve.device import KvBudget
-from moeserve.experts.gpu_memory import slot_layout
-from moeserve.model.gpu_kernels import expert_storage, kv_dtype_of
+from moeserve.engine.experts.gpu_memory import slot_layout
+from moeserve.model.gpu.kernels import expert_storage, kv_dtype_of
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Request, SamplingParams
-from moeserve.scheduler import Scheduler
-from moeserve.steps import Executor, Steps
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import Executor, Steps
 from radix_cache import PrefixCache
 
 MAX_LEN, NUM_BLOCKS, BLOCK_SIZE, MAX_SEQS, MAX_TOKENS = 32, 24, 4, 4, 8

@@ -5,10 +5,10 @@ from __future__ import annotations
 from array import array
 from collections import deque
 
-from moeserve.pacing import Slo
 from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
-from moeserve.request_states import StatePolicy
-from moeserve.scheduler import RequestOutput, Scheduler
+from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.request_states import StatePolicy
+from moeserve.scheduling.scheduler import RequestOutput, Scheduler
 from radix_cache import PrefixCache
 from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed
 

@@ -21,8 +21,8 @@ def slots_on_gpu(model: Path, num_slots: int) -> int:
     """As `slots_on_cpu`, of slots in float32 on a device."""
     import torch
 
-    from experts.expert_file import round_to_page
-    from moeserve.experts.gpu_memory import slot_layout
+    from experts.memory.file import round_to_page
+    from moeserve.engine.experts.gpu_memory import slot_layout
     from tests.support.checkpoints import spec_of
 
     spec = spec_of(model)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.routing_files import RoutingTrace
+from experts.routing.files import RoutingTrace
 
 
 def adjacent_overlap(trace: RoutingTrace) -> float:

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
-from experts.collectives import Collectives
-from experts.rebalance import Migration
-from experts.routing import unpack
-from moeserve.assemble import load_rank
+from experts.parallel.collectives import Collectives
+from experts.placement.rebalance import Migration
+from experts.routing.choices import unpack
 from moeserve.config import ServeConfig
-from moeserve.experts.observe import routing_shape
-from moeserve.memory_plan import ModelPlan, plan_as_told, plan_model
+from moeserve.engine.assemble import load_rank
+from moeserve.engine.experts.observe import routing_shape
+from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
+from moeserve.engine.rank import Rank
+from moeserve.engine.ranks.together import StepRows
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan, wanted_logits
-from moeserve.rank import Rank
-from moeserve.ranks.together import StepRows
 
 NUM_TOKENS, BLOCK_SIZE = 5, 4
 # Of each rank. In the last steps rank 1 has nothing to do, and then neither.

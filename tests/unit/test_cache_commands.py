@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.cache_commands import CacheCommandError, CacheCommands
+from moeserve.engine.cache_commands import CacheCommandError, CacheCommands
 from moeserve.plan import CacheWish, SamplingParams
 from moeserve.wire import pack_token_ids, unpack_token_ids
 from radix_cache import PUBLIC, MissReason, PrefixCache

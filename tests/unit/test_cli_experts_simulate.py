@@ -6,9 +6,9 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
-from experts.routing_files import save_trace
+from experts.routing.files import save_trace
 from launcher.cli import main
-from moeserve.experts.simulate import first_requests
+from moeserve.engine.experts.simulate import first_requests
 
 
 @pytest.fixture

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from moeserve.cache_commands import CacheCommands
-from moeserve.command_queue import MAX_WAITING, MAX_WAITING_OF_KEY, CommandQueue
-from moeserve.commands import Commands
+from moeserve.engine.cache_commands import CacheCommands
+from moeserve.engine.command_queue import MAX_WAITING, MAX_WAITING_OF_KEY, CommandQueue
+from moeserve.engine.commands import Commands
 from moeserve.wire import Control, ControlResult
 from radix_cache import PUBLIC, PrefixCache
 from radix_cache.listing import MAX_VISITED_NODES

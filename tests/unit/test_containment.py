@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from moeserve.containment import ContainingExecutor, part_of
+from moeserve.engine.containment import ContainingExecutor, part_of
 from moeserve.plan import Chunk, ChunkResult, Computed, FinishReason, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
-from moeserve.steps import Steps
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import Steps
 from radix_cache import PrefixCache
 
 BLOCK_SIZE = 4

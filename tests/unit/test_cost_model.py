@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from moeserve.cost_model import CostModel, StepSize
+from moeserve.scheduling.cost_model import CostModel, StepSize
 
 
 def true_seconds(rows: int, attended: float) -> float:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from launcher.causes import MemoryKills, is_from_outside
-from moeserve.crashes import record as record_module
-from moeserve.crashes.judgement import LastWork, suspicion_after
-from moeserve.crashes.record import WorkRecord, read_record
-from moeserve.crashes.suspects import Suspects, digest_of
+from moeserve.engine.crashes import record as record_module
+from moeserve.engine.crashes.judgement import LastWork, suspicion_after
+from moeserve.engine.crashes.record import WorkRecord, read_record
+from moeserve.engine.crashes.suspects import Suspects, digest_of
 from moeserve.plan import Chunk, SamplingParams, StepPlan
 from moeserve.wire import Generate, Suspicion, pack_token_ids
 
@@ -109,7 +109,7 @@ def test_the_record_survives_the_kill_of_its_writer(tmp_path: Path) -> None:
     code = f"""
 import os, signal
 from pathlib import Path
-from moeserve.crashes.record import WorkRecord
+from moeserve.engine.crashes.record import WorkRecord
 record = WorkRecord(Path({str(tmp_path / "work")!r}), {LIFE}, 8)
 record.begin_step(1, ["a", "b"], [4, 5], None)
 os.kill(os.getpid(), signal.SIGKILL)

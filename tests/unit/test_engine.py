@@ -18,16 +18,16 @@ import pytest
 import zmq
 
 from launcher.watches import ProgressWatch
-from moeserve.crashes.judgement import LastWork
-from moeserve.crashes.record import WorkRecord, read_record
-from moeserve.crashes.suspects import Suspects, digest_of
-from moeserve.engine import Engine
-from moeserve.engine_socket import EngineSocket, HeartbeatThread
-from moeserve.experts.monitor import ExpertCommandError
-from moeserve.file_writer import FileJob
+from moeserve.engine.crashes.judgement import LastWork
+from moeserve.engine.crashes.record import WorkRecord, read_record
+from moeserve.engine.crashes.suspects import Suspects, digest_of
+from moeserve.engine.experts.monitor import ExpertCommandError
+from moeserve.engine.file_writer import FileJob
+from moeserve.engine.loop import Engine
+from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.plan import ChunkResult, Computed, FinishReason, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
-from moeserve.steps import Steps
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import Steps
 from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from experts.routing import Affinity, RoutingStatistics, StatisticsSpec
+from experts.routing.choices import Affinity, RoutingStatistics, StatisticsSpec
 
 LAYERS, EXPERTS, TOP_K = 5, 6, 2
 

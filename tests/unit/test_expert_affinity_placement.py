@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, synthetic_trace
-from experts.placement import hops, round_robin
-from experts.placement_search import affinity_placement, balanced_assignment, staying
-from experts.routing_files import shuffled_control, uniform_control
+from experts.placement.placement import hops, round_robin
+from experts.placement.search import affinity_placement, balanced_assignment, staying
+from experts.routing.files import shuffled_control, uniform_control
 from tests.support.examples import examples
 from tests.support.parameters import first
 

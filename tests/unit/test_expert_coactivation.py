@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SPARSE, synthetic_trace
-from experts.placement import balancedness, contiguous, remote_ranks, round_robin
-from experts.placement_search import Exchanges, coactivation_placement, fewest_ranks, token_sets
-from experts.routing_files import shuffled_control, uniform_control
+from experts.placement.placement import balancedness, contiguous, remote_ranks, round_robin
+from experts.placement.search import Exchanges, coactivation_placement, fewest_ranks, token_sets
+from experts.routing.files import shuffled_control, uniform_control
 
 
 def grouped_routing(num_tokens, num_experts, top_k, seed):

@@ -7,14 +7,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 from prometheus_client.registry import Collector
 
-from experts.placement import Placement, contiguous
-from experts.predictors import SourceRecall
-from experts.rebalance import RebalanceStats
-from experts.residency import ExpertMemoryStats, ResidencyCounters
-from experts.routing import RoutingShape, RoutingStatistics, StatisticsSpec
-from experts.routing_files import RequestRows, load_trace
+from experts.memory.residency import ExpertMemoryStats, ResidencyCounters
+from experts.placement.placement import Placement, contiguous
+from experts.placement.rebalance import RebalanceStats
+from experts.routing.choices import RoutingShape, RoutingStatistics, StatisticsSpec
+from experts.routing.files import RequestRows, load_trace
+from experts.routing.predictors import SourceRecall
 from moeserve.config import ServeConfig
-from moeserve.experts.monitor import (
+from moeserve.engine.experts.monitor import (
     ExpertCommandError,
     ExpertFacts,
     ExpertMonitor,
@@ -22,8 +22,8 @@ from moeserve.experts.monitor import (
     expert_strategy,
     file_failure,
 )
-from moeserve.experts.observe import ExpertRecording, RecordingPlan
-from moeserve.file_writer import FileJob
+from moeserve.engine.experts.observe import ExpertRecording, RecordingPlan
+from moeserve.engine.file_writer import FileJob
 from moeserve.frontend.metrics import feature_metrics
 from moeserve.wire import FeatureSamples
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.placement import (
+from experts.placement.placement import (
     Placement,
     PlacementError,
     balancedness,
@@ -18,7 +18,7 @@ from experts.placement import (
     remote_ranks,
     round_robin,
 )
-from experts.placement_search import load_balanced, with_replicas
+from experts.placement.search import load_balanced, with_replicas
 from tests.support.examples import examples
 
 

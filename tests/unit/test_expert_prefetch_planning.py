@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from experts.predictors import BEFORE
-from experts.prefetch_planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
-from experts.residency import Affinity, ResidencyControl, SlotState, lru
+from experts.memory.residency import Affinity, ResidencyControl, SlotState, lru
+from experts.prediction.planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
+from experts.routing.predictors import BEFORE
 
 EXPERT_BYTES = 100
 

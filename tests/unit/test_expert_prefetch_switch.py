@@ -1,6 +1,6 @@
 """Prefetching goes on where it pays, stops where it does not, and is tried again."""
 
-from experts.prefetch_planning import PrefetchSwitch, SwitchRules
+from experts.prediction.planning import PrefetchSwitch, SwitchRules
 
 RULES = SwitchRules(memory=8, trial=4, first_pause=3, longest_pause=6)
 

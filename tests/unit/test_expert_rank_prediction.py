@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experts.predictors import (
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.predictors import (
     BEFORE,
     AffinityPredictor,
     LearntAffinity,
@@ -11,7 +12,6 @@ from experts.predictors import (
     RecallSample,
     RemoteRowShares,
 )
-from experts.routing import RoutingStatistics, StatisticsSpec
 
 SPEC = StatisticsSpec(num_layers=2, num_experts=4, top_k=1)
 

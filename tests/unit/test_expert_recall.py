@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
-from experts.predictors import AffinityPredictor, LearntAffinity, RecallSample, SourceRecall, num_recalled
-from experts.routing import RoutingStatistics, StatisticsSpec
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.predictors import AffinityPredictor, LearntAffinity, RecallSample, SourceRecall, num_recalled
 from experts.simulator import recall_figures
 
 SCORES = np.array([[0.1, 0.9, 0.8, 0.2], [0.7, 0.1, 0.2, 0.6]])

@@ -8,10 +8,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.placement import contiguous
-from experts.routing import NOT_COMPUTED, RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
+from experts.placement.placement import contiguous
+from experts.routing.choices import (
+    NOT_COMPUTED,
+    RoutingRecorder,
+    RoutingShape,
+    RoutingStatistics,
+    StatisticsSpec,
+    unpack,
+)
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.experts.observe import (
+from moeserve.engine.experts.observe import (
     ExpertRecording,
     RecordingPlan,
     plan_recording,

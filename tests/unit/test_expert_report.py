@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import RoutingTrace, save_statistics, save_trace
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import RoutingTrace, save_statistics, save_trace
 from launcher.cli import main
-from moeserve.experts.report import count_trace
+from moeserve.engine.experts.report import count_trace
 from tests.support.local_http import Handler, local_server
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.residency import (
+from experts.memory.residency import (
     POLICIES,
     POLICY_NAMES,
     Affinity,

@@ -3,7 +3,7 @@
 import pytest
 
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.experts.settings import check_expert_memory
+from moeserve.engine.experts.settings import check_expert_memory
 
 
 @pytest.mark.parametrize("choice", ["off", "auto", "gate", "fitted", "affinity"])

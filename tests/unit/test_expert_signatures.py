@@ -7,12 +7,12 @@ from array import array
 import numpy as np
 import pytest
 
-from experts.prefetch_planning import SwitchRules
-from experts.prefix_warmth import PrefixWarmth
-from experts.residency import Priority, ResidencyControl, lru
-from experts.routing import RoutingShape
-from experts.signatures import MAX_SIGNATURE_BYTES, decode_signature, encode_signature, merge_signatures
-from moeserve.experts.observe import PrefixSigner
+from experts.memory.residency import Priority, ResidencyControl, lru
+from experts.prediction.planning import SwitchRules
+from experts.prediction.prefix_warmth import PrefixWarmth
+from experts.routing.choices import RoutingShape
+from experts.routing.signatures import MAX_SIGNATURE_BYTES, decode_signature, encode_signature, merge_signatures
+from moeserve.engine.experts.observe import PrefixSigner
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
 
 GREEDY = SamplingParams(max_tokens=9, temperature=0.0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.residency import least_slots, share_slots
+from experts.memory.residency import least_slots, share_slots
 
 
 def test_slots_are_shared_evenly_and_the_first_layers_get_what_is_left() -> None:

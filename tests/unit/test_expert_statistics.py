@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.routing import RoutingStatistics, StatisticsSpec
-from experts.routing_files import StatisticsError, load_statistics, model_key, save_statistics
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import StatisticsError, load_statistics, model_key, save_statistics
 from tests.support.examples import examples
 
 LAYERS, EXPERTS, TOP_K = 4, 6, 2

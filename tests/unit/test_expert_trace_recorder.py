@@ -5,11 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.placement import contiguous, remote_ranks
-from experts.rebalance import RemoteRanks
-from experts.routing import NOT_COMPUTED, RoutingShape, RoutingStatistics, StatisticsSpec
-from experts.routing_files import UNKNOWN_TOKEN, RequestRows, TraceRecorder, load_trace
-from moeserve.experts.observe import ExpertRecording, RecordingPlan
+from experts.placement.placement import contiguous, remote_ranks
+from experts.placement.rebalance import RemoteRanks
+from experts.routing.choices import NOT_COMPUTED, RoutingShape, RoutingStatistics, StatisticsSpec
+from experts.routing.files import UNKNOWN_TOKEN, RequestRows, TraceRecorder, load_trace
+from moeserve.engine.experts.observe import ExpertRecording, RecordingPlan
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
 SHAPE = RoutingShape(LAYERS, EXPERTS, TOP_K)

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
-from experts.routing_files import (
+from experts.routing.files import (
     GateGuesses,
     RoutingTrace,
     Tap,

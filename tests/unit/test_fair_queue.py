@@ -7,8 +7,8 @@ from random import Random
 
 import pytest
 
-from moeserve.fair_queue import Tenant, Tenants, WaitingQueue
 from moeserve.plan import DEFAULT_TERMS, Request, SamplingParams, Terms
+from moeserve.scheduling.fair_queue import Tenant, Tenants, WaitingQueue
 
 
 class Line:

@@ -13,8 +13,8 @@ from moeserve.config import ConfigError
 from moeserve.frontend.admission import Admission, read_terms
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.keys import ADMIN, ANYONE, USER, Identity, Rights, load_keys
-from moeserve.pacing import Backlog, Load, Slo
 from moeserve.plan import Terms
+from moeserve.scheduling.pacing import Backlog, Load, Slo
 
 ANY, A, B = Terms(), Terms("a"), Terms("b")
 SECRET = "5e" * 32

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moeserve.grammar_queue import FairJobs, Kept, KeptGrammars
+from moeserve.grammars.queue import FairJobs, Kept, KeptGrammars
 
 
 def drain(jobs: FairJobs[str], cost: float = 1.0) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.inbox import Inbox
+from moeserve.engine.inbox import Inbox
 from moeserve.plan import SamplingParams
 from moeserve.wire import Abort, Control, Finish, Generate, Hello
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from moeserve.experts.observe import LinkCounts, SentCounter
+from moeserve.engine.experts.observe import LinkCounts, SentCounter
+from moeserve.engine.rank import ObservedRunner
 from moeserve.plan import Computed, StepPlan, StepResult
-from moeserve.rank import ObservedRunner
 
 
 def test_what_was_said_last_is_kept() -> None:

@@ -7,10 +7,10 @@ from hashlib import sha256
 
 import pytest
 
-from moeserve.pacing import Slo
+from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import SamplingParams, Terms
-from moeserve.ranks.plan_link import PlanSender
-from moeserve.scheduler import TooLateError
+from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.scheduler import TooLateError
 from tests.support.overload_simulation import Client, OverloadSimulation, poisson
 from tests.support.scheduler_simulation import Simulation
 

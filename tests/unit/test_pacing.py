@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from moeserve.cost_model import StepSize
-from moeserve.pacing import Backlog, Load, Pace, Patience, Slo, allowance
 from moeserve.plan import FinishReason, Request, SamplingParams, Terms
+from moeserve.scheduling.cost_model import StepSize
+from moeserve.scheduling.pacing import Backlog, Load, Pace, Patience, Slo, allowance
 
 SLO = Slo(2.0, None, 10.0)
 

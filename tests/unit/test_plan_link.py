@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
 from moeserve.plan import (
     MAX_ANNOTATION_BYTES,
     Chunk,
@@ -19,7 +20,6 @@ from moeserve.plan import (
     StepPlan,
     WindowTable,
 )
-from moeserve.ranks.plan_link import PlanReceiver, PlanSender
 from moeserve.wire import DecodeError
 from tests.support.examples import examples
 

@@ -10,7 +10,7 @@ from random import Random
 import pytest
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult
-from moeserve.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 from tests.support.overload_simulation import seconds_of, step_seconds
 

@@ -9,7 +9,7 @@ from functools import reduce
 import numpy as np
 import pytest
 
-from experts.signatures import encode_signature, merge_signatures
+from experts.routing.signatures import encode_signature, merge_signatures
 from radix_cache import InvariantError, Lease, LeaseError, PrefixCache
 
 SIZE = 4

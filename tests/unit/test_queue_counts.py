@@ -9,11 +9,11 @@ from contextlib import suppress
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moeserve.fair_queue import FAR_SHORTER
-from moeserve.pacing import Backlog, Load, Slo
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult, Terms
-from moeserve.scheduler import QueueFullError, Scheduler, TooLateError
-from moeserve.token_sums import TokenSums
+from moeserve.scheduling.fair_queue import FAR_SHORTER
+from moeserve.scheduling.pacing import Backlog, Load, Slo
+from moeserve.scheduling.scheduler import QueueFullError, Scheduler, TooLateError
+from moeserve.scheduling.token_sums import TokenSums
 from radix_cache import PrefixCache
 
 TENANTS = [

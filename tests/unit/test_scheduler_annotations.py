@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkResult, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
+from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 SIZE = 4

@@ -7,10 +7,10 @@ from random import Random
 
 import pytest
 
-from moeserve.fair_queue import Tenants, WaitingQueue
-from moeserve.pacing import Slo
 from moeserve.plan import FinishReason, Request, SamplingParams
-from moeserve.scheduler import NeverFitsError, QueueFullError
+from moeserve.scheduling.fair_queue import Tenants, WaitingQueue
+from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.scheduler import NeverFitsError, QueueFullError
 from tests.support.scheduler_simulation import Simulation
 
 SHARED = [(7 * i + 3) % 50 for i in range(40)]

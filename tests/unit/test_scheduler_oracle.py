@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.plan import FinishReason, SamplingParams
-from moeserve.request_states import StatePolicy
+from moeserve.scheduling.request_states import StatePolicy
 from tests.support.examples import examples
 from tests.support.kv_oracle import Record
 from tests.support.parameters import pairs

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from moeserve.plan import CacheWish, FinishReason, Request, SamplingParams
-from moeserve.request_states import StatePolicy, wanted_positions
-from moeserve.scheduler import Scheduler
+from moeserve.scheduling.request_states import StatePolicy, wanted_positions
+from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 from tests.support.kv_oracle import Record
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation

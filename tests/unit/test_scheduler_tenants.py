@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from moeserve.pacing import Slo
 from moeserve.plan import BACKGROUND_PRIORITY, FinishReason, SamplingParams, Terms
-from moeserve.scheduler import QueueFullError
+from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.scheduler import QueueFullError
 from tests.support.kv_oracle import Record
 from tests.support.parameters import first
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation

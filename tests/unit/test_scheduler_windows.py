@@ -10,7 +10,7 @@ from benchmarks.snapshots import agents_load
 from benchmarks.windows import Layers, caches, reused
 from moeserve.bench.workloads import Shape
 from moeserve.plan import SamplingParams
-from moeserve.request_states import StatePolicy
+from moeserve.scheduling.request_states import StatePolicy
 from radix_cache.window_blocks import least_window_blocks
 from tests.support.scheduler_simulation import Simulation
 from tests.unit.test_scheduler_oracle import converse, make_conversations

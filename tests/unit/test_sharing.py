@@ -7,9 +7,9 @@ from random import Random
 
 import pytest
 
-from moeserve.fair_queue import Tenants, WaitingQueue
 from moeserve.plan import Request, SamplingParams, Terms
-from moeserve.sharing import Holdings, Sharing
+from moeserve.scheduling.fair_queue import Tenants, WaitingQueue
+from moeserve.scheduling.sharing import Holdings, Sharing
 from radix_cache import PrefixCache
 
 A, B = Terms("a"), Terms("b")

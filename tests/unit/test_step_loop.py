@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from moeserve.plan import ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduler import Scheduler
-from moeserve.steps import RanksObserver, Steps
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import RanksObserver, Steps
 from radix_cache import PrefixCache
 
 

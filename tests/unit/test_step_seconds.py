@@ -8,9 +8,9 @@ from random import Random
 
 import pytest
 
-from moeserve.pacing import LEAST_PROMPT_TOKENS, Slo
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult, Terms
-from moeserve.scheduler import Scheduler
+from moeserve.scheduling.pacing import LEAST_PROMPT_TOKENS, Slo
+from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 TTFT_S = 2.0

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from moeserve.survival import Survival
+from moeserve.scheduling.survival import Survival
 
 
 def ages(num_remembered: int = 10_000) -> Survival:

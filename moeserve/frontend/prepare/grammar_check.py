@@ -17,7 +17,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 from moeserve.frontend.constraints import Constraint, ascii_classes, constrain, subschemas
 from moeserve.frontend.http import ApiError, invalid
 from moeserve.frontend.prepare.watch import Stage, Watch
-from moeserve.grammar import GrammarError, compile_grammar, error_of, load_tokens
+from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of, load_tokens
 from moeserve.plan import SamplingParams
 
 _KEPT_VERDICTS = 256

@@ -36,7 +36,7 @@ from moeserve.frontend.prepare.prepare import Preparer, make_programs
 from moeserve.frontend.prepare.templates import ChatTemplate, load_chat_template, read_sources
 from moeserve.frontend.prepare.watch import PAGE_BYTES, Watch, address_space, limit_cpu, limit_memory
 from moeserve.frontend.text import TextTokenizer
-from moeserve.grammar import GrammarError, load_tokens
+from moeserve.grammars.compiler import GrammarError, load_tokens
 from moeserve.model.spec import ModelError
 
 CPU_SECONDS = struct.Struct("d")

@@ -53,7 +53,7 @@ class EngineClient:
     `num_restarts`: the engines that took the place of one that had served, as the supervisor counts.
 
     The next engine gets all open requests at once, in the order of their arrival. Which of them may have ended the one
-    before it knows itself (`moeserve.crashes`).
+    before it knows itself (`moeserve.engine.crashes`).
     """
 
     def __init__(

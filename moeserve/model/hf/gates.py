@@ -29,7 +29,7 @@ _FORMS: tuple[Callable[[Tensor], Tensor], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class FoundGate:
-    """Ranks experts for a state as `experts.gates.GatedBlock`: form(logits(x)), then a constant for each expert."""
+    """Ranks experts for a state as `GatedBlock`: form(logits(x)), then a constant for each expert."""
 
     logits: Callable[[Tensor], Tensor]
     form: Callable[[Tensor], Tensor]

@@ -1,0 +1,251 @@
+"""The fast tier at work: slots in memory, a thread that fills them, and the decisions of `ResidencyControl`."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from experts.errors import ExpertStoreError
+from experts.memory.residency import Access, ExpertMemoryStats, ResidencyControl, SlotState, Transfer
+from experts.memory.slots import Slots
+from experts.memory.tiers import ExpertTier
+from experts.routing.predictors import RecallSample
+
+_SMOOTHING = 0.01
+
+
+class ExpertMemory:
+    """The slots of a fast tier. One thread computes and calls the methods; another, owned by this object, copies.
+
+    An event goes `access`, then `wait_ready` and `release` until all its experts are computed. `event` ends it if the
+    computation fails.
+    """
+
+    def __init__(
+        self,
+        control: ResidencyControl,
+        arena: Slots,
+        tier: ExpertTier,
+    ) -> None:
+        self.stall_seconds = 0.0
+        self.predictor_seconds = 0.0
+        self.recall = RecallSample()
+        # The pieces of experts that were copied, so that a slow load is told from one that hangs.
+        self.num_pieces = 0
+        self._control = control
+        self._arena = arena
+        self._tier = tier
+        self._changed = threading.Condition()
+        self._closing = False
+        self._error: Exception | None = None
+        self._pace = Pace(arena.slot_bytes)
+        self._copier = threading.Thread(target=self._copy_until_closed, name="expert-copier", daemon=True)
+        self._copier.start()
+
+    def access(self, layer: int, experts: Iterable[int]) -> Access:
+        """Begin an event; missing experts start to load. Raises ExpertStoreError if a load has failed before."""
+        with self._changed:
+            self._check()
+            access = self._control.access(layer, experts)
+            self._pace.access(time.perf_counter() - self.stall_seconds)
+            if access.missing:
+                self._changed.notify_all()
+        self._before_use(layer, access.ready)
+        return access
+
+    @contextmanager
+    def event(self, layer: int, experts: Collection[int]) -> Iterator[Access | None]:
+        """Begin an event, None without experts, and end it if the computation inside fails: the next may begin then."""
+        access = self.access(layer, experts) if experts else None
+        try:
+            yield access
+        except BaseException:
+            with self._changed:
+                self._control.end_event(layer)
+            raise
+
+    def wait_ready(self, layer: int, experts: Collection[int]) -> list[int]:
+        """Return the event's `experts` that are ready, waiting for one if none is.
+
+        Raises ExpertStoreError if a load failed.
+        """
+        with self._changed:
+            ready = self._ready(layer, experts)
+            if not ready:
+                started = time.perf_counter()
+                while not (ready := self._ready(layer, experts)):
+                    self._changed.wait()
+                self.stall_seconds += time.perf_counter() - started
+        self._before_use(layer, ready)
+        return ready
+
+    def release(self, layer: int, experts: Sequence[int]) -> None:
+        """Release computed experts of the event, so that their slots can be filled with others."""
+        self._arena.after_use(layer)
+        with self._changed:
+            self._control.release(layer, experts)
+            self._wake_copier()
+
+    def turns(self, layer: int, experts: Collection[int]) -> Iterator[list[int]]:
+        """Yield the event's `experts` in turns as they become ready; the next turn releases the experts of the last."""
+        left = set(experts)
+        while left:
+            ready = self.wait_ready(layer, left)
+            if self.num_waiting(layer):
+                # Some slots go on to the next experts while the others are computed.
+                ready = ready[: max(1, self.num_slots(layer) // 2)]
+            yield ready
+            self.release(layer, ready)
+            left.difference_update(ready)
+
+    def decide(self, decision: Callable[[float], None]) -> None:
+        """Call `decision`, which enters predictions into the `ResidencyControl`, under its lock.
+
+        The argument of `decision` is `loads_per_layer`.
+        """
+        with self._changed:
+            decision(self._pace.loads_per_layer)
+            self._wake_copier()
+
+    def loads_per_layer(self) -> float:
+        """Return the number of experts that the link loads while one layer is computed, as measured."""
+        return self._pace.loads_per_layer
+
+    def costs(self) -> tuple[float, float, int]:
+        """Return the seconds waited for experts, the seconds spent on predictions, and the experts of all events."""
+        counters = self._control.counters
+        num_experts = counters.num_hits + counters.num_late + counters.num_misses
+        return self.stall_seconds, self.predictor_seconds, num_experts
+
+    def contents(self, layer: int) -> list[int]:
+        """Return the expert that is ready in each slot, -1 for none."""
+        with self._changed:
+            return self._control.layers[layer].contents()
+
+    def num_waiting(self, layer: int) -> int:
+        """Return the number of experts of the current event that wait for a slot."""
+        return self._control.layers[layer].num_waiting
+
+    @property
+    def slot_bytes(self) -> int:
+        """The size of one slot: an expert in whole pages."""
+        return self._arena.slot_bytes
+
+    def num_slots(self, layer: int) -> int:
+        return self._control.layers[layer].num_slots
+
+    def stats(self) -> ExpertMemoryStats:
+        with self._changed:
+            counters = replace(self._control.counters)
+            return ExpertMemoryStats(
+                counters=counters,
+                stall_seconds=self.stall_seconds,
+                predictor_seconds=self.predictor_seconds,
+                num_in_flight=self._control.num_in_flight,
+                resident=[layer.resident() for layer in self._control.layers],
+                recall=self.recall.counts(),
+            )
+
+    def forget_counts(self) -> None:
+        """Start counting at zero; residency stays as it is."""
+        with self._changed:
+            self._control.forget_counts()
+            self.stall_seconds = self.predictor_seconds = 0.0
+        self.recall.forget()
+
+    def close(self) -> None:
+        """End the copying thread and close the tier."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._copier.join()
+        self._tier.close()
+
+    def _wake_copier(self) -> None:
+        """Wake the copier if it has work; without work it would only keep the interpreter from the computation."""
+        if self._control.has_waiting:
+            self._changed.notify_all()
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise ExpertStoreError(str(self._error)) from self._error
+
+    def _ready(self, layer: int, experts: Iterable[int]) -> list[int]:
+        self._check()
+        residency = self._control.layers[layer]
+        return [expert for expert in experts if residency.state_of(expert) is SlotState.READY]
+
+    def _before_use(self, layer: int, experts: Iterable[int]) -> None:
+        slots = (self._control.layers[layer].slot_of(expert) for expert in experts)
+        self._arena.before_use(layer, [slot for slot in slots if slot is not None])
+
+    def _copy_until_closed(self) -> None:
+        try:
+            while (transfer := self._next()) is not None:
+                self._copy(transfer)
+        except Exception as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _next(self) -> Transfer | None:
+        """Wait for the next transfer to copy; return None when the memory closes."""
+        with self._changed:
+            while not self._closing:
+                if (transfer := self._control.next_transfer()) is not None:
+                    return transfer
+                self._changed.wait()
+        return None
+
+    def _copy(self, transfer: Transfer) -> None:
+        assert transfer.slot is not None
+        arena = self._arena
+        while True:
+            start = transfer.num_moved
+            end = min(start + arena.piece_bytes, arena.slot_bytes)
+            over = arena.fill(self._tier, transfer.layer, transfer.expert, transfer.slot, start, end)
+            with self._changed:
+                self.num_pieces += 1
+                self._control.moved(transfer, end - start)
+                self._pace.copied(*over)
+                if end == arena.slot_bytes:
+                    self._control.finish(transfer)
+                    self._changed.notify_all()
+                    return
+                if self._closing or self._control.must_stop(transfer):
+                    self._control.stop(transfer)
+                    return
+
+
+class Pace:
+    """The speed of the link relative to the computation: means over the last hundred or so observations."""
+
+    def __init__(self, expert_bytes: int) -> None:
+        self._expert_bytes = expert_bytes
+        self._last_access: float | None = None
+        self._layer_seconds: float | None = None
+        self._seconds_per_byte: float | None = None
+
+    @property
+    def loads_per_layer(self) -> float:
+        """The number of experts that the link loads while one layer is computed; 1 until both were measured."""
+        if self._layer_seconds is None or self._seconds_per_byte is None:
+            return 1.0
+        return self._layer_seconds / (self._seconds_per_byte * self._expert_bytes)
+
+    def access(self, now: float) -> None:
+        """Record that a layer's event begins. now: seconds, without the waiting for experts."""
+        if self._last_access is not None:
+            self._layer_seconds = _smoothed(self._layer_seconds, now - self._last_access)
+        self._last_access = now
+
+    def copied(self, num_bytes: int, seconds: float) -> None:
+        if num_bytes:
+            self._seconds_per_byte = _smoothed(self._seconds_per_byte, seconds / num_bytes)
+
+
+def _smoothed(mean: float | None, value: float) -> float:
+    return value if mean is None else mean + _SMOOTHING * (value - mean)

@@ -1,0 +1,290 @@
+"""Collectives between the ranks of a step, through `deepspeed.comm` over gloo or NCCL, and bounded waits for a GPU.
+
+Importing this loads torch.distributed and deepspeed; a service of one rank does not.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import warnings
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import deepspeed
+import deepspeed.comm as comm
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import Store
+from torch.distributed import init_process_group
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from experts.errors import CollectiveError
+
+# Time to meet: ranks end loading at different times.
+_SECONDS_TO_MEET = 60
+# NCCL ends the whole process of a rank that has waited this long; `DeviceWaits` raises an error long before.
+_NCCL_SECONDS = 3600
+# A missing rank must be noticed before the device's queue of about a thousand launches is full, which would block the
+# host for good; a mark stands for up to twenty launches.
+_MARKS_AHEAD = 32
+_POLL_SECONDS = 20e-6
+
+
+class Collectives:
+    """All ranks call `open`, then the same methods in the same order, with sizes that agree. Tensors are contiguous, on
+    `device`.
+
+    On a GPU a call returns once it is queued on the current stream; the host waits only in `waits`. `num_entered`
+    counts the calls: among ranks that wait for one another, the rank at fault has entered the fewest. `bytes_to[r]`
+    counts the bytes handed over for rank r, none for this rank.
+    """
+
+    def __init__(self, rank: int, num_ranks: int, *, device: torch.device | None = None) -> None:
+        """device: this rank's GPU, which must be current, for NCCL; by default the CPU, for gloo."""
+        self.device = device or torch.device("cpu")
+        self._on_gpu = self.device.type == "cuda"
+        self.rank = rank
+        self.num_ranks = num_ranks
+        self.num_entered = 0
+        self.bytes_to = [0] * num_ranks
+        self.waits = DeviceWaits(self.device, 0.0)
+
+    def open(self, rendezvous: Path | Store | None, timeout: float, *, interface: str = "lo") -> None:
+        """Meet the other ranks in a file on this machine, in a store, or in torchrun's store for None.
+
+        Raises CollectiveError. timeout: seconds that a rank waits in a collective for the others. interface: the only
+        network interface that is listened on; its traffic is neither encrypted nor authenticated.
+        """
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
+        # Registering the buffers of a captured collective is an exchange among the hosts without a time limit.
+        os.environ.setdefault("NCCL_GRAPH_REGISTER", "0")
+        # The shared-memory operations are compiled at their first use, which takes a minute, and none is called here.
+        # Reading the table of compatible operations normally would fill it by trying compilers for half a second.
+        vars(deepspeed.ops).setdefault("__compatible_ops__", {})["deepspeed_shm_comm"] = False
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+        before = _threads()
+        backend, patience = "nccl" if self._on_gpu else "gloo", timedelta(seconds=_SECONDS_TO_MEET)
+        try:
+            if isinstance(rendezvous, Store):
+                # deepspeed takes a group that exists.
+                init_process_group(
+                    backend, store=rendezvous, rank=self.rank, world_size=self.num_ranks, timeout=patience
+                )
+            comm.init_distributed(
+                backend,
+                auto_mpi_discovery=False,
+                verbose=False,
+                timeout=patience,
+                init_method=f"file://{rendezvous}" if isinstance(rendezvous, Path) else "env://",
+                rank=self.rank,
+                world_size=self.num_ranks,
+            )
+        except RuntimeError as error:
+            raise CollectiveError(_first_line(error)) from error
+        self.be_patient(timeout)
+        if not self._on_gpu:
+            # New threads are found by comparing: a thread has its name only once it runs.
+            _let_senders_finish(_threads() - before)
+
+    def be_patient(self, seconds: float) -> None:
+        """Set the seconds that a rank waits for the others."""
+        self.waits.seconds = seconds
+        _set_pg_timeout(timedelta(seconds=_NCCL_SECONDS if self._on_gpu else seconds))
+
+    def all_to_all(self, rows: Tensor, to_ranks: Sequence[int], from_ranks: Sequence[int]) -> Tensor:
+        """Send the next `to_ranks[r]` of `rows` [N, ...] to rank r; return `from_ranks[r]` rows of each rank r."""
+        received = rows.new_empty((sum(from_ranks), *rows.shape[1:]))
+        with self._entered():
+            comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks))
+        row_bytes = rows[:1].nbytes
+        for rank, count in enumerate(to_ranks):
+            if rank != self.rank:
+                self.bytes_to[rank] += count * row_bytes
+        return received
+
+    def all_gather(self, rows: Tensor) -> Tensor:
+        """Return the `rows` [N, ...] of all ranks, [num_ranks * N, ...] in rank order. N is the same on all ranks.
+
+        At the sizes of a step gloo's own all-gather takes longer than an all-to-all of copies.
+        """
+        if self._on_gpu:
+            gathered = rows.new_empty((self.num_ranks * rows.shape[0], *rows.shape[1:]))
+            with self._entered():
+                comm.all_gather_into_tensor(gathered, rows)
+            for rank in range(self.num_ranks):
+                self.bytes_to[rank] += rows.nbytes * (rank != self.rank)
+            return gathered
+        sizes = [rows.shape[0]] * self.num_ranks
+        return self.all_to_all(torch.cat([rows] * self.num_ranks), sizes, sizes)
+
+    def reduce_scatter(self, parts: Tensor) -> Tensor:
+        """Sum the parts that all ranks have for this rank: `parts` [num_ranks * N, ...] -> [N, ...].
+
+        The sum runs in rank order, so that a row has the same bits at any position. The reduce-scatters of gloo and
+        NCCL guarantee no order; at the sizes of a step gloo's is also slower than this all-to-all.
+        """
+        num_rows = parts.shape[0] // self.num_ranks
+        sizes = [num_rows] * self.num_ranks
+        of_ranks = self.all_to_all(parts, sizes, sizes).view(self.num_ranks, num_rows, *parts.shape[1:])
+        total = of_ranks[0]
+        for part in of_ranks[1:]:
+            total = total.add_(part)
+        return total
+
+    def agree_on_least(self, number: int) -> int:
+        """Return the least of the ranks' numbers to all of them. Waits for the others."""
+        return int(self.all_gather(torch.tensor([number], device=self.device)).min())
+
+    def add_up(self, number: int) -> int:
+        """Return the sum of the ranks' numbers to all of them. Waits for the others."""
+        return int(self.all_gather(torch.tensor([number], device=self.device)).sum())
+
+    @contextmanager
+    def _entered(self) -> Iterator[None]:
+        """Count a collective, and keep the host from running far ahead of the device in it."""
+        self.num_entered += 1
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(_first_line(error)) from error
+        self.waits.mark()
+
+    def close(self) -> None:
+        """Leave the group, if it was opened, without waiting for the others."""
+        if comm.is_initialized():
+            comm.destroy_process_group()
+
+
+def _threads() -> set[int]:
+    return {int(thread) for thread in os.listdir("/proc/self/task")}
+
+
+def _let_senders_finish(threads: set[int]) -> None:
+    """Keep gloo's threads, its event loop above all, from taking the core of a thread that is sending.
+
+    If the loop wakes while another thread has the connection locked, it polls until the connection is free. On the same
+    core the other thread cannot go on meanwhile, and both lose a time slice of 3 to 4 ms, in about every third exchange
+    on two cores. Threads of the batch class wait until the core is free instead.
+    """
+    for thread in threads:
+        # A thread may have ended, or a sandbox may forbid the call: then exchanges only take longer.
+        with suppress(OSError):
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).partition("\n")[0]
+
+
+class DeviceWaits:
+    """Waits for a GPU, bounded in time: the device itself may wait for a rank that never comes.
+
+    Does nothing on a CPU, whose collectives are over when they return. seconds: the bound of a wait; may change.
+    """
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self.seconds = seconds
+        self._on_gpu = self._marking = device.type == "cuda"
+        self._marks: deque[torch.cuda.Event] = deque()
+
+    def mark(self) -> None:
+        """Mark a place in the device's queue, and wait for the mark `_MARKS_AHEAD` before. Raises CollectiveError."""
+        if not self._marking:
+            return
+        event = torch.cuda.Event()
+        event.record()
+        self._marks.append(event)
+        if len(self._marks) > _MARKS_AHEAD:
+            self.wait_for(self._marks.popleft())
+
+    @contextmanager
+    def without_marks(self) -> Iterator[None]:
+        """Set no marks inside, to capture a graph: captured work does not run, so a mark behind it is never reached."""
+        before, self._marking = self._marking, False
+        try:
+            yield
+        finally:
+            self._marking = before
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event. Raises CollectiveError if the device does not reach it in time."""
+        deadline = time.monotonic() + self.seconds
+        while not event.query():
+            if time.monotonic() > deadline:
+                raise CollectiveError(f"the GPU waited for other ranks for {self.seconds:g} s")
+            time.sleep(_POLL_SECONDS)
+
+    def wait_for_device(self) -> None:
+        """Wait until everything queued is done. Raises CollectiveError."""
+        if self._on_gpu:
+            event = torch.cuda.Event()
+            event.record()
+            self.wait_for(event)
+
+
+class RecordedTraffic:
+    """Counts the traffic of a captured graph at every replay, in which the host calls no collective.
+
+    A replay counts as all of the graph's collectives, and sets one mark in the device's queue.
+    """
+
+    def __init__(self, collectives: CountedCollectives, exchange: CountedRows) -> None:
+        self._collectives, self._exchange = collectives, exchange
+        self._num_entered = 0
+        self._bytes_to: Sequence[int] = ()
+        self._rows_to: Sequence[int] = ()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the collectives captured inside. Nothing is sent yet, and the host must not wait for the device."""
+        collectives, exchange = self._collectives, self._exchange
+        before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
+        zeros = [0] * len(collectives.bytes_to)
+        collectives.num_entered, collectives.bytes_to, exchange.rows_to = 0, [*zeros], [*zeros]
+        try:
+            with collectives.waits.without_marks():
+                yield
+            self._num_entered, self._bytes_to = collectives.num_entered, collectives.bytes_to
+            self._rows_to = exchange.rows_to
+        finally:
+            collectives.num_entered, collectives.bytes_to, exchange.rows_to = before
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Count a replay, launched inside. Raises CollectiveError if an earlier replay does not end in time."""
+        collectives, exchange = self._collectives, self._exchange
+        collectives.num_entered += self._num_entered
+        collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]
+        exchange.rows_to = [sum(pair) for pair in zip(exchange.rows_to, self._rows_to, strict=True)]
+        yield
+        collectives.waits.mark()
+
+
+class Marks(Protocol):
+    """See `experts.parallel.collectives.DeviceWaits`."""
+
+    def mark(self) -> None: ...
+
+    def without_marks(self) -> AbstractContextManager[None]: ...
+
+
+class CountedCollectives(Protocol):
+    """See `experts.parallel.collectives.Collectives`."""
+
+    num_entered: int
+    bytes_to: list[int]
+
+    @property
+    def waits(self) -> Marks: ...
+
+
+class CountedRows(Protocol):
+    """See `experts.parallel.exchange.Exchange`."""
+
+    rows_to: list[int]

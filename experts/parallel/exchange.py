@@ -1,0 +1,238 @@
+"""Two ways for rows to reach the ranks that own their experts and to come back, behind the same two functions.
+
+`dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings their results home. Each
+rank sums its experts' weighted results for a row before it sends the sum back; the home rank adds these parts in rank
+order, in fp32. So both ways give the same bits. A row's bits depend on no other row, only on the placement and, if
+experts have replicas, on the row's home rank, which selects the replica.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experts.parallel.collectives import Collectives
+
+
+@dataclass(slots=True)
+class Arrived:
+    """Rows [M, H] of all ranks, in rank order, for this rank's experts to compute.
+
+    slots: [M, k] int64, this rank's expert slots, -1 for experts that other ranks compute. weights: [M, k] fp32.
+    num_from[r]: the number of rows that came from rank r. of_home[r]: the indices of this rank's rows that went to rank
+    r. The last two are empty if all sizes follow from the plan.
+    """
+
+    rows: Tensor
+    slots: Tensor
+    weights: Tensor
+    num_from: list[int] = field(default_factory=list)
+    of_home: list[Tensor] = field(default_factory=list)
+
+
+class Exchange(Protocol):
+    """A shape of dispatch. `rows_to[r]`: the number of rows that this rank has dispatched to rank r."""
+
+    rows_to: list[int]
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
+        """Send x [T, H], expert_ids [T, k] int64, weights [T, k] fp32. num_rows[r]: the T of rank r, known to all."""
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        """partial [M, H] fp32, one row per arrived row -> [T, H] fp32."""
+
+
+class AllToAll:
+    """One row per (token, rank that serves at least one of its experts); the ranks exchange the counts first."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.rows_to = [0] * collectives.num_ranks
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
+        me, num_ranks = self._collectives.rank, self._collectives.num_ranks
+        slots = tables.slots_on_ranks(expert_ids)
+        of_home = [reached.nonzero().flatten() for reached in (slots >= 0).any(2)]
+        num_to = [0 if rank == me else len(rows) for rank, rows in enumerate(of_home)]
+        ones = [1] * num_ranks
+        num_from = self._collectives.all_to_all(torch.tensor(num_to), ones, ones).tolist()
+        packed = [
+            pack_rows(x[rows], slots[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me
+        ]
+        received = self._collectives.all_to_all(torch.cat(packed), num_to, num_from)
+        self.rows_to = [total + count for total, count in zip(self.rows_to, num_to, strict=True)]
+        rows, ids, of_rows = unpack_rows(received, x, expert_ids.shape[1])
+        mine = of_home[me]
+        before = sum(num_from[:me])
+        num_from[me] = len(mine)
+        return Arrived(
+            torch.cat((rows[:before], x[mine], rows[before:])),
+            torch.cat((ids[:before], slots[me][mine], ids[before:])),
+            torch.cat((of_rows[:before], weights[mine], of_rows[before:])),
+            num_from,
+            of_home,
+        )
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        me = self._collectives.rank
+        before = sum(arrived.num_from[:me])
+        after = before + arrived.num_from[me]
+        back = [0 if rank == me else count for rank, count in enumerate(arrived.num_from)]
+        num_home = [0 if rank == me else len(rows) for rank, rows in enumerate(arrived.of_home)]
+        parts = list(
+            self._collectives.all_to_all(torch.cat((partial[:before], partial[after:])), back, num_home).split(num_home)
+        )
+        parts[me] = partial[before:after]
+        out = partial.new_zeros((num_rows[me], partial.shape[1]))
+        for rows, part in zip(arrived.of_home, parts, strict=True):
+            out.index_add_(0, rows, part)
+        return out
+
+
+class DeviceAllToAll:
+    """`AllToAll` for rows on a GPU, with the same bits: the host waits once a layer, for the numbers of rows.
+
+    Rows that stay take part in the exchange, which only copies them, so that all rows arrive in order.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.rows_to = [0] * collectives.num_ranks
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
+        slots = tables.slots_on_ranks(expert_ids)
+        num_ranks, num_here, top_k = slots.shape
+        reached = (slots >= 0).any(2)
+        # All (rank, row) pairs, rank by rank; the padding behind them is cut off once the counts are known.
+        pairs = reached.flatten().nonzero_static(size=num_ranks * num_here).flatten()
+        num_to, num_from = self._exchange_counts(reached.sum(1))
+        pairs = pairs[: sum(num_to)]
+        rows = pairs % max(1, num_here)
+        packed = pack_rows(x[rows], slots.view(-1, top_k)[pairs], weights[rows])
+        received = self._collectives.all_to_all(packed, num_to, num_from)
+        me = self._collectives.rank
+        self.rows_to = [
+            total + count * (rank != me) for rank, (total, count) in enumerate(zip(self.rows_to, num_to, strict=True))
+        ]
+        arrived, ids, of_rows = unpack_rows(received, x, top_k)
+        return Arrived(arrived, ids, of_rows, num_from, list(rows.split(num_to)))
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        num_to = [len(rows) for rows in arrived.of_home]
+        parts = self._collectives.all_to_all(partial, arrived.num_from, num_to).split(num_to)
+        out = partial.new_zeros((num_rows[self._collectives.rank], partial.shape[1]))
+        for rows, part in zip(arrived.of_home, parts, strict=True):
+            # Each rank has a row at most once, so no two additions collide.
+            out.index_add_(0, rows, part)
+        return out
+
+    def _exchange_counts(self, num_to: Tensor) -> tuple[list[int], list[int]]:
+        """Return the number of rows that go to each rank, and the number that come from it."""
+        ones = [1] * len(num_to)
+        num_from = self._collectives.all_to_all(num_to, ones, ones)
+        counts = torch.stack((num_to, num_from))
+        self._collectives.waits.wait_for_device()
+        to_ranks, from_ranks = counts.tolist()
+        return to_ranks, from_ranks
+
+
+class AllGather:
+    """Every row goes to every rank, padded to the largest number of rows of a rank: all sizes follow from the plan.
+
+    If all ranks have equally many rows, nothing depends on the step, so a graph can capture it. No expert computes rows
+    whose experts are -1.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self.rows_to = [0] * collectives.num_ranks
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
+        longest = max(num_rows)
+        packed = pack_rows(x, expert_ids, weights)
+        if len(packed) < longest:
+            # With every bit set an expert id is -1, which no rank holds; the rest of such a row is not read.
+            packed = torch.cat((packed, packed.new_full((longest - len(packed), packed.shape[1]), 255)))
+        me = self._collectives.rank
+        self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
+        rows, ids, of_rows = unpack_rows(self._collectives.all_gather(packed), x, expert_ids.shape[1])
+        return Arrived(rows, tables.slots_here(ids), of_rows)
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotTables:
+    """A layer's placement as tables for rank `here`; the first two are [R, E + 1] int64, -1 for "not there".
+
+    to_ranks[r, e]: the slot on rank r that serves expert e for tokens at home here.
+    from_homes[h, e]: the slot here that serves expert e for tokens at home on rank h.
+    The last column is all -1, for expert -1 of a padding row. homes: [R, 1], 0 to R - 1.
+    """
+
+    to_ranks: Tensor
+    from_homes: Tensor
+    homes: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        destinations: NDArray[np.int64],
+        experts_of: Sequence[Sequence[int]],
+        here: int,
+        device: torch.device | None = None,
+    ) -> SlotTables:
+        """Make the tables. destinations: see `Placement.destinations`. experts_of[rank][slot]: the expert in a slot."""
+        num_ranks = len(destinations)
+        slots = np.full(destinations.shape, -1, np.int64)
+        for of_rank, experts in zip(slots, experts_of, strict=True):
+            of_rank[list(experts)] = np.arange(len(experts))
+        nowhere = np.full((num_ranks, 1), -1, np.int64)
+        served = destinations[here] == np.arange(num_ranks)[:, None]
+        return cls(
+            torch.from_numpy(np.hstack((np.where(served, slots, -1), nowhere))).to(device),
+            torch.from_numpy(np.hstack((np.where(destinations == here, slots[here], -1), nowhere))).to(device),
+            torch.arange(num_ranks, device=device)[:, None],
+        )
+
+    def become(self, other: SlotTables) -> None:
+        """Copy the tables of another placement in place, so that captured graphs that read these tables follow it."""
+        self.to_ranks.copy_(other.to_ranks)
+        self.from_homes.copy_(other.from_homes)
+
+    def slots_on_ranks(self, expert_ids: Tensor) -> Tensor:
+        """Ids [T, k] of tokens at home here -> slots [R, T, k]."""
+        return self.to_ranks[:, expert_ids]
+
+    def slots_here(self, expert_ids: Tensor) -> Tensor:
+        """Ids [R * T, k], T tokens of each home rank in rank order -> slots [R * T, k]."""
+        of_homes = expert_ids.view(len(self.from_homes), -1)
+        return self.from_homes[self.homes, of_homes].view(expert_ids.shape)
+
+
+def pack_rows(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """[T, bytes] uint8: each row with its experts (or slots) and their weights, for one collective."""
+    parts = (x.contiguous(), weights.contiguous(), ids.to(torch.int16))
+    return torch.cat([part.view(torch.uint8) for part in parts], 1)
+
+
+def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
+    sizes = [like.shape[1] * like.element_size(), 4 * top_k, 2 * top_k]
+    # `contiguous` would keep the stride of a single row, at an offset that may be no multiple of its element size.
+    rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
+    return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)

@@ -1,0 +1,82 @@
+"""The cheapest prefetching: apply the gate of a later layer to the present state, and load the experts it chooses."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+
+from torch import Tensor
+
+from experts.memory.memory import ExpertMemory
+from experts.memory.residency import ResidencyControl
+from experts.observer import PlannedStep
+from experts.prediction.planning import LookaheadPlanner, PrefetchJudge
+from experts.prediction.prefetcher import PrefetchObserver
+from experts.routing.gates import GatePreview
+from experts.routing.predictors import Ids
+
+
+class GateLookahead(PrefetchObserver):
+    """Predicts each layer once per step, as many layers ahead as a load takes and a little more.
+
+    A `LookaheadPlanner` decides what to ask for. There are no probabilities and no learning: on a CPU every microsecond
+    between two layers counts.
+    """
+
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        control: ResidencyControl,
+        preview: GatePreview,
+        top_k: int,
+        judge: PrefetchJudge | None,
+        experts_here: Callable[[int], Collection[int]] | None = None,
+    ) -> None:
+        """control: the control of `memory`. preview: reads the tap `EARLY`. judge: None to predict in every step.
+        experts_here: returns the experts of a layer that this rank holds now; None if it holds all."""
+        self._memory = memory
+        self._preview = preview
+        self._planner = LookaheadPlanner(control, top_k, preview.max_distance, experts_here)
+        self._judge = judge
+        # Among several ranks other rows arrive in each layer, so `GateRecall` counts instead.
+        self._recall = None if experts_here is not None else memory.recall
+        self._chosen: dict[int, Ids] = {}
+        self._is_on = True
+        self._reach = 1
+
+    @property
+    def is_on(self) -> bool:
+        return self._is_on
+
+    def begin(self, plan: PlannedStep) -> None:
+        self._is_on = self._judge is None or self._judge.begin_step(self._memory.costs())
+        self._reach = self._planner.reach(self._memory.loads_per_layer())
+
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if not len(x):
+            return
+        if self._is_on and self._recall is not None and self._recall.is_counting:
+            self._chosen[layer] = expert_ids.cpu().numpy()
+        self._look(layer, x)
+
+    def launched(self) -> None:
+        if self._is_on and self._recall is not None:
+            self._recall.end_step(self._chosen)
+            self._chosen.clear()
+        if self._judge is not None:
+            self._judge.end_step(self._memory.costs())
+
+    def abandon(self, plan: PlannedStep) -> None:
+        self._chosen.clear()
+
+    def _look(self, layer: int, state: Tensor) -> None:
+        distances = self._planner.distances(layer, self._reach) if self._is_on else ()
+        if not distances:
+            return
+        started = time.perf_counter()
+        logits = self._preview(layer, distances, state)
+        self._memory.decide(lambda _: self._planner.ask(layer, distances, logits))
+        if self._recall is not None and self._recall.is_counting:
+            for distance, predicted in zip(distances, logits, strict=True):
+                self._recall.rank(f"gate-{self._preview.tap.value}", layer, distance, predicted)
+        self._memory.predictor_seconds += time.perf_counter() - started

@@ -1,0 +1,291 @@
+"""Decide which predicted experts to ask for, and whether prefetching pays at all. Torch-free."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from math import ceil
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.memory.residency import Affinity, Priority, ResidencyControl
+from experts.routing.predictors import Predictor
+
+Float = NDArray[np.float32]
+# Seconds waited for experts, seconds spent on predictions, and experts that events asked for, so far.
+Costs = tuple[float, float, int]
+# Steps without prefetches, to measure the waiting without them.
+_REFERENCE_STEPS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchRules:
+    """When an absent expert is worth a prefetch.
+
+    min_probability: the least probability to begin a prefetch. keep_probability: the least probability to go on with
+    one, lower so that a wavering prediction does not undo copies. margin: by how much an expert must be likelier than
+    the expert it evicts. max_bytes: the bytes that one plan may ask for, None for as many as can arrive on time.
+    """
+
+    max_distance: int = 3
+    min_probability: float = 0.4
+    keep_probability: float = 0.1
+    margin: float = 0.2
+    max_bytes: int | None = None
+
+
+@dataclass(slots=True)
+class _Target:
+    """A layer ahead. scores: of all experts; a list, since there are few and each is read several times.
+
+    ready: resident experts. begun: experts on their way that are likely enough to go on. absent: experts worth a copy.
+    wanted: the absent experts to ask for, the likeliest first.
+    """
+
+    layer: int
+    scores: list[float]
+    ready: list[int]
+    begun: list[int]
+    absent: list[int]
+    wanted: list[int] = field(default_factory=list)
+
+
+class PrefetchPlanner:
+    """Tells a `ResidencyControl` which experts a `Predictor` expects. The caller runs both through the step.
+
+    Experts are unit jobs on one link, and each layer ahead is a deadline. Taking the likeliest first as long as all
+    taken can still be on time is optimal for such jobs (the greedy rule of a scheduling matroid).
+    """
+
+    __slots__ = ("_control", "_expert_bytes", "_predictor", "_rated", "rules")
+
+    def __init__(
+        self,
+        predictor: Predictor,
+        control: ResidencyControl,
+        expert_bytes: int,
+        rules: PrefetchRules,
+        rated: list[Affinity] | None = None,
+    ) -> None:
+        """rated: the eviction policy of each layer if that is `Affinity`, which needs scores; else None."""
+        self._predictor = predictor
+        self._control = control
+        self._expert_bytes = expert_bytes
+        self._rated = rated
+        self.rules = rules
+
+    def expect(self, layer: int) -> list[Float]:
+        """[E] for each layer after `layer`, nearest first: the predictor's probabilities. Does not touch the control.
+
+        `layer` was observed, or is `BEFORE`.
+        """
+        num_layers = len(self._control.layers)
+        last = min(self.rules.max_distance, num_layers - 1 - layer)
+        return [self._predictor.predict(layer, distance) for distance in range(1, last + 1)]
+
+    def request(self, layer: int, expected: list[Float], loads_per_layer: float) -> None:
+        """Tell the control what `expect` found; the caller holds the lock that guards the control.
+
+        A layer whose scores are all 0 is not known yet: earlier requests stay.
+
+        loads_per_layer: the number of experts that the link loads while one layer is computed, as measured.
+        """
+        ahead = [self._look(layer + distance, scores.tolist()) for distance, scores in enumerate(expected, start=1)]
+        self._take(ahead, loads_per_layer)
+        for distance, target in enumerate(ahead, start=1):
+            if not any(target.scores):
+                continue
+            # Experts likelier than this are not evicted for `wanted`.
+            least = min(map(target.scores.__getitem__, target.wanted), default=1.0) - self.rules.margin
+            kept = [expert for expert in target.ready if target.scores[expert] > least]
+            named = target.wanted + kept + target.begun
+            named.sort(key=target.scores.__getitem__, reverse=True)
+            if self._rated is not None:
+                self._rated[target.layer].rate(target.scores)
+            priority = Priority.NEXT_LAYER if distance == 1 else Priority.SPECULATIVE
+            self._control.predict(target.layer, named, priority)
+
+    def _look(self, layer: int, scores: list[float]) -> _Target:
+        residency = self._control.layers[layer]
+        ready = residency.resident()
+        begun = [expert for expert in residency.loading() if scores[expert] >= self.rules.keep_probability]
+        needed = self.rules.min_probability
+        if len(ready) == residency.num_slots:
+            needed = max(needed, min(map(scores.__getitem__, ready)) + self.rules.margin)
+        absent = []
+        if max(scores) >= needed:
+            absent = [
+                expert
+                for expert, probability in enumerate(scores)
+                if probability >= needed and residency.slot_of(expert) is None
+            ]
+        return _Target(layer, scores, ready, begun, absent)
+
+    def _take(self, ahead: list[_Target], loads_per_layer: float) -> None:
+        """Fill `wanted` of each target. ahead: nearest layer first."""
+        room = [ceil(distance * loads_per_layer) for distance in range(1, len(ahead) + 1)]
+        for place, target in enumerate(ahead):
+            # Copies under way take time on the link as well.
+            for later in range(place, len(ahead)):
+                room[later] -= len(target.begun)
+        candidates = [
+            (-target.scores[expert], place, expert) for place, target in enumerate(ahead) for expert in target.absent
+        ]
+        budget = None if self.rules.max_bytes is None else self.rules.max_bytes // self._expert_bytes
+        num_taken = 0
+        for _, place, expert in sorted(candidates):
+            if min(room[place:]) < 1:
+                continue
+            if budget is not None and num_taken >= budget:
+                break
+            for later in range(place, len(room)):
+                room[later] -= 1
+            ahead[place].wanted.append(expert)
+            num_taken += 1
+
+
+class LookaheadPlanner:
+    """Asks for the k experts that each token's preview ranks first, the experts that most tokens want first.
+
+    Every second layer looks ahead, at two layers, so each layer is predicted once with half as many looks. The first
+    layer looks at all near layers.
+    """
+
+    __slots__ = ("_control", "_experts_here", "_max_distance", "_top_k")
+
+    def __init__(
+        self,
+        control: ResidencyControl,
+        top_k: int,
+        max_distance: int,
+        experts_here: Callable[[int], Collection[int]] | None = None,
+    ) -> None:
+        """experts_here: returns the experts of a layer that this rank holds now; None if it holds all."""
+        self._experts_here = experts_here
+        self._control = control
+        self._top_k = top_k
+        self._max_distance = max_distance
+
+    def reach(self, loads_per_layer: float) -> int:
+        """Return the largest distance of a step's looks: the layers computed during one load, plus two.
+
+        One of the two is a reserve, the other makes up for the layer that does not look.
+        """
+        return min(ceil(1 / loads_per_layer) + 2, self._max_distance)
+
+    def distances(self, layer: int, reach: int) -> range:
+        """Return the consecutive distances of the layers that `layer` looks at; empty if it does not look."""
+        between = min(reach, 2)
+        if layer % between:
+            return range(0)
+        nearest = 1 if layer == 0 else reach - between + 1
+        return range(nearest, min(reach, len(self._control.layers) - 1 - layer) + 1)
+
+    def ask(self, layer: int, distances: range, logits: NDArray[np.floating]) -> None:
+        """Ask for the experts that gates choose. logits: [D, T, E], of the gate at layer + each of the D distances.
+
+        The caller holds the lock that guards the control.
+        """
+        for distance, wanted in zip(distances, self._wanted(logits), strict=True):
+            if self._experts_here is not None:
+                here = self._experts_here(layer + distance)
+                wanted = [expert for expert in wanted if expert in here]
+            self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
+
+    def _wanted(self, logits: NDArray[np.floating]) -> list[list[int]]:
+        """Return the experts for each distance, most wanted first."""
+        top_k = self._top_k
+        if logits.shape[1] == 1:
+            ranked: list[list[int]] = logits[:, 0].argsort(axis=1)[:, : -top_k - 1 : -1].tolist()
+            return ranked
+        chosen = logits.argpartition(-top_k, axis=2)[:, :, -top_k:].reshape(len(logits), -1)
+        return [[expert for expert, _ in Counter(of_all).most_common()] for of_all in chosen.tolist()]
+
+
+class PrefetchJudge:
+    """Measures how much waiting prefetches save, and lets the switch decide.
+
+    The waiting without prefetches is measured per expert that a step needs, in the first steps and in the switch's
+    rests.
+    """
+
+    __slots__ = ("_before", "_on", "_reference_left", "_stall_per_expert", "_switch")
+
+    def __init__(self, switch: PrefetchSwitch) -> None:
+        self._switch = switch
+        self._reference_left = _REFERENCE_STEPS
+        self._stall_per_expert: float | None = None
+        self._on = False
+        self._before: Costs = (0.0, 0.0, 0)
+
+    def begin_step(self, costs: Costs) -> bool:
+        """Return True if this step prefetches."""
+        self._on = self._reference_left == 0 and self._switch.on
+        self._before = costs
+        return self._on
+
+    def end_step(self, costs: Costs) -> None:
+        stall, prediction, num_experts = (after - before for after, before in zip(costs, self._before, strict=True))
+        if not self._on:
+            self._refer(stall / max(num_experts, 1))
+        if self._reference_left > 0:
+            self._reference_left -= 1
+        else:
+            assert self._stall_per_expert is not None
+            # In seconds: the waiting that prefetches saved, against the time that predictions took.
+            self._switch.step_done(gain=self._stall_per_expert * num_experts - stall, cost=prediction)
+
+    def _refer(self, stall_per_expert: float) -> None:
+        mean = stall_per_expert if self._stall_per_expert is None else self._stall_per_expert
+        self._stall_per_expert = mean + (stall_per_expert - mean) / _REFERENCE_STEPS
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchRules:
+    """memory: steps over which gain and cost are averaged. trial: steps before a judgement. first_pause,
+    longest_pause: steps of rest after it was negative; each negative trial doubles the pause."""
+
+    memory: int = 64
+    trial: int = 32
+    first_pause: int = 256
+    longest_pause: int = 8192
+
+
+class PrefetchSwitch:
+    """Switches prefetching off where it gains no more than it costs, and tries it again later.
+
+    `on` is read before each step; `step_done` follows it with gain and cost in one unit: seconds of waiting, or experts
+    used (`experts.prediction.prefix_warmth`).
+    """
+
+    __slots__ = ("_mean", "_pause", "_resting", "_rules", "_tried")
+
+    def __init__(self, rules: SwitchRules = SwitchRules()) -> None:
+        self._rules = rules
+        self._mean = 0.0
+        self._tried = 0
+        self._pause = rules.first_pause
+        self._resting = 0
+
+    @property
+    def on(self) -> bool:
+        return self._resting == 0
+
+    def step_done(self, gain: float, cost: float) -> None:
+        """Record the end of a step. While off, gain and cost are ignored."""
+        if not self.on:
+            self._resting -= 1
+            return
+        self._tried += 1
+        self._mean += (gain - cost - self._mean) / min(self._tried, self._rules.memory)
+        if self._tried < self._rules.trial:
+            return
+        if self._mean > 0:
+            self._pause = self._rules.first_pause
+            return
+        self._resting = self._pause
+        self._pause = min(2 * self._pause, self._rules.longest_pause)
+        self._tried = 0
+        self._mean = 0.0

@@ -1,0 +1,218 @@
+"""Observers that ask for experts ahead of their use, and observers that depend on them.
+
+`Prefetcher` follows a predictor, on a single rank directly and among several ranks through `RankPrefetcher`.
+`GateRecall` counts how well gates predict on one rank of several. `PrefixWarmer` asks for the experts of cached
+prefixes.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from experts.memory.memory import ExpertMemory
+from experts.observer import PlannedStep, StepObserver
+from experts.prediction.planning import PrefetchPlanner
+from experts.prediction.prefix_warmth import PrefixWarmth
+from experts.routing.choices import NOT_COMPUTED, RoutingRecorder
+from experts.routing.gates import GatesAhead
+from experts.routing.predictors import BEFORE, Ids, LearntAffinity, Predictor, RankPredictor, RecallSample
+from experts.routing.signatures import decode_signature
+
+# A request that no plan has named for this many steps is over, or will be matched with the cache anew.
+_FORGOTTEN_AFTER = 64
+# The most rows of a step that `GateRecall` counts.
+_MAX_ROWS = 8
+
+
+class PrefetchObserver(StepObserver[PlannedStep, object]):
+    """Asks for experts ahead of their use.
+
+    It runs in the thread that computes, and its time counts as `ExpertMemory.predictor_seconds`. A wrong prediction
+    costs time and never changes a token.
+    """
+
+    @property
+    def is_on(self) -> bool:
+        """True if the running step prefetches."""
+        return True
+
+
+class Prefetcher(PrefetchObserver):
+    """Asks for the experts that a predictor expects the rank's own rows to choose."""
+
+    def __init__(
+        self,
+        memory: ExpertMemory,
+        predictor: Predictor,
+        planner: PrefetchPlanner,
+        learnt: LearntAffinity,
+    ) -> None:
+        """planner: asks `predictor` and instructs the control of `memory`. learnt: what the predictor learns from."""
+        self._memory = memory
+        self._predictor = predictor
+        self._planner = planner
+        self._learnt = learnt
+        self._recorder = RoutingRecorder(learnt.statistics)
+        self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
+        self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
+
+    def begin(self, plan: PlannedStep) -> None:
+        started = time.perf_counter()
+        token_ids: array[int] = array("i")
+        for chunk in plan.chunks:
+            token_ids += chunk.token_ids
+        spec = self._learnt.statistics.spec
+        self._token_ids = np.array(token_ids, np.int64)
+        self._ids = np.full((spec.num_layers, len(token_ids), spec.top_k), NOT_COMPUTED, np.int16)
+        self._predictor.begin(self._token_ids)
+        self._plan(BEFORE)
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        # On a single rank all arrived rows are its own.
+        self.follow(layer, expert_ids)
+
+    def follow(self, layer: int, expert_ids: Tensor) -> None:
+        """Observe that a gate chose expert_ids [T, k] for the rank's own rows, and ask for experts of later layers.
+
+        Layers come in order.
+        """
+        started = time.perf_counter()
+        chosen = expert_ids.cpu().numpy()
+        if len(chosen) == len(self._token_ids):
+            self._ids[layer] = chosen
+        self._predictor.observe(layer, chosen)
+        self._plan(layer)
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def launched(self) -> None:
+        started = time.perf_counter()
+        self._recorder.add(self._ids, self._token_ids.tolist())
+        self._learnt.step_done()
+        self._predictor.end_step()
+        self._memory.predictor_seconds += time.perf_counter() - started
+
+    def _plan(self, layer: int) -> None:
+        expected = self._planner.expect(layer)
+        if expected:
+            self._memory.decide(lambda loads: self._planner.request(layer, expected, loads))
+
+
+class RankPrefetcher(PrefetchObserver):
+    """Drives a prefetcher on one rank of several with its own rows, and the prefetcher's predictor with arrived rows.
+
+    The prefetcher follows a layer only when the loads that the layer needs have begun.
+    """
+
+    def __init__(self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor) -> None:
+        """predictor: the prefetcher's."""
+        self._memory = memory
+        self._prefetcher = prefetcher
+        self._predictor = predictor
+        self._own_ids: Tensor | None = None
+
+    def begin(self, plan: PlannedStep) -> None:
+        self._prefetcher.begin(plan)
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        self._own_ids = expert_ids
+
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        assert self._own_ids is not None
+        started = time.perf_counter()
+        self._predictor.observe_computed(layer, self._own_ids.cpu().numpy(), expert_ids.cpu().numpy())
+        self._memory.predictor_seconds += time.perf_counter() - started
+        self._prefetcher.follow(layer, self._own_ids)
+
+    def launched(self) -> None:
+        self._prefetcher.launched()
+
+
+class GateRecall(StepObserver[PlannedStep, object]):
+    """Counts how well a prefetcher's gates predict the choices of the rank's own rows, at all distances.
+
+    The prefetcher cannot count that itself: it receives rows of all ranks, and other rows in each layer.
+    """
+
+    def __init__(self, prefetcher: PrefetchObserver, gates: GatesAhead, recall: RecallSample) -> None:
+        """prefetcher: observes before this observer. gates: the gates that the prefetcher uses."""
+        self._prefetcher = prefetcher
+        self._gates = gates
+        self._recall = recall
+        self._num_rows = 0
+        self._is_counting = False
+        self._chosen: dict[int, Ids] = {}
+
+    def begin(self, plan: PlannedStep) -> None:
+        self._num_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
+        self._is_counting = self._prefetcher.is_on and self._num_rows > 0 and self._recall.is_counting
+
+    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if not self._is_counting or len(x) != self._num_rows:
+            return
+        every = -(-self._num_rows // _MAX_ROWS)
+        self._chosen[layer] = expert_ids[::every].cpu().numpy()
+        for distance, logits in self._gates(layer, x[::every]):
+            self._recall.rank(self._gates.name, layer, distance, logits)
+
+    def launched(self) -> None:
+        if self._prefetcher.is_on and self._num_rows:
+            self._recall.end_step(self._chosen)
+            self._chosen.clear()
+        self._is_counting = False
+
+
+class PrefixWarmer(StepObserver[PlannedStep, object]):
+    """Asks for the experts in the signature of a cached prefix, in steps in which a prefetcher is on.
+
+    Without a request between its admission and its first decode it costs one comparison per layer.
+    """
+
+    def __init__(self, prefetcher: PrefetchObserver, memory: ExpertMemory, warmth: PrefixWarmth) -> None:
+        """prefetcher: observes before this observer. warmth: instructs the control of `memory`."""
+        self._prefetcher = prefetcher
+        self._memory = memory
+        self._warmth = warmth
+        self._num_steps = 0
+        self._last_named: dict[str, int] = {}
+
+    def begin(self, plan: PlannedStep) -> None:
+        """Raise ValueError for an annotation that is no signature."""
+        self._num_steps += 1
+        for chunk in plan.chunks:
+            if chunk.annotation is not None:
+                rates = decode_signature(chunk.annotation, self._warmth.num_layers, self._warmth.num_experts)
+                self._warmth.remember(chunk.request_id, rates)
+                self._last_named[chunk.request_id] = self._num_steps
+        if not self._warmth.is_idle:
+            named = {chunk.request_id: self._num_steps for chunk in plan.chunks if chunk.request_id in self._last_named}
+            self._last_named |= named
+            requests = [chunk.request_id for chunk in plan.chunks for _ in chunk.token_ids]
+            may_ask = self._prefetcher.is_on
+            self._decide(lambda: self._warmth.begin_step(requests, may_ask=may_ask))
+
+    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+        if len(x) and not self._warmth.is_idle:
+            chosen = set(expert_ids.flatten().tolist())
+            self._decide(lambda: self._warmth.observed(layer, chosen))
+
+    def launched(self) -> None:
+        if not self._last_named:
+            return
+        oldest = self._num_steps - _FORGOTTEN_AFTER
+        ended = [request for request, step in self._last_named.items() if step <= oldest]
+        for request in ended:
+            del self._last_named[request]
+        if not self._warmth.is_idle:
+            self._decide(lambda: self._warmth.end_step(ended))
+
+    def _decide(self, decision: Callable[[], None]) -> None:
+        started = time.perf_counter()
+        self._memory.decide(lambda _: decision())
+        self._memory.predictor_seconds += time.perf_counter() - started

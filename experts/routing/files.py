@@ -1,0 +1,381 @@
+"""Recorded routing: traces, the recorder of a running service, and the files of traces and statistics. Torch-free."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import zlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from experts.routing.choices import RoutingShape, RoutingStatistics, StatisticsSpec
+
+Tensors = dict[str, NDArray[np.generic]]
+T = TypeVar("T")
+
+# In place of a token id that a trace leaves out.
+UNKNOWN_TOKEN = -1
+
+_COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32, "families": np.int32}
+
+
+class Tap(Enum):
+    """The place of the state from which a later layer's gate is computed ahead of time.
+
+    EARLY: the input of this layer's gate; the experts of this layer and the attention of the next are still to come.
+    LATE: the residual after this layer; nearer to the truth, but only the next layer's attention hides the loads.
+    """
+
+    EARLY = "early"
+    LATE = "late"
+
+
+@dataclass(frozen=True, slots=True)
+class GateGuesses:
+    """Logits of the gates of later layers for earlier states.
+
+    logits: [L - distance, T, E] float; logits[l] come from the gate of layer l + distance and the state at layer l.
+    """
+
+    tap: Tap
+    distance: int
+    logits: NDArray[np.floating]
+
+
+@dataclass(frozen=True, slots=True)
+class RoutingTrace:
+    """The routing of every token, in the order in which tokens were computed.
+
+    ids: [L, T, k] uint16, distinct experts of a token, the gate's first choice first. requests: [T] int32.
+    token_ids: [T] int32. families: [T] int32; a family is the requests that begin alike (an agent and its system
+    prompt), which a scheduler that looks for cached prefixes sends to the same rank. guesses: of any taps and
+    distances, or none.
+    """
+
+    num_experts: int
+    ids: NDArray[np.uint16]
+    requests: NDArray[np.int32]
+    token_ids: NDArray[np.int32]
+    families: NDArray[np.int32]
+    guesses: tuple[GateGuesses, ...] = ()
+
+    def __post_init__(self) -> None:
+        num_tokens = self.ids.shape[1] if self.ids.ndim == 3 else -1
+        for name in ("requests", "token_ids", "families"):
+            if getattr(self, name).shape != (num_tokens,):
+                raise ValueError(f"ids are {list(self.ids.shape)}, {name} {list(getattr(self, name).shape)}")
+        for guesses in self.guesses:
+            expected = (len(self.ids) - guesses.distance, num_tokens, self.num_experts)
+            if guesses.logits.shape != expected:
+                raise ValueError(f"gate logits are {list(guesses.logits.shape)}, expected {list(expected)}")
+
+    def select(self, tokens: NDArray[np.bool_]) -> RoutingTrace:
+        """Return the part of the trace with the tokens of a mask [T]."""
+        return replace(
+            self,
+            ids=self.ids[:, tokens],
+            requests=self.requests[tokens],
+            token_ids=self.token_ids[tokens],
+            families=self.families[tokens],
+            guesses=tuple(replace(guesses, logits=guesses.logits[:, tokens]) for guesses in self.guesses),
+        )
+
+    def split(self) -> tuple[RoutingTrace, RoutingTrace]:
+        """Return two halves: every other request to learn from, and the others, held out."""
+        learnt = np.unique(self.requests, return_inverse=True)[1] % 2 == 0
+        return self.select(learnt), self.select(~learnt)
+
+    def homes(self, num_ranks: int) -> NDArray[np.int64]:
+        """[T]: the home rank of each token, with requests dealt to ranks in turn."""
+        return np.unique(self.requests, return_inverse=True)[1] % num_ranks
+
+    def family_homes(self, num_ranks: int) -> NDArray[np.int64]:
+        """[T]: the home rank of each token, with families dealt to ranks in turn, by their number."""
+        return self.families.astype(np.int64) % num_ranks
+
+    def load(self) -> NDArray[np.float64]:
+        """[L, E]: tokens that chose the expert."""
+        return np.stack([np.bincount(ids.reshape(-1), minlength=self.num_experts) for ids in self.ids]).astype(
+            np.float64
+        )
+
+    def transitions(self) -> NDArray[np.float64]:
+        """[L - 1, E, E]: tokens whose first choice was i at layer l and j at l + 1."""
+        first = self.ids[:, :, 0].astype(np.int64)
+        pairs = first[:-1] * self.num_experts + first[1:]
+        size = self.num_experts
+        return np.stack([np.bincount(pair, minlength=size * size).reshape(size, size) for pair in pairs]).astype(
+            np.float64
+        )
+
+
+def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
+    """Return the trace with k experts drawn at random for each token. The gates' guesses stay, and mean nothing."""
+    num_layers, num_tokens, top_k = trace.ids.shape
+    random = np.random.default_rng(seed)
+    ids = np.empty_like(trace.ids)
+    for layer in range(num_layers):
+        ids[layer] = random.random((num_tokens, trace.num_experts)).argsort(axis=1)[:, :top_k]
+    return replace(trace, ids=ids)
+
+
+def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
+    """Return the trace with each choice of each layer shuffled over all tokens: loads stay, all other structure goes.
+
+    The gates' guesses stay with their tokens, and mean nothing.
+    """
+    random = np.random.default_rng(seed)
+    ids = trace.ids.copy()
+    for layer in ids:
+        for choice in range(layer.shape[1]):
+            layer[:, choice] = random.permutation(layer[:, choice])
+            _part_duplicates(layer, choice, random)
+    return replace(trace, ids=ids)
+
+
+def _part_duplicates(layer: NDArray[np.uint16], choice: int, random: np.random.Generator) -> None:
+    """Swap choices that repeat an earlier one of their token with other tokens' choices, without new repetitions."""
+    for _ in range(10_000):
+        clashing = np.flatnonzero((layer[:, :choice] == layer[:, choice, None]).any(axis=1))
+        if not len(clashing):
+            return
+        for token, other in zip(clashing, random.integers(len(layer), size=len(clashing)), strict=True):
+            suits_token = layer[other, choice] not in layer[token, :choice]
+            if suits_token and layer[token, choice] not in layer[other, :choice]:
+                layer[[token, other], choice] = layer[[other, token], choice]
+    raise ValueError("the choices of a layer are too skewed to be shuffled")
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """Neighbouring rows of a step that belong to one request.
+
+    start: the first row's position in the request. prefix: the place where the request's first tokens are cached;
+    requests that begin alike share it.
+    """
+
+    request: str
+    num_rows: int
+    start: int
+    prefix: Hashable
+
+
+class TraceRecorder:
+    """Records a trace while a model serves: the first `max_tokens` tokens, with their ids if `with_token_ids`.
+
+    The model's last layer computes only sampled rows, so a trace ends with the layer before it.
+    """
+
+    def __init__(self, shape: RoutingShape, max_tokens: int, *, with_token_ids: bool) -> None:
+        self.max_tokens = max_tokens
+        self.num_tokens = 0
+        self._shape = shape
+        self._with_token_ids = with_token_ids
+        self._ids: list[NDArray[np.uint16]] = []
+        self._token_ids: list[NDArray[np.int32]] = []
+        self._requests: list[NDArray[np.int32]] = []
+        self._families: list[NDArray[np.int32]] = []
+        self._number_of: dict[str, int] = {}
+        self._family_of_request: dict[str, int] = {}
+        self._family_of_prefix: dict[Hashable, int] = {}
+
+    @property
+    def is_full(self) -> bool:
+        return self.num_tokens == self.max_tokens
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int], rows: Sequence[RequestRows]) -> None:
+        """Add one rank's step: ids [L, T, k], token_ids [T], and the requests of these rows, in order."""
+        room = self.max_tokens - self.num_tokens
+        if not room:
+            return
+        counts = [part.num_rows for part in rows]
+        num_layers = self._shape.num_layers - self._shape.last_is_sparse
+        self._ids.append(ids[:num_layers, :room].astype(np.uint16))
+        known = np.asarray(token_ids, np.int32) if self._with_token_ids else np.full(len(token_ids), UNKNOWN_TOKEN)
+        self._token_ids.append(known[:room].astype(np.int32))
+        numbers = [self._number_of.setdefault(part.request, len(self._number_of)) for part in rows]
+        self._requests.append(np.repeat(np.asarray(numbers, np.int32), counts)[:room])
+        families = [self._family(part) for part in rows]
+        self._families.append(np.repeat(np.asarray(families, np.int32), counts)[:room])
+        self.num_tokens += len(self._requests[-1])
+
+    def trace(self) -> RoutingTrace | None:
+        """Return the recorded tokens, in the order in which they were computed; None if there are none."""
+        if not self.num_tokens or not self._ids[0].shape[0]:
+            return None
+        return RoutingTrace(
+            self._shape.num_experts,
+            np.concatenate(self._ids, axis=1),
+            np.concatenate(self._requests),
+            np.concatenate(self._token_ids),
+            np.concatenate(self._families),
+        )
+
+    def _family(self, rows: RequestRows) -> int:
+        """Return the request's family. A request that computes its first token founds one, others join a founder's."""
+        family = self._family_of_request.get(rows.request)
+        if family is None:
+            fresh = len(self._family_of_request)
+            family = fresh if rows.start == 0 else self._family_of_prefix.get(rows.prefix, fresh)
+            self._family_of_request[rows.request] = family
+            self._family_of_prefix[rows.prefix] = family
+        return family
+
+
+@dataclass(frozen=True, slots=True)
+class TensorFileKind:
+    """Safetensors files of one kind, replaced in one move and checked when read.
+
+    noun: what operators call such a file. marks: metadata that identifies the kind. error: raised with one sentence for
+    the operator. advice: the end of that sentence. torn: raised for a file that is damaged, `error` unless given.
+    """
+
+    noun: str
+    marks: Mapping[str, str]
+    error: type[Exception]
+    advice: str = ""
+    torn: type[Exception] | None = None
+
+    def save(self, path: Path, tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
+        """Replace the file in one move, so that a reader never sees half of it. Raises OSError."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+        try:
+            with partial.open("wb") as file:
+                file.write(save(dict(tensors), {**metadata, **self.marks}))
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+
+    def load(self, path: Path, restore: Callable[[Tensors, dict[str, str]], T], model: str | None = None) -> T:
+        """Return what `restore` makes of the file's tensors and metadata.
+
+        model: the "model" that the metadata has to name, None for any. Raises `error` if the file is missing, torn, of
+        another kind or model, or if `restore` raises KeyError, TypeError or ValueError.
+        """
+        try:
+            with safe_open(path, framework="numpy") as file:
+                metadata: dict[str, str] = file.metadata() or {}
+                tensors: Tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        except FileNotFoundError:
+            raise self.error(f"There is no {self.noun} {path}.") from None
+        except OSError as error:
+            raise self._refusal(f"The {self.noun} {path} cannot be read: {error}") from error
+        except (SafetensorError, ValueError) as error:
+            raise self._damage(f"The {self.noun} {path} is torn or is none: {error}") from error
+        if any(metadata.get(name) != value for name, value in self.marks.items()):
+            marks = ", ".join(f"{name} {value}" for name, value in self.marks.items())
+            raise self._refusal(f"The file {path} is no {self.noun} that this version reads ({marks})")
+        if model is not None and metadata.get("model") != model:
+            raise self.error(f"The {self.noun} {path} belongs to another model; remove it or name another.")
+        try:
+            return restore(tensors, metadata)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._damage(f"The {self.noun} {path} does not fit together: {error}") from error
+
+    def _damage(self, reason: str) -> Exception:
+        return (self.torn or self.error)(f"{reason}{self.advice}.")
+
+    def _refusal(self, reason: str) -> Exception:
+        return self.error(f"{reason}{self.advice}.")
+
+
+class TraceError(Exception):
+    """A trace file that cannot be read; the message is one sentence for the operator."""
+
+
+_TRACE_FILE = TensorFileKind("trace file", {"kind": "routing trace", "format": "1"}, TraceError)
+
+
+def save_trace(path: Path, trace: RoutingTrace, model: str = "") -> None:
+    """Replace the file in one move. model: `model_key` of the model, if it is known."""
+    tensors: Tensors = {name: np.ascontiguousarray(getattr(trace, name), dtype) for name, dtype in _COLUMNS.items()}
+    for guesses in trace.guesses:
+        tensors[f"gate.{guesses.tap.value}.{guesses.distance}"] = np.ascontiguousarray(guesses.logits, np.float16)
+    _TRACE_FILE.save(path, tensors, {"model": model, "num_experts": str(trace.num_experts)})
+
+
+def load_trace(path: Path) -> RoutingTrace:
+    """Return the trace in a file. TraceError if it is missing, torn, something else or of another format."""
+    return _TRACE_FILE.load(path, _restored_trace)
+
+
+def _restored_trace(tensors: Tensors, metadata: dict[str, str]) -> RoutingTrace:
+    columns = {name: tensors.pop(name) for name in _COLUMNS}
+    if any(columns[name].dtype != dtype for name, dtype in _COLUMNS.items()):
+        raise ValueError("a column has another type")
+    guesses = tuple(_guesses(name, tensor) for name, tensor in sorted(tensors.items()))
+    trace = RoutingTrace(int(metadata["num_experts"]), **columns, guesses=guesses)  # type: ignore[arg-type]
+    _check(trace)
+    return trace
+
+
+def _guesses(name: str, tensor: NDArray[np.generic]) -> GateGuesses:
+    kind, tap, distance = name.split(".")
+    if kind != "gate" or tensor.dtype.kind != "f":
+        raise ValueError(f"{name} is unknown")
+    return GateGuesses(Tap(tap), int(distance), tensor)  # type: ignore[arg-type]
+
+
+def _check(trace: RoutingTrace) -> None:
+    if not trace.ids.size:
+        raise ValueError("it is empty")
+    if int(trace.ids.max()) >= trace.num_experts:
+        raise ValueError(f"it names an expert outside 0 … {trace.num_experts - 1}")
+    ordered = np.sort(trace.ids, axis=2)
+    if (ordered[..., 1:] == ordered[..., :-1]).any():
+        raise ValueError("a token chooses an expert twice")
+
+
+class StatisticsError(Exception):
+    """A statistics file that cannot be used; the message is one sentence for the operator."""
+
+
+class TornStatisticsError(StatisticsError):
+    """A statistics file that is damaged, or none."""
+
+
+def model_key(config: Mapping[str, object]) -> str:
+    """Return a hash of the model's configuration (JSON values), independent of the order of its fields."""
+    return hashlib.sha256(json.dumps(config, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+_STATISTICS_FILE = TensorFileKind(
+    "statistics file", {"format": "1"}, StatisticsError, "; remove it", TornStatisticsError
+)
+
+
+def save_statistics(path: Path, statistics: RoutingStatistics, key: str) -> None:
+    """Replace the file in one move. key: `model_key`, which ties the file to its model."""
+    tables = statistics.tables()
+    metadata = {"model": key, "spec": json.dumps(asdict(statistics.spec)), "checksum": _checksum(tables)}
+    _STATISTICS_FILE.save(path, tables, metadata)
+
+
+def load_statistics(path: Path, key: str) -> RoutingStatistics:
+    """Return the statistics in the file. StatisticsError if it is missing, torn (TornStatisticsError), of another model
+    or format."""
+    return _STATISTICS_FILE.load(path, _restored_statistics, key)
+
+
+def _restored_statistics(tables: Tensors, metadata: dict[str, str]) -> RoutingStatistics:
+    if metadata.get("checksum") != _checksum(tables):
+        raise ValueError("its checksum differs")
+    return RoutingStatistics.restore(StatisticsSpec(**json.loads(metadata["spec"])), tables)
+
+
+def _checksum(tables: Tensors) -> str:
+    value = 0
+    for name in sorted(tables):
+        value = zlib.crc32(np.ascontiguousarray(tables[name]).tobytes(), zlib.crc32(name.encode(), value))
+    return f"{value:08x}"

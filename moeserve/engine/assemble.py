@@ -1,0 +1,499 @@
+"""Assemble a rank from a folder and settings, in the same way on every device and for any number of ranks.
+
+spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> KV memory, warm-up, observers (`LoadedRank.start`).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import structlog
+import torch
+from torch import Tensor
+
+from experts.memory.residency import ExpertMemoryStats
+from experts.observer import AnyObserver
+from experts.parallel.shape_choice import ShapeChoice
+from experts.placement.rebalance import ExpertMigrator
+from experts.prediction.prefetcher import PrefetchObserver
+from experts.routing.gates import FittedGatesError
+from experts.routing.tap import RoutingTap
+from kernels.cpu.library import native_kernels, native_kernels_absence
+from kernels.moe import moe_experts_partial
+from kernels.ops import CpuOps, Experts, Ops
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import KvBudget, current_gpu, step_budget
+from moeserve.engine.experts.memory import CpuResidentModel, open_experts
+from moeserve.engine.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
+from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetching
+from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
+from moeserve.engine.memory_plan import ModelPlan, no_experts, owned_experts, state_demand
+from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
+from moeserve.engine.ranks.together import GroupSteps, StepRows
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.decoder import StepDecoder
+from moeserve.model.expert_store import stored_experts
+from moeserve.model.expert_weights import LayerExperts, Rereader
+from moeserve.model.families import load_generation_defaults
+from moeserve.model.kv_pool import KVPool, kv_pool_bytes
+from moeserve.model.runner import ModelRunner
+from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
+from moeserve.model.state_pool import StatePool, state_row_bytes
+from moeserve.model.tensor_reader import Progress
+from moeserve.model.weights import load_decoder
+from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
+from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.request_memory import MergeAnnotations
+from moeserve.scheduling.request_states import StatePolicy
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import Runner
+from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache
+
+if TYPE_CHECKING:
+    # Both import torch.distributed and deepspeed, which a single rank does not need.
+    from experts.parallel.collectives import Collectives
+    from experts.parallel.dispatch import Compute
+
+Report = Callable[[dict[str, Any]], None]
+
+# The tokens of the first prompt, if a block holds as many.
+_PROMPT_TOKENS = 4
+
+log = structlog.get_logger(__name__)
+
+
+class Body(Protocol):
+    """The part of assembling a rank that depends on the device: `_CpuBody` or `moeserve.engine.gpu_body.GpuBody`.
+
+    resident: None where all experts are in memory. captured_sizes: the sizes of decode steps that ranks replay. depth:
+    see `moeserve.scheduling.steps.Steps`.
+    """
+
+    @property
+    def ops(self) -> Ops: ...
+
+    @property
+    def resident(self) -> ResidentModel[Any] | None: ...
+
+    @property
+    def captured_sizes(self) -> Sequence[int]: ...
+
+    @property
+    def depth(self) -> int: ...
+
+    def compute_of(self, layer: int) -> Compute[Any]:
+        """Return the function that computes arrived rows in a decoder layer. Only for several ranks."""
+
+    def take_expert(self, reader: LayerExperts) -> Any:
+        """Read a migrating expert, the only one of `reader`, into memory of its own."""
+
+    def install_expert(self, experts: Experts, slot: int, taken: Any) -> None:
+        """Copy the result of `take_expert` into a slot of a layer's experts, between two steps."""
+
+    def note_loaded(self) -> None:
+        """Measure the memory of the weights, which are loaded now."""
+
+    def meet(self, decoder: StepDecoder, group: Group) -> None:
+        """Prepare for the first exchange of rows between ranks."""
+
+    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
+        """Allocate KV memory and get the device ready for any step.
+
+        tap: observes the decoder's gates.
+        """
+
+
+class _CpuBody:
+    captured_sizes: Sequence[int] = ()
+    depth = 0
+
+    def __init__(self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None) -> None:
+        self.ops: Ops = CpuOps(plan.rounding.arithmetic)
+        self.resident = resident
+        self._plan = plan
+        self._config = config
+
+    def compute_of(self, layer: int) -> Compute[Any]:
+        return moe_experts_partial if self.resident is None else self.resident.layers[layer].partial
+
+    def take_expert(self, reader: LayerExperts) -> Tensor:
+        return reader.read(0)
+
+    def install_expert(self, experts: Experts, slot: int, taken: Tensor) -> None:
+        experts.replace(slot, taken)
+
+    def note_loaded(self) -> None:
+        """Do nothing: the memory plan knows the size of the weights."""
+
+    def meet(self, decoder: StepDecoder, group: Group) -> None:
+        """Do nothing: no kernel is compiled at its first call."""
+
+    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
+        plan, block_size = self._plan, self._config.block_size
+        kv, layers = plan.kv, plan.spec.kv_layers
+        pool = KVPool(layers, kv.num_blocks, block_size, plan.dtype, num_window_blocks=kv.num_window_blocks)
+        states = plan.spec.state_layers
+        state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
+        runner = ModelRunner(decoder, pool, tap, state_pool)
+
+        def begin_step(num_rows: int) -> None:
+            if group is not None:
+                group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
+
+        runner.warm_up(step_budget(self._config), begin_step)
+        kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, plan.dtype)
+        row_bytes = state_row_bytes(states, plan.dtype)
+        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing, state_row_bytes=row_bytes)
+
+
+def _release_nothing() -> None:
+    """Do nothing: a runner on a CPU holds nothing of the group."""
+
+
+def load_rank(
+    directory: Path, plan: ModelPlan, config: ServeConfig, report: Report, collectives: Collectives | None = None
+) -> LoadedRank:
+    """Read a rank's weights. collectives: None on a single rank. Raise ModelError or ConfigError.
+
+    The resident experts and the decoder get one list of observers, which `LoadedRank.start` completes before the first
+    step: the prefetcher is an observer and needs both, so it can only be made after them.
+    """
+    spec = plan.spec
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    owned = None
+    if collectives is not None:
+        assert plan.placement is not None
+        owned = owned_experts(spec, plan.placement, collectives.rank)
+    observers: list[AnyObserver] = []
+    body = _open_body(directory, plan, config, report, observers, owned, collectives)
+    tap = None
+    if spec.moe is not None and (config.record_experts or (body.resident is not None and signs_prefixes(config))):
+        tap = RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
+        observers.append(tap)
+    group = None if collectives is None else _make_group(plan, body, collectives)
+    dispatch_of = body.resident.dispatch_of if body.resident is not None else None
+    rounding = {} if plan.rounding.is_none else {"rounding": plan.rounding}
+    decoder = _load_decoder(
+        directory,
+        spec,
+        **rounding,
+        dtype=plan.dtype,
+        ops=body.ops,
+        max_model_len=plan.kv.max_model_len or config.max_model_len,
+        owned_experts=owned if body.resident is None else no_experts,
+        dispatch_of=dispatch_of if group is None else group.experts.dispatch_of,
+        observers=observers,
+        progress=_progress(plan, report),
+    )
+    return LoadedRank(directory, plan, config, body, decoder, observers, tap, group, owned)
+
+
+def _load_decoder(directory: Path, spec: ModelSpec, **options: Any) -> StepDecoder:
+    """Load a model by the code that its spec is for. See `moeserve.model.weights.load_decoder`."""
+    if isinstance(spec, DecoderSpec):
+        return load_decoder(directory, spec, **options)
+    from moeserve.model.hf.loading import load_transformers_decoder  # Imported late: it loads modelling code.
+
+    return load_transformers_decoder(directory, spec, **options)
+
+
+def _open_body(
+    directory: Path,
+    plan: ModelPlan,
+    config: ServeConfig,
+    report: Report,
+    observers: Sequence[AnyObserver],
+    owned: OwnedExperts | None,
+    collectives: Collectives | None,
+) -> Body:
+    if plan.device == "cpu":
+        absence = native_kernels_absence()
+        if absence is not None:
+            log.warning("cpu_kernels_not_compiled", reason=absence, consequence="torch computes, several times slower")
+        resident = None
+        if plan.residency is not None:
+            resident = open_experts(directory, plan.spec, plan.residency, config, report, observers)
+            slots = resident.slots
+            log.info(
+                "expert_memory",
+                slots=f"{min(slots.num_slots)} of {experts_of(plan.spec).num_experts} per layer",
+                size=in_mib(slots.num_bytes),
+                policy=config.expert_policy,
+                **resident.reads,
+            )
+        return _CpuBody(plan, config, resident)
+    from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
+
+    assert isinstance(plan.spec, DecoderSpec)
+    settings = gpu_settings(config, state_demand(plan.spec, plan.dtype, config))
+    body = GpuBody(
+        directory,
+        plan.spec,
+        plan.dtype,
+        settings,
+        gpu_expert_settings(directory, plan.spec, config),
+        current_gpu() if collectives is None else collectives.device,
+        observers,
+        _progress(plan, report),
+        owned=owned,
+        replays_with=None if collectives is None else config.dispatch,
+        waits=None if collectives is None else collectives.waits,
+    )
+    if body.resident is not None:
+        few, tier = min(body.resident.slots.num_slots), body.resident.tier
+        log.info("expert_memory", slots=few, others_in=tier, policy=config.expert_policy)
+    if collectives is not None and not (collectives.rank or body.captured_sizes or settings.enforce_eager):
+        all_there = body.resident is None
+        log.info("decode_steps_not_captured", dispatch=config.dispatch, all_experts_in_memory=all_there)
+    return body
+
+
+def _make_group(plan: ModelPlan, body: Body, collectives: Collectives) -> Group:
+    from experts.parallel.dispatch import ExpertParallel  # Imported late: it loads deepspeed.
+
+    spec = plan.spec
+    assert plan.placement is not None
+    experts: ExpertParallel[Any] = ExpertParallel(
+        collectives,
+        plan.placement,
+        spec.moe_layers,
+        last_layer=spec.num_layers - 1 if spec.last_layer_is_partial else -1,
+        compute=body.compute_of(spec.moe_layers[0]),
+        local_of=None if body.resident is None else body.compute_of,
+        for_devices=plan.device == "cuda",
+    )
+    return Group(collectives, experts, GroupSteps(experts, collectives))
+
+
+def _progress(plan: ModelPlan, report: Report) -> Progress:
+    stage = "loading weights onto the GPU"
+    if plan.device == "cpu":
+        stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(plan.dtype).removeprefix('torch.')}"
+        if plan.spec.quantization is not None:
+            stage += f", expanded from {plan.spec.quantization.kind}"
+        if not plan.rounding.is_none:
+            stage += f", rounded to {plan.rounding.name}"
+    return lambda done, total: report({"event": "loading", "done": done, "total": total, "stage": stage})
+
+
+def arithmetic_of(plan: ModelPlan) -> str:
+    """Return how a rank multiplies, for people: `float32`, or with `weights int4, activations int8` behind it."""
+    name = str(plan.dtype).removeprefix("torch.")
+    rounding = plan.rounding
+    if rounding.is_none:
+        return name
+    activations = "int8 within products" if rounding.arithmetic == "int8" else "exact"
+    return f"{name}, weights {rounding.name}, activations {activations}"
+
+
+class LoadedRank:
+    """A rank with its weights. All ranks call `start` together before the first step."""
+
+    def __init__(
+        self,
+        directory: Path,
+        plan: ModelPlan,
+        config: ServeConfig,
+        body: Body,
+        decoder: StepDecoder,
+        observers: list[AnyObserver],
+        tap: RoutingTap | None,
+        group: Group | None,
+        owned: OwnedExperts | None,
+    ) -> None:
+        self.group = group
+        self._directory, self._plan, self._config, self._body = directory, plan, config, body
+        self._decoder, self._observers, self._tap = decoder, observers, tap
+        self._migrator = None if group is None or owned is None else self._make_migrator(group, owned)
+        body.note_loaded()
+
+    def start(self) -> Rank:
+        """Allocate KV memory, warm up and complete the observers, together with all other ranks.
+
+        Raise ConfigError if no memory is left for KV, and CollectiveError if another rank is lost.
+        """
+        config, group, body, plan = self._config, self.group, self._body, self._plan
+        choice: ShapeChoice | None = None
+        if group is not None:
+            body.meet(self._decoder, group)
+            choice = self._choose_shape(group)
+            group.steps.use(choice, body.captured_sizes)
+        defaults = load_generation_defaults(self._directory)
+        prepared = body.prepare(self._decoder, self._tap, group)
+        if plan.device == "cuda" and group is None:
+            state = StateUse(0) if plan.spec.state_layers else None
+            check_first_answer(prepared.runner, plan.spec.vocab_size, config.block_size, state)
+        if defaults.left_out:
+            log.warning("sampling_defaults_left_out", values=list(defaults.left_out), file="generation_config.json")
+        prefetcher = self._start_prefetching()
+        memory = None if body.resident is None else body.resident.memory
+        progress = StepProgress(native_kernels() if plan.device == "cpu" else None, memory)
+        self._observers.append(progress)
+        if group is not None:
+            group.experts.forget_counts()
+            self._observers.append(SentCounter(group.experts.sent))
+            group.collectives.be_patient(collective_timeout(config))
+        model = ServedModel(
+            plan.spec,
+            defaults,
+            prepared.kv,
+            plan.dtype,
+            prepared.weights_bytes,
+            prepared.kv_bytes,
+            plan.device,
+            prepared.state_row_bytes,
+            arithmetic_of(plan),
+        )
+        return Rank(
+            ObservedRunner(prepared.runner, self._observers),
+            model,
+            body.depth,
+            prepared.release,
+            progress,
+            memory,
+            prefetcher,
+            group,
+            self._migrator,
+            choice,
+        )
+
+    def memory_stats(self) -> ExpertMemoryStats | None:
+        return None if self._body.resident is None else self._body.resident.memory.stats()
+
+    def close(self) -> None:
+        """Leave the group without a start."""
+        if self._body.resident is not None:
+            self._body.resident.memory.close()
+        if self.group is not None:
+            self.group.collectives.close()
+
+    def _make_migrator(self, group: Group, owned: OwnedExperts) -> ExpertMigrator[Any]:
+        """Make the migrator. owned: the experts that this rank holds before the first migration."""
+        plan, body, experts = self._plan, self._body, self._decoder.experts
+        reread = Rereader(
+            lambda: stored_experts(self._directory, plan.spec, plan.dtype, plan.rounding), owned, body.take_expert
+        )
+        return ExpertMigrator(
+            group.experts, reread, lambda layer, slot, taken: body.install_expert(experts[layer], slot, taken)
+        )
+
+    @torch.inference_mode()
+    def _choose_shape(self, group: Group) -> ShapeChoice:
+        """Return the shape of dispatch that the settings name; for `auto` measure which one is faster from how many
+        rows on."""
+        spec = self._plan.spec
+        if self._config.dispatch != "auto":
+            return ShapeChoice.always(self._config.dispatch)
+        assert spec.moe is not None
+        # Resident experts take no part: measuring would load experts from the tier below.
+        here = self._decoder.experts if self._body.resident is None else ()
+        top_k, activation, hidden_size = spec.moe.gate.top_k, spec.moe.activation, spec.moe.hidden_size
+        seconds = group.experts.measure(hidden_size or spec.hidden_size, top_k, self._plan.dtype, here, activation)
+        choice = ShapeChoice.measured(seconds)
+        if group.collectives.rank == 0:
+            times = {
+                f"{name}_{rows}_rows": f"{1000 * s:.2f} ms"
+                for rows, of_shapes in seconds.items()
+                for name, s in of_shapes.items()
+            }
+            log.info("dispatch_measured", took=str(choice), **times)
+        return choice
+
+    def _start_prefetching(self) -> PrefetchObserver | None:
+        """Add the observers of prefetching and signatures; return the prefetcher. Forget the counts of the warm-up."""
+        resident, config, spec = self._body.resident, self._config, self._plan.spec
+        if resident is None:
+            return None
+        resident.memory.forget_counts()
+        choice, share = config.expert_prefetch, None if self.group is None else self.group.experts
+        fitted = None
+        try:
+            fitted = find_fitted_gates(self._directory)
+        except FittedGatesError as error:
+            log.warning("fitted_gates_unusable", reason=str(error), consequence="the plain gates predict")
+        prefetching = start_prefetching(choice, resident, self._decoder, share, fitted)
+        if prefetching is None:
+            if choice != "off":
+                one = "the model has one layer with experts: no gate comes after it"
+                unknown = "its gates cannot be asked ahead: --expert-prefetch affinity does without"
+                log.info("no_expert_prefetch", reason=one if len(spec.moe_layers) == 1 else unknown)
+            return None
+        log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
+        self._observers += prefetching.observers
+        shape = routing_shape(spec)
+        if shape is not None and signs_prefixes(config):
+            self._observers.append(PrefixSigner(shape, config.block_size, keeps_routing=config.record_experts))
+        return prefetching.asks
+
+
+def check_first_answer(runner: Runner, vocab_size: int, block_size: int, state: StateUse | None = None) -> None:
+    """Compute a short fixed prompt in block 0, which no request may hold yet; raise CheckpointError if that fails.
+
+    state: a slot that no request holds, None for a model without recurrent states. On a CPU the warm-up checks its own
+    logits instead.
+    """
+    prompt = array("i", (token % vocab_size for token in range(min(_PROMPT_TOKENS, block_size))))
+    chunk = Chunk("", prompt, 0, array("i", [0]), SamplingParams(max_tokens=1, temperature=0.0), state=state)
+    if runner.launch(StepPlan(0, [chunk])).result().chunks[0].error is not None:
+        raise CheckpointError(NO_NUMBERS)
+
+
+def collective_timeout(config: ServeConfig) -> float:
+    """Return the seconds that ranks wait for each other.
+
+    The supervisor waits longer for rank 0, which can thus name the late rank before it is ended.
+    """
+    return 0.4 * config.engine_timeout
+
+
+def build_scheduler(
+    config: ServeConfig,
+    kv: KvBudget,
+    device: str = "cpu",
+    *,
+    depth: int = 0,
+    merge_annotations: MergeAnnotations | None = None,
+    rope_switch: int | None = None,
+    slo: Slo | None = None,
+) -> tuple[Scheduler, list[PrefixCache]]:
+    """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
+
+    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
+    `Scheduler.tell_time`.
+    """
+    budget = step_budget(config, device)
+    if budget < config.max_num_seqs:
+        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
+    num_slots = kv.num_state_slots
+    caches = [
+        PrefixCache(
+            kv.num_blocks,
+            config.block_size,
+            caching=config.enable_prefix_caching,
+            retention_share=config.cache_retention_share,
+            pin_share=config.cache_pin_share,
+            max_recorded_evictions=MAX_RECORDED_EVICTIONS // config.expert_parallel_size,
+            snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
+            num_window_blocks=kv.num_window_blocks,
+            window=kv.window,
+        )
+        for _ in range(config.expert_parallel_size)
+    ]
+    scheduler = Scheduler(
+        caches,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_model_len=kv.max_model_len,
+        policy=config.scheduling_policy,
+        run_ahead=depth > 0,
+        merge_annotations=merge_annotations,
+        states=StatePolicy(num_slots) if num_slots else None,
+        slo=slo,
+        rope_switch=rope_switch,
+    )
+    return scheduler, caches

@@ -1,0 +1,116 @@
+"""Commands to the engine, carried out in slices beside the steps: one slice a turn, so that no step waits long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from moeserve.engine.cache_commands import CacheCommandError, CacheCommands, Job
+from moeserve.engine.command_queue import CommandQueue
+from moeserve.engine.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
+from moeserve.engine.file_writer import FileJob, FileWriter
+from moeserve.wire import Control, ControlResult, FeatureSamples
+from radix_cache import PrefixCache
+
+_LAST_WRITE_SECONDS = 1.0
+
+
+@dataclass(slots=True)
+class _Command:
+    """sender: who gets the answer. job: set while the command is carried out in slices."""
+
+    sender: bytes
+    control: Control
+    job: Job | None = None
+
+
+class Commands:
+    """The commands that wait or are carried out, and the file that is written for one."""
+
+    def __init__(
+        self,
+        caches: Sequence[PrefixCache],
+        experts: ExpertMonitor | None,
+        answer: Callable[[bytes, ControlResult], None],
+    ) -> None:
+        """experts: None for a model without experts. answer: called once for each command, with who sent it."""
+        self._cache_commands = CacheCommands(caches)
+        self._experts = experts
+        self._answer = answer
+        self._queue: CommandQueue[_Command] = CommandQueue()
+        self._writer = FileWriter()
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while there is something to do in the next turn."""
+        return len(self._queue) > 0
+
+    @property
+    def is_writing(self) -> bool:
+        """True while a file is written."""
+        return self._writer.is_busy
+
+    def add(self, sender: bytes, control: Control) -> None:
+        """Queue a command, or refuse it at once if its key has too many."""
+        if not self._queue.put(control.tenant, _Command(sender, control)):
+            self._answer(sender, ControlResult(control.control_id, {}, "too many commands wait", is_refused=True))
+
+    def advance(self) -> None:
+        """Do one slice of one command, and answer for a file that has been written."""
+        if finished := self._writer.take_finished():
+            finished()
+        if not self._queue:
+            return
+        command = self._queue.first()
+        answer = None
+        try:
+            done, answer = self._do_slice(command)
+        except (CacheCommandError, ExpertCommandError) as error:
+            done, answer = True, ControlResult(command.control.control_id, {}, str(error))
+        self._queue.end_turn(done=done)
+        if answer is not None:
+            self._answer(command.sender, answer)
+
+    def close(self) -> None:
+        """Wait a moment for the file that is written, and answer for it."""
+        self._writer.wait(_LAST_WRITE_SECONDS)
+        if finished := self._writer.take_finished():
+            finished()
+
+    def samples(self) -> FeatureSamples:
+        """Return the figures of the caches and the experts for the metrics."""
+        samples = self._cache_commands.samples()
+        return samples if self._experts is None else samples | self._experts.samples()
+
+    def _do_slice(self, command: _Command) -> tuple[bool, ControlResult | None]:
+        """Return whether the command has been carried out, and its answer; none yet while a file is written for it."""
+        control = command.control
+        if control.command not in self._cache_commands:
+            return True, self._ask_experts(command)
+        if command.job is None:
+            command.job = self._cache_commands.start(control.command, control.arguments)
+        try:
+            next(command.job)
+        except StopIteration as end:
+            return True, ControlResult(control.control_id, end.value)
+        return False, None
+
+    def _ask_experts(self, command: _Command) -> ControlResult | None:
+        control = command.control
+        if self._experts is None:
+            return ControlResult(control.control_id, {}, f"unknown command {control.command!r}")
+        if self._writer.is_busy and control.command in FILE_COMMANDS:
+            raise ExpertCommandError("A file is still being written for an earlier command.")
+        result = self._experts.command(control.command, control.arguments)
+        if isinstance(result, FileJob):
+            self._writer.start(result, partial(self._answer_write, command))
+            return None
+        return ControlResult(control.control_id, result)
+
+    def _answer_write(self, command: _Command, job: FileJob, error: OSError | None) -> None:
+        control_id = command.control.control_id
+        if error is None:
+            self._answer(command.sender, ControlResult(control_id, job.result))
+        else:
+            self._answer(command.sender, ControlResult(control_id, {}, file_failure(error)))

@@ -1,0 +1,50 @@
+"""Whom the next engine suspects of the end of the one before. Pure: it knows no clock, process or file.
+
+Only requests that a dead engine was working on are suspects. The next engine has one of them at most in its steps until
+it is beyond the place where it was (`Scheduler`). So an engine that dies all the same has found the culprit.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeserve.wire import Suspicion
+
+# Work that ended engines is refused for 90 s: an engine that has served for a minute begins a new count of restarts
+# (`launcher.restarts`), which a repeated request cannot use up then.
+_CULPRIT_SECONDS = 90.0
+_MAX_CULPRITS = 16
+
+
+@dataclass(frozen=True)
+class LastWork:
+    """What an engine was working on when it died.
+
+    `named`: the requests in its steps in flight, and the one that it was just taking, with the number of tokens that
+    would then have been computed. `trials`: the id and the digest of each suspect among them. `suspects`: all that had
+    not passed.
+    """
+
+    named: dict[str, int]
+    trials: list[tuple[str, str]]
+    suspects: dict[str, int]
+
+
+def suspicion_after(before: Suspicion, last: LastWork | None, *, from_outside: bool, now: float) -> Suspicion:
+    """Return what the next engine suspects.
+
+    before: what the dead one suspected. last: None if it died before it worked. from_outside: no request can have
+    caused its death. now: on the clock of `Suspicion.culprits`.
+    """
+    culprits = tuple((digest, until) for digest, until in before.culprits if now < until)
+    if last is None:
+        return Suspicion(before.places, culprits)
+    if from_outside:
+        return Suspicion(last.suspects, culprits)
+    # With steps planned ahead one may still be named that has passed since.
+    guilty = [(request_id, digest) for request_id, digest in last.trials if request_id in last.suspects]
+    if not guilty:
+        return Suspicion(last.suspects | last.named, culprits)
+    request_id, digest = guilty[0]
+    others = {other: place for other, place in last.suspects.items() if other != request_id}
+    return Suspicion(others, (*culprits, (digest, now + _CULPRIT_SECONDS))[-_MAX_CULPRITS:])

@@ -1,0 +1,541 @@
+"""Describe a model, and the part of it that fits into a machine, from its configuration alone.
+
+Nothing here is a second opinion: kinds and sizes come from the `DecoderSpec`, or from transformers' own classes without
+weights, memory from the functions that plan it at a start (`moeserve.engine.memory_plan`, `moeserve.device`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.memory.file import round_to_page
+from moeserve.config import ConfigError, ServeConfig, flag_name
+from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share_kv, step_budget
+from moeserve.engine.memory_plan import (
+    ModelPlan,
+    compute_dtype,
+    keeps_narrow,
+    no_experts,
+    plan_in_memory,
+    plan_on_cpu,
+    rounding_of,
+    weights_bytes,
+)
+from moeserve.machine import Gpu, Machine
+from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
+from moeserve.model.expert_store import native_layouts
+from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
+from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
+from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
+from moeserve.model.state_pool import state_row_bytes
+
+if TYPE_CHECKING:
+    from moeserve.model.hf.sizes import SizedModel
+    from moeserve.model.hf.spec import TransformersSpec
+
+# Bits of a number, by the forms that weights and KV can take.
+WIDTHS = {"float32": 32, "bfloat16": 16, "8 bits": 8, "4 bits": 4}
+# The share of the memory left beside other weights and reserve that is advised for `--expert-memory`.
+_SHARE_FOR_EXPERTS = 0.75
+_GIB, _MIB = 2**30, 2**20
+# Bytes; the memory that a model needs at least is searched in steps of this size.
+_STEP_BYTES = 256 * _MIB
+_UNITS = ((_GIB, "GiB"), (_MIB, "MiB"), (1, ""))
+_UNKNOWN_OF_BORROWED_CODE = (
+    "That transformers' code gives every request the numbers that it would get alone: a check at load decides that.",
+)
+_UNKNOWN_ACTIVE = "How many parameters one token takes: experts are in a form of transformers' own."
+_UNKNOWN_STATES = "All that a request keeps: transformers holds what some layers keep in a form of its own."
+
+
+@dataclass(frozen=True, slots=True)
+class KnownModel:
+    """A model as its folder describes it.
+
+    index: the tensors of the checkpoint, or without weights those of the checkpoint that the configuration describes.
+    assumptions: sentences about facts of the model that are not known.
+    """
+
+    spec: ModelSpec
+    index: Mapping[str, TensorInfo]
+    assumptions: tuple[str, ...]
+
+    @property
+    def stored(self) -> tuple[tuple[str, int], ...]:
+        """The dtypes of the checkpoint by bytes, the most first."""
+        stored: Counter[str] = Counter()
+        for info in self.index.values():
+            stored[info.dtype] += info.num_bytes
+        return tuple(stored.most_common())
+
+
+@dataclass(frozen=True, slots=True)
+class NativeModel(KnownModel):
+    """A model on our own code."""
+
+    spec: DecoderSpec
+
+
+@dataclass(frozen=True, slots=True)
+class BorrowedModel(KnownModel):
+    """A model on transformers' code."""
+
+    sized: SizedModel
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The bytes of a model if all its numbers had one width.
+
+    kv_bytes: per token. state_bytes: of the recurrent layers, per request and per snapshot; at least in part in
+    float32. None: not known.
+
+    window_kv_bytes: per token in the layers that keep KV of only the last `window` tokens; not among kv_bytes.
+    """
+
+    name: str
+    weights_bytes: int
+    kv_bytes: int | None
+    state_bytes: int | None
+    window_kv_bytes: int = 0
+    window: int = 0
+
+    def context_bytes(self, num_tokens: int) -> int:
+        """Return the KV bytes of a request with `num_tokens` tokens."""
+        return (self.kv_bytes or 0) * num_tokens + self.window_kv_bytes * min(num_tokens, self.window)
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """One way to serve a model on a machine.
+
+    device: `cpu` or `cuda`. flags: of `moeserve serve`. obstacle: why it does not fit; then the numbers are 0.
+    num_window_blocks: of only the layers with a sliding window, 0 if all layers share blocks. resident_experts: the
+    number of each layer's experts in memory at a time, None if all are. tokens_per_second: the most for a single
+    request, because each token reads the active weights; None if it is not known. expert_file_bytes: of the file that
+    holds all experts on disk, 0 without one.
+    """
+
+    device: str
+    flags: tuple[str, ...]
+    obstacle: str | None = None
+    weights_bytes: int = 0
+    kv_bytes: int = 0
+    kv_tokens: int = 0
+    max_model_len: int = 0
+    state_bytes: int = 0
+    num_state_slots: int = 0
+    num_snapshots: int = 0
+    num_window_blocks: int = 0
+    resident_experts: int | None = None
+    tokens_per_second: float | None = None
+    expert_file_bytes: int = 0
+
+
+def examine(folder: Path) -> KnownModel:
+    """Read a folder that holds config.json and perhaps weights.
+
+    Raise ModelError, also for a type that is not served.
+    """
+    if not is_native(read_model_type(folder), "auto"):
+        return _examine_borrowed(folder)
+    config = load_config(folder)
+    spec = build_spec(config)
+    assumptions = []
+    try:
+        index = read_index(folder)
+    except CheckpointError as error:
+        reason = f"{error} Sizes" if has_weights(folder) else "There are no weights: sizes"
+        assumptions.append(f"{reason} go by config.json.")
+        dtype = stored_dtype(config.get("dtype") or config.get("torch_dtype"))
+        if dtype is None:
+            assumptions.append("config.json names no dtype: bfloat16 is assumed.")
+        index = expected_index(spec, dtype or "BF16")
+    plan_weights(spec, index)
+    return NativeModel(spec, index, tuple(assumptions))
+
+
+def _examine_borrowed(folder: Path) -> BorrowedModel:
+    from moeserve.model.hf.sizes import size_model  # Imported late: it loads transformers' modelling code.
+
+    sized = size_model(folder)
+    unknown = list(_UNKNOWN_OF_BORROWED_CODE)
+    if sized.spec.parameters.active is None:
+        unknown.append(_UNKNOWN_ACTIVE)
+    if not sized.spec.keeps_snapshots:
+        unknown.append(_UNKNOWN_STATES)
+    return BorrowedModel(sized.spec, sized.weights.index, (*sized.assumptions, *unknown), sized)
+
+
+def implementation_of(spec: ModelSpec) -> str:
+    """Return whose code computes a model, as `--model-impl` names it."""
+    return "native" if isinstance(spec, DecoderSpec) else "transformers"
+
+
+def parameters_of(spec: ModelSpec) -> ParameterCount:
+    return count_parameters(spec) if isinstance(spec, DecoderSpec) else _borrowed(spec).parameters
+
+
+def _borrowed(spec: ModelSpec) -> TransformersSpec:
+    from moeserve.model.hf.spec import TransformersSpec  # Imported late: it loads transformers' modelling code.
+
+    assert isinstance(spec, TransformersSpec)
+    return spec
+
+
+def kinds_of_layers(spec: ModelSpec) -> list[tuple[int, str]]:
+    """Return (number of layers, kind) of mixers, then of feed-forward blocks, both with the most frequent first."""
+    if not isinstance(spec, DecoderSpec):
+        return list(_borrowed(spec).kinds)
+    name = "latent attention" if isinstance(spec.attention, MlaSpec) else "attention"
+    kinds: Counter[str] = Counter()
+    for layer, window in enumerate(spec.windows):
+        if spec.is_recurrent(layer):
+            kinds["a gated delta net"] += 1
+        else:
+            kinds[name if window is None else f"{name} over {window:,} tokens"] += 1
+    blocks: Counter[str] = Counter()
+    for sparse in spec.sparse_layers:
+        if not sparse or spec.moe is None:
+            blocks["a dense block"] += 1
+            continue
+        beside = " and a shared one" if spec.moe.shared is not None else ""
+        blocks[f"{spec.moe.num_experts} experts, {spec.moe.gate.top_k} per token{beside}"] += 1
+    return [(number, kind) for kind, number in (*kinds.most_common(), *blocks.most_common())]
+
+
+def summary(spec: ModelSpec) -> str:
+    """Describe a model in one line, for the start of a service."""
+    layers = "; ".join(f"{number} layers with {kind}" for number, kind in kinds_of_layers(spec))
+    return f"{spec.model_type} ({implementation_of(spec)}), {said_parameters(parameters_of(spec))}; {layers}"
+
+
+def said_parameters(count: ParameterCount) -> str:
+    active = "" if count.active in (None, count.total) else f", {in_billions(count.active)} active per token"
+    return f"{in_billions(count.total)} parameters{active}"
+
+
+def in_billions(count: int) -> str:
+    """Return a number of parameters as text, `1.23 billion`."""
+    for unit, name in ((10**9, " billion"), (10**6, " million")):
+        if count >= unit:
+            return f"{count / unit:.2f}{name}"
+    return f"{count:,}"
+
+
+def sizes_of(model: KnownModel) -> list[Sizes]:
+    """Return weights and KV by the usual formulas: numbers times their width. Scales of quantised weights add a little.
+
+    Keys and values have 8 bits at least, states 16.
+    """
+    spec, total = model.spec, parameters_of(model.spec).total
+    layers = windowed(spec.kv_layers)
+    of_windows, window = kv_block_bytes(layers, 1, torch.uint8), max((layer.window or 0 for layer in layers), default=0)
+    numbers = kv_block_bytes(spec.kv_layers, 1, torch.uint8) - of_windows
+    sizes = []
+    for name, bits in WIDTHS.items():
+        weights = total * bits // 8
+        if not spec.keeps_snapshots:  # It keeps memory of an unknown form.
+            sizes.append(Sizes(name, weights, None, None))
+            continue
+        states = state_row_bytes(spec.state_layers, torch.float32 if bits == 32 else torch.bfloat16)
+        width = max(bits, 8) // 8
+        sizes.append(Sizes(name, weights, numbers * width, states, of_windows * width, window))
+    return sizes
+
+
+def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[Setup]:
+    """Return the ways to serve the model here with the given settings, with obstacles.
+
+    While nothing fits, further flags that take less memory are tried; use the last setup of a device that fits. config:
+    its device is ignored.
+    """
+    if isinstance(model, BorrowedModel):
+        return list(_borrowed_on_cpu(model.sized, machine, replace(config, device="cpu")))
+    assert isinstance(model, NativeModel)
+    setups = list(_on_cpu(model, machine, replace(config, device="cpu")))
+    gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
+    # The memory of states on a GPU is not planned before loading.
+    if gpus and not model.spec.state_layers:
+        least = min(gpus, key=lambda gpu: gpu.free_bytes)
+        setups += _on_gpus(model, least, len(gpus), replace(config, device="cuda"))
+    return setups
+
+
+def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
+    spec, index = model.spec, model.index
+    setup = _cpu_setup(model, machine, config)
+    yield setup
+    wide = weights_bytes(spec, torch.float32, index)
+    if setup.obstacle is not None and config.dtype == "auto" and 2 * weights_bytes(spec, torch.bfloat16, index) <= wide:
+        setup = _cpu_setup(model, machine, replace(config, dtype="bfloat16"))
+        yield setup
+    if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None:
+        dtype = compute_dtype(config, "cpu")
+        try:
+            rounding = rounding_of(config, spec, index)
+            others = weights_bytes(spec, dtype, index, [no_experts], rounding)
+            free = machine.free_bytes - RESERVE_BYTES - others
+            advised = _advised(free, spec, native_layouts(index, spec, dtype, rounding).num_bytes)
+        except (ModelError, ConfigError) as error:
+            yield Setup("cpu", (), str(error))
+        else:
+            yield _cpu_setup(model, machine, replace(config, expert_memory=advised))
+
+
+def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Setup:
+    spec, dtype, flags = model.spec, compute_dtype(config, "cpu"), _flags_of(config)
+    try:
+        refuse_gpu_settings(config, "--device cuda")
+        plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes)
+    except (ModelError, ConfigError) as error:
+        return Setup("cpu", flags, str(error))
+    resident = speed = None
+    if plan.residency is not None:
+        resident = min(plan.residency.slots.num_slots)
+    elif machine.bandwidth is not None:
+        others = weights_bytes(spec, dtype, model.index, [no_experts], plan.rounding)
+        narrow = keeps_narrow(dtype)
+        speed = machine.bandwidth / _read_per_token(model, plan.weights_bytes - others, others, dtype, narrow=narrow)
+    fitting = _fitting(plan, config, flags, resident, speed)
+    if plan.residency is None:
+        return fitting
+    return replace(fitting, expert_file_bytes=_expert_file_bytes(spec, plan.residency.layouts.num_bytes))
+
+
+def _expert_file_bytes(spec: DecoderSpec, expert_bytes: int) -> int:
+    assert spec.moe is not None
+    return (len(spec.moe_layers) * spec.moe.num_experts + 1) * round_to_page(expert_bytes)
+
+
+def least_memory(model: KnownModel, machine: Machine, config: ServeConfig) -> tuple[int, Setup] | None:
+    """Return the free memory with which a CPU could serve the model, in steps of 256 MiB, and the setup that fits.
+
+    None if no amount below 64 TiB helps: the obstacle is another one.
+    """
+
+    def found(free_bytes: int) -> Setup | None:
+        setups = setups_of(model, replace(machine, free_bytes=free_bytes, gpus=()), config)
+        return next((setup for setup in setups if setup.obstacle is None), None)
+
+    too_little, enough = 0, 64 * 2**40 // _STEP_BYTES
+    if found(enough * _STEP_BYTES) is None:
+        return None
+    while enough - too_little > 1:
+        middle = (too_little + enough) // 2
+        if found(middle * _STEP_BYTES) is None:
+            too_little = middle
+        else:
+            enough = middle
+    setup = found(enough * _STEP_BYTES)
+    assert setup is not None
+    return enough * _STEP_BYTES, setup
+
+
+def _fitting(
+    plan: ModelPlan, config: ServeConfig, flags: tuple[str, ...], resident: int | None, speed: float | None
+) -> Setup:
+    """Return a setup on a CPU that takes the memory of `plan`."""
+    return Setup(
+        "cpu",
+        flags,
+        None,
+        plan.weights_bytes,
+        kv_pool_bytes(
+            plan.spec.kv_layers, plan.kv.num_blocks, plan.kv.num_window_blocks, config.block_size, plan.dtype
+        ),
+        plan.kv.num_blocks * config.block_size,
+        plan.kv.max_model_len,
+        plan.kv.num_state_rows * state_row_bytes(plan.spec.state_layers, plan.dtype),
+        plan.kv.num_state_slots,
+        plan.kv.num_snapshots,
+        plan.kv.num_window_blocks,
+        resident,
+        speed,
+    )
+
+
+def _borrowed_on_cpu(sized: SizedModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
+    """Do as `_on_cpu`, with all experts in memory."""
+    setup = _borrowed_setup(sized, machine, config)
+    yield setup
+    wide, half = (sized.loaded_bytes(d, narrow=keeps_narrow(d)) for d in (torch.float32, torch.bfloat16))
+    if setup.obstacle is not None and config.dtype == "auto" and config.expert_memory is None and 2 * half <= wide:
+        yield _borrowed_setup(sized, machine, replace(config, dtype="bfloat16"))
+
+
+def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) -> Setup:
+    spec, dtype, flags = sized.spec, compute_dtype(config, "cpu"), _flags_of(config)
+    narrow = keeps_narrow(dtype)
+    try:
+        refuse_gpu_settings(config, "a model on our own code, with --device cuda")
+        if config.expert_memory is not None:
+            raise ConfigError("What --expert-memory takes of a model on transformers' code is known when it is loaded.")
+        num_bytes = sized.loaded_bytes(dtype, narrow=narrow)
+        plan = plan_in_memory(spec, dtype, num_bytes, config, machine.free_bytes)
+    except (ModelError, ConfigError) as error:
+        return Setup("cpu", flags, str(error))
+    read = sized.read_per_token(dtype, narrow=narrow)
+    speed = None if read is None or machine.bandwidth is None else machine.bandwidth / read
+    return _fitting(plan, config, flags, None, speed)
+
+
+def _read_per_token(model: NativeModel, experts: int, others: int, dtype: torch.dtype, *, narrow: bool) -> int:
+    """Return the bytes of the weights read for one token: chosen experts, and all others but the embedding.
+
+    The embedding is left out because a token reads only one row of it. experts, others: bytes of all experts and of the
+    other weights, loaded to compute in `dtype`.
+    """
+    moe = model.spec.moe
+    chosen = 0 if moe is None else experts * moe.gate.top_k // moe.num_experts
+    embedding = plan_weights(model.spec, model.index, no_experts).outer["embedding"]
+    return chosen + others - loaded_bytes(embedding, dtype.itemsize, narrow)
+
+
+def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig) -> Iterator[Setup]:
+    """gpu: the GPU with the least free memory."""
+    setup = _gpu_setup(model, gpu, config)
+    yield setup
+    moe = model.spec.moe
+    if setup.obstacle is None or moe is None or config.expert_memory is not None:
+        return
+    tried: list[ServeConfig] = []
+    if 1 < num_gpus <= moe.num_experts:
+        tried.append(replace(config, expert_parallel_size=num_gpus))
+    if config.expert_quantization == "none" and config.dtype != "float32":
+        tried += [replace(config, expert_quantization=form) for form in ("int8", "int4")]
+    for smaller in tried:
+        setup = _gpu_setup(model, gpu, smaller)
+        yield setup
+        if setup.obstacle is None:
+            return
+    dtype = compute_dtype(config, "cuda")
+    free = _free_on_gpu(gpu, _gpu_others(model, dtype), config)
+    advised = _advised(free, model.spec, _slot_bytes(model.spec, dtype, config))
+    yield _gpu_setup(model, gpu, replace(config, expert_memory=advised))
+
+
+def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
+    """Plan the memory of one GPU, with equal shares of the experts on all ranks."""
+    spec, dtype, flags = model.spec, compute_dtype(config, "cuda"), _flags_of(config)
+    kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
+    block_bytes = kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype)
+    others = _gpu_others(model, dtype)
+    try:
+        experts, resident = _experts_on_gpu(spec, dtype, config)
+    except ConfigError as error:
+        return Setup("cuda", flags, str(error))
+    memory = _free_on_gpu(gpu, others + experts, config)
+    if not memory:
+        usable = _free_on_gpu(gpu, 0, config)
+        reason = f"The weights take {(others + experts) / _GIB:.1f} GiB of a GPU; {usable / _GIB:.1f} GiB can be used."
+        return Setup("cuda", flags, reason)
+    try:
+        kv = share_kv(
+            min(memory, config.kv_cache_memory or memory),
+            block_bytes=block_bytes,
+            block_size=config.block_size,
+            model_max_len=spec.max_position,
+            max_model_len=config.max_model_len,
+            windows=window_demand(
+                spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config, "cuda")
+            ),
+        )
+    except ConfigError as error:
+        return Setup("cuda", flags, str(error))
+    speed = None
+    if resident is None and gpu.bandwidth is not None and config.expert_parallel_size == 1:
+        speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False)
+    num_tokens = kv.num_blocks * config.block_size
+    kv_bytes = kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
+    return Setup(
+        "cuda",
+        flags,
+        None,
+        others + experts,
+        kv_bytes,
+        num_tokens,
+        kv.max_model_len,
+        num_window_blocks=kv.num_window_blocks,
+        resident_experts=resident,
+        tokens_per_second=speed,
+    )
+
+
+def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:
+    """Return the bytes of experts on each GPU, and the number of experts per layer, None if all of them.
+
+    Raise ConfigError for experts that cannot be kept like this.
+    """
+    from moeserve.engine.experts.gpu_memory import plan_gpu_residency  # Imported late: it loads Triton.
+    from moeserve.model.gpu.kernels import expert_storage
+
+    # A layout is made from empty experts, which must take no memory.
+    with torch.device("meta"):
+        storage = expert_storage(spec, dtype, config.expert_quantization)
+        if config.expert_memory is not None:
+            residency = plan_gpu_residency(spec, dtype, config.expert_memory, storage)
+            if residency is not None:
+                return residency.slots.num_bytes, min(residency.slots.num_slots)
+    if spec.moe is None:
+        return 0, None
+    num_held = -(-spec.moe.num_experts // config.expert_parallel_size)
+    return _slot_bytes(spec, dtype, config) * num_held * len(spec.moe_layers), None
+
+
+def _slot_bytes(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> int:
+    """Return the bytes of one expert on a GPU. Raise ConfigError."""
+    from moeserve.engine.experts.gpu_memory import slot_layout
+    from moeserve.model.gpu.kernels import expert_storage
+
+    with torch.device("meta"):
+        return slot_layout(spec, dtype, expert_storage(spec, dtype, config.expert_quantization)).num_bytes
+
+
+def _gpu_others(model: NativeModel, dtype: torch.dtype) -> int:
+    """Return the bytes on each GPU of all weights but the experts."""
+    return plan_weights(model.spec, model.index, no_experts).loaded_num_bytes(dtype.itemsize, narrow=False)
+
+
+def _free_on_gpu(gpu: Gpu, weights: int, config: ServeConfig) -> int:
+    """Return the bytes left beside weights. The largest step also takes a part of them, which only loading tells."""
+    return kv_memory(
+        total_bytes=gpu.total_bytes,
+        free_bytes=gpu.free_bytes,
+        reserved_bytes=0,
+        peak_bytes=weights,
+        utilization=config.gpu_memory_utilization,
+        with_graphs=not config.enforce_eager,
+    )
+
+
+def _advised(num_bytes: int, spec: DecoderSpec, expert_bytes: int) -> int:
+    """Return a round number of bytes for `--expert-memory` out of `num_bytes` that are free for experts and KV.
+
+    They hold at least the experts of one token in each layer. expert_bytes: of one expert.
+    """
+    assert spec.moe is not None
+    least = spec.moe.gate.top_k * len(spec.moe_layers) * round_to_page(expert_bytes)
+    share = max(least, int(num_bytes * _SHARE_FOR_EXPERTS))
+    unit = _GIB if share >= 8 * _GIB else _MIB
+    return max(share // unit * unit, -(-least // _MIB) * _MIB)
+
+
+def _flags_of(config: ServeConfig) -> tuple[str, ...]:
+    """Return the flags that differ from the defaults, except the flag for the CPU, which is the default device."""
+    shown: list[str] = []
+    for setting in fields(ServeConfig):
+        value = getattr(config, setting.name)
+        if value == setting.default or (setting.name, value) == ("device", "cpu"):
+            continue
+        if setting.metadata.get("kind") == "size":
+            value = next(f"{value // unit}{name}" for unit, name in _UNITS if value % unit == 0)
+        shown += [flag_name(setting), str(value)]
+    return tuple(shown)

@@ -1,0 +1,136 @@
+"""Serve on a CPU with less memory than the experts take: plan the slots of each layer and open the tier below them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from experts.errors import DeepNvmeError, ExpertStoreError
+from experts.memory.deep_nvme import DeepNvme, deep_nvme
+from experts.memory.file import round_to_page
+from experts.memory.memory import ExpertMemory
+from experts.memory.resident_experts import ResidentExperts
+from experts.memory.slots import SlotArena
+from experts.memory.tiers import DiskTier, ExpertTier, PositionedReads, SlowedTier
+from experts.observer import AnyObserver
+from experts.placement.placement import Placement
+from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
+from moeserve.config import ServeConfig
+from moeserve.engine.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
+from moeserve.engine.experts.settings import measured_load
+from moeserve.model.expert_store import ensure_expert_store, layouts_in_store, stored_experts
+from moeserve.model.rounding import NO_ROUNDING, Rounding
+from moeserve.model.spec import ModelError, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ResidencyPlan:
+    """The layouts of each layer's experts in slots, and the number of slots. dtype: in which the model computes."""
+
+    layouts: LayerPackings[ExpertLayout]
+    dtype: torch.dtype
+    slots: SlotPlan
+    rounding: Rounding = NO_ROUNDING
+
+
+CpuResidentModel = ResidentModel[ResidentExperts]
+
+
+def plan_residency(
+    find_layouts: Callable[[], LayerPackings[ExpertLayout]],
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    config: ServeConfig,
+    placement: Placement | None = None,
+    rounding: Rounding = NO_ROUNDING,
+) -> ResidencyPlan | None:
+    """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
+
+    find_layouts: looks the layouts up in the checkpoint. dtype: in which the experts compute. placement: None on a
+    single rank. Raise ConfigError if a layer could not hold the experts that one token may choose on a rank, and
+    ModelError for a checkpoint whose experts cannot lie in slots.
+    """
+    if config.expert_memory is None:
+        return None
+    moe, num_layers = experts_of(spec), len(spec.moe_layers)
+    layouts = find_layouts()
+    held = [moe.num_experts if placement is None else placement.slots_per_rank(layer) for layer in range(num_layers)]
+    slots = plan_slots(
+        config.expert_memory, layouts.num_bytes, held, moe.gate.top_k, several_ranks=placement is not None
+    )
+    return None if slots is None else ResidencyPlan(layouts, dtype, slots, rounding)
+
+
+def residency_with(
+    num_slots: tuple[int, ...], directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+) -> ResidencyPlan:
+    """Return the plan of a rank for the numbers of slots that rank 0 has decided on. Raise ModelError."""
+    layouts = layouts_in_store(directory, spec, dtype, rounding)
+    return ResidencyPlan(layouts, dtype, SlotPlan(num_slots, round_to_page(layouts.num_bytes)), rounding)
+
+
+def open_experts(
+    directory: Path,
+    spec: ModelSpec,
+    plan: ResidencyPlan,
+    config: ServeConfig,
+    report: Callable[[dict[str, Any]], None],
+    observers: Sequence[AnyObserver] = (),
+) -> CpuResidentModel:
+    """Build the expert file if it is missing, and allocate the slots. Raise ModelError.
+
+    observers: receive `arrived` for the rows that this rank computes.
+    """
+    moe, slots = experts_of(spec), plan.slots
+
+    def progress(stage: str, done: int, total: int) -> None:
+        report({"event": "loading", "done": done, "total": total, "stage": stage})
+
+    root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
+    stored = stored_experts(directory, spec, plan.dtype, plan.rounding)
+    store = ensure_expert_store(directory, stored, moe.num_experts, plan.layouts, root, progress)
+    nvme, obstacle = _deep_nvme(slots.num_bytes)
+    locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
+    open_reads = PositionedReads if nvme is None else nvme.open
+    try:
+        disk = DiskTier(store.path, store.source, open_reads)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+    tier: ExpertTier = disk
+    if config.expert_store_bandwidth is not None:
+        tier = SlowedTier(disk, config.expert_store_bandwidth)
+    load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
+    arena = SlotArena(slots.num_slots, plan.layouts.num_bytes, locked)
+
+    def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
+        return ResidentExperts(
+            memory, arena, number, _empty_experts(plan.layouts.layers[number], moe.num_experts), observers
+        )
+
+    reads = {"store": str(store.path), "read": disk.reads.description}
+    if obstacle is not None:
+        reads["deep_nvme"] = obstacle
+    if config.expert_store_bandwidth:
+        reads["emulated_bytes_per_second"] = str(config.expert_store_bandwidth)
+    policy = config.expert_policy
+    return resident_model(spec, slots, policy, load, arena, tier, layer_of, tier_name="disk", reads=reads)
+
+
+def _deep_nvme(num_locked: int) -> tuple[DeepNvme | None, str | None]:
+    """Return DeepNVMe's operator, or else a sentence that says why plain reads take its place."""
+    try:
+        return deep_nvme(num_locked), None
+    except DeepNvmeError as error:
+        return None, str(error)
+
+
+def _empty_experts(layout: ExpertLayout, num_experts: int) -> SplitExperts:
+    """Return a layer without contents. Raise ModelError for a layout in which experts have no matrices of their own."""
+    experts = layout.experts(num_experts)
+    if not isinstance(experts, SplitExperts):
+        raise ModelError(f"--expert-memory does not work with experts kept as {layout.name}.")
+    return experts

@@ -1,0 +1,397 @@
+"""The observers of steps that only gather data: routing, signatures of prefixes, rows sent between ranks.
+
+`ExpertRecording` counts the experts that gates chose on all ranks. `PrefixSigner` describes cached prefixes on the rank
+that computed their tokens; the scheduler keeps the signatures. `SentCounter` puts a rank's counts of sent rows into its
+results, and `LinkCounts` keeps the newest counts on the engine's side.
+"""
+
+from __future__ import annotations
+
+import copy
+from array import array
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol, SupportsBytes
+
+import numpy as np
+from numpy.typing import NDArray
+
+from experts.observer import StepObserver
+from experts.placement.placement import Placement
+from experts.placement.rebalance import RemoteRanks
+from experts.routing.choices import RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
+from experts.routing.files import (
+    UNKNOWN_TOKEN,
+    RequestRows,
+    TraceRecorder,
+    save_statistics,
+    save_trace,
+)
+from experts.routing.signatures import encode_signature, merge_signatures
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine.experts.settings import goes_by_statistics, read_statistics, statistics_key
+from moeserve.model.spec import ModelSpec
+from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
+from moeserve.scheduling.request_memory import MergeAnnotations
+from moeserve.scheduling.steps import RanksObserver
+
+MAX_TRACE_BYTES = 64 * 2**20
+_STEPS_AT_ONCE = 64
+_ROWS_AT_ONCE = 1024
+# One signature describes at least this number of tokens that a request computed one by one.
+_DECODES_PER_SIGNATURE = 64
+# A request that no plan has named for this number of steps is over, or will be matched with the cache anew.
+_FORGOTTEN_AFTER = 64
+
+
+class RoutingListener(Protocol):
+    """Receives the routing of every step of every rank, as `experts.routing.choices.RoutingRecorder` does."""
+
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int]) -> None:
+        """ids: the experts chosen, [L, T, k], NOT_COMPUTED where a layer left a row out. token_ids: [T]."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordingPlan:
+    """How a service records its routing.
+
+    known: the statistics to begin with. key: `model_key` of the model. path: the file for the statistics. trace_path:
+    the file for a trace that begins with the service. Either is None without such a file.
+    """
+
+    shape: RoutingShape
+    known: RoutingStatistics
+    key: str
+    path: Path | None = None
+    trace_path: Path | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _UncountedStep:
+    """A computed step of one rank. before: the previous step, which sampled the tokens that `plan` leaves open."""
+
+    rank: int
+    plan: StepPlan
+    routing: SupportsBytes
+    placement: Placement | None
+    before: tuple[StepPlan, StepResult] | None
+
+
+class ExpertRecording(RanksObserver):
+    """Records the routing that the results of all ranks carry.
+
+    It keeps the bytes of a few steps and then unpacks and counts them together: computing a step drives the code and
+    tables for counting out of the processor's caches, so they are then fetched once for several steps. trace: the
+    recorder of a trace, None while no trace is recorded.
+    """
+
+    def __init__(
+        self,
+        plan: RecordingPlan,
+        placement: Callable[[], Placement | None] = lambda: None,
+        listeners: Sequence[RoutingListener] = (),
+    ) -> None:
+        """placement: called in every step, returns None on a single rank. listeners: receive every step after the
+        recorder, some steps late."""
+        self.shape, self.key, self.path, self.trace_path = plan.shape, plan.key, plan.path, plan.trace_path
+        self.recorder = RoutingRecorder(plan.known)
+        self.remote_ranks = RemoteRanks()
+        self.trace: TraceRecorder | None = None
+        self._placement = placement
+        self._listeners: tuple[RoutingListener, ...] = (self.recorder, *listeners)
+        # By the number of a step in flight.
+        self._placements: dict[int, Placement | None] = {}
+        self._pending: list[_UncountedStep] = []
+        self._before: dict[int, tuple[StepPlan, StepResult]] = {}
+        self._num_rows = 0
+        self._num_steps = 0
+        if plan.trace_path is not None:
+            self.start_trace(with_token_ids=False)
+
+    def begin(self, plans: Sequence[StepPlan]) -> None:
+        self._placements[plans[0].step] = self._placement()
+
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        placement = self._placements.pop(plans[0].step)
+        for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
+            if plan.chunks and result.routing is not None:
+                self._pending.append(_UncountedStep(rank, plan, result.routing, placement, self._before.get(rank)))
+                self._num_rows += plan.num_tokens
+            self._before[rank] = plan, result
+        self._num_steps += 1
+        # A trace finds requests that begin alike by the block of their first tokens, which is valid while they run.
+        if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self.trace is not None:
+            self.gather()
+
+    def abandon(self, plans: Sequence[StepPlan]) -> None:
+        self._placements.pop(plans[0].step, None)
+
+    def add(
+        self, rank: int, ids: NDArray[np.int16], token_ids: Sequence[int], placement: Placement | None = None
+    ) -> None:
+        """Count a rank's rows of one step: ids [L, T, k], token_ids [T]. placement: of the experts during the step."""
+        for listener in self._listeners:
+            listener.add(ids, token_ids)
+        if placement is not None:
+            self.remote_ranks.add(ids, rank, placement)
+
+    def gather(self) -> None:
+        """Count the steps that have ended and are not counted yet."""
+        pending, self._pending = self._pending, []
+        self._num_rows = self._num_steps = 0
+        for step in pending:
+            self._record(step)
+
+    def statistics(self) -> RoutingStatistics:
+        """Return the statistics of all steps so far."""
+        self.gather()
+        return self.recorder.statistics()
+
+    def start_trace(self, *, with_token_ids: bool, max_tokens: int | None = None) -> TraceRecorder:
+        """Begin a trace of at most MAX_TRACE_BYTES. Drop the trace that is being recorded, if there is one."""
+        room = MAX_TRACE_BYTES // (2 * self.shape.num_layers * self.shape.top_k + 12)
+        self.trace = TraceRecorder(self.shape, min(max_tokens or room, room), with_token_ids=with_token_ids)
+        return self.trace
+
+    def end_trace(self, path: Path) -> int:
+        """End the trace and write it, unless it is empty. Return its number of tokens. Raise OSError."""
+        num_tokens, write = self.ending_trace(path)
+        write()
+        return num_tokens
+
+    def ending_trace(self, path: Path) -> tuple[int, Callable[[], None]]:
+        """End the trace. Return its number of tokens, and a function that writes it unless it is empty.
+
+        The function shares nothing with this recording, so any thread may call it. It may raise OSError.
+        """
+        recorder, self.trace = self.trace, None
+        trace = None if recorder is None else recorder.trace()
+        if trace is None:
+            return 0, lambda: None
+        return len(trace.requests), partial(save_trace, path, trace, self.key)
+
+    def save(self) -> None:
+        """Write the statistics to their file, if there is one. Raise OSError."""
+        self.saving()()
+
+    def saving(self) -> Callable[[], None]:
+        """Return a function that writes the present statistics, if there is a file for them. See `ending_trace`."""
+        if self.path is None:
+            return lambda: None
+        return partial(save_statistics, self.path, copy.deepcopy(self.statistics()), self.key)
+
+    def close(self) -> dict[str, int]:
+        """Write the files that the settings name. Return the number of tokens by path. Raise OSError."""
+        written = {}
+        if self.path is not None:
+            self.save()
+            written[str(self.path)] = self.recorder.num_tokens
+        if self.trace_path is not None and self.trace is not None and (tokens := self.end_trace(self.trace_path)):
+            written[str(self.trace_path)] = tokens
+        return written
+
+    def _record(self, step: _UncountedStep) -> None:
+        rank, plan = step.rank, step.plan
+        token_ids: array[int] = array("i")
+        logit_rows: list[int] = []
+        for chunk in plan.chunks:
+            token_ids += chunk.token_ids if chunk.drawn_by is None else _sampled_token(chunk.drawn_by, step.before)
+            num_rows = len(token_ids)
+            logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
+        ids = unpack(bytes(step.routing), self.shape, len(token_ids), logit_rows)
+        self.add(rank, ids, token_ids, step.placement)
+        if self.trace is not None:
+            rows = [
+                RequestRows(chunk.request_id, len(chunk.token_ids), chunk.start, (rank, chunk.block_table[0]))
+                for chunk in plan.chunks
+            ]
+            self.trace.add(ids, token_ids, rows)
+
+
+def _sampled_token(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:
+    """Return the token at `place` among the sampled chunks of the step before; UNKNOWN_TOKEN where sampling failed."""
+    assert before is not None
+    plan, result = before
+    sampled = [found for chunk, found in zip(plan.chunks, result.chunks, strict=True) if chunk.sampling is not None]
+    token_id = sampled[place].token_id
+    return array("i", [UNKNOWN_TOKEN if token_id is None else token_id])
+
+
+def plan_recording(config: ServeConfig, model_dir: Path, spec: ModelSpec) -> RecordingPlan | None:
+    """Plan the recording, beginning with the statistics in the file of `--expert-statistics` if it exists.
+
+    Return None for a model without experts or if recording is off. Raise ConfigError for contradicting settings and for
+    a file that cannot be used.
+    """
+    shape = routing_shape(spec)
+    path = None if config.expert_statistics is None else Path(config.expert_statistics)
+    if shape is None:
+        if path is not None or config.expert_trace is not None:
+            flag = "--expert-trace" if path is None else "--expert-statistics"
+            raise ConfigError(f"{flag}: this model has no experts that moeserve computes itself.")
+        return None
+    if not config.record_experts:
+        if config.expert_trace is not None:
+            raise ConfigError("--expert-trace needs --record-experts.")
+        if path is not None and not goes_by_statistics(config):
+            raise ConfigError("--expert-statistics needs --record-experts, or a setting that goes by the file.")
+        return None
+    trace_path = None if config.expert_trace is None else Path(config.expert_trace)
+    for flag, file in (("--expert-statistics", path), ("--expert-trace", trace_path)):
+        if file is not None and not file.parent.is_dir():
+            raise ConfigError(f"{flag} {file}: there is no folder {file.parent}.")
+    known = _read(config, model_dir, shape)
+    return RecordingPlan(shape, known or _empty(shape), statistics_key(model_dir), path, trace_path)
+
+
+def _read(config: ServeConfig, model_dir: Path, shape: RoutingShape) -> RoutingStatistics | None:
+    statistics = read_statistics(model_dir, config)
+    if statistics is None:
+        return None
+    spec = statistics.spec
+    if (spec.num_layers, spec.num_experts, spec.top_k) != (shape.num_layers, shape.num_experts, shape.top_k):
+        raise ConfigError(
+            f"The statistics file {config.expert_statistics} is of another shape than the model; "
+            "remove it or name another."
+        )
+    return statistics
+
+
+def routing_shape(spec: ModelSpec) -> RoutingShape | None:
+    """Return the shape of a step's routing; None for a model without experts."""
+    if spec.moe is None or not spec.moe_layers:
+        return None
+    return RoutingShape(len(spec.moe_layers), spec.moe.num_experts, spec.moe.gate.top_k, spec.last_layer_is_partial)
+
+
+def _empty(shape: RoutingShape) -> RoutingStatistics:
+    return RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
+
+
+def signature_merger(spec: ModelSpec) -> MergeAnnotations:
+    """Return the function that merges the signatures along a prefix into one, for a model with experts."""
+    assert spec.moe is not None
+    num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
+
+    def merge(parts: Sequence[tuple[int, bytes]]) -> bytes:
+        return encode_signature(merge_signatures(parts, num_layers, num_experts))
+
+    return merge
+
+
+def signs_prefixes(config: ServeConfig) -> bool:
+    """Return whether cached prefixes get signatures on ranks whose experts are not all in the fast tier."""
+    return config.expert_prefetch != "off" and config.enable_prefix_caching
+
+
+class PrefixSigner(StepObserver[StepPlan, StepResult]):
+    """Adds to results the signatures of the tokens that complete blocks.
+
+    A chunk of a prompt is described once it ends a block. Tokens computed one by one are described together, once they
+    end a block and are numerous enough. A few tokens after the last whole block count with the tokens before it.
+    """
+
+    def __init__(self, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
+        """keeps_routing: whether the results keep their routing for another observer."""
+        self._shape = shape
+        self._block_size = block_size
+        self._keeps_routing = keeps_routing
+        self._open: dict[str, _ExpertCounts] = {}
+        self._num_steps = 0
+
+    def end(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.chunks and result.routing is not None:
+            self._annotate(plan, result, bytes(result.routing))
+        if not self._keeps_routing:
+            result.routing = None
+
+    def _annotate(self, plan: StepPlan, result: StepResult, routing: bytes) -> None:
+        self._num_steps += 1
+        ids = unpack(routing, self._shape, plan.num_tokens, wanted_logits(plan.chunks)[0])
+        row = 0
+        for chunk, computed in zip(plan.chunks, result.chunks, strict=True):
+            rows = ids[:, row : row + len(chunk.token_ids)]
+            row += len(chunk.token_ids)
+            computed.annotation = self._describe(chunk, rows)
+        if self._num_steps % _FORGOTTEN_AFTER == 0:
+            latest = self._num_steps - _FORGOTTEN_AFTER
+            self._open = {name: counts for name, counts in self._open.items() if counts.last_step > latest}
+
+    def _describe(self, chunk: Chunk, ids: NDArray[np.int16]) -> bytes | None:
+        """ids: [L, T, k] of the chunk's rows."""
+        num_tokens = len(chunk.token_ids)
+        end = chunk.start + num_tokens
+        counts = self._open.get(chunk.request_id)
+        if counts is None or counts.end != chunk.start:
+            counts = self._open[chunk.request_id] = _ExpertCounts(self._shape)
+        counts.add(ids, end, self._num_steps)
+        ends_block = end // self._block_size > chunk.start // self._block_size
+        if not ends_block or (num_tokens == 1 and counts.num_tokens < _DECODES_PER_SIGNATURE):
+            return None
+        del self._open[chunk.request_id]
+        return encode_signature(counts.rates())
+
+
+class _ExpertCounts:
+    """Counts the experts that a request's tokens chose since its last signature. end: the position after them."""
+
+    __slots__ = ("_counts", "_top_k", "end", "last_step", "num_tokens")
+
+    def __init__(self, shape: RoutingShape) -> None:
+        self._top_k = shape.top_k
+        # The first column counts the choices of rows that a layer left out (-1).
+        self._counts = np.zeros((shape.num_layers, shape.num_experts + 1), np.int64)
+        self.end = self.last_step = self.num_tokens = 0
+
+    def add(self, ids: NDArray[np.int16], end: int, step: int) -> None:
+        """ids: [L, T, k]."""
+        num_layers, width = self._counts.shape
+        places = ids.reshape(num_layers, -1).astype(np.int64) + (1 + width * np.arange(num_layers))[:, None]
+        self._counts += np.bincount(places.ravel(), minlength=self._counts.size).reshape(num_layers, width)
+        self.end, self.last_step = end, step
+        self.num_tokens += ids.shape[1]
+
+    def rates(self) -> NDArray[np.float32]:
+        """Return [L, E]: among the tokens that a layer computed, the share that chose each expert."""
+        computed = self.num_tokens - self._counts[:, :1] / self._top_k
+        rates: NDArray[np.float32] = (self._counts[:, 1:] / np.maximum(computed, 1)).astype(np.float32)
+        return rates
+
+
+class SentCounter(StepObserver[StepPlan, StepResult]):
+    """Adds to each result the rows and bytes that the rank had sent when the step was launched."""
+
+    def __init__(self, sent: Callable[[], list[int]]) -> None:
+        self._sent = sent
+        self._at_launch: deque[list[int]] = deque()
+
+    def launched(self) -> None:
+        self._at_launch.append(self._sent())
+
+    def end(self, plan: StepPlan, result: StepResult) -> None:
+        result.sent = self._at_launch.popleft()
+
+
+class LinkCounts(RanksObserver):
+    """Keeps the newest counts of sent rows and bytes from every rank."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._sent = [[0] * (2 * num_ranks) for _ in range(num_ranks)]
+
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        for rank, result in enumerate(results):
+            if result.sent is not None:
+                self._sent[rank] = result.sent
+
+    def links(self) -> list[list[int]]:
+        """Return [from, to, rows, bytes] for every pair of ranks."""
+        num_ranks = len(self._sent)
+        return [
+            [source, target, sent[target], sent[num_ranks + target]]
+            for source, sent in enumerate(self._sent)
+            for target in range(num_ranks)
+            if target != source
+        ]

@@ -1,0 +1,148 @@
+"""Prefetching experts while serving: the observers that the settings ask for, and the gates fitted to a model.
+
+Fitted gates lie in the cache, in a file named by the checkpoint's folder and configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from experts.memory.memory import ExpertMemory
+from experts.memory.residency import Affinity, EvictionPolicy, ResidencyControl
+from experts.observer import PlannedStep, StepObserver
+from experts.prediction.lookahead import GateLookahead
+from experts.prediction.planning import PrefetchJudge, PrefetchPlanner, PrefetchRules, PrefetchSwitch
+from experts.prediction.prefetcher import GateRecall, Prefetcher, PrefetchObserver, PrefixWarmer, RankPrefetcher
+from experts.prediction.prefix_warmth import PrefixWarmth
+from experts.routing.choices import RoutingStatistics, StatisticsSpec
+from experts.routing.files import Tap
+from experts.routing.gates import FittedGates, GatedBlock, GatePreview, GatesAhead, load_fitted_gates, save_fitted_gates
+from experts.routing.predictors import (
+    AFFINITY_SPAN,
+    MAX_DISTANCE,
+    AffinityPredictor,
+    LearntAffinity,
+    Predictor,
+    RankPredictor,
+    RankShare,
+)
+from moeserve.config import ConfigError, cache_root
+from moeserve.engine.experts.settings import statistics_key
+from moeserve.model.spec import ModelSpec
+
+
+class ResidentLayers(Protocol):
+    """The experts of a model when only some of them are in the fast tier, on a CPU or a GPU."""
+
+    @property
+    def memory(self) -> ExpertMemory: ...
+
+    @property
+    def control(self) -> ResidencyControl: ...
+
+    @property
+    def policies(self) -> Sequence[EvictionPolicy]: ...
+
+    @property
+    def layers(self) -> Mapping[int, object]: ...
+
+
+class GatedDecoder(Protocol):
+    """A decoder that gives access to its gates."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+
+    def gated_blocks(self) -> Sequence[tuple[GatedBlock, Tensor]]:
+        """Return the blocks with experts, each with the weight [H] of the norm before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prefetching:
+    """asks: the observer that requests experts. observers: all observers of prefetching, in order, with `asks`."""
+
+    asks: PrefetchObserver
+    observers: Sequence[StepObserver[PlannedStep, object]]
+
+
+def start_prefetching(
+    choice: str,
+    experts: ResidentLayers,
+    decoder: GatedDecoder,
+    share: RankShare | None = None,
+    fitted: FittedGates | None = None,
+) -> Prefetching | None:
+    """Make the observers that load experts ahead on a rank. choice: `--expert-prefetch`.
+
+    share: the experts and rows of this rank among several, None on a single rank. fitted: the gates of `moeserve
+    experts fit`, used in place of the model's gates unless the choice is `gate`. Return None where nothing can be
+    predicted: without experts, or by gates if only one layer has experts. Raise ConfigError for a choice that needs
+    fitted gates if there are none.
+    """
+    moe, memory = decoder.spec.moe, experts.memory
+    if choice == "off" or moe is None:
+        return None
+    if choice == "fitted" and fitted is None:
+        raise ConfigError("--expert-prefetch fitted: no gates are fitted to this model; run moeserve experts fit.")
+    here = None if share is None else share.experts_here
+    asks: PrefetchObserver
+    observers: list[StepObserver[PlannedStep, object]] = []
+    if choice == "affinity":
+        observers.append(asks := _affinity_prefetcher(experts, decoder.spec, share))
+    else:
+        if len(decoder.gated_blocks()) < 2:
+            return None
+        preview = _make_preview(decoder, None if choice == "gate" else fitted)
+        judge = PrefetchJudge(PrefetchSwitch()) if choice == "auto" else None
+        observers.append(asks := GateLookahead(memory, experts.control, preview, moe.gate.top_k, judge, here))
+        if share is not None:
+            observers.append(GateRecall(asks, GatesAhead(preview, len(experts.layers)), memory.recall))
+    observers.append(PrefixWarmer(asks, memory, PrefixWarmth(experts.control, moe.num_experts, here)))
+    return Prefetching(asks, observers)
+
+
+def _make_preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePreview:
+    blocks, norms = zip(*decoder.gated_blocks(), strict=True)
+    return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), Tap.EARLY, fitted)
+
+
+def _affinity_prefetcher(experts: ResidentLayers, model: ModelSpec, share: RankShare | None) -> PrefetchObserver:
+    assert model.moe is not None
+    spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=AFFINITY_SPAN)
+    learnt = LearntAffinity(RoutingStatistics(spec))
+    predictor = AffinityPredictor(learnt, experts.memory.recall)
+    if share is None:
+        return _make_prefetcher(experts, predictor, learnt)
+    rank_predictor = RankPredictor(predictor, learnt, share)
+    return RankPrefetcher(experts.memory, _make_prefetcher(experts, rank_predictor, learnt), rank_predictor)
+
+
+def _make_prefetcher(experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity) -> Prefetcher:
+    rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
+    rules = PrefetchRules(max_distance=MAX_DISTANCE)
+    planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
+    return Prefetcher(experts.memory, predictor, planner, learnt)
+
+
+def fitted_gates_path(directory: Path) -> Path:
+    """Return the path for the fitted gates of the checkpoint in `directory`; the file need not exist."""
+    return cache_root() / "gates" / f"{directory.resolve().name}-{statistics_key(directory)[:16]}.safetensors"
+
+
+def find_fitted_gates(directory: Path) -> FittedGates | None:
+    """Load the fitted gates of a checkpoint, None without a file. Raise FittedGatesError for an unusable file."""
+    path = fitted_gates_path(directory)
+    return load_fitted_gates(path, statistics_key(directory)) if path.exists() else None
+
+
+def keep_fitted_gates(directory: Path, fitted: FittedGates) -> Path:
+    """Save the gates where `find_fitted_gates` looks, and return the path."""
+    path = fitted_gates_path(directory)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_fitted_gates(path, fitted, statistics_key(directory))
+    return path

@@ -1,0 +1,230 @@
+"""The part of assembling a rank that is particular to a GPU. Importing this module loads Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from experts.observer import AnyObserver
+from experts.routing.tap import RoutingTap
+from kernels.activation import Activation
+from kernels.gpu.moe import TritonMoe
+from kernels.gpu.moe_weights import GpuExperts
+from kernels.gpu.ops import GpuOps, store_expert
+from moeserve.config import ServeConfig
+from moeserve.device import StateDemand, available_bytes, step_budget
+from moeserve.engine.experts.gpu_memory import (
+    GpuExpertSettings,
+    GpuResidentModel,
+    open_gpu_experts,
+    plan_gpu_residency,
+)
+from moeserve.engine.experts.settings import measured_load
+from moeserve.engine.rank import Group, Prepared
+from moeserve.engine.ranks.together import captures_decodes
+from moeserve.model.checkpoint import OwnedExperts
+from moeserve.model.decoder import Decoder, StepDecoder
+from moeserve.model.expert_weights import LayerExperts
+from moeserve.model.gpu.kernels import expert_configs, expert_storage, kv_dtype_of, rows_at_once, triton_moe
+from moeserve.model.gpu.model import (
+    GpuSettings,
+    allocated_bytes,
+    compute_largest_step,
+    forget_peak,
+    free_for_kv,
+    kv_blocks,
+    make_runner,
+)
+from moeserve.model.gpu.setup import alone, launch_expert_variants
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.step_arrays import capture_sizes
+from moeserve.model.tensor_reader import Progress
+
+if TYPE_CHECKING:
+    from experts.parallel.collectives import DeviceWaits
+    from experts.parallel.dispatch import Compute
+
+# All experts of a model may take this share of the free host memory; otherwise they are read from disk.
+_SHARE_FOR_EXPERTS = 0.8
+# The seconds that ranks wait for each other while they compile.
+_SECONDS_TO_COMPILE = 600.0
+
+
+def gpu_settings(config: ServeConfig, states: StateDemand | None) -> GpuSettings:
+    return GpuSettings(
+        config.block_size,
+        config.max_num_seqs,
+        step_budget(config, "cuda"),
+        config.max_model_len,
+        config.kv_cache_memory,
+        config.gpu_memory_utilization,
+        config.enforce_eager,
+        kv_dtype=kv_dtype_of(config.kv_cache_dtype),
+        expert_quantization=config.expert_quantization,
+        states=states,
+    )
+
+
+def gpu_expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig) -> GpuExpertSettings | None:
+    """Return the settings for experts that are not all in GPU memory; None without `--expert-memory`.
+
+    Each rank of this machine may take an equal share of the host memory that is free now.
+    """
+    if config.expert_memory is None:
+        return None
+    num_here = config.expert_parallel_size // config.nnodes
+    # With rebalancing any rank may get any expert, so all are read from disk.
+    host_bytes = 0 if config.rebalance_interval else int(_SHARE_FOR_EXPERTS * available_bytes() / num_here)
+    return GpuExpertSettings(
+        config.expert_memory,
+        host_bytes,
+        config.expert_policy,
+        None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
+        config.expert_store_bandwidth,
+        measured_load(directory, config, (len(spec.moe_layers), 0 if spec.moe is None else spec.moe.num_experts)),
+    )
+
+
+class GpuBody:
+    """Implements `moeserve.engine.assemble.Body` on a GPU.
+
+    On a CPU device Triton's interpreter runs the same code, over gloo if there are other ranks.
+    """
+
+    depth = 1
+
+    def __init__(
+        self,
+        directory: Path,
+        spec: DecoderSpec,
+        dtype: torch.dtype,
+        settings: GpuSettings,
+        bounded: GpuExpertSettings | None,
+        device: torch.device,
+        observers: Sequence[AnyObserver],
+        progress: Progress,
+        *,
+        owned: OwnedExperts | None = None,
+        replays_with: str | None = None,
+        waits: DeviceWaits | None = None,
+    ) -> None:
+        """Allocate scratch. If `--expert-memory` does not hold all experts, also allocate slots and open the tier
+        below.
+
+        bounded: the settings of `--expert-memory`. owned, replays_with, waits: among several ranks, this rank's
+        experts, the shape of dispatch, and the waits of the collectives. Raise ConfigError or ModelError.
+        """
+        self._spec, self._dtype, self._device, self._waits = spec, dtype, device, waits
+        self._storage = storage = expert_storage(spec, dtype, settings.expert_quantization)
+        self._configs = configs = expert_configs(spec, storage, device)
+        max_rows = settings.max_num_batched_tokens
+        residency = None if bounded is None else plan_gpu_residency(spec, dtype, bounded.num_bytes, storage, owned)
+        self.resident: GpuResidentModel | None = None
+        moe: TritonMoe | None = None
+        if bounded is not None and residency is not None:
+
+            def without_stage(_: str, done: int, total: int) -> None:
+                progress(done, total)
+
+            self.resident = open_gpu_experts(
+                directory, residency, bounded, device, max_rows, without_stage, configs, observers
+            )
+        elif configs is not None:
+            num_slots = None if owned is None else max(len(owned(layer)) for layer in spec.moe_layers)
+            moe = triton_moe(configs, device, dtype, max_rows, num_slots)
+        self._in_pieces = None if moe is None else in_pieces(moe, max_rows)
+        self.ops = GpuOps(device, storage, moe)
+        # With resident experts the host decides in every layer what to load, so no step can be captured.
+        eager = settings.enforce_eager or self.resident is not None
+        if replays_with is not None:
+            all_here = self.resident is None
+            eager = not captures_decodes(replays_with, eager=settings.enforce_eager, all_resident=all_here)
+        self._settings = replace(settings, enforce_eager=eager)
+        self.captured_sizes = () if eager else capture_sizes(settings.max_num_seqs)
+        self._weights_bytes = 0
+
+    def compute_of(self, layer: int) -> Compute[GpuExperts]:
+        if self.resident is not None:
+            assert self._waits is not None
+            return _wait_first(self.resident.layers[layer].partial, self._waits)
+        assert self._in_pieces is not None
+        return self._in_pieces
+
+    def take_expert(self, reader: LayerExperts) -> GpuExperts:
+        """Read into host memory, quantised."""
+        return store_expert(reader.read_matrices(0), self._storage, self._dtype, torch.device("cpu"))
+
+    def install_expert(self, experts: GpuExperts, slot: int, taken: GpuExperts) -> None:
+        experts.copy_slot(slot, taken)
+
+    def note_loaded(self) -> None:
+        self._weights_bytes = allocated_bytes(self._device)
+        forget_peak(self._device)
+
+    @torch.inference_mode()
+    def meet(self, decoder: StepDecoder, group: Group) -> None:
+        """Compile the experts' kernels with long waits: ranks do not compile equally fast."""
+        group.collectives.be_patient(_SECONDS_TO_COMPILE)
+        assert isinstance(decoder, Decoder)
+        spec, configs, experts = self._spec, self._configs, decoder.experts[0]
+        assert spec.moe is not None
+        assert configs is not None
+        ids = range(experts.gate_up.num_slots) if self.resident is None else sorted(group.experts.experts_here(0))
+        compute = self.compute_of(spec.moe_layers[0])
+        max_rows = self._settings.max_num_batched_tokens
+        launch_expert_variants(compute, experts, decoder, spec.moe, configs.variant, max_rows, ids)
+
+    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
+        """Compute the largest step, allocate the memory that is left for KV, and compile all kernels.
+
+        All ranks allocate as much as the rank with the least memory left. Raise ConfigError if none is left.
+        """
+        assert isinstance(decoder, Decoder)
+        settings, peers = self._settings, None if group is None else group.steps
+        compute_largest_step(decoder, settings, alone if peers is None else peers.begin_alike)
+        memory, weights_bytes = settings.kv_cache_memory or free_for_kv(self._device, settings), self._weights_bytes
+        if group is not None:
+            memory = group.collectives.agree_on_least(memory)
+        kv, kv_bytes = kv_blocks(self._spec, self._dtype, settings, memory)
+        runner = make_runner(decoder, kv, settings, self._configs, peers, tap)
+        if group is not None:
+            weights_bytes = group.collectives.add_up(weights_bytes)
+        row_bytes = 0 if settings.states is None else settings.states.row_bytes
+        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes)
+
+
+def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:
+    """Return a function that computes any number of rows with scratch for `max_rows`, piece by piece.
+
+    A row's bits depend on its piece only through the kernel configuration for the piece's number of rows.
+    """
+
+    def compute(
+        x: torch.Tensor, slots: torch.Tensor, weights: torch.Tensor, experts: GpuExperts, activation: Activation
+    ) -> torch.Tensor:
+        if len(x) <= max_rows:
+            return moe.partial(x, slots, weights, experts, activation)
+        size = rows_at_once(len(x), max_rows)
+        pieces = zip(x.split(size), slots.split(size), weights.split(size), strict=True)
+        return torch.cat([moe.partial(*piece, experts, activation) for piece in pieces])
+
+    return compute
+
+
+def _wait_first(compute: Compute[GpuExperts], waits: DeviceWaits) -> Compute[GpuExperts]:
+    """Return `compute` behind a wait with a time limit.
+
+    `compute` reads the arrived rows on the host and would wait forever for a rank that is lost.
+    """
+
+    def waited(
+        x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, experts: GpuExperts, activation: Activation
+    ) -> torch.Tensor:
+        waits.wait_for_device()
+        return compute(x, ids, weights, experts, activation)
+
+    return waited

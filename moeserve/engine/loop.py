@@ -1,0 +1,319 @@
+"""The engine: requests in, one step after another, outputs out. It handles no text and no HTTP."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import structlog
+
+from moeserve.engine.commands import Commands
+from moeserve.engine.crashes.suspects import Suspects
+from moeserve.engine.experts.monitor import ExpertMonitor
+from moeserve.engine.inbox import Inbox
+from moeserve.engine.socket import EngineSocket
+from moeserve.plan import CacheWish, FinishReason, Request
+from moeserve.scheduling.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler, TooLateError
+from moeserve.scheduling.steps import Steps
+from moeserve.wire import (
+    PROTOCOL_VERSION,
+    Abort,
+    Admitted,
+    Control,
+    DecodeError,
+    EngineReady,
+    FeatureSamples,
+    Finish,
+    Generate,
+    Heartbeat,
+    Hello,
+    Message,
+    Output,
+    Outputs,
+    Refused,
+    Rejected,
+    Stats,
+    unpack_token_ids,
+)
+from radix_cache import PrefixCache
+
+_IDLE_POLL_SECONDS = 0.25
+# The poll interval while a file is written, as its end wakes no thread.
+_WRITING_POLL_SECONDS = 0.02
+_SECONDS_BETWEEN_STATS = 0.5
+_MAX_RETENTION_SECONDS = 31 * 86400.0
+
+log = structlog.get_logger(__name__)
+
+
+class Engine:
+    """Runs the loop, and knows the frontend of each request."""
+
+    def __init__(
+        self,
+        socket: EngineSocket,
+        scheduler: Scheduler,
+        caches: Sequence[PrefixCache],
+        steps: Steps,
+        ready: EngineReady,
+        suspects: Suspects,
+        experts: ExpertMonitor | None = None,
+        step_progress: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
+        within a long step too."""
+        self._socket = socket
+        self._scheduler = scheduler
+        self._steps = steps
+        self._ready = ready
+        self._suspects = suspects
+        self._frontends: list[bytes] = []
+        self._asked_by: dict[str, bytes] = {}
+        self._inbox = Inbox(socket.receive)
+        self._commands = Commands(caches, experts, self._send)
+        self._stats = EngineStats(scheduler, caches)
+        self._progress = 0
+        self._step_progress = step_progress
+
+    def run(self, stop: threading.Event) -> None:
+        """Serve until `stop` is set. Open requests are then left to the frontends, which see this process end."""
+        while not stop.is_set():
+            self._progress += 1
+            if self._scheduler.is_idle:
+                self._idle()
+            for sender, message in self._inbox.turn():
+                self._scheduler.tell_time(time.monotonic())
+                self._handle(sender, message)
+                self._progress += 1
+            self._commands.advance()
+            started = time.monotonic()
+            self._scheduler.tell_time(started)
+            self._drop_late()
+            outputs = self._steps.advance()
+            if outputs is not None:
+                self._stats.count_started(self._scheduler.take_started(), started)
+                self._send_outputs(outputs)
+                self._suspects.settle(self._steps.step)
+                seconds = time.monotonic() - started
+                self._stats.count_step(seconds)
+                self._scheduler.count_step(seconds)
+                if self._stats.due():
+                    self._send_stats()
+        self._commands.close()
+
+    def heartbeat(self) -> Heartbeat:
+        """Return the state for the heartbeat thread.
+
+        `progress` moves with the loop, idle or not, with each message that a turn handles, and within a step.
+        """
+        progress = self._progress + self._step_progress()
+        return Heartbeat(pid=self._ready.pid, progress=progress, busy=not self._scheduler.is_idle)
+
+    def _idle(self) -> None:
+        """Check what can be checked without a step, and wait a moment for messages unless there is work."""
+        self._scheduler.check_idle()
+        self._steps.check()
+        if self._inbox or self._commands.is_waiting:
+            return
+        self._send_stats()
+        self._socket.wait(_WRITING_POLL_SECONDS if self._commands.is_writing else _IDLE_POLL_SECONDS)
+
+    def _handle(self, sender: bytes, message: Any) -> None:
+        match message:
+            case Generate():
+                with self._suspects.taking(message):
+                    self._generate(sender, message)
+            case Abort() | Finish() if self._inbox.withdraw(message.request_id):
+                self._send(sender, Outputs([Output(message.request_id, [], FinishReason.ABORT, 0, 0)]))
+            case Abort():
+                self._end(self._scheduler.abort(message.request_id))
+            case Finish():
+                self._end(self._scheduler.finish(message.request_id, message.keep_tokens))
+            case Hello():
+                self._send(sender, self._answer_hello(sender, message))
+            case Control():
+                self._commands.add(sender, message)
+
+    def _answer_hello(self, sender: bytes, hello: Hello) -> EngineReady | Refused:
+        if hello.protocol_version != PROTOCOL_VERSION:
+            return Refused(f"protocol version {hello.protocol_version}, the engine speaks {PROTOCOL_VERSION}")
+        if hello.model_hash != self._ready.model_hash:
+            return Refused("the engine serves another model")
+        if sender not in self._frontends:
+            self._frontends.append(sender)
+        return self._ready
+
+    def _generate(self, sender: bytes, message: Generate) -> None:
+        request_id = message.request_id
+        if self._suspects.is_culprit(message, time.monotonic()):
+            times = "2 times while it had this request" if message.resumes else "when it had this request before"
+            self._reject(sender, Rejected(request_id, "engine_crash", f"the engine ended {times}"))
+            return
+        try:
+            self._scheduler.add(request := self._to_request(message))
+        except QueueFullError as error:
+            self._reject(sender, Rejected(request_id, "queue_full", str(error), self._wait_s(request)))
+        except TooLateError as error:
+            self._reject(sender, Rejected(request_id, "overloaded", str(error), self._wait_s(request)))
+        except NeverFitsError as error:
+            self._reject(sender, Rejected(request_id, "context_length_exceeded", str(error)))
+        except (DecodeError, ValueError) as error:
+            self._reject(sender, Rejected(request_id, "invalid", str(error)))
+        else:
+            self._asked_by[request_id] = sender
+            self._stats.count_arrival(request, time.monotonic())
+            self._send(sender, Admitted(request_id))
+
+    def _to_request(self, message: Generate) -> Request:
+        """Return the scheduler's request. Raise DecodeError or ValueError."""
+        prompt, output = unpack_token_ids(message.token_ids), unpack_token_ids(message.output_token_ids)
+        for token_ids in (prompt, output):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._ready.vocab_size:
+                raise ValueError("token ids are out of vocabulary")
+        if not prompt:
+            raise ValueError("the prompt is empty")
+        return Request(
+            message.request_id,
+            prompt,
+            message.sampling,
+            message.namespace,
+            message.priority,
+            num_prompt_logprobs=min(max(message.num_prompt_logprobs, 0), len(prompt)),
+            cache=_checked(message.cache),
+            terms=message.terms,
+            arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
+            resumes=message.resumes,
+            suspect_until=self._suspects.until(message.request_id),
+            earlier_output=output,
+        )
+
+    def _wait_s(self, request: Request) -> float:
+        """Return the wait of a request that is refused now, had it been queued; at least 1 s."""
+        load = self._scheduler.load(request.num_uncached_tokens)
+        return max(1.0, load.wait_s(request.terms.tenant, request.terms.weight))
+
+    def _drop_late(self) -> None:
+        late = self._scheduler.drop_late()
+        for _ in late:
+            self._stats.count_rejection("late")
+        self._send_outputs(late)
+
+    def _reject(self, sender: bytes, rejected: Rejected) -> None:
+        self._stats.count_rejection(rejected.code)
+        self._send(sender, rejected)
+
+    def _end(self, ended: RequestOutput | None) -> None:
+        if ended is not None:
+            self._send_outputs([ended])
+
+    def _send_outputs(self, outputs: Iterable[RequestOutput]) -> None:
+        of_frontend: dict[bytes, list[Output]] = {}
+        for output in outputs:
+            request_id = output.request.request_id
+            receiver = self._asked_by[request_id]
+            of_frontend.setdefault(receiver, []).append(_to_message(output))
+            if output.finish_reason is not None:
+                del self._asked_by[request_id]
+                self._stats.count_end(output.request)
+        for receiver, messages in of_frontend.items():
+            self._send(receiver, Outputs(messages))
+
+    def _send_stats(self) -> None:
+        stats = self._stats.snapshot(self._steps.step, self._commands.samples())
+        for frontend in list(self._frontends):
+            self._send(frontend, stats)
+            # Frontends observe queue times and count together, so each time goes to only one of them.
+            stats.queue_seconds = []
+
+    def _send(self, receiver: bytes, message: Message) -> None:
+        if self._socket.send(receiver, message):
+            return
+        if receiver in self._frontends:
+            self._frontends.remove(receiver)
+            log.info("frontend_gone")
+        for request_id in [name for name, asker in self._asked_by.items() if asker == receiver]:
+            del self._asked_by[request_id]
+            if (ended := self._scheduler.abort(request_id)) is not None:
+                self._stats.count_end(ended.request)
+
+
+def _to_message(output: RequestOutput) -> Output:
+    request = output.request
+    is_terminal = output.finish_reason is not None
+    return Output(
+        request.request_id,
+        [] if output.token_id is None else [output.token_id],
+        output.finish_reason,
+        request.num_cached_tokens,
+        request.num_output_tokens if is_terminal else None,
+        None if output.logprobs is None else [output.logprobs],
+        output.prompt_logprobs,
+        output.error,
+        output.miss,
+    )
+
+
+def _checked(wish: CacheWish | None) -> CacheWish | None:
+    """Return a request's wish. Raise ValueError for invalid times."""
+    if wish is not None and not all(0 < seconds <= _MAX_RETENTION_SECONDS for _, seconds in wish.retentions):
+        raise ValueError("a retention's time is out of range")
+    return wish
+
+
+class EngineStats:
+    """Counters of the engine's loop, for metrics. Times are `time.monotonic` seconds."""
+
+    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
+        self._scheduler = scheduler
+        self._caches = caches
+        self._rejections: dict[str, int] = {}
+        self._step_seconds = 0.0
+        self._arrived: dict[str, float] = {}
+        self._queue_seconds: list[float] = []
+        self._last_sent = 0.0
+
+    def count_arrival(self, request: Request, now: float) -> None:
+        self._arrived[request.request_id] = now
+
+    def count_started(self, requests: list[Request], now: float) -> None:
+        for request in requests:
+            self._queue_seconds.append(now - self._arrived.pop(request.request_id, now))
+
+    def count_end(self, request: Request) -> None:
+        self._arrived.pop(request.request_id, None)
+
+    def count_step(self, seconds: float) -> None:
+        self._step_seconds += seconds
+
+    def count_rejection(self, code: str) -> None:
+        self._rejections[code] = self._rejections.get(code, 0) + 1
+
+    def due(self) -> bool:
+        return time.monotonic() - self._last_sent >= _SECONDS_BETWEEN_STATS
+
+    def snapshot(self, step: int, features: FeatureSamples) -> Stats:
+        """Return the message for the frontends. Every queue time is in one message only."""
+        self._last_sent = time.monotonic()
+        queue_seconds, self._queue_seconds = self._queue_seconds, []
+        counters = self._scheduler.counters
+        return Stats(
+            step=step,
+            num_running=self._scheduler.num_running,
+            num_waiting=self._scheduler.num_waiting,
+            blocks_free=sum(cache.num_free for cache in self._caches),
+            blocks_cached=sum(cache.num_cached for cache in self._caches),
+            blocks_leased=sum(cache.num_leased for cache in self._caches),
+            slots_empty=self._scheduler.num_empty_slots,
+            prefix_query_tokens=counters.prefix_query_tokens,
+            prefix_hit_tokens=counters.prefix_hit_tokens,
+            prompt_tokens=counters.prompt_tokens,
+            generation_tokens=counters.generation_tokens,
+            preemptions=counters.preemptions,
+            rejections=dict(self._rejections),
+            step_seconds=self._step_seconds,
+            queue_seconds=queue_seconds,
+            features=features,
+            load=self._scheduler.load(),
+        )

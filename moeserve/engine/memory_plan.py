@@ -1,0 +1,271 @@
+"""Decide what every rank loads and how its memory is divided, once, before any rank takes some."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from experts.placement.placement import Placement
+from kernels.cpu.library import native_kernels, native_kernels_absence
+from kernels.packed_experts import ExpertLayout, LayerPackings
+from moeserve.config import ConfigError, ServeConfig, refuse_changed, show_size
+from moeserve.device import (
+    KvBudget,
+    StateDemand,
+    available_bytes,
+    choose_device,
+    cuda_absence,
+    plan_kv,
+    step_budget,
+)
+from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
+from moeserve.engine.experts.settings import plan_placement, read_statistics
+from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
+from moeserve.model.expert_store import layouts_of, native_layouts
+from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.kv_pool import kv_block_bytes, window_demand
+from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
+from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
+from moeserve.model.state_pool import state_row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """A model to be loaded, which computes in `dtype` on a device, `cpu` or `cuda`.
+
+    kv: the KV memory of each rank. weights_bytes: of all ranks together. On a GPU both are 0 here and known when all
+    ranks have loaded. placement: the ranks that hold each expert, None where one rank holds all. residency: the slots
+    of experts in memory, None where all experts are in memory; a GPU decides that when it loads.
+    """
+
+    spec: ModelSpec
+    dtype: torch.dtype
+    kv: KvBudget
+    weights_bytes: int
+    placement: Placement | None = None
+    residency: ResidencyPlan | None = None
+    device: str = "cpu"
+    rounding: Rounding = NO_ROUNDING
+
+
+def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
+    """Return the architecture of a model on our own code, and the dtype to compute in."""
+    return build_spec(load_config(directory)), compute_dtype(config, device)
+
+
+def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
+    default = torch.float32 if device == "cpu" else torch.bfloat16
+    dtype: torch.dtype = default if config.dtype == "auto" else getattr(torch, config.dtype)
+    return dtype
+
+
+def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
+    """Do as `read_spec`, for a model on our own code or on transformers'."""
+    if is_native(read_model_type(directory), config.model_impl):
+        return read_spec(directory, config, device)
+    if device != "cpu":
+        raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
+    from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
+
+    spec = read_transformers_spec(directory)
+    return spec, compute_dtype(config, device)
+
+
+def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
+    """Read the configuration and, on a CPU, divide the memory that is free now, before any rank takes some.
+
+    Raise ConfigError or ModelError for a model or settings that cannot be served.
+    """
+    device = choose_device(config, cuda_absence)
+    spec, dtype = read_any_spec(directory, config, device)
+    placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
+    if device == "cuda":
+        return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
+    if placement is None and spec.moe is not None:
+        # Refuse an unusable file, whether or not a setting uses it.
+        read_statistics(directory, config)
+    if isinstance(spec, DecoderSpec):
+        return plan_on_cpu(spec, dtype, read_index(directory), config, available_bytes(), placement)
+    if not Rounding.named(config.quantization, config.expert_quantization, config.arithmetic).is_none:
+        raise ConfigError("--quantization and --expert-quantization are for models on our own code so far.")
+    from moeserve.model.hf.expert_weights import TransformersExperts, map_model
+
+    model, narrow = map_model(directory), keeps_narrow(dtype)
+    residency = plan_residency(lambda: layouts_of(TransformersExperts(model, dtype)), spec, dtype, config, placement)
+    owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
+    num_bytes = sum(model.num_bytes(dtype.itemsize, owned, narrow=narrow) for owned in owned_by)
+    return _share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency)
+
+
+def plan_on_cpu(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    config: ServeConfig,
+    free_bytes: int,
+    placement: Placement | None = None,
+) -> ModelPlan:
+    """Divide `free_bytes` of memory between weights and KV. index: of the checkpoint.
+
+    Raise ConfigError or ModelError if something does not fit.
+    """
+    rounding = rounding_of(config, spec, index)
+
+    def layouts() -> LayerPackings[ExpertLayout]:
+        return native_layouts(index, spec, dtype, rounding)
+
+    residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
+    owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
+    num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
+    plan = _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
+    return replace(plan, rounding=rounding)
+
+
+def plan_in_memory(
+    spec: ModelSpec, dtype: torch.dtype, num_bytes: int, config: ServeConfig, free_bytes: int
+) -> ModelPlan:
+    """Do as `plan_on_cpu`, for weights of `num_bytes` that are loaded with the model, experts included, on one rank."""
+    return _share_memory(spec, dtype, num_bytes, config, free_bytes)
+
+
+def _share_memory(
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    num_bytes: int,
+    config: ServeConfig,
+    free_bytes: int,
+    placement: Placement | None = None,
+    residency: ResidencyPlan | None = None,
+) -> ModelPlan:
+    """Give keys, values and states the part of `free_bytes` that weights and slots of experts leave.
+
+    num_bytes: of the weights that are loaded with the model, on all ranks together.
+    """
+    if residency is not None:
+        num_bytes += config.expert_parallel_size * residency.slots.num_bytes
+    if num_bytes > free_bytes:
+        what = "The weights take" if residency is None else "Weights and --expert-memory take"
+        raise ModelError(
+            f"{what} {show_size(num_bytes, up=True)} of memory, but only {show_size(free_bytes)} are free."
+        )
+    kv = plan_kv(
+        block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, dtype),
+        block_size=config.block_size,
+        available_bytes=(free_bytes - num_bytes) // config.expert_parallel_size,
+        kv_cache_memory=config.kv_cache_memory,
+        model_max_len=spec.max_position,
+        max_model_len=config.max_model_len,
+        states=state_demand(spec, dtype, config),
+        windows=window_demand(spec.kv_layers, config.block_size, dtype, config.max_num_seqs, step_budget(config)),
+    )
+    return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
+
+
+def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:
+    """Return the memory that the recurrent layers of a model need, None without such layers.
+
+    Raise ConfigError for a setting that then has no effect.
+    """
+    if not spec.state_layers:
+        refuse_changed(config, ("state_cache_memory",), "a model with recurrent layers")
+        return None
+    row_bytes = state_row_bytes(spec.state_layers, dtype)
+    if not (config.enable_prefix_caching and spec.keeps_snapshots):
+        needed = "--enable-prefix-caching" if spec.keeps_snapshots else "a model whose states can be copied"
+        refuse_changed(config, ("state_cache_memory",), needed)
+        return StateDemand(row_bytes, config.max_num_seqs, 0)
+    return StateDemand(row_bytes, config.max_num_seqs, config.state_cache_memory)
+
+
+def plan_as_told(
+    directory: Path, config: ServeConfig, placement: Placement, kv: KvBudget, num_slots: tuple[int, ...] | None
+) -> ModelPlan:
+    """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""
+    device = choose_device(config, cuda_absence)
+    spec, dtype = read_any_spec(directory, config, device)
+    rounding = rounding_of(config, spec, read_index(directory)) if isinstance(spec, DecoderSpec) else NO_ROUNDING
+    residency = None if num_slots is None else residency_with(num_slots, directory, spec, dtype, rounding)
+    return ModelPlan(spec, dtype, kv, 0, placement, residency, device, rounding)
+
+
+def owned_experts(spec: ModelSpec, placement: Placement, rank: int) -> OwnedExperts:
+    """Return the experts that a rank loads, by layer of the decoder."""
+    placed_layer = {layer: number for number, layer in enumerate(spec.moe_layers)}
+    return lambda layer: placement.experts_on(placed_layer[layer], rank)
+
+
+def no_experts(_: int) -> Sequence[int]:
+    """Return no experts: none are loaded with the model, as they are read when they are needed."""
+    return ()
+
+
+def weights_bytes(
+    spec: DecoderSpec,
+    dtype: torch.dtype,
+    index: Mapping[str, TensorInfo],
+    owned_by: Sequence[OwnedExperts | None] = (None,),
+    rounding: Rounding = NO_ROUNDING,
+) -> int:
+    """Return the bytes of the weights that ranks keep in memory on a CPU, together. Raise ModelError.
+
+    owned_by: for each rank the experts that it loads, None for all.
+    """
+    narrow = keeps_narrow(dtype)
+    packed = spec.moe is not None and (rounding.experts is not None or rounding.keeps_stored)
+    layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
+    total = 0
+    for owned in owned_by:
+        plan = plan_weights(spec, index, no_experts if packed else owned)
+        total += plan.loaded_num_bytes(dtype.itemsize, narrow=narrow, quantised=rounding.num_bytes)
+        for layer, layout in zip(spec.moe_layers, layouts, strict=False):
+            assert spec.moe is not None
+            total += layout.num_bytes * (spec.moe.num_experts if owned is None else len(owned(layer)))
+    return total
+
+
+def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, TensorInfo]) -> Rounding:
+    """Return how a CPU keeps the weights: rounded as the settings ask, or in the checkpoint's own bits.
+
+    There is no rounding on a GPU, which stores experts otherwise. Raise ConfigError for settings that contradict each
+    other or the checkpoint.
+    """
+    if config.device == "cuda":
+        return NO_ROUNDING
+    rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
+    stored = {form.name for info in index.values() if (form := format_in_file(info.dtype)) is not None}
+    if spec.quantization is not None and spec.quantization.kind == "mxfp4":
+        stored.add(spec.quantization.kind)
+    computes = config.dtype in ("auto", "float32")
+    absence = native_kernels_absence()
+    if stored and not rounding.is_none:
+        raise ConfigError(f"--quantization is for weights of 16 or 32 bits; these are {', '.join(sorted(stored))}.")
+    if stored and computes and absence is None:
+        return replace(rounding, keeps_stored=True, stored=tuple(sorted(stored)))
+    if rounding.is_none:
+        if config.arithmetic == "int8":
+            raise ConfigError("--arithmetic int8 needs quantised weights, compiled kernels and --dtype float32.")
+        return rounding
+    if not computes:
+        raise ConfigError("Quantised weights on a CPU need --dtype float32: they multiply activations of float32.")
+    if absence is not None:
+        raise ConfigError(f"Quantised weights need the compiled kernels. {absence}")
+    return rounding
+
+
+def keeps_narrow(dtype: torch.dtype) -> bool:
+    """Return whether a CPU that computes in `dtype` multiplies by matrices of 16 bits without widening them first."""
+    return dtype == torch.float32 and native_kernels() is not None
+
+
+def _owned_by(
+    spec: ModelSpec, num_ranks: int, placement: Placement | None, residency: ResidencyPlan | None
+) -> list[OwnedExperts | None]:
+    """Return for each rank the experts that it loads with the model, None for all."""
+    if residency is not None:
+        return [no_experts] * num_ranks
+    if placement is None:
+        return [None]
+    return [owned_experts(spec, placement, rank) for rank in range(num_ranks)]

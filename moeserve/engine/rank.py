@@ -1,0 +1,198 @@
+"""One rank: its runner, the observers of its steps, its model, and its place in a group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experts.observer import StepObserver
+from moeserve.device import KvBudget
+from moeserve.model.rope import rope_switch
+from moeserve.model.spec import DecoderSpec
+from moeserve.plan import Pending, StepPlan, StepResult
+from moeserve.scheduling.steps import Runner
+
+if TYPE_CHECKING:
+    import torch
+
+    from experts.memory.memory import ExpertMemory
+    from experts.memory.residency import ExpertMemoryStats
+    from experts.parallel.collectives import Collectives
+    from experts.parallel.dispatch import ExpertParallel
+    from experts.parallel.shape_choice import ShapeChoice
+    from experts.placement.rebalance import ExpertMigrator
+    from experts.prediction.prefetcher import PrefetchObserver
+    from kernels.cpu.library import NativeKernels
+    from moeserve.engine.ranks.together import GroupSteps, StepRows
+    from moeserve.model.families import GenerationDefaults
+    from moeserve.model.spec import ModelSpec
+
+Observers = Sequence[StepObserver[StepPlan, StepResult]]
+
+
+class StepProgress(StepObserver[StepPlan, StepResult]):
+    """Counts what a rank has done, within a step too, so that a long step is told from a rank that hangs.
+
+    Layers, parts of the work of compiled kernels, and copied pieces of experts count.
+    """
+
+    def __init__(self, kernels: NativeKernels | None, memory: ExpertMemory | None) -> None:
+        self._num_observed = 0
+        self._kernels, self._memory = kernels, memory
+
+    def begin(self, plan: StepPlan) -> None:
+        self._num_observed += 1
+
+    def passed(self) -> None:
+        self._num_observed += 1
+
+    def launched(self) -> None:
+        self._num_observed += 1
+
+    def end(self, plan: StepPlan, result: StepResult) -> None:
+        self._num_observed += 1
+
+    def count(self) -> int:
+        """Return the count, which never goes back. Any thread may call this."""
+        kernels, memory = self._kernels, self._memory
+        num_parts = 0 if kernels is None else kernels.progress
+        return self._num_observed + num_parts + (0 if memory is None else memory.num_pieces)
+
+
+class ObservedRunner:
+    """A runner that reports every step to observers, in their order."""
+
+    def __init__(self, runner: Runner, observers: Observers = ()) -> None:
+        self._runner = runner
+        self._observers = observers
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]:
+        for observer in self._observers:
+            observer.begin(plan)
+        with _abandoned_if_it_fails(plan, self._observers):
+            step = self._runner.launch(plan)
+            for observer in self._observers:
+                observer.launched()
+        return _ObservedStep(plan, step, self._observers)
+
+
+@contextmanager
+def _abandoned_if_it_fails(plan: StepPlan, observers: Observers) -> Iterator[None]:
+    try:
+        yield
+    except Exception:
+        for observer in observers:
+            observer.abandon(plan)
+        raise
+
+
+@dataclass(frozen=True, slots=True)
+class _ObservedStep:
+    plan: StepPlan
+    step: Pending[StepResult]
+    observers: Observers
+
+    @property
+    def done(self) -> bool:
+        return self.step.done
+
+    def result(self) -> StepResult:
+        with _abandoned_if_it_fails(self.plan, self.observers):
+            result = self.step.result()
+        for observer in self.observers:
+            observer.end(self.plan, result)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The facts about a loaded model that the engine needs. weights_bytes: of all ranks. kv_bytes: of this rank.
+    state_row_bytes: of one recurrent state, 0 without recurrent layers. arithmetic: see `EngineReady`."""
+
+    spec: ModelSpec
+    defaults: GenerationDefaults
+    kv: KvBudget
+    dtype: torch.dtype
+    weights_bytes: int
+    kv_bytes: int
+    device: str
+    state_row_bytes: int = 0
+    arithmetic: str = ""
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        return eos_token_ids(self.defaults, self.spec)
+
+    @property
+    def rope_switch(self) -> int | None:
+        """See `moeserve.model.rope.rope_switch`. A model on transformers' code ends before its angles change."""
+        return rope_switch(self.spec.rope, self.kv.max_model_len) if isinstance(self.spec, DecoderSpec) else None
+
+
+def eos_token_ids(defaults: GenerationDefaults, spec: ModelSpec) -> list[int]:
+    """Return the ids of the generation config, else of the model, without ids beyond the vocabulary."""
+    named = defaults.eos_token_ids or spec.eos_token_ids
+    return [token for token in named if 0 <= token < spec.vocab_size]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A runner that is ready for any step, with its KV memory and the bytes of one recurrent state.
+
+    weights_bytes: of all ranks. release: frees what the runner holds of the group; called before leaving the group.
+    """
+
+    runner: Runner
+    kv: KvBudget
+    kv_bytes: int
+    weights_bytes: int
+    release: Callable[[], None]
+    state_row_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A rank's connection to other ranks. collectives: carry rows. experts: dispatch. steps: begin each step."""
+
+    collectives: Collectives
+    experts: ExpertParallel[Any]
+    steps: GroupSteps
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """A rank ready for its first step.
+
+    depth: see `Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
+    experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch: None on a
+    single rank.
+    """
+
+    runner: ObservedRunner
+    model: ServedModel
+    depth: int
+    release: Callable[[], None]
+    progress: StepProgress
+    memory: ExpertMemory | None = None
+    prefetcher: PrefetchObserver | None = None
+    group: Group | None = None
+    migrator: ExpertMigrator[Any] | None = None
+    dispatch: ShapeChoice | None = None
+
+    def begin_step(self, rows: StepRows) -> None:
+        """Prepare the exchange of rows for the step that all ranks launch next."""
+        assert self.group is not None
+        self.group.steps.begin(rows)
+
+    def memory_stats(self) -> ExpertMemoryStats | None:
+        return None if self.memory is None else self.memory.stats()
+
+    def close(self) -> None:
+        """End the threads beside the steps, release the runner, and leave the group."""
+        if self.memory is not None:
+            self.memory.close()
+        self.release()
+        if self.group is not None:
+            self.group.collectives.close()

@@ -1,0 +1,391 @@
+"""The life of one rank among several.
+
+Each rank takes its GPU and, with `--bind-cores`, its cores. Rank 0 plans for all ranks, and every rank loads its part
+(`load_member`). Then all start together, rank 0 serves with the engine, and every other rank computes what rank 0 sends
+(`serve_member`). Where the parts can be copied, each life of the engine is one of copies (`launcher.copies`).
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import msgspec
+import structlog
+import torch
+import zmq
+
+from experts.errors import CollectiveError, ExpertStoreError
+from experts.parallel.collectives import Collectives
+from experts.placement.placement import Placement
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import KvBudget, current_gpu, too_few_gpus
+from moeserve.engine.assemble import LoadedRank, Report, collective_timeout, load_rank
+from moeserve.engine.crashes.suspects import open_suspects
+from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
+from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
+from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
+from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
+from moeserve.engine.rank import Rank
+from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
+from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start
+from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
+from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
+from moeserve.engine.service import serve
+from moeserve.model.spec import ModelError, ModelSpec
+from moeserve.wire import RunContext
+
+# While the service starts, a rank may be silent for this many times the engine's timeout.
+_STARTING_PATIENCE = 3
+_SECONDS_TO_COME = 300.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedMember:
+    """A rank that has loaded its part of the model, before it is in a group.
+
+    config: the settings of rank 0. can_be_copied: True if forks of the process can serve, one life of the engine after
+    another. threads: of torch, when it serves.
+    """
+
+    number: int
+    config: ServeConfig
+    spec: ModelSpec
+    rank: LoadedRank
+    can_be_copied: bool
+    threads: int
+
+    @property
+    def collectives(self) -> Collectives:
+        assert self.rank.group is not None
+        return self.rank.group.collectives
+
+
+def load_member(context: RunContext, number: int, report: Report, *, to_copy: bool) -> LoadedMember | None:
+    """Load the part of rank `number`, with all other ranks; return None if rank 0 ends meanwhile.
+
+    to_copy: load it so that it can be copied, if possible; see `load_alone`. SIGTERM ends a rank at
+    once: one that waits for a lost rank would wait for long. Raise ModelError, ConfigError or RankError, one sentence
+    each, if the service cannot start.
+    """
+    _bind_rank(context.config, number)
+    if context.config.device == "cuda":
+        _take_gpu(context.config)
+    try:
+        # The context's threads are gone when the process is forked.
+        with zmq.Context() as sockets:
+            if number == 0:
+                return _load_first(context, sockets, report, to_copy)
+            return _load_other(context, sockets, number, to_copy)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+
+
+def serve_member(context: RunContext, member: LoadedMember, report: Report) -> None:
+    """Serve one life of the engine: as rank 0 until SIGTERM, as another rank until rank 0 ends.
+
+    Until all ranks have joined, SIGTERM ends each at once. Raise ModelError, ConfigError or RankError, one sentence
+    each, if the service cannot go on.
+    """
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    torch.set_num_threads(member.threads)
+    context = replace(context, config=member.config)
+    try:
+        with zmq.Context() as sockets:
+            if member.number == 0:
+                _serve_first(context, sockets, member, report)
+            else:
+                _follow_first(context, sockets, member, report)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+
+
+def _load_first(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, to_copy: bool
+) -> LoadedMember:
+    """Load rank 0: plan for all ranks, and wait until all have loaded."""
+    directory = Path(context.model_dir)
+    plan = plan_model(directory, context.config)
+    # Its file may be wrong: find out before weights are read.
+    plan_recording(context.config, directory, plan.spec)
+    meeting = meet_as_first(context, loading=True)
+    hub = RankHub(sockets, meeting)
+    try:
+        _join(context, meeting, hub, within=_SECONDS_TO_COME)
+        hub.send_all(_setup_of(plan, context))
+        member = _load_part(context, 0, plan, report, to_copy)
+        hub.gather(Loaded, within=float("inf"), patience=_patience(context.config))
+    finally:
+        hub.close()
+    return member
+
+
+def _join(context: RunContext, meeting: Meeting, hub: RankHub, *, within: float) -> None:
+    """Wait until all other ranks have joined rank 0, and watch them. Raise RankError if one does not `within` s."""
+    if context.meets_in_store:
+        meeting.announce(*hub.addresses)
+    joined = hub.gather(Joined, within=within, patience=_patience(context.config))
+    dismiss_strangers(hub, joined, introduction(context, 0))
+    hub.watch(machine_id())
+
+
+def _load_other(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], number: int, to_copy: bool
+) -> LoadedMember | None:
+    """Load any rank but 0 as rank 0 says."""
+    meeting, own = meet_first(context, loading=True), context.config.device
+    link = RankLink(sockets, meeting, number)
+    beats = BeatThread(sockets, meeting, number, lambda: 0)
+    beats.start()
+    try:
+        link.send(introduction(context, number))
+        setup = link.receive(beats.say_waiting)
+        if isinstance(setup, Dismissed):
+            raise RankError(setup.reason)
+        if not isinstance(setup, Setup):
+            return None
+        beats.busy.set()
+        if context.config.nnodes == 1:
+            link.watch(setup.pid)
+        context = replace(context, config=_shared_config(context.config, setup.settings))
+        _check_device(number, own, context.config.device)
+        member = _load_part(context, number, _plan_of(setup, context), lambda _: None, to_copy)
+        link.send(Loaded(number))
+        return member
+    finally:
+        beats.stop()
+        link.close()
+
+
+def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report, to_copy: bool) -> LoadedMember:
+    """Load a rank's part of the model. Raise ModelError or ConfigError."""
+    config = context.config
+    device = current_gpu() if plan.device == "cuda" else torch.device("cpu")
+    collectives = Collectives(number, config.expert_parallel_size, device=device)
+    threads = config.threads or torch.get_num_threads()
+    can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
+    if can_be_copied:
+        # A pool of threads does not survive a fork.
+        torch.set_num_threads(1)
+    limited = replace(config, threads=1) if can_be_copied else config
+    rank = load_rank(Path(context.model_dir), plan, limited, report, collectives)
+    return LoadedMember(number, config, plan.spec, rank, can_be_copied, threads)
+
+
+def _serve_first(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedMember, report: Report
+) -> None:
+    """Run rank 0 with the engine."""
+    # Read now: an earlier life may have saved more than was there when the model was loaded.
+    recording = plan_recording(context.config, Path(context.model_dir), member.spec)
+    meeting = meet_as_first(context)
+    hub = RankHub(sockets, meeting)
+    try:
+        # All of them have loaded.
+        _join(context, meeting, hub, within=_patience(context.config))
+        hub.send_all(Start(os.getpid()))
+        rank = _start_first(meeting, hub, member)
+        stop = threading.Event()
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
+        _serve_with_others(context, rank, hub, recording, report, stop)
+        rank.close()
+    except CollectiveError as error:
+        hub.check_for(0.5)
+        raise RankError(f"The ranks cannot reach each other: {error}.") from error
+    finally:
+        hub.close()
+
+
+def _start_first(meeting: Meeting, hub: RankHub, member: LoadedMember) -> Rank:
+    """Return rank 0 once it has warmed up with all others."""
+    collectives = member.collectives
+    try:
+        return _start(meeting, member)
+    except CollectiveError as error:
+        raise find_fault(hub, error, collectives.num_entered, collectives.waits.seconds) from error
+
+
+def _start(meeting: Meeting, member: LoadedMember) -> Rank:
+    """Open the collectives and start the rank, together with all others.
+
+    Ranks are patient until each has started: on a busy machine one may take seconds longer for its own part.
+    """
+    member.collectives.open(meeting.rendezvous, _patience(member.config), interface=meeting.interface)
+    return member.rank.start()
+
+
+def _patience(config: ServeConfig) -> float:
+    """Return how many seconds a rank may be silent, or behind the others, while the service starts."""
+    return _STARTING_PATIENCE * config.engine_timeout
+
+
+def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
+    assert plan.placement is not None
+    return Setup(
+        # Other ranks serve no clients and need no API keys.
+        msgspec.json.encode(replace(context.config, api_key=())),
+        os.getpid(),
+        plan.kv.num_blocks,
+        plan.kv.max_model_len,
+        plan.kv.num_state_slots,
+        plan.kv.num_snapshots,
+        plan.kv.num_window_blocks,
+        plan.kv.window,
+        plan.placement.ranks,
+        None if plan.residency is None else plan.residency.slots.num_slots,
+    )
+
+
+def _serve_with_others(
+    context: RunContext,
+    rank: Rank,
+    hub: RankHub,
+    recording: RecordingPlan | None,
+    report: Report,
+    stop: threading.Event,
+) -> None:
+    """Serve with the engine, observing the steps of all ranks."""
+    config, group, migrator = context.config, rank.group, rank.migrator
+    assert group is not None
+    assert migrator is not None
+    num_ranks, memory = config.expert_parallel_size, rank.memory
+    links = LinkCounts(num_ranks)
+    memories = None if memory is None else RankMemories(memory.stats, num_ranks, len(rank.model.spec.moe_layers))
+    rebalancing = start_rebalancing(config, group.experts.placement, migrator, hub.send_all)
+    executor = RankedExecutor(
+        rank.runner,
+        rank,
+        hub,
+        timeout=collective_timeout(config),
+        num_entered=lambda: group.collectives.num_entered,
+        placement_version=lambda: migrator.version,
+        listeners=[listener.on_message for listener in (rebalancing, memories) if listener is not None],
+    )
+    recorded = None
+    if recording is not None:
+        windows = () if rebalancing is None else (rebalancing.window,)
+        recorded = ExpertRecording(recording, lambda: group.experts.placement, windows)
+    sources = ExpertSources(
+        placement=lambda: group.experts.placement,
+        placement_version=lambda: migrator.version,
+        links=links.links,
+        rebalancing=None if rebalancing is None else rebalancing.stats,
+        memory=None if memories is None else memories.stats,
+        prefetches=rank.prefetcher is not None,
+        strategy=lambda: expert_strategy(config, rank.prefetcher, str(rank.dispatch), all_fit=memory is None),
+    )
+    observers = [links] if rebalancing is None else [rebalancing, links]
+    serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, observers)
+    executor.close()
+
+
+def _follow_first(
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedMember, report: Report
+) -> None:
+    """Run any rank but 0: join, and compute what rank 0 sends."""
+    meeting, number = meet_first(context), member.number
+    report({"event": "met", "incarnation": meeting.incarnation})
+    link = RankLink(sockets, meeting, number)
+    beats = BeatThread(
+        sockets, meeting, number, lambda: member.collectives.num_entered, lambda: member.rank.memory_stats()
+    )
+    beats.busy.set()
+    beats.start()
+    try:
+        link.send(introduction(context, number))
+        start = link.receive()
+        if isinstance(start, Dismissed):
+            raise RankError(start.reason)
+        if not isinstance(start, Start):
+            member.rank.close()
+            return
+        if context.config.nnodes == 1:
+            link.watch(start.pid)
+        # From here on only rank 0 ends this process, after the steps in flight.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        started = _start(meeting, member)
+        report({"event": "computing"})
+        assert started.migrator is not None
+        RankSteps(number, link, started.runner, started, started.migrator, beats).run()
+        started.close()
+    except CollectiveError as error:
+        raise RankError(f"Rank {number} cannot reach the others: {error}.") from error
+    finally:
+        beats.stop()
+        link.close()
+
+
+def _check_device(rank: int, own: str, first: str) -> None:
+    """Raise RankError if the devices differ: this process has set up its collectives for its own device."""
+    if (own == "cuda") != (first == "cuda"):
+        raise RankError(f"Rank {rank} was started with --device {own} and rank 0 with --device {first}.")
+
+
+def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
+    placement = Placement(context.config.expert_parallel_size, setup.placement)
+    kv = KvBudget(
+        setup.num_blocks,
+        setup.max_model_len,
+        setup.num_state_slots,
+        setup.num_snapshots,
+        setup.num_window_blocks,
+        setup.window,
+    )
+    return plan_as_told(Path(context.model_dir), context.config, placement, kv, setup.expert_slots)
+
+
+def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
+    """Return the settings of rank 0 with those that a node chooses for itself."""
+    return replace(
+        msgspec.json.decode(settings, type=ServeConfig),
+        threads=own.threads,
+        node_rank=own.node_rank,
+        curve_key_file=own.curve_key_file,
+        log_level=own.log_level,
+        log_format=own.log_format,
+    )
+
+
+def own_cores(place: int, num_ranks: int, threads: int, usable: Sequence[int]) -> list[int]:
+    """Return the cores for the rank at `place` among `num_ranks` ranks of a machine, each with `threads` threads.
+
+    These are all `usable` cores, unless the ranks fill them exactly. With fewer threads the system can move them to
+    idle cores, and under a container's quota other services share the cores and would bind to the same ones.
+    """
+    if num_ranks * threads != len(usable):
+        return list(usable)
+    return sorted(usable)[place * threads : (place + 1) * threads]
+
+
+def bind_to_cores(place: int, num_ranks: int, threads: int) -> list[int]:
+    """Bind this thread, and all threads that it starts from now on, to `own_cores`, and return them.
+
+    Ranks exchange rows in every layer, so two ranks that share a core for a moment double the time of a step. Without
+    binding the system puts them on one core now and then, because the core of a rank that waits looks idle.
+    """
+    cores = own_cores(place, num_ranks, threads, sorted(os.sched_getaffinity(0)))
+    os.sched_setaffinity(0, cores)
+    return cores
+
+
+def _bind_rank(config: ServeConfig, rank: int) -> None:
+    if config.bind_cores:
+        num_here = config.expert_parallel_size // config.nnodes
+        cores = bind_to_cores(rank % num_here, num_here, config.threads or torch.get_num_threads())
+        log.info("rank_keeps_to_cores", rank=rank, cores=cores)
+
+
+def _take_gpu(config: ServeConfig) -> None:
+    """Make this rank's GPU the current one before any other is touched. Raise ConfigError if there are too few."""
+    if not torch.cuda.is_available():
+        return
+    obstacle = too_few_gpus(config, torch.cuda.device_count())
+    if obstacle is not None:
+        raise ConfigError(obstacle)
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -1,0 +1,277 @@
+"""Where the ranks of one service meet: addresses, the key that nodes share, and the network between them.
+
+Ranks meet once to load and once for every life of the engine. Ranks that one supervisor started read everything from
+their run context. Otherwise rank 0 announces its sockets in torchrun's store, those of a new life in place of the
+former ones. Anybody who reaches the store's port can write to it, so between nodes only the key decides: ranks
+talk only to holders of the same key. The key encrypts their messages (ZeroMQ CURVE); one key pair serves both ends. It
+does not cover tensors, which travel through torch's own collectives. Addresses are IPv4.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import zmq
+import zmq.auth
+
+from moeserve.config import ConfigError
+from moeserve.engine.ranks.messages import RankError
+from moeserve.wire import RunContext
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+_STORE_KEY, _LOADING_KEY = "moeserve", "moeserve.loading"
+_SECONDS_TO_MEET = 300
+_POLL_SECONDS = 0.1
+_ZAP_DOMAIN = "moeserve"
+_SIOCGIFADDR = 0x8915
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Announcement(msgspec.Struct):
+    """The sockets of rank 0. steps[r - 1]: for rank r. collectives: as in `Meeting`."""
+
+    incarnation: int
+    results: str
+    steps: list[str]
+    collectives: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Meeting:
+    """The addresses at which ranks meet, as one rank sees them.
+
+    Rank 0 binds the addresses, and `*` stands for a free port; the other ranks connect to them. collectives: the file
+    through which ranks start their collectives, None for torchrun's store. interface: the collectives' network
+    interface. loading: ranks meet to load their parts of the model, and start no collectives.
+    """
+
+    incarnation: int
+    results: str
+    steps: tuple[str, ...]
+    collectives: Path | None
+    interface: str
+    keys: RankKeys | None = None
+    loading: bool = False
+
+    @property
+    def rendezvous(self) -> Path | Store | None:
+        """The place where collectives start: a file, or for CPUs of several nodes a part of the store for this life.
+
+        None for GPUs of several nodes: they have one life in torchrun's store.
+        """
+        if self.collectives is not None or os.environ.get("DS_ACCELERATOR") == "cuda":
+            return self.collectives
+        from torch._C._distributed_c10d import PrefixStore
+
+        return PrefixStore(f"{_STORE_KEY}.{self.incarnation}", _store())
+
+    def announce(self, results: str, steps: list[str]) -> None:
+        """Publish the bound addresses in torchrun's store."""
+        collectives = None if self.collectives is None else str(self.collectives)
+        announcement = Announcement(self.incarnation, results, steps, collectives)
+        key = _LOADING_KEY if self.loading else _STORE_KEY
+        _store().set(key, msgspec.json.encode(announcement).decode())
+
+
+def meet_as_first(context: RunContext, *, loading: bool = False) -> Meeting:
+    """Return the addresses that rank 0 binds. Raise ConfigError or RankError."""
+    config = context.config
+    if config.nnodes == 1:
+        return _meet_in_directory(context, loading)
+    assert config.curve_key_file is not None
+    host = os.environ["MASTER_ADDR"]
+    address = resolve(host)
+    return Meeting(
+        incarnation=context.incarnation,
+        results=f"tcp://{address}:*",
+        steps=tuple(f"tcp://{address}:*" for _ in range(1, config.expert_parallel_size)),
+        collectives=None,
+        interface=interface_of(address),
+        keys=load_keys(Path(config.curve_key_file)),
+        loading=loading,
+    )
+
+
+def meet_first(context: RunContext, *, loading: bool = False) -> Meeting:
+    """Return where another rank finds rank 0, once rank 0 has announced it. Raise ConfigError or RankError.
+
+    In the store a life other than that of `context` is waited for, which is the last one that this rank was in.
+    """
+    config = context.config
+    if not context.meets_in_store:
+        return _meet_in_directory(context, loading)
+    try:
+        announced = _read_announcement(_LOADING_KEY if loading else _STORE_KEY, context.incarnation)
+    except (RuntimeError, msgspec.MsgspecError) as error:
+        raise RankError(
+            f"Rank 0 does not say in torchrun's store where it is: {str(error).partition('.')[0]}."
+        ) from None
+    several = config.nnodes > 1
+    assert not several or config.curve_key_file is not None
+    return Meeting(
+        incarnation=announced.incarnation,
+        results=announced.results,
+        steps=tuple(announced.steps),
+        collectives=None if announced.collectives is None else Path(announced.collectives),
+        interface=interface_of(own_address_towards(os.environ["MASTER_ADDR"])) if several else "lo",
+        keys=load_keys(Path(config.curve_key_file)) if several and config.curve_key_file else None,
+        loading=loading,
+    )
+
+
+def _read_announcement(key: str, last: int) -> Announcement:
+    """Return what rank 0 announces of a life other than `last`. Raise RuntimeError if it does not in time."""
+    store, deadline = _store(), time.monotonic() + _SECONDS_TO_MEET
+    while True:
+        announced = msgspec.json.decode(store.get(key), type=Announcement)
+        if announced.incarnation != last:
+            return announced
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"no new life in {_SECONDS_TO_MEET} s")
+        time.sleep(_POLL_SECONDS)
+
+
+def _meet_in_directory(context: RunContext, loading: bool) -> Meeting:
+    return Meeting(
+        incarnation=context.incarnation,
+        results=context.results_address(loading),
+        steps=tuple(context.steps_address(rank, loading) for rank in range(1, context.config.expert_parallel_size)),
+        collectives=context.rendezvous,
+        interface="lo",
+        loading=loading,
+    )
+
+
+def _store() -> Store:
+    from torch.distributed.rendezvous import rendezvous
+
+    store: Store = next(rendezvous("env://", timeout=timedelta(seconds=_SECONDS_TO_MEET)))[0]
+    return store
+
+
+@dataclass(frozen=True, slots=True)
+class RankKeys:
+    """A CURVE key pair, Z85 text of 40 bytes each."""
+
+    public: bytes
+    secret: bytes = field(repr=False)
+
+    def secure_server(self, socket: zmq.Socket[bytes]) -> None:
+        """Let only holders of this key connect to `socket`, which is not bound yet. Needs a running `Gatekeeper`."""
+        socket.zap_domain = _ZAP_DOMAIN.encode()
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_server = True
+
+    def secure_client(self, socket: zmq.Socket[bytes]) -> None:
+        """Let `socket`, which is not connected yet, talk only to a holder of this key."""
+        socket.curve_publickey = self.public
+        socket.curve_secretkey = self.secret
+        socket.curve_serverkey = self.public
+
+    def callback(self, domain: str, key: bytes) -> bool:
+        """Return whether a client with this public key may connect; `zmq.auth` calls this on a credentials provider."""
+        return key == self.public
+
+
+def create_keys(path: Path) -> None:
+    """Write a new key pair with mode 0600. Raise ConfigError if the file exists or cannot be written."""
+    public, secret = zmq.curve_keypair()
+    text = f'metadata\ncurve\n    public-key = "{public.decode()}"\n    secret-key = "{secret.decode()}"\n'
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        raise ConfigError(f"{path} exists already and is left as it is.") from None
+    except OSError as error:
+        raise ConfigError(f"Cannot write {path}: {error.strerror}.") from None
+    with open(descriptor, "w", encoding="ascii") as file:
+        file.write(text)
+
+
+def load_keys(path: Path) -> RankKeys:
+    """Read the file of `create_keys`. Raise ConfigError if it holds no key pair or every user may read it."""
+    advice = "make one with 'moeserve curve-key FILE' and copy it to every node"
+    try:
+        mode = path.stat().st_mode
+        public, secret = zmq.auth.load_certificate(path)
+    except (OSError, ValueError):
+        raise ConfigError(f"--curve-key-file {path} cannot be read as a key: {advice}.") from None
+    if mode & 0o007:
+        raise ConfigError(f"--curve-key-file {path} is open to every user of this machine: chmod 600 it.")
+    if secret is None or len(public) != 40 or len(secret) != 40:
+        raise ConfigError(f"--curve-key-file {path} holds no key pair: {advice}.")
+    return RankKeys(public, secret)
+
+
+class Gatekeeper:
+    """Authenticates clients by their key for all CURVE servers of a ZeroMQ context, in a thread of its own."""
+
+    def __init__(self, context: zmq.Context[Any], keys: RankKeys) -> None:
+        from zmq.auth.thread import ThreadAuthenticator
+
+        self._authenticator = ThreadAuthenticator(context)
+        self._authenticator.start()
+        self._authenticator.configure_curve_callback(_ZAP_DOMAIN, keys)
+
+    def close(self) -> None:
+        self._authenticator.stop()
+
+
+def machine_id() -> str:
+    """Return a text that is equal for two processes exactly if they see each other's process ids."""
+    return f"{_BOOT_ID.read_text().strip()} {os.readlink('/proc/self/ns/pid')}"
+
+
+def resolve(host: str) -> str:
+    """Return the IPv4 address of a host. Raise RankError if it has none."""
+    try:
+        return str(socket.getaddrinfo(host, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+    except OSError:
+        raise RankError(f"{host} has no IPv4 address: check --rdzv-endpoint.") from None
+
+
+def is_own(address: str) -> bool:
+    """Return whether an IPv4 address belongs to this machine."""
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        try:
+            probe.bind((address, 0))
+        except OSError:
+            return False
+    return True
+
+
+def own_address_towards(host: str) -> str:
+    """Return this machine's IPv4 address on the route to `host`. Send nothing."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((resolve(host), 9))
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str:
+    """Return the interface with this IPv4 address; GLOO_SOCKET_IFNAME overrides it. Raise RankError if none has it."""
+    if chosen := os.environ.get("GLOO_SOCKET_IFNAME"):
+        return chosen
+    wanted = socket.inet_aton(address)
+    if wanted[0] == 127:
+        return "lo"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                # This interface has no IPv4 address.
+                continue
+            if reply[20:24] == wanted:
+                return name
+    raise RankError(f"No network interface has the address {address}: set GLOO_SOCKET_IFNAME.")

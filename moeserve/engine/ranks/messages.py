@@ -1,0 +1,131 @@
+"""The messages between rank 0 and the other ranks of one service, in the frames of `moeserve.wire`.
+
+To load, every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads and sends `Loaded`. For each life of the
+engine it then sends `Joined` and receives `Start`. In each step rank 0 sends a `Forward` to every rank and receives a
+`RankResult` from it, until it sends `Shutdown`. From `Joined` on a rank sends `RankBeat`. To give a layer a new
+placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded` from every rank and names the new version in the next
+`Forward`.
+"""
+
+from __future__ import annotations
+
+from experts.memory.residency import ExpertMemoryStats
+from moeserve.wire import Message
+
+
+class RankError(Exception):
+    """A rank has died, hangs or cannot take part. The message is one sentence that names the rank."""
+
+
+class Joined(Message):
+    """A rank's process runs on a machine named `node`. `software` and `model_hash` must equal those of rank 0.
+
+    `pid` has a meaning only for a receiver with the same `machine` (`moeserve.engine.ranks.meeting.machine_id`).
+    """
+
+    rank: int
+    pid: int
+    node: str
+    machine: str
+    software: str
+    model_hash: str
+
+
+class Dismissed(Message):
+    """The rank cannot take part. `reason` is one sentence."""
+
+    reason: str
+
+
+class Setup(Message):
+    """The decisions of rank 0 that hold for all ranks.
+
+    settings: the settings of rank 0, JSON of a `ServeConfig` without API keys. pid: the process of rank 0. num_blocks:
+    the KV blocks of each rank, like the other numbers of `moeserve.device.KvBudget`. placement[layer][expert]: the
+    ranks that hold the expert. expert_slots: by layer, the number of slots on each rank; None if
+    every rank keeps all its experts in memory.
+    """
+
+    settings: bytes
+    pid: int
+    num_blocks: int
+    max_model_len: int
+    num_state_slots: int
+    num_snapshots: int
+    num_window_blocks: int
+    window: int
+    placement: tuple[tuple[tuple[int, ...], ...], ...]
+    expert_slots: tuple[int, ...] | None = None
+
+
+class Loaded(Message):
+    """A rank has loaded its weights."""
+
+    rank: int
+
+
+class Start(Message):
+    """All ranks have joined this life of the engine. `pid`: of rank 0."""
+
+    pid: int
+
+
+class Forward(Message):
+    """A step: the receiver's plan (`PlanReceiver`), the rows of all ranks (`together.py`).
+
+    placement_version: the version of the last `PlaceLayer` that takes effect with this step or before; 0 without one.
+    """
+
+    plan: bytes
+    num_rows: list[int]
+    num_logit_rows: list[int]
+    only_decodes: bool
+    placement_version: int
+
+
+class RankResult(Message):
+    """The result of a rank's plan, as bytes of `moeserve.wire`."""
+
+    rank: int
+    result: bytes
+
+
+class PlaceLayer(Message):
+    """Load the experts that `ranks` gives the receiver in a layer. A `Forward` with this version will use them."""
+
+    version: int
+    layer: int
+    ranks: tuple[tuple[int, ...], ...]
+
+
+class LayerLoaded(Message):
+    """A rank has loaded the experts of a `PlaceLayer`, or with `error` could not read them."""
+
+    rank: int
+    version: int
+    error: str | None
+
+
+class DropLayer(Message):
+    """Rank 0 has given up a `PlaceLayer`."""
+
+    version: int
+
+
+class RankBeat(Message):
+    """Sent a few times a second: the process runs and has entered `num_entered` collectives.
+
+    memory: the counters of its expert memory, None without one.
+    """
+
+    rank: int
+    num_entered: int
+    memory: ExpertMemoryStats | None = None
+
+
+class Shutdown(Message):
+    """No further step follows."""
+
+
+ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | Shutdown
+FromRank = Joined | Loaded | RankResult | LayerLoaded | RankBeat

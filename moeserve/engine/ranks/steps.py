@@ -1,0 +1,199 @@
+"""Steps of several ranks: `RankedExecutor` on rank 0 sends the plans, `RankSteps` on every other rank computes them."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from experts.errors import CollectiveError
+from experts.placement.rebalance import Migration, Migrator
+from moeserve.engine.ranks.messages import DropLayer, Forward, LayerLoaded, PlaceLayer, RankError, RankResult, Shutdown
+from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
+from moeserve.engine.ranks.together import StepRows
+from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, find_fault
+from moeserve.plan import Pending, StepPlan, StepResult
+from moeserve.scheduling.steps import Runner
+from moeserve.wire import decode_result, encode_result
+
+_POLL_SECONDS = 0.1
+# Between two looks at the device and at the socket: about as long as a launch takes.
+_SECONDS_BETWEEN_LOOKS = 20e-6
+
+
+class StepSizes(Protocol):
+    """Receives the numbers of rows of all ranks before each step."""
+
+    def begin_step(self, rows: StepRows) -> None: ...
+
+
+class RankedExecutor:
+    """Sends every rank its plan, launches the plan of rank 0 and collects all results.
+
+    The next step may be launched while one is computed. A failure of another rank becomes a RankError that names it.
+    """
+
+    def __init__(
+        self,
+        runner: Runner,
+        sizes: StepSizes,
+        hub: RankHub,
+        *,
+        timeout: float,
+        num_entered: Callable[[], int],
+        placement_version: Callable[[], int],
+        listeners: Sequence[Callable[[object], None]] = (),
+    ) -> None:
+        """timeout: the seconds that one rank may be behind another in a step. num_entered: the number of collectives
+        that this rank has entered. placement_version: the version for the next step. listeners: each receives every
+        message of the other ranks that is no result."""
+        self._runner = runner
+        self._sizes = sizes
+        self._hub = hub
+        self._timeout = timeout
+        self._num_entered = num_entered
+        self._placement_version = placement_version
+        self._listeners = listeners
+        self._plans = {rank: PlanSender() for rank in hub.others}
+        self._in_flight: dict[int, Pending[StepResult]] = {}
+        self._results: defaultdict[int, dict[int, StepResult]] = defaultdict(dict)
+
+    def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
+        """Launch a step on all ranks. Results must be taken in the order of the steps."""
+        rows, number = StepRows.of(plans), plans[0].step
+        counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
+        for rank, sender in self._plans.items():
+            self._hub.send(rank, Forward(sender.encode(plans[rank]), *counts, self._placement_version()))
+        self._sizes.begin_step(rows)
+        with self._blaming():
+            step = self._in_flight[number] = self._runner.launch(plans[0])
+        return _RankedStep(step, lambda: self._wait(number))
+
+    def check(self) -> None:
+        """Raise RankError if a rank has died or fallen silent between steps."""
+        while (message := self._hub.receive(0)) is not None:
+            self._take(message)
+        self._hub.check_signs_of_life(self._timeout)
+
+    def close(self) -> None:
+        """Finish the steps in flight, then send `Shutdown`. Raise RankError if a rank has ended before.
+
+        A rank that left during a step would leave the others waiting in a collective.
+        """
+        for number in sorted(self._in_flight):
+            self._wait(number)
+        self._hub.check()
+        self._hub.send_all(Shutdown())
+
+    @contextmanager
+    def _blaming(self) -> Iterator[None]:
+        try:
+            yield
+        except CollectiveError as error:
+            raise find_fault(self._hub, error, self._num_entered(), self._timeout) from error
+
+    def _wait(self, number: int) -> list[StepResult]:
+        step = self._in_flight.pop(number)
+        with self._blaming():
+            own = step.result()
+        return self._with_others(own)
+
+    def _with_others(self, own: StepResult) -> list[StepResult]:
+        """Return the results of all ranks for a step. Keep those of later steps, which may come in between."""
+        deadline = time.monotonic() + self._timeout
+        while len(results := self._results[own.step]) < len(self._hub.others):
+            message = self._hub.receive(_POLL_SECONDS)
+            self._take(message)
+            if not isinstance(message, RankResult) and time.monotonic() > deadline:
+                late = next(rank for rank in self._hub.others if rank not in results)
+                raise RankError(f"{self._hub.name(late)} hung: it did not finish step {own.step}.")
+        del self._results[own.step]
+        return [own, *(results[rank] for rank in self._hub.others)]
+
+    def _take(self, message: object) -> None:
+        if isinstance(message, RankResult):
+            result = decode_result(message.result)
+            self._results[result.step][message.rank] = result
+        elif message is not None:
+            for listener in self._listeners:
+                listener(message)
+
+
+@dataclass(frozen=True, slots=True)
+class _RankedStep:
+    """A step of all ranks in flight. own: the step of rank 0. wait: returns the results of all ranks."""
+
+    own: Pending[StepResult]
+    wait: Callable[[], list[StepResult]]
+
+    @property
+    def done(self) -> bool:
+        return self.own.done
+
+    def result(self) -> list[StepResult]:
+        return self.wait()
+
+
+class RankSteps:
+    """Computes the steps that rank 0 sends and returns their results in order.
+
+    On a device with a queue the next step is launched while one is computed.
+    """
+
+    def __init__(
+        self, rank: int, link: RankLink, runner: Runner, sizes: StepSizes, migrator: Migrator, beats: BeatThread
+    ) -> None:
+        self._rank, self._link, self._beats = rank, link, beats
+        self._runner, self._sizes, self._migrator = runner, sizes, migrator
+        self._plans = PlanReceiver()
+        self._in_flight: deque[Pending[StepResult]] = deque()
+
+    def run(self) -> None:
+        """Follow rank 0 until it sends `Shutdown` or ends."""
+        self._beats.busy.clear()
+        try:
+            while not isinstance(message := self._next(), Shutdown):
+                if isinstance(message, Forward):
+                    self._begin(message)
+                else:
+                    follow(message, self._migrator)
+        except CollectiveError:
+            # Rank 0 finds the rank at fault and ends, which ends the wait here. Beats show that this rank is alive.
+            self._link.receive()
+
+    def _next(self) -> Any:
+        """Return the next message of rank 0. Meanwhile finish steps; rank 0 bounds the time that they may take."""
+        while self._in_flight:
+            if self._in_flight[0].done:
+                self._finish(self._in_flight.popleft())
+            elif (message := self._link.poll()) is not None:
+                return message
+            else:
+                time.sleep(_SECONDS_BETWEEN_LOOKS)
+        self._beats.busy.clear()
+        return self._link.receive(self._beats.say_waiting)
+
+    def _begin(self, step: Forward) -> None:
+        self._beats.busy.set()
+        if step.placement_version != self._migrator.version:
+            self._migrator.switch(step.placement_version)
+        self._sizes.begin_step(StepRows(step.num_rows, step.num_logit_rows, step.only_decodes))
+        self._in_flight.append(self._runner.launch(self._plans.decode(step.plan)))
+
+    def _finish(self, step: Pending[StepResult]) -> None:
+        result = step.result()
+        if outcome := self._migrator.outcome():
+            self._link.send(LayerLoaded(self._rank, outcome.version, outcome.error))
+        self._link.send(RankResult(self._rank, encode_result(result)))
+
+
+def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
+    """Carry out a migration message of rank 0, between steps."""
+    match message:
+        case PlaceLayer():
+            migrator.begin(Migration(message.version, message.layer, message.ranks))
+        case DropLayer():
+            migrator.drop(message.version)

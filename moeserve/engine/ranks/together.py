@@ -1,0 +1,118 @@
+"""How ranks begin a step together: all replay a captured graph of one size, or each computes its own rows.
+
+Ranks need no messages to agree: the choice follows from the numbers of rows of all ranks, which each rank knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from experts.parallel.shape_choice import ShapeChoice
+from moeserve.model.step_arrays import padded_size
+from moeserve.plan import StepPlan
+
+if TYPE_CHECKING:
+    import torch
+
+    from experts.parallel.collectives import Collectives, RecordedTraffic
+    from experts.parallel.dispatch import ExpertParallel
+    from moeserve.model.step_arrays import StepShape
+
+# The sizes of this shape of dispatch follow from the number of rows alone, so a graph can hold it.
+_CAPTURED_SHAPE = "allgather"
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The rows of one step on all ranks.
+
+    num_rows[r]: the rows of rank r in all layers but the last. num_logit_rows[r]: its rows in the last layer.
+    only_decodes: True if every chunk of every rank is one token that needs logits.
+    """
+
+    num_rows: Sequence[int]
+    num_logit_rows: Sequence[int]
+    only_decodes: bool
+
+    @classmethod
+    def of(cls, plans: Sequence[StepPlan]) -> StepRows:
+        """Count the rows of a step in which rank r computes plans[r]."""
+        return cls(
+            [plan.num_tokens for plan in plans],
+            [plan.num_logit_rows for plan in plans],
+            all(len(chunk.token_ids) == chunk.num_logit_rows == 1 for plan in plans for chunk in plan.chunks),
+        )
+
+    @classmethod
+    def alike(cls, num_ranks: int, num_rows: int, num_logit_rows: int) -> StepRows:
+        """Return the rows of a step that has the same shape on every rank and is not captured."""
+        return cls([num_rows] * num_ranks, [num_logit_rows] * num_ranks, only_decodes=False)
+
+    def captured_size(self, sizes: Sequence[int]) -> int | None:
+        """Return the smallest of `sizes` (ascending) that holds the rows of any rank; all ranks pad to it.
+
+        Return None for a step that each rank computes with its own rows.
+        """
+        return padded_size(max(self.num_rows), sizes) if self.only_decodes else None
+
+
+class GroupSteps:
+    """Prepares the exchange of rows for every step. On GPUs it implements `moeserve.model.gpu.runner.Peers`.
+
+    decode_size: the captured size of the step that has begun, None for a step that is not captured.
+    """
+
+    def __init__(self, experts: ExpertParallel[Any], collectives: Collectives) -> None:
+        self._experts, self._collectives = experts, collectives
+        self._sizes: Sequence[int] = ()
+        self._choice = ShapeChoice.always(_CAPTURED_SHAPE)
+        self.decode_size: int | None = None
+
+    def use(self, choice: ShapeChoice, captured_sizes: Sequence[int]) -> None:
+        """choice: for steps that are not captured. captured_sizes: ascending. Both are the same on all ranks."""
+        self._choice, self._sizes = choice, tuple(captured_sizes)
+
+    def begin(self, rows: StepRows) -> None:
+        """Choose a captured size or the rows of each rank, from `rows` alone, so that all ranks choose alike."""
+        size = rows.captured_size(self._sizes)
+        if size is not None:
+            self.begin_decodes(size)
+            return
+        self.decode_size = None
+        self._experts.use(self._choice.shape_of(rows.num_rows))
+        self._experts.begin_step(rows.num_rows, rows.num_logit_rows)
+
+    def begin_alike(self, shape: StepShape) -> None:
+        """Begin a step that is not captured and has the same shape on every rank."""
+        self.begin(StepRows.alike(self._collectives.num_ranks, shape.num_tokens, shape.num_logits))
+
+    def begin_decodes(self, size: int) -> None:
+        """Begin a captured step with `size` rows on every rank; some or all of them may be padding."""
+        self.decode_size = size
+        self._experts.use(_CAPTURED_SHAPE)
+        rows = [size] * self._collectives.num_ranks
+        self._experts.begin_step(rows, rows)
+
+    def traffic(self) -> RecordedTraffic:
+        """Return the traffic of the graph for the step that has begun."""
+        return self._experts.traffic()
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for `event`. Raise CollectiveError after the time that ranks may be behind each other."""
+        self._collectives.waits.wait_for(event)
+
+    def wait_for_device(self) -> None:
+        """Wait for everything queued, as `wait_for` does."""
+        self._collectives.waits.wait_for_device()
+
+
+def captures_decodes(shape: str, *, eager: bool, all_resident: bool) -> bool:
+    """Return whether ranks on GPUs replay decode steps; follows from settings alone, so that all ranks do the same.
+
+    shape: the setting of dispatch. Only with `allgather` does the host know the sizes without waiting for the device;
+    with `auto` decode steps use `allgather` and other steps the faster shape for their rows. eager: `--enforce-eager`.
+    all_resident: whether all experts are in memory, so that the host need not read the gate's choice.
+    """
+    return shape != "alltoall" and all_resident and not eager

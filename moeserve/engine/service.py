@@ -1,0 +1,224 @@
+"""The engine around a rank: scheduler, caches, sockets and heartbeat, until `stop` is set."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+import zmq
+
+from experts.errors import ExpertStoreError
+from kernels.cpu.library import native_kernels_absence
+from moeserve.engine.assemble import LoadedRank, Report, build_scheduler, load_rank
+from moeserve.engine.containment import ContainingExecutor
+from moeserve.engine.crashes.suspects import Suspects, open_suspects
+from moeserve.engine.doctor import summary
+from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
+from moeserve.engine.experts.observe import ExpertRecording, plan_recording, signature_merger
+from moeserve.engine.loop import Engine
+from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.rank import Rank, ServedModel
+from moeserve.engine.socket import EngineSocket, HeartbeatThread
+from moeserve.grammars.masks import GrammarMasks
+from moeserve.model.spec import ModelError, ModelSpec
+from moeserve.scheduling.pacing import service_slo
+from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
+from moeserve.wire import EngineReady, RunContext
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model that a single process has loaded, before its first step.
+
+    can_be_copied: True if a fork of the process can serve too. threads: of torch, when it serves.
+    """
+
+    rank: LoadedRank
+    spec: ModelSpec
+    can_be_copied: bool
+    threads: int
+
+
+def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedModel:
+    """Load the model and tell `report` of progress.
+
+    to_copy: load it so that it can be copied, if possible: on a CPU, with all experts in memory. Then a single thread
+    loads it, because a pool of threads does not survive a fork. Raise ModelError or ConfigError, one sentence each, if
+    it cannot be served.
+    """
+    directory, config = Path(context.model_dir), context.config
+    plan = plan_model(directory, config)
+    # Its file may be wrong: find out before weights are read.
+    plan_recording(config, directory, plan.spec)
+    can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
+    threads = config.threads or torch.get_num_threads()
+    if can_be_copied:
+        config = replace(config, threads=1)
+        torch.set_num_threads(1)
+    try:
+        rank = load_rank(directory, plan, config, report)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+    return LoadedModel(rank, plan.spec, can_be_copied, threads)
+
+
+def serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
+    """Serve a loaded model until `stop` is set, and tell `report` of readiness.
+
+    Raise ModelError or ConfigError, one sentence each, if the model cannot be served, or no longer.
+    """
+    try:
+        _serve_alone(context, loaded, report, stop)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+
+
+def _serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
+    config = context.config
+    torch.set_num_threads(loaded.threads)
+    # Read now: an earlier life may have saved more than was there when the model was loaded.
+    recording = plan_recording(config, Path(context.model_dir), loaded.spec)
+    rank = loaded.rank.start()
+    memory, prefetcher = rank.memory, rank.prefetcher
+    sources = ExpertSources(
+        memory=None if memory is None else lambda: [memory.stats()],
+        prefetches=prefetcher is not None,
+        strategy=None if memory is None else lambda: expert_strategy(config, prefetcher),
+    )
+    recorded = None if recording is None else ExpertRecording(recording)
+    suspects = open_suspects(context)
+    try:
+        # A device with a queue may fail later than the launch, and a failed step may have advanced recurrent states,
+        # which cannot be computed again.
+        executor: Executor = LocalExecutor(rank.runner)
+        if rank.depth == 0 and not rank.model.spec.state_layers:
+            executor = ContainingExecutor(rank.runner, config.block_size, suspects.begin)
+        serve(context, rank, executor, suspects, report, stop, recorded, sources)
+    finally:
+        rank.close()
+
+
+def serve(
+    context: RunContext,
+    rank: Rank,
+    executor: Executor,
+    suspects: Suspects,
+    report: Report,
+    stop: threading.Event,
+    recording: ExpertRecording | None,
+    sources: ExpertSources,
+    observers: Sequence[RanksObserver] = (),
+) -> None:
+    """Run the engine over an executor until `stop` is set. rank: of this process.
+
+    recording: receives the routing in the results, after the other `observers`. It is saved at the end. sources: for
+    metrics and commands of the experts.
+    """
+    config, model = context.config, rank.model
+    if recording is not None:
+        observers = (*observers, recording)
+    merge = None
+    if rank.prefetcher is not None and config.enable_prefix_caching:
+        merge = signature_merger(model.spec)
+    scheduler, caches = build_scheduler(
+        config,
+        model.kv,
+        model.device,
+        depth=rank.depth,
+        merge_annotations=merge,
+        rope_switch=model.rope_switch,
+        slo=service_slo(config),
+    )
+    ready = _ready(context, model, keeps_states=caches[0].keeps_states)
+    sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = EngineSocket(sockets, context.engine_address, context.incarnation)
+    tokenizer_json = Path(context.model_dir) / "tokenizer.json"
+    masks = GrammarMasks(tokenizer_json, model.spec.vocab_size, model.eos_token_ids)
+    steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
+    monitor = _monitor(context, model.spec, recording, sources)
+    engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, rank.progress.count)
+    heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
+    heartbeat.start()
+    report(_ready_event(ready, model))
+    try:
+        engine.run(stop)
+    finally:
+        heartbeat.stop()
+        masks.close()
+        if recording is not None:
+            _save(recording)
+        socket.close()
+        sockets.term()
+
+
+def _ready(context: RunContext, model: ServedModel, *, keeps_states: bool) -> EngineReady:
+    config = context.config
+    num_ranks = config.expert_parallel_size
+    return EngineReady(
+        pid=os.getpid(),
+        model_hash=context.model_hash,
+        max_model_len=model.kv.max_model_len,
+        vocab_size=model.spec.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        default_sampling=model.defaults.sampling,
+        max_num_seqs=config.max_num_seqs,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        num_blocks=num_ranks * model.kv.num_blocks,
+        block_size=config.block_size,
+        device=model.device,
+        dtype=str(model.dtype).removeprefix("torch."),
+        weights_bytes=model.weights_bytes,
+        kv_bytes=num_ranks * model.kv_bytes,
+        num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
+        keeps_states=keeps_states,
+        arithmetic=model.arithmetic,
+    )
+
+
+def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
+    return {
+        "event": "ready",
+        "pid": ready.pid,
+        "device": ready.device,
+        "dtype": ready.dtype,
+        "arithmetic": ready.arithmetic,
+        "weights_bytes": ready.weights_bytes,
+        "kv_bytes": ready.kv_bytes,
+        "num_blocks": ready.num_blocks,
+        "block_size": ready.block_size,
+        "num_state_slots": model.kv.num_state_slots,
+        "num_snapshots": model.kv.num_snapshots,
+        "state_row_bytes": model.state_row_bytes,
+        "num_window_blocks": ready.num_blocks // model.kv.num_blocks * model.kv.num_window_blocks,
+        "window": model.kv.window,
+        "max_model_len": ready.max_model_len,
+        "model_max_len": model.spec.max_position,
+        "model": summary(model.spec),
+        "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
+    }
+
+
+def _monitor(
+    context: RunContext, spec: ModelSpec, recording: ExpertRecording | None, sources: ExpertSources
+) -> ExpertMonitor | None:
+    if spec.moe is None:
+        return None
+    num_ranks = context.config.expert_parallel_size
+    facts = ExpertFacts(spec.moe_layers, spec.moe.num_experts, spec.moe.gate.top_k, num_ranks)
+    return ExpertMonitor(facts, recording, sources, Path(context.run_dir))
+
+
+def _save(recording: ExpertRecording) -> None:
+    try:
+        for file, tokens in recording.close().items():
+            log.info("experts_saved", file=file, tokens=tokens)
+    except OSError as error:
+        log.error("experts_not_saved", error=str(error))

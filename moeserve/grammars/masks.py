@@ -1,0 +1,320 @@
+"""The tokens that grammars allow requests next, made on threads beside the engine's.
+
+A request with a grammar waits outside the queue until its grammar is compiled and its first mask is made; after each
+token it waits for its next mask. The engine tells which requests need a mask and takes the masks that are made, so a
+late mask delays its own request and no other. A mask is a function of the grammar and the output so far.
+
+llguidance holds no interpreter lock while it compiles or makes a mask. Its own parallel executor is not used: it
+returns when the slowest mask of a batch is made.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+import structlog
+from llguidance import LLMatcher, LLTokenizer
+
+from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of, load_tokens
+from moeserve.grammars.queue import Kept, KeptGrammars
+from moeserve.grammars.threads import FairThreads, Job, QuickThreads
+from moeserve.plan import GRAMMAR_FAILED, Request
+
+log = structlog.get_logger(__name__)
+
+# The bound for compiled grammars that are kept, in use or not. Grammars in use may take more.
+_KEPT_BYTES = 256 * 2**20
+# Upper estimates of the memory of llguidance 1.9, measured by the allocator on schemas of up to 128 KiB: a compiled
+# grammar takes bytes of its own and bytes per byte of its text; masks add bytes per second of processor time, until the
+# lexer is full.
+_GRAMMAR_BYTES = 512 * 2**10
+_BYTES_PER_TEXT_BYTE = 96
+_BYTES_PER_MASK_SECOND = 200e6
+_MAX_GROWN_BYTES = 16 * 2**20
+# A mask of states that the lexer has takes less processor time, and adds nothing.
+_STEADY_SECONDS = 50e-6
+# After a mask that took more processor time, the request's masks are made by the threads that compile.
+_QUICK_SECONDS = 0.002
+# More new tokens than these, as after a restart, are consumed by the threads that compile.
+_QUICK_TOKENS = 64
+
+
+class _LexerFullError(GrammarError):
+    """The lexer that the copies of a grammar share has reached its limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class MadeMask:
+    """A request's next mask (see `ChunkExtras.mask`), or the error that ends the request."""
+
+    request: Request
+    mask: bytes = b""
+    error: str | None = None
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """An open request. Its matcher has consumed `num_consumed` tokens of its output; only its job touches the matcher.
+
+    Either `compilation` or `kept` is set: what it waits for, or what its matcher is a copy of. is_alone: other requests
+    get no copies of it.
+    """
+
+    request: Request
+    grammar: str
+    matcher: LLMatcher | None = None
+    compilation: _Compilation | None = None
+    kept: Kept[LLMatcher] | None = None
+    num_consumed: int = 0
+    is_slow: bool = False
+    is_alone: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Compilation:
+    """A grammar that is compiled for the requests in `waiting`, at the expense of `job.tenant`."""
+
+    grammar: str
+    num_bytes: int
+    job: Job
+    waiting: list[_Held]
+
+
+class GrammarMasks:
+    """Owns the matchers of open requests, the compiled grammars and the threads.
+
+    One thread calls the methods, and never waits for a compilation.
+    """
+
+    def __init__(
+        self,
+        tokenizer_json: Path,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        *,
+        max_bytes: int = _KEPT_BYTES,
+        num_cores: int | None = None,
+    ) -> None:
+        """vocab_size: of the logits, which may be wider than the tokenizer, or narrower. A thread reads the file;
+        without it, requests that have a grammar fail. max_bytes: of compiled grammars that are kept. num_cores: those
+        of this process unless given; up to half of them make masks, and up to a quarter compile."""
+        self._num_mask_bytes = 4 * -(-vocab_size // 32)
+        self._tokens: Future[LLTokenizer] = Future()
+        arguments = (self._tokens, tokenizer_json, eos_token_ids)
+        threading.Thread(target=_load, args=arguments, name="tokens", daemon=True).start()
+        self._kept = KeptGrammars[LLMatcher](max_bytes)
+        self._compiling: dict[str, _Compilation] = {}
+        self._held: dict[Request, _Held] = {}
+        self._awaited: set[Request] = set()
+        self._made: list[MadeMask] = []
+        self._done: SimpleQueue[Job] = SimpleQueue()
+        cores = num_cores or len(os.sched_getaffinity(0))
+        self._quick = QuickThreads(max(2, min(8, cores // 2)), self._done)
+        self._slow = FairThreads(max(1, min(4, cores // 4)), max_bytes, self._done)
+        self._num_quick = 0
+
+    @property
+    def is_awaited(self) -> bool:
+        """True if a request's next mask is not made, or not taken."""
+        return bool(self._awaited or self._made)
+
+    def update(self, changes: Iterable[Request]) -> None:
+        """Begin the masks of requests that need one, and free all that finished requests hold."""
+        for request in changes:
+            held = self._held.get(request)
+            if request.finished:
+                if held is not None:
+                    self._forget(held)
+                continue
+            self._awaited.add(request)
+            if held is None:
+                self._begin(request)
+            else:
+                self._advance(held)
+
+    def take(self, seconds: float = 0.0) -> list[MadeMask]:
+        """Return the masks that were made. Wait for quick ones up to `seconds`."""
+        deadline = time.monotonic() + seconds
+        with suppress(Empty):
+            while True:
+                left = deadline - time.monotonic() if self._num_quick else 0.0
+                job = self._done.get(timeout=left) if left > 0.0 else self._done.get_nowait()
+                job.done(job)
+        for job in self._slow.take_overdue():
+            job.done(job)
+        made, self._made = self._made, []
+        return made
+
+    def wait(self, seconds: float) -> None:
+        """Wait up to `seconds` until a thread has done something."""
+        with suppress(Empty):
+            job = self._done.get(timeout=seconds)
+            job.done(job)
+
+    def close(self) -> None:
+        """End the threads after their present jobs."""
+        self._quick.close()
+        self._slow.close()
+
+    def _begin(self, request: Request) -> None:
+        """Find or compile the grammar of a request."""
+        assert request.sampling.grammar is not None
+        held = self._held[request] = _Held(request, request.sampling.grammar)
+        kept = self._kept.use(held.grammar)
+        if kept is not None:
+            if kept.num_users == 1:
+                self._slow.hold(kept.tenant, kept.num_held)
+            self._copy(held, kept)
+        elif held.grammar in self._compiling:
+            held.compilation = self._compiling[held.grammar]
+            held.compilation.waiting.append(held)
+        else:
+            self._compiling[held.grammar] = self._compile(held)
+
+    def _compile(self, held: _Held) -> _Compilation:
+        """Have a grammar compiled for a request."""
+        text = held.grammar
+
+        def compiled(job: Job) -> None:
+            self._compiled(compilation, job)
+
+        job = Job(held.request.terms.tenant, lambda: compile_grammar(self._tokens.result(), text), compiled)
+        num_bytes = _GRAMMAR_BYTES + _BYTES_PER_TEXT_BYTE * len(text)
+        compilation = held.compilation = _Compilation(text, num_bytes, job, [held])
+        self._slow.put(job, num_bytes)
+        return compilation
+
+    def _compiled(self, compilation: _Compilation, job: Job) -> None:
+        """Hand a compiled grammar, or the failure, to the requests that wait for it."""
+        is_shared = self._compiling.get(compilation.grammar) is compilation
+        if is_shared:
+            del self._compiling[compilation.grammar]
+        waiting, matcher = compilation.waiting, job.result
+        if not waiting or not isinstance(matcher, LLMatcher):
+            self._slow.release(job.tenant, compilation.num_bytes)
+        if not isinstance(matcher, LLMatcher):
+            for held in waiting[:]:
+                self._fail(held, job.error)
+            return
+        kept = Kept(compilation.grammar, matcher, job.tenant, compilation.num_bytes, num_users=len(waiting))
+        if is_shared:
+            self._kept.put(kept)
+        for held in waiting:
+            held.compilation = None
+            self._copy(held, kept)
+
+    def _copy(self, held: _Held, kept: Kept[LLMatcher]) -> None:
+        held.kept, held.matcher = kept, kept.value.deep_copy()
+        self._advance(held)
+
+    def _advance(self, held: _Held) -> None:
+        """Have a thread consume the output that the matcher lacks, and make the mask."""
+        request, matcher, num_bytes = held.request, held.matcher, self._num_mask_bytes
+        assert matcher is not None
+        output = request.token_ids[request.num_prompt_tokens + held.num_consumed :].tolist()
+        held.num_consumed += len(output)
+        sampling = request.sampling
+        banned = sampling.stop_token_ids if request.num_output_tokens < sampling.min_tokens else ()
+        is_quick = not held.is_slow and len(output) <= _QUICK_TOKENS
+
+        def advanced(job: Job) -> None:
+            self._num_quick -= is_quick
+            self._advanced(held, job)
+
+        job = Job(request.terms.tenant, lambda: _next_mask(matcher, output, banned, num_bytes), advanced)
+        self._num_quick += is_quick
+        if is_quick:
+            self._quick.put(job)
+        else:
+            self._slow.put(job)
+
+    def _advanced(self, held: _Held, job: Job) -> None:
+        """Receive the mask of a request, or the failure of its grammar."""
+        kept = held.kept
+        if held.request not in self._held or kept is None:
+            return
+        held.is_slow |= job.cpu_seconds > _QUICK_SECONDS
+        grown = _BYTES_PER_MASK_SECOND * max(0.0, job.cpu_seconds - _STEADY_SECONDS)
+        self._kept.grow(kept, int(grown), _MAX_GROWN_BYTES)
+        if isinstance(job.result, bytes):
+            self._awaited.remove(held.request)
+            self._made.append(MadeMask(held.request, job.result))
+        elif isinstance(job.error, _LexerFullError) and not held.is_alone:
+            # Requests that share a lexer fill it together, but no request may fail because of another one.
+            self._kept.discard(held.grammar)
+            self._release(held)
+            held.num_consumed, held.is_alone = 0, True
+            self._compile(held)
+        else:
+            self._fail(held, job.error)
+
+    def _fail(self, held: _Held, error: Exception | None) -> None:
+        if isinstance(error, GrammarError):
+            reason = f"{GRAMMAR_FAILED}{error}"
+        else:
+            # A fault of the library, or of this code, must not fail another request.
+            log.error("grammar_fault", request_id=held.request.request_id, exc_info=error)
+            reason = f"its grammar's mask could not be made: {type(error).__name__}"
+        self._forget(held)
+        self._made.append(MadeMask(held.request, error=reason))
+
+    def _forget(self, held: _Held) -> None:
+        """Free what a request holds. A compilation that has begun goes on, and its result may serve another request."""
+        del self._held[held.request]
+        self._awaited.discard(held.request)
+        compilation = held.compilation
+        if compilation is None:
+            self._release(held)
+            return
+        compilation.waiting.remove(held)
+        if not compilation.waiting and self._slow.remove(compilation.job) and not held.is_alone:
+            del self._compiling[compilation.grammar]
+
+    def _release(self, held: _Held) -> None:
+        kept = held.kept
+        assert kept is not None
+        held.kept = held.matcher = None
+        self._kept.release(kept)
+        if not kept.num_users:
+            self._slow.release(kept.tenant, kept.num_held)
+
+
+def _load(tokens: Future[LLTokenizer], tokenizer_json: Path, eos_token_ids: Sequence[int]) -> None:
+    try:
+        tokens.set_result(load_tokens(tokenizer_json, eos_token_ids))
+    except Exception as error:
+        tokens.set_exception(error)
+
+
+def _next_mask(matcher: LLMatcher, output: list[int], banned: Sequence[int], num_bytes: int) -> bytes:
+    """Let a matcher consume the newest tokens and return its mask, of at most `num_bytes`. Raise GrammarError."""
+    if output:
+        matcher.consume_tokens(output)
+    mask: bytes = b"" if matcher.is_error() else matcher.compute_bitmask()[:num_bytes]
+    if matcher.is_error():
+        kind = _LexerFullError if matcher.get_error().startswith("lexer error") else GrammarError
+        raise kind(error_of(matcher))
+    if _is_empty(mask):
+        raise GrammarError("no token of the model continues the output")
+    return _without(mask, banned) if banned else mask
+
+
+def _without(mask: bytes, banned: Sequence[int]) -> bytes:
+    """Return the mask without banned tokens; unchanged if it allows only banned tokens."""
+    kept = bytearray(mask)
+    for token in banned:
+        if token // 8 < len(kept):
+            kept[token // 8] &= ~(1 << token % 8)
+    return mask if _is_empty(kept) else bytes(kept)
+
+
+def _is_empty(mask: bytes | bytearray) -> bool:
+    return mask.count(0) == len(mask)

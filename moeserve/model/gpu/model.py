@@ -1,0 +1,170 @@
+"""Make a runner on a GPU from a decoder.
+
+Compute the largest step once, plan KV memory from what is left, compile all kernels, and capture the decode steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from experts.routing.tap import RoutingTap
+from kernels.gpu.moe_config import MoeConfigs
+from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
+from moeserve.model.decoder import Decoder
+from moeserve.model.gpu.batches import AttentionLimits, DecodeTensors, StepBatches
+from moeserve.model.gpu.kernels import attention_shape, tuned_attention
+from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
+from moeserve.model.gpu.setup import (
+    BeginStep,
+    StepLimits,
+    alone,
+    launch_all_variants,
+    launch_blank_step,
+    launch_variants,
+)
+from moeserve.model.kv_pool import KVPool, kv_block_bytes, kv_pool_bytes, window_demand
+from moeserve.model.sampler import SCORED_AT_ONCE
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.state_pool import StatePool, pools_by_layer
+from moeserve.model.step_arrays import StepShape, capture_sizes
+
+
+@dataclass(frozen=True, slots=True)
+class GpuSettings:
+    """The service's settings for a GPU.
+
+    kv_cache_memory: bytes, None for all memory that is left. kv_dtype: of the KV blocks, None for the model's dtype.
+    expert_quantization: see `expert_storage`. states: the demand of recurrent layers on this memory, None without such
+    layers.
+    """
+
+    block_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int | None
+    kv_cache_memory: int | None
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    kv_dtype: torch.dtype | None = None
+    expert_quantization: str = "none"
+    states: StateDemand | None = None
+
+
+def kv_blocks(spec: DecoderSpec, dtype: torch.dtype, settings: GpuSettings, memory: int) -> tuple[KvBudget, int]:
+    """Divide `memory` bytes between recurrent states, if there are any, and KV blocks.
+
+    Return the blocks and their bytes. Raise ConfigError if too few fit.
+    """
+    states, num_slots, num_snapshots = settings.states, 0, 0
+    if states is not None:
+        num_slots = states.num_slots(memory)
+        memory -= num_slots * states.row_bytes
+        num_snapshots = states.num_snapshots(memory, memory)
+        memory -= num_snapshots * states.row_bytes
+    size, kv_dtype = settings.block_size, settings.kv_dtype or dtype
+    kv = share_kv(
+        memory,
+        block_bytes=kv_block_bytes(spec.kv_layers, size, kv_dtype),
+        block_size=size,
+        model_max_len=spec.max_position,
+        max_model_len=settings.max_model_len,
+        windows=window_demand(spec.kv_layers, size, kv_dtype, settings.max_num_seqs, settings.max_num_batched_tokens),
+    )
+    kv = replace(kv, num_state_slots=num_slots, num_snapshots=num_snapshots)
+    return kv, kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, size, kv_dtype)
+
+
+def make_runner(
+    decoder: Decoder,
+    kv: KvBudget,
+    settings: GpuSettings,
+    configs: MoeConfigs | None = None,
+    peers: Peers | None = None,
+    tap: RoutingTap | None = None,
+) -> GpuModelRunner:
+    """Allocate the KV memory; on a GPU compile all kernels and, unless eager, capture the decode steps.
+
+    configs: the kernel configurations of the decoder's experts. peers: the other ranks, which must do the same at the
+    same time. tap: observes the decoder's gates.
+    """
+    spec, size, dtype, device = decoder.spec, settings.block_size, decoder.dtype, decoder.device
+    kv_dtype = settings.kv_dtype or dtype
+    pool = KVPool(spec.kv_layers, kv.num_blocks, size, kv_dtype, device, kv.num_window_blocks)
+    state_pool = _state_pool(decoder, kv.num_state_rows)
+    pools = pools_by_layer(spec, pool.layers, state_pool)
+    tuned = tuned_attention(attention_shape(spec, size, dtype, kv_dtype), device)
+    apart = kv.num_window_blocks > 0
+    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned, kv_dtype, apart)
+    batches = StepBatches(limits, settings.max_num_seqs)
+    if decoder.device.type == "cuda":
+        steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)
+        variants = launch_variants(limits, configs, steps)
+        begin_step = alone if peers is None else peers.begin_alike
+        launch_all_variants(decoder, pools, batches, variants, settings.block_size, begin_step)
+    tapped = HeardDecoder(decoder, pools, tap)
+    decode = None
+    if not settings.enforce_eager:
+        decode = DecodeSteps(tapped, limits, capture_sizes(settings.max_num_seqs), peers)
+        if decoder.device.type == "cuda":
+            decode.capture()
+    wait = torch.cuda.Event.synchronize if peers is None else peers.wait_for
+    return GpuModelRunner(tapped, pool, batches, decode=decode, wait=wait, state_pool=state_pool)
+
+
+@torch.inference_mode()
+def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: BeginStep = alone) -> None:
+    """Compute the largest step that the settings allow, so that the allocator's peak includes it. Store no KV.
+
+    Unless eager, the peak includes the tensors of decode batches: scratch of attention, tables and work lists.
+    """
+    spec, size = decoder.spec, settings.block_size
+    length = min(settings.max_num_batched_tokens, decoder.max_model_len)
+    count = max(1, settings.max_num_batched_tokens // length)
+    dtype, device, kv_dtype = decoder.dtype, decoder.device, settings.kv_dtype or decoder.dtype
+    limits = AttentionLimits(spec, size, decoder.max_model_len, dtype, device, kv_dtype=kv_dtype)
+    pool = KVPool(spec.kv_layers, 1, size, kv_dtype, device)
+    pools = pools_by_layer(spec, pool.layers, _state_pool(decoder, 1))
+    num_logits = min(max(settings.max_num_seqs, SCORED_AT_ONCE), length * count)
+    shape = StepShape(0, (length,) * count, num_logits)
+    batches = StepBatches(limits, settings.max_num_seqs)
+    apart = replace(limits, windows_apart=any(window is not None for window in spec.windows))
+    # Held while the step is computed.
+    decode = None if settings.enforce_eager else DecodeTensors(apart, settings.max_num_seqs)
+    logits = launch_blank_step(decoder, pools, batches, shape, size, begin_step)
+    # Penalties and log probabilities each make a copy of the logits in fp32.
+    widened = logits.float()
+    widened.clone().log_softmax(-1)
+    del decode
+
+
+def _state_pool(decoder: Decoder, num_rows: int) -> StatePool | None:
+    """Allocate rows for recurrent states; None for a decoder without."""
+    layers = decoder.spec.state_layers
+    return StatePool(layers, num_rows, decoder.dtype, decoder.device) if layers else None
+
+
+def allocated_bytes(device: torch.device) -> int:
+    """Return the bytes that tensors take on a device; 0 on a CPU under the interpreter."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def forget_peak(device: torch.device) -> None:
+    """Reset the allocator's peak: memory that loading used temporarily, as for quantising, is free for KV."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def free_for_kv(device: torch.device, settings: GpuSettings) -> int:
+    """Return the bytes left for KV on this device. Call it after `compute_largest_step`."""
+    torch.cuda.synchronize(device)
+    free, total = torch.cuda.mem_get_info(device)
+    return kv_memory(
+        total_bytes=total,
+        free_bytes=free,
+        reserved_bytes=torch.cuda.memory_reserved(device),
+        peak_bytes=torch.cuda.max_memory_allocated(device),
+        utilization=settings.gpu_memory_utilization,
+        with_graphs=not settings.enforce_eager,
+    )

@@ -1,0 +1,329 @@
+"""Compute plans on a GPU: steps with prompts launch each kernel, decode steps replay a captured graph.
+
+`launch` returns as soon as the step is on the device's queue. The next plan may be launched before the results of this
+plan are read: it takes the sampled tokens from the device.
+
+A replay costs one launch instead of hundreds. It uses the kernel variants of the captured size and pads the step's rows
+to it. All graphs share one memory pool, so the largest is captured first. With several ranks a graph contains the
+exchange of rows: all ranks capture the same sizes in the same order and replay the same size in the same step, even a
+rank without rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from experts.routing.tap import RoutingTap
+from kernels.transfer import to_host
+from moeserve.model.decoder import Decoder, ForwardBatch, KvPools
+from moeserve.model.gpu.batches import AttentionLimits, DecodeBatch, DecodeTensors, StepBatches
+from moeserve.model.kv_pool import KVPool
+from moeserve.model.sampler import SampledStep, sample_step
+from moeserve.model.state_pool import StatePool
+from moeserve.model.step_arrays import StepArrays, StepShape, padded_size, step_arrays
+from moeserve.plan import StepPlan, StepResult, wanted_logits
+
+if TYPE_CHECKING:
+    from torch.cuda import _POOL_HANDLE
+
+# Makes the host wait for an event on the device.
+Wait = Callable[[torch.cuda.Event], None]
+
+_WARM_UP_ROUNDS = 2
+
+
+@dataclass(slots=True)
+class LaunchedStep:
+    """A step on the device's queue.
+
+    sampled: None for a step without rows. event: comes after everything that `result` reads; None on a CPU. routing: of
+    the step's rows, on its way to the host; None without a tap.
+    """
+
+    plan: StepPlan
+    sampled: SampledStep | None
+    event: torch.cuda.Event | None
+    wait: Wait = torch.cuda.Event.synchronize
+    routing: StepRouting | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.event is None or self.event.query()
+
+    def result(self) -> StepResult:
+        """Wait for the device and return the step's result."""
+        if self.event is not None:
+            self.wait(self.event)
+        results = [] if self.sampled is None else self.sampled.results()
+        return StepResult(self.plan.step, results, self.routing)
+
+
+class GpuModelRunner:
+    """Owns a decoder, its KV memory and the memory of recurrent states.
+
+    Only plans tell their contents, except for the tokens that the last step sampled.
+    """
+
+    def __init__(
+        self,
+        computes: HeardDecoder,
+        kv_pool: KVPool,
+        batches: StepBatches,
+        *,
+        decode: DecodeSteps | None,
+        wait: Wait = torch.cuda.Event.synchronize,
+        state_pool: StatePool | None = None,
+    ) -> None:
+        """computes: a decoder over `kv_pool` and `state_pool`, which is None without recurrent layers. decode: batches
+        for decode steps; None launches every step's kernels (`--enforce-eager`). wait: among several ranks, a wait with
+        a time limit.
+        """
+        self._computes = computes
+        self._kv_pool = kv_pool
+        self._state_pool = state_pool
+        self._batches = batches
+        self._decode = decode
+        self._wait = wait
+        self._drawn: Tensor | None = None
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue a step. Launch at most one more before it is done: until then a step needs its tensors on the device.
+
+        Blocks need no clearing between requests: no kernel reads a slot that its sequence has not written.
+        """
+        if not plan.chunks:
+            return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
+        arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
+        logit_rows, places = wanted_logits(plan.chunks)
+        scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
+        if self._state_pool is not None:
+            self._state_pool.begin(plan.chunks)
+        computed = self._forward(arrays, logit_rows, with_logits=not scores_prompts)
+        if self._state_pool is not None:
+            self._state_pool.end(plan.chunks)
+        routing = None if computed.routing is None else computed.routing.on_host()
+        decoder = self._computes.decoder
+        sampled = sample_step(decoder, plan.chunks, places, computed.states, computed.logits, self._drawn)
+        if sampled.drawn is not None:
+            self._drawn = sampled.drawn.token_ids
+        return LaunchedStep(plan, sampled, _mark(computed.states), self._wait, routing)
+
+    def close(self) -> None:
+        """Release the captured graphs."""
+        if self._decode is not None:
+            self._decode.release()
+
+    def _forward(self, arrays: StepArrays, logit_rows: list[int], *, with_logits: bool) -> Computed:
+        size = None if self._decode is None else self._decode.size_of(arrays, len(logit_rows))
+        if self._decode is not None and size is not None:
+            return self._decode.run(arrays, self._drawn, size)
+        return self._computes(self._batches.make(arrays, logit_rows, self._drawn), with_logits=with_logits)
+
+    def _serve_others(self) -> Tensor:
+        """Compute a step in which only other ranks have rows. If they replay a graph, replay it here with padding."""
+        no_rows = StepArrays()
+        size = None if self._decode is None else self._decode.size_of(no_rows, 0)
+        if self._decode is not None and size is not None:
+            return self._decode.run(no_rows, None, size).states
+        return self._computes.decoder.serve_others()
+
+
+def _mark(queued: Tensor) -> torch.cuda.Event | None:
+    if queued.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
+@dataclass(frozen=True, slots=True)
+class StepRouting:
+    """The gates' choices in a step, copied from the device without waiting and read with the step's result.
+
+    ids: [R, k], layer after layer. In a padded batch each layer has `num_padded` rows, of which the first `num_rows`
+    belong to the step. Otherwise both are 0, and all rows belong to the step.
+    """
+
+    ids: Tensor
+    num_padded: int = 0
+    num_rows: int = 0
+
+    def __bytes__(self) -> bytes:
+        """Return the bytes for `experts.routing.choices.unpack`. The ids must be on the host."""
+        ids = self.ids
+        if self.num_padded:
+            ids = ids.view(-1, self.num_padded, ids.shape[1])[:, : self.num_rows]
+        data: bytes = ids.numpy().tobytes()
+        return data
+
+    def on_host(self) -> StepRouting:
+        """Queue a copy to the host and return it. Read it after an event that follows on the stream."""
+        return StepRouting(to_host(self.ids), self.num_padded, self.num_rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """The outputs of a forward on the device, for the rows that need logits.
+
+    states: [S, H], after the last norm. logits: [S, vocab], None if the sampler computes them for a few states at a
+    time. routing: None without a tap.
+    """
+
+    states: Tensor
+    logits: Tensor | None
+    routing: StepRouting | None = None
+
+    def of_first(self, num_rows: int) -> Computed:
+        """Return the outputs of a padded decode batch without its padding."""
+        routing = self.routing
+        if routing is not None:
+            routing = StepRouting(routing.ids, self.states.shape[0], num_rows)
+        return Computed(self.states[:num_rows], None if self.logits is None else self.logits[:num_rows], routing)
+
+
+class HeardDecoder:
+    """A decoder with its KV memory, and the tap that observes its gates, if there is one."""
+
+    def __init__(self, decoder: Decoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
+        self.decoder = decoder
+        self._kv_pools, self._tap = kv_pools, tap
+
+    def __call__(self, batch: ForwardBatch, *, with_logits: bool = True) -> Computed:
+        """Compute a batch. A graph can record this; its replay writes the same tensors. See `Decoder.states`."""
+        decoder, routing = self.decoder, None
+        if self._tap is None:
+            states = decoder.states(batch, self._kv_pools)
+        else:
+            self._tap.clear()
+            states = decoder.states(batch, self._kv_pools)
+            ids = self._tap.take().joined()
+            routing = None if ids is None else StepRouting(ids)
+        return Computed(states, decoder.logits(states) if with_logits else None, routing)
+
+
+class Traffic(Protocol):
+    """The exchange of rows in one graph."""
+
+    def recorded(self) -> AbstractContextManager[None]:
+        """Return a context to capture the graph in."""
+
+    def replayed(self) -> AbstractContextManager[None]:
+        """Return a context to launch the graph in."""
+
+
+class Peers(Protocol):
+    """The other ranks, which compute every step together with this one. All make the same calls in the same order.
+
+    decode_size: the size of the decode batch for the step that has begun, the same on all ranks; None if each rank
+    makes a batch for its own rows.
+    """
+
+    @property
+    def decode_size(self) -> int | None: ...
+
+    def begin_alike(self, shape: StepShape) -> None:
+        """Begin a step that is not captured and has the same shape on every rank."""
+
+    def begin_decodes(self, size: int) -> None:
+        """Begin a step in the decode batches of `size` rows."""
+
+    def traffic(self) -> Traffic:
+        """Return the exchange of rows for the graph of the step that has begun."""
+
+    def wait_for(self, event: torch.cuda.Event) -> None:
+        """Wait for an event, at most as long as ranks may be behind each other."""
+
+    def wait_for_device(self) -> None:
+        """Wait for everything queued, with the same limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Captured:
+    """A graph, the tensors that it writes, and its exchange of rows; None on a single rank."""
+
+    graph: torch.cuda.CUDAGraph
+    computed: Computed
+    traffic: Traffic | None
+
+    def replay(self) -> Computed:
+        with self.traffic.replayed() if self.traffic is not None else nullcontext():
+            self.graph.replay()
+        return self.computed
+
+
+class DecodeSteps:
+    """Decode batches of some sizes, in tensors whose addresses never change, and their graphs.
+
+    `run` replays the graph of a captured size. Before `capture`, and on a CPU under the interpreter, it launches the
+    kernels.
+    """
+
+    def __init__(
+        self, computes: HeardDecoder, limits: AttentionLimits, sizes: Sequence[int], peers: Peers | None = None
+    ) -> None:
+        """sizes: ascending, see `capture_sizes`. peers: None on a single rank."""
+        self._computes, self._sizes, self._peers = computes, tuple(sizes), peers
+        tensors = DecodeTensors(limits, self._sizes[-1])
+        self._batches = {size: DecodeBatch(limits, size, tensors) for size in self._sizes}
+        self._graphs: dict[int, _Captured] = {}
+
+    def size_of(self, arrays: StepArrays, num_logit_rows: int) -> int | None:
+        """Return the size of the decode batch for a step; None if it needs a batch of its own. Ranks agree on it."""
+        if self._peers is not None:
+            return self._peers.decode_size
+        is_decode = arrays.max_query_len == 1 and num_logit_rows == arrays.num_rows
+        return padded_size(arrays.num_rows, self._sizes) if is_decode else None
+
+    def run(self, arrays: StepArrays, drawn: Tensor | None, size: int) -> Computed:
+        """Compute a step of at most `size` chunks of one token. The next replay overwrites the returned tensors."""
+        batch = self._batches[size]
+        batch.load(arrays, drawn)
+        captured = self._graphs.get(size)
+        computed = self._compute(batch) if captured is None else captured.replay()
+        return computed.of_first(arrays.num_rows)
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture a graph per size, largest first. The batches hold nothing but padding, so no KV is written."""
+        pool = torch.cuda.graph_pool_handle()
+        stream = torch.cuda.Stream()
+        for size in reversed(self._sizes):
+            if self._peers is not None:
+                self._peers.begin_decodes(size)
+            self._warm_up(self._batches[size], stream)
+            self._graphs[size] = self._capture_batch(self._batches[size], pool, stream)
+
+    def release(self) -> None:
+        """Release the graphs. A rank cannot leave its group while graphs hold the group's collectives."""
+        self._graphs.clear()
+
+    def _warm_up(self, batch: DecodeBatch, stream: torch.cuda.Stream) -> None:
+        """Compile, tune, allocate the matrix library's workspaces and connect ranks: a capture cannot do that."""
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for _ in range(_WARM_UP_ROUNDS):
+                self._compute(batch)
+        torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture_batch(self, batch: DecodeBatch, pool: _POOL_HANDLE, stream: torch.cuda.Stream) -> _Captured:
+        graph, peers = torch.cuda.CUDAGraph(), self._peers
+        if peers is None:
+            with torch.cuda.graph(graph, pool=pool, stream=stream):
+                return _Captured(graph, self._compute(batch), None)
+        # Wait with a time limit first: beginning a capture waits for the device without one.
+        peers.wait_for_device()
+        traffic = peers.traffic()
+        # Threads of the collectives and of migrations may call CUDA during the capture and are no part of it.
+        with traffic.recorded(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+            return _Captured(graph, self._compute(batch), traffic)
+
+    def _compute(self, batch: DecodeBatch) -> Computed:
+        batch.update_works()
+        return self._computes(batch.batch)

@@ -1,0 +1,369 @@
+"""How long requests may wait, and how long they will wait: the arithmetic of refusing early.
+
+The scheduler decides from its own state. A frontend refuses by the last `Load` from the engine, so that a refusal need
+not wait. Pure: time is an argument, in seconds of a monotonic clock.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from moeserve.config import ServeConfig, parse_limits
+from moeserve.plan import FinishReason, Request
+from moeserve.scheduling.cost_model import CostModel, StepSize
+from moeserve.scheduling.survival import Survival
+
+# A request may always wait for this share of its time to the first token, however long its own prompt takes.
+_LEAST_SHARE = 0.25
+# A step has room for at least this number of prompt tokens, whatever pace the running requests need.
+LEAST_PROMPT_TOKENS = 16
+_SMOOTHING = 0.1
+# While requests wait, a step may take this share of the time to the first token, otherwise the rest of it: a request
+# that comes during a step needs another one.
+_STEP_SHARE = 1 / 3
+# The largest share of the throughput to give up for faster answers: for shorter steps, and while clients leave before
+# their answer is whole.
+_MOST_GIVEN_UP = 1 / 2
+# The ratio between numbers of running requests that are compared.
+_NEXT_TRIED = 0.8
+# Most answers take at most this many times the average.
+_SPREAD = 1.1
+# Where one more client in ten would have left, an answer comes too late.
+_STAYING = 0.9
+# The deadline grows by this share while as many requests end as run at once, to notice when clients have become more
+# patient.
+_DEADLINE_GROWTH = 0.1
+# The number of ends that are remembered, over the number of requests that may run at once.
+_REMEMBERED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The service's objectives: the time to the first token, and the time per output token (None: unbounded).
+
+    `burst_s`: the longest wait in a burst. In a lasting overload (`Patience`) `ttft_s` bounds the wait instead: a burst
+    is served late, a lasting overload is refused. The idea is that of controlled delay (Nichols and Jacobson,
+    "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
+    """
+
+    ttft_s: float
+    tpot_s: float | None = None
+    burst_s: float = 0.0
+
+
+def service_slo(config: ServeConfig) -> Slo:
+    """Return the objectives that the settings name."""
+    limits = parse_limits(config.slo, ("ttft", "tpot"))
+    return Slo(limits["ttft"], limits.get("tpot"), config.max_queue_seconds)
+
+
+def allowance(ttft_s: float, prefill_s: float) -> float:
+    """Return how long a request may wait for its first step if its own prompt takes `prefill_s`."""
+    return max(ttft_s - prefill_s, _LEAST_SHARE * ttft_s)
+
+
+class Patience:
+    """Tells bursts from lasting overload, and so bounds the wait of a request without terms of its own.
+
+    An overload is lasting once the queue has not been empty for `burst_s`. It ends when no request has waited for long
+    within the last `burst_s`: while requests are refused, the queue is empty now and then.
+    """
+
+    def __init__(self, slo: Slo) -> None:
+        self._slo = slo
+        self._empty_at: float | None = None
+        self._pressed_at = 0.0
+        self._is_lasting = False
+
+    def note(self, now: float, longest_wait: float | None) -> None:
+        """Note the wait of the oldest waiting request, None if none waits. To be called every step."""
+        burst_s = self._slo.burst_s
+        if longest_wait is None or self._empty_at is None:
+            self._empty_at = now
+        if longest_wait is not None and longest_wait > _LEAST_SHARE * self._slo.ttft_s:
+            self._pressed_at = now
+        since = self._pressed_at if self._is_lasting else self._empty_at
+        self._is_lasting = now - since < burst_s if self._is_lasting else now - since >= burst_s
+
+    def limit(self, prefill_s: float) -> float:
+        """Return the longest wait of a request whose own prompt takes `prefill_s`."""
+        bound = allowance(self._slo.ttft_s, prefill_s)
+        return bound if self._is_lasting else max(bound, self._slo.burst_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Backlog:
+    """The requests of one tenant: the numbers that run and wait, and the uncached prompt tokens that wait.
+
+    `request_tokens`: uncached prompt tokens of one of its typical requests.
+    """
+
+    weight: float
+    running: int
+    waiting: int
+    tokens: int
+    request_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The load that a request would find at time `at`.
+
+    `limit_s`: the longest wait of a request whose prompt needs one step. A step takes `step_s` and has room for
+    `step_tokens` tokens of prompts. `places` requests run at once (fewer than allowed where memory is full), one ends
+    every `place_s`. `request_tokens`: uncached prompt tokens of a typical request.
+    """
+
+    at: float
+    limit_s: float
+    step_s: float
+    step_tokens: int
+    places: int
+    place_s: float
+    request_tokens: int
+    tenants: dict[str, Backlog] = field(default_factory=dict)
+
+    @property
+    def request_s(self) -> float:
+        """The seconds between the starts of two requests, as long as requests wait."""
+        return max(self.place_s, self.step_s * self.request_tokens / max(1, self.step_tokens))
+
+    def wait_s(self, tenant: str, weight: float, num_new: int = 0) -> float:
+        """Return the wait of a new request for its first step, behind `num_new` of its tenant not yet in the backlog.
+
+        Tenants are served by weight. While one tenant is given an amount, another tenant gets as much, in proportion to
+        the weights, as long as it has work: the fluid model of fair queueing (Parekh and Gallager, 1993).
+        """
+        usual = min(self.request_tokens, self.step_tokens)
+        mine = self.tenants.get(tenant, Backlog(weight, 0, 0, 0, usual))
+        waiting = mine.waiting + num_new
+        tokens = mine.tokens + num_new * mine.request_tokens
+        all_waiting, all_tokens, weights = float(waiting), float(tokens), weight
+        for name, other in self.tenants.items():
+            if name == tenant:
+                continue
+            ratio = other.weight / weight
+            all_waiting += min(other.waiting, waiting * ratio)
+            all_tokens += min(other.tokens, tokens * ratio)
+            weights += other.weight
+        has_own_place = mine.running + waiting < self.places * weight / weights
+        return self.wait_behind_s(0 if has_own_place else all_waiting + 1 - self.num_free_places, all_tokens)
+
+    @property
+    def num_free_places(self) -> int:
+        """The number of free running places. So many requests could begin at once, memory aside."""
+        return max(0, self.places - sum(backlog.running for backlog in self.tenants.values()))
+
+    def wait_behind_s(self, num_places: float, num_tokens: float) -> float:
+        """Return the wait until `num_places` requests have ended and `num_tokens` tokens of prompts are computed."""
+        return max(self.step_s * num_tokens / max(1, self.step_tokens), self.place_s * num_places, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class StepBound:
+    """The seconds that a step should take at most, and so the tokens of prompts that it has room for.
+
+    `pace_s` keeps the pace of running requests. `ttft_s` leaves time to requests that come during the step, more if
+    others wait already (`is_awaited`). Where the least step takes nearly as long, as with experts that are loaded from
+    a disk in every step, a short step would only cost throughput.
+    """
+
+    cost: CostModel
+    pace_s: float
+    ttft_s: float
+    is_awaited: bool
+
+    def seconds(self, decodes: StepSize) -> float:
+        """Return the longest that a step with these decodes should take; inf without a bound."""
+        least_s = self.cost.seconds(decodes.rows + LEAST_PROMPT_TOKENS, decodes.attended)
+        step_s = self.ttft_s * (_STEP_SHARE if self.is_awaited else 1 - _STEP_SHARE)
+        if least_s > step_s or not self.is_awaited:
+            step_s = max(step_s, least_s / (1 - _MOST_GIVEN_UP))
+        return min(self.pace_s, step_s)
+
+
+class Pace:
+    """Measures how fast requests are served, and derives how long each may wait. It decides nothing about memory.
+
+    `now` is the scheduler's time.
+    """
+
+    def __init__(self, slo: Slo | None, max_num_batched_tokens: int, max_num_seqs: int, num_ranks: int = 1) -> None:
+        """slo: None bounds no wait by time. max_num_batched_tokens: of each rank."""
+        self.now = 0.0
+        self._slo = slo
+        self._patience = None if slo is None else Patience(slo)
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_seqs = max_num_seqs
+        self._num_ranks = num_ranks
+        self._cost = CostModel()
+        self._is_awaited = False
+        self._attended = 0.0
+        self._attended_of_row = 0.0
+        self._step_s = 0.0
+        # The seconds of a step that computes as many tokens as it may.
+        self._full_step_s = 0.0
+        self._request_tokens = _Average()
+        num_remembered = _REMEMBERED * max_num_seqs
+        self._output_tokens = Survival(1, 1.1, num_remembered)
+        # The seconds from a request's arrival until its client leaves.
+        self._departures = Survival(0.1, 1.05, num_remembered)
+        # The age by which answers are to be whole, before clients leave.
+        self._deadline_s = inf
+        self._num_new_ends = 0
+        self._places = max_num_seqs
+        # The seconds that a request may wait if its answer is to be whole by then.
+        self._spare_s = inf
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, which must not go back."""
+        self.now = now
+
+    def count_step(self, size: StepSize, seconds: float) -> None:
+        """Learn from a measured step."""
+        self._cost.observe(size.rows, size.attended, seconds)
+        self._attended += _SMOOTHING * (size.attended - self._attended)
+        self._attended_of_row += _SMOOTHING * (size.attended / size.rows - self._attended_of_row)
+        self._step_s += _SMOOTHING * (self._cost.seconds(size.rows, size.attended) - self._step_s)
+        self._full_step_s = self._cost.seconds(self._max_num_batched_tokens, self._attended)
+
+    def count_start(self, request: Request) -> None:
+        """Learn from a request that left the queue."""
+        self._request_tokens.count(request.num_uncached_tokens)
+
+    def count_end(self, request: Request, reason: FinishReason) -> None:
+        """Learn from a request that ended, begun or not."""
+        if request.num_output_tokens:
+            is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+            self._output_tokens.count(request.num_output_tokens, has_ended=is_whole)
+        if self._slo is not None and not request.terms.patient:
+            self._departures.count(self.now - request.arrived_at, has_ended=reason is FinishReason.ABORT)
+            self._num_new_ends += 1
+
+    def num_places(self) -> int:
+        """Return the number of requests that may run at once: as many as the settings allow, unless clients leave.
+
+        The more requests run, the better each step is used and the longer each answer takes. An answer whose client
+        leaves is lost work, so fewer requests run at once if more answers are then whole in time.
+        """
+        return self._places
+
+    def note_waiting(self, since: float | None) -> None:
+        """Note since when a request with a bounded wait has waited that still waits after a step; None for none."""
+        self._is_awaited = since is not None
+        if self._patience is not None:
+            self._patience.note(self.now, None if since is None else self.now - since)
+        if self._num_new_ends and self._slo is not None:
+            grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH * min(1, self._num_new_ends / self._places))
+            self._deadline_s = min(grown_s, self._best_deadline(self._slo))
+            self._num_new_ends = 0
+            self._keep_deadline(self._slo)
+
+    def is_bounded(self, request: Request) -> bool:
+        """Return whether a request may be refused or dropped because of its wait."""
+        return not request.keeps_its_turn and (self._slo is not None or request.terms.ttft_s is not None)
+
+    def limit(self, request: Request) -> float:
+        """Return how long a request may wait for its first step."""
+        if not self.is_bounded(request):
+            return inf
+        prefill_s = self._prefill_s(request.num_uncached_tokens)
+        if request.terms.ttft_s is not None or self._patience is None:
+            return allowance(request.terms.ttft_s or inf, prefill_s)
+        return min(self._patience.limit(prefill_s), self._longest_for_whole_s)
+
+    def is_late(self, request: Request) -> bool:
+        """Return whether a waiting request's first token will be late, or its answer whole only after its client
+        leaves."""
+        ttft_s = request.terms.ttft_s or (self._slo.ttft_s if self._slo is not None else inf)
+        longest_s = min(allowance(ttft_s, self._prefill_s(request.num_uncached_tokens)), self._longest_for_whole_s)
+        return self.now - request.arrived_at > longest_s
+
+    def step_bound(self, decodes: Sequence[Request]) -> StepBound:
+        """Return the bound of a step in which the requests `decodes` have a token each.
+
+        They must keep their pace. And a step must not be so long that requests which come during it are late when it
+        ends.
+        """
+        usual = inf if self._slo is None or self._slo.tpot_s is None else self._slo.tpot_s
+        pace_s = min((r.terms.tpot_s or usual for r in decodes if not r.terms.background), default=inf)
+        return StepBound(self._cost, pace_s, inf if self._slo is None else self._slo.ttft_s, self._is_awaited)
+
+    def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
+        """Return the load that a new request would find. lacks_memory: whether no more requests fit than run now."""
+        num_running = sum(backlog.running for backlog in tenants.values())
+        places = max(1, num_running) if lacks_memory else self.num_places()
+        return Load(
+            at=self.now,
+            limit_s=inf if self._patience is None else min(self._patience.limit(2 * self._full_step_s), self._spare_s),
+            step_s=self._full_step_s,
+            step_tokens=max(LEAST_PROMPT_TOKENS, self._num_ranks * self._max_num_batched_tokens - num_running),
+            places=places,
+            place_s=(self._output_tokens.mean() + 1) * self._step_s / places,
+            request_tokens=round(self._request_tokens.value),
+            tenants=tenants,
+        )
+
+    def _keep_deadline(self, slo: Slo) -> None:
+        """Set the number of running requests and the longest wait with which answers are whole by the deadline."""
+        self._places, self._spare_s = self._max_num_seqs, inf
+        if self._deadline_s == inf:
+            return
+        least_wait_s = _LEAST_SHARE * slo.ttft_s
+        places = range(1, self._max_num_seqs + 1)
+        least = (1 - _MOST_GIVEN_UP) * self._throughput(self._max_num_seqs)
+        in_time = bisect_right(places, self._deadline_s - least_wait_s / 2, key=self._answer_s)
+        self._places = max(in_time, 1 + bisect_left(places[:-1], least, key=self._throughput))
+        self._spare_s = max(least_wait_s, self._deadline_s - self._answer_s(self._places))
+
+    def _best_deadline(self, slo: Slo) -> float:
+        """Return the age by which answers should be whole for most to reach clients; inf unless clients leave."""
+        if not self._departures.any_ended:
+            return inf
+        num_running = self._max_num_seqs
+        most = self._throughput(num_running)
+        best, best_s = -1.0, inf
+        while num_running and (throughput := self._throughput(num_running)) >= (1 - _MOST_GIVEN_UP) * most:
+            age_s = self._answer_s(num_running) + _LEAST_SHARE * slo.ttft_s / 2
+            if (answered := throughput * self._departures.share(age_s)) > best:
+                best, best_s = answered, age_s
+            num_running = int(_NEXT_TRIED * num_running)
+        return max(best_s, self._departures.longest(_STAYING * self._departures.share(best_s)))
+
+    def _throughput(self, num_running: int) -> float:
+        """Return the rows per second of steps with `num_running` typical requests: as one ends, another begins."""
+        rows_of_each = 1 + self._request_tokens.value / max(1.0, self._output_tokens.mean())
+        rows = min(round(num_running * rows_of_each / self._num_ranks), self._max_num_batched_tokens)
+        return rows / max(self._cost.seconds(rows, rows * self._attended_of_row), 1e-9)
+
+    def _answer_s(self, num_running: int) -> float:
+        """Return the seconds within which most typical answers are whole while `num_running` run (Little's law)."""
+        rows = self._request_tokens.value + max(1.0, self._output_tokens.mean())
+        return _SPREAD * num_running * rows / self._num_ranks / max(self._throughput(num_running), 1e-9)
+
+    @property
+    def _longest_for_whole_s(self) -> float:
+        """The longest wait, in seconds, of a request whose answer is to be whole by the deadline.
+
+        It is a step longer than the wait allowed to new requests, since a prediction is not exact.
+        """
+        return self._spare_s + self._full_step_s
+
+    def _prefill_s(self, num_tokens: int) -> float:
+        """Return the least seconds of the steps that compute a prompt in a busy engine, where all steps are full."""
+        return self._full_step_s * -(-num_tokens // self._max_num_batched_tokens)
+
+
+class _Average:
+    """The mean of all values at first, later of the last values."""
+
+    def __init__(self) -> None:
+        self.value = 0.0
+        self._num_values = 0
+
+    def count(self, value: float) -> None:
+        self._num_values += 1
+        self.value += max(_SMOOTHING, 1 / self._num_values) * (value - self.value)

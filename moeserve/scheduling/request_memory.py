@@ -1,0 +1,445 @@
+"""The memory side of scheduling: the leases of one rank's requests, and the choice of a rank for a request."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum, auto
+
+from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Chunk, Request, StateUse, WindowTable
+from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
+from radix_cache import PUBLIC, Miss, PrefixCache
+
+# Merges the annotations along a prefix, (number of tokens, annotation) in order, into one.
+MergeAnnotations = Callable[[Sequence[tuple[int, bytes]]], bytes]
+
+
+class RequestMemory:
+    """Holds the leases of one rank's requests. It knows neither queues nor budgets.
+
+    While a plan in flight names a request, its lease is not released; it only grows, or exchanges full blocks for equal
+    ones (`publish`). So any other block that leaves a lease here can be freed at once.
+    """
+
+    def __init__(
+        self,
+        cache: PrefixCache,
+        merge_annotations: MergeAnnotations | None = None,
+        states: RequestStates | None = None,
+    ) -> None:
+        """merge_annotations: None if prefixes are not annotated. states: None without recurrent states."""
+        self._cache = cache
+        self._states = states
+        self._merge_annotations = merge_annotations
+        self._block_size = cache.block_size
+        self._windows = cache.windows
+
+    def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
+        """Count the blocks that the request could get now. See `grow` for `sparing`.
+
+        enough: a count of as many may be too low, and costs less.
+        """
+        return self._cache.num_available_to(request.namespace, enough) if sparing else self._cache.num_available
+
+    def share(self, request: Request) -> None:
+        """Set the terms of the request's account, by which its prefixes are evicted."""
+        self._cache.share(request.namespace, request.terms.weight, request.terms.cached)
+
+    def peek(self, request: Request) -> int:
+        """Count the request's tokens that are cached now."""
+        return self._cache.peek(request.token_ids, request.namespace)
+
+    def num_missing_blocks(self, request: Request) -> int:
+        """Count the blocks that the request lacks for its tokens."""
+        lease = request.lease
+        assert lease is not None
+        return -(-len(request.token_ids) // self._block_size) - len(lease.block_ids)
+
+    def num_missing_windows(self, request: Request) -> int:
+        """Count the window blocks that the request lacks to be computed step by step."""
+        if self._windows is None:
+            return 0
+        lease = request.lease
+        assert lease is not None
+        wanted = min(self._windows.num_needed, -(-len(request.token_ids) // self._block_size))
+        return max(0, wanted - (len(lease.block_ids) - lease.first_window))
+
+    def has_windows(self, count: int) -> bool:
+        """Return whether `count` window blocks are available now."""
+        return self._windows is None or count <= self._windows.num_available
+
+    def num_empty_slots(self, request: Request) -> int:
+        """Count the slots that the request holds and no plan fills yet."""
+        lease = request.lease
+        assert lease is not None
+        return len(lease.block_ids) * self._block_size - request.num_planned_tokens
+
+    def attach(self, request: Request) -> None:
+        """Lease the cached prefix of the request's tokens and count it as computed.
+
+        A request that still needs log probabilities of prompt tokens gets no hits: they come from the forward.
+        """
+        lease = self._cache.match(request.token_ids, request.namespace, use_cache=not request.wants_prompt_logprobs)
+        request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
+        if self._states is not None:
+            self._states.enter(request)
+        if self._windows is not None:
+            self._expect_ends(request)
+
+    def _expect_ends(self, request: Request) -> None:
+        """Keep the window at positions where other prompts are likely to diverge from a request with a new lease.
+
+        These are the end of its prompt, the place where it leaves the cached prefix, the borders that the frontend or
+        the client marks, and some places in a very long prompt.
+        """
+        lease = request.lease
+        assert lease is not None
+        last = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
+        if self._cache.is_branch(lease):
+            positions += [lease.num_known_tokens, lease.num_published_tokens]
+        if request.cache is not None:
+            positions += [*request.cache.borders, *(num_tokens for num_tokens, _ in request.cache.retentions)]
+        for position in positions:
+            self._cache.expect(lease, position)
+
+    def has_slot(self, request: Request) -> bool:
+        """Return whether a request with a lease has a state slot, or needs none."""
+        return self._states is None or request.state is not None
+
+    def detach(self, request: Request, keep_tokens: int | None = None) -> None:
+        """Release the request's blocks and its computed tokens. See `PrefixCache.release` for `keep_tokens`."""
+        assert request.lease is not None
+        if self._states is not None:
+            self._states.leave(request)
+        self._cache.release(request.lease, keep_tokens)
+        request.lease = request.annotation = None
+        request.num_computed_tokens = 0
+
+    def tell_time(self, now: float) -> None:
+        """Set the time of the cache, which must not go back, in seconds."""
+        self._cache.tell_time(now)
+
+    def note_hit(self, request: Request, num_tokens: int) -> None:
+        """Count tokens that the request has found cached, and refresh the retentions of its prefix."""
+        assert request.lease is not None
+        self._cache.note_hit(request.lease, num_tokens)
+
+    def explain(self, request: Request, wish: CacheWish) -> Miss:
+        """Return why no more of the request's tokens were cached. To be called immediately after the match."""
+        assert request.lease is not None
+        return self._cache.explain(request.lease, request.token_ids, tells_salts=wish.tells_salts)
+
+    def retain(self, request: Request, wish: CacheWish) -> None:
+        """Retain the prefixes of the request's prompt that it wishes to keep, as far as they are published.
+
+        The longest goes first: if the budget cuts it, the shorter prefixes lie within the rest.
+        """
+        assert request.lease is not None
+        for num_tokens, seconds in sorted(wish.retentions, reverse=True):
+            self._cache.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, wish.share)
+
+    def recall(self, request: Request) -> None:
+        """Let the request's next chunk carry the merged annotations of its cached prefix, unless they are too long."""
+        if self._merge_annotations is None or not request.num_computed_tokens:
+            return
+        assert request.lease is not None
+        annotations = self._cache.annotations(request.lease)
+        merged = self._merge_annotations(annotations) if annotations else b""
+        request.annotation = merged if 0 < len(merged) <= MAX_ANNOTATION_BYTES else None
+
+    def catch_up(self, request: Request) -> int:
+        """Adopt blocks that other requests have published; return the number of tokens that this saves from computing.
+
+        The request gives up a partly computed block for the full one.
+        """
+        lease = request.lease
+        assert lease is not None
+        gained = self._cache.advance(lease, request.token_ids) - request.num_computed_tokens
+        if gained <= 0:
+            return 0
+        request.num_computed_tokens += gained
+        if self._states is not None:
+            self._states.find_positions(request)
+        return gained
+
+    def foresee(self, request: Request, waiting: Iterable[Request]) -> None:
+        """Let an admitted request keep its state and window where prompts of waiting requests diverge from its own."""
+        if self._states is None and self._windows is None:
+            return
+        for other in waiting:
+            if other is request:
+                continue
+            position = self.num_coming(other, request)
+            if self._states is not None:
+                self._states.want(request, position)
+            if request.lease is not None:
+                self._cache.expect(request.lease, position)
+
+    def cut_chunk(self, request: Request, count: int) -> int:
+        """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
+        return count if self._states is None else self._states.cut(request, count)
+
+    def use_state(self, request: Request, count: int) -> StateUse | None:
+        """Plan the use of the request's state by the chunk of its next `count` tokens, which is planned now."""
+        return None if self._states is None else self._states.use(request, count)
+
+    def commit_state(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
+        """End a committed chunk's use of the state; `keep` the snapshot that it saved. To be called after `publish`."""
+        if self._states is not None:
+            self._states.commit(request, chunk, keep=keep)
+
+    def grow(self, request: Request, count: int, *, sparing: bool) -> Sequence[int] | None:
+        """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short.
+
+        sparing: leave some blocks to cached prefixes of accounts that hold less (`PrefixCache.extend`).
+        """
+        lease = request.lease
+        assert lease is not None
+        missing = (request.num_planned_tokens + count - 1) // self._block_size + 1 - len(lease.block_ids)
+        if missing <= 0:
+            return ()
+        return self._cache.extend(lease, missing, sparing=sparing)
+
+    def windows_of(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Return the window blocks of new blocks, none for models without window blocks."""
+        return () if self._windows is None else self._windows.of(blocks)
+
+    def window_table(self, request: Request) -> WindowTable | None:
+        """Return the table of window blocks for the request's next chunk, None for models without window blocks."""
+        if self._windows is None:
+            return None
+        assert request.lease is not None
+        return WindowTable(*self._windows.table(request.lease, request.num_planned_tokens))
+
+    def num_tokens_that_fit(self, request: Request, *, sparing: bool) -> int:
+        """Count the further tokens of the request that could get a slot now. See `grow` for `sparing`."""
+        num_blocks = self.num_available_blocks(request, sparing=sparing)
+        if self._windows is not None:
+            num_blocks = min(num_blocks, self._windows.num_available)
+        return self.num_empty_slots(request) + num_blocks * self._block_size
+
+    def publish(self, request: Request, annotation: bytes | None = None) -> list[int] | None:
+        """Publish the full blocks that the request has computed, annotated if `annotation` is given.
+
+        Return the duplicates that the request no longer holds, to be passed to `free`; None if there are none.
+        """
+        lease = request.lease
+        assert lease is not None
+        if request.num_computed_tokens - lease.num_published_tokens < self._block_size:
+            return None
+        duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
+        if annotation and self._merge_annotations is not None:
+            self._cache.annotate(lease, annotation)
+        return duplicates or None
+
+    def free(self, duplicates: list[int]) -> None:
+        """Free the duplicates that `publish` returned. No plan in flight may name them."""
+        self._cache.free(duplicates)
+
+    def awaits_any(self, request: Request, prompts: Iterable[Request]) -> bool:
+        """Return whether one of the scheduled `prompts` computes the next block of `request`.
+
+        Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
+        once. Only scheduled prompts count, so no request waits for a waiting request. Where prefixes need states, the
+        request asks the other for a snapshot in their common prefix, and waits for it.
+        """
+        if self._states is None:
+            return any(other is not request and self._is_computed_by(request, other) for other in prompts)
+        return any(other is not request and self._waits_for_snapshot(request, other) for other in prompts)
+
+    def awaited_prefix(self, request: Request) -> array[int]:
+        """Return the tokens with which any longer prompt of the namespace awaits what `request` awaits."""
+        lease = request.lease
+        assert lease is not None
+        # Of two that wait for a snapshot each may want another one, unless their prompts are equal.
+        end = lease.num_published_tokens + self._block_size if self._states is None else len(request.token_ids) - 1
+        return request.token_ids[:end]
+
+    def _waits_for_snapshot(self, request: Request, other: Request) -> bool:
+        lease = request.lease
+        assert lease is not None
+        assert self._states is not None
+        if not lease.use_cache or other.rank != request.rank:
+            return False
+        return self._states.follows(request, other, self.num_coming(request, other))
+
+    def _is_computed_by(self, request: Request, other: Request) -> bool:
+        """Return whether the scheduled chunk of `other` computes the next block of `request`."""
+        lease = request.lease
+        assert lease is not None
+        start = lease.num_published_tokens
+        end = start + self._block_size
+        return (
+            lease.use_cache
+            and other.rank == request.rank
+            and end < len(request.token_ids)
+            and other.num_computed_tokens + other.num_scheduled_tokens > start
+            and other.namespace == request.namespace
+            and other.token_ids[start:end] == request.token_ids[start:end]
+            and other.token_ids[:start] == request.token_ids[:start]
+        )
+
+    def num_coming(self, request: Request, other: Request) -> int:
+        """Count the tokens of the waiting `request` that will be cached once the prompt of `other` is computed here."""
+        return 0 if other.lease is None or not other.lease.use_cache else self.num_shared(request, other)
+
+    def num_shared(self, request: Request, other: Request) -> int:
+        """Count the leading tokens of `request` that it could take over from `other`.
+
+        Whole blocks from the first token on, and never the request's last token.
+        """
+        size = self._block_size
+        longest = (min(len(request.token_ids) - 1, len(other.token_ids)) // size) * size
+        mine, theirs = request.token_ids, other.token_ids
+        if request.namespace != other.namespace or not longest:
+            return 0
+        if mine[:size] != theirs[:size]:
+            return 0
+        if mine[:longest] == theirs[:longest]:
+            return longest
+        equal, unequal = size, longest
+        while unequal - equal > size:
+            middle = (equal + unequal) // (2 * size) * size
+            if mine[equal:middle] == theirs[equal:middle]:
+                equal = middle
+            else:
+                unequal = middle
+        return equal
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
+        self._cache.check_counts()
+        if self._cache.num_leased or self._cache.num_duplicates:
+            raise AssertionError(f"idle, but {self._cache.num_leased} blocks are leased")
+        if self._states is not None:
+            self._states.check_idle()
+
+
+# A running request costs its rank a row in every step to come. It weighs as much as this many tokens to be computed, so
+# a shorter cached prefix does not outweigh a rank that runs one request less.
+_TOKENS_PER_RUNNING_REQUEST = 64
+
+
+class AdmissionOutcome(Enum):
+    """The outcome of `RankLoads.place`."""
+
+    ADMITTED = auto()
+    FOLLOWS = auto()  # it waits for another request, which computes its next block
+    NO_ROOM = auto()
+
+
+class RankLoads:
+    """The work and the memory that each rank owes its running requests, during one round of admissions.
+
+    It places a request where its prompt is cached or being computed, unless that rank has much more to do.
+    """
+
+    __slots__ = (
+        "_awaited",
+        "_memories",
+        "_num_of_tenant",
+        "_num_promised_blocks",
+        "_num_promised_windows",
+        "_priorities",
+        "_prompts",
+        "_work",
+    )
+
+    def __init__(self, memories: Sequence[RequestMemory], running: Iterable[Request]) -> None:
+        self._memories = memories
+        self._work = [0] * len(memories)
+        self._priorities: list[list[int]] = [[] for _ in memories]
+        self._num_of_tenant: Counter[tuple[int, str]] = Counter()
+        # Running prompts will need memory for their next chunks.
+        self._num_promised_blocks = [0] * len(memories)
+        self._num_promised_windows = [0] * len(memories)
+        self._prompts: list[list[Request]] = [[] for _ in memories]
+        # Namespaces and prefixes of prompts that wait until another request has computed them.
+        self._awaited: list[tuple[str, array[int]]] = []
+        for request in running:
+            self.add(request)
+
+    def add(self, request: Request) -> None:
+        """Count a request that runs now."""
+        rank = request.rank
+        uncomputed = len(request.token_ids) - request.num_computed_tokens - request.num_scheduled_tokens
+        self._work[rank] += uncomputed + _TOKENS_PER_RUNNING_REQUEST
+        if uncomputed > 1 or request.num_scheduled_tokens > 1:
+            self._prompts[rank].append(request)
+        self._priorities[rank].append(request.priority)
+        self._num_of_tenant[rank, request.terms.tenant] += 1
+        self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
+        self._num_promised_windows[rank] += self._memories[rank].num_missing_windows(request)
+
+    def place(self, request: Request, prompts: Sequence[Request]) -> AdmissionOutcome:
+        """Give a waiting request its rank and the lease on its cached prefix there, if it may run now.
+
+        prompts: the scheduled requests whose prompts are computed.
+        """
+        if self._is_known_to_follow(request):
+            return AdmissionOutcome.FOLLOWS
+        for rank in self._preferred_ranks(request):
+            request.rank = rank
+            memory = self._memories[rank]
+            memory.attach(request)
+            follows = memory.awaits_any(request, prompts)
+            if not follows and self._have_room_for(request):
+                return AdmissionOutcome.ADMITTED
+            prefix = memory.awaited_prefix(request) if follows else None
+            memory.detach(request)
+            if prefix is not None:
+                self._awaited.append((request.namespace, prefix))
+                return AdmissionOutcome.FOLLOWS
+        return AdmissionOutcome.NO_ROOM
+
+    @property
+    def num_followers_tried(self) -> int:
+        """The number of requests that were found to wait for another one. Others that await the same cost no try."""
+        return len(self._awaited)
+
+    def _is_known_to_follow(self, request: Request) -> bool:
+        if not self._awaited or request.wants_prompt_logprobs:
+            return False
+        token_ids = request.token_ids
+        return any(
+            namespace == request.namespace and len(token_ids) > len(prefix) and token_ids[: len(prefix)] == prefix
+            for namespace, prefix in self._awaited
+        )
+
+    def _preferred_ranks(self, request: Request) -> Sequence[int]:
+        """Return all ranks, the cheapest first and the lowest number among equals.
+
+        A rank's price is its work before the request could be done, less the request's tokens that are cached there.
+        Tokens that the rank is computing for another request count twice: this request has them as soon as the other
+        request, and no rank computes them again.
+        """
+        if len(self._memories) == 1:
+            return (0,)
+        if request.namespace == PUBLIC:
+            # Every rank needs its own copy of a public prefix: the request for it comes once per rank.
+            return sorted(range(len(self._memories)), key=lambda rank: self._memories[rank].peek(request))
+        prices = list(self._work)
+        if not request.wants_prompt_logprobs:
+            for rank, memory in enumerate(self._memories):
+                num_cached = memory.peek(request)
+                num_coming = max((memory.num_coming(request, other) for other in self._prompts[rank]), default=0)
+                prices[rank] -= num_cached + 2 * max(0, num_coming - num_cached)
+        return sorted(range(len(prices)), key=prices.__getitem__)
+
+    def _have_room_for(self, request: Request) -> bool:
+        """Return whether the request's rank has memory for all its tokens, beside what running requests need."""
+        rank = request.rank
+        memory = self._memories[rank]
+        if not memory.has_slot(request):
+            return False
+        if not memory.has_windows(self._num_promised_windows[rank] + memory.num_missing_windows(request)):
+            return False
+        # Plus one block for each running request that could otherwise take it from the newcomer, whose prompt would be
+        # lost.
+        headroom = sum(priority <= request.priority for priority in self._priorities[rank])
+        wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom
+        # A tenant's first request may take any block; further requests spare the cached prefixes of other tenants.
+        is_further = self._num_of_tenant[rank, request.terms.tenant] > 0
+        return wanted <= memory.num_available_blocks(request, sparing=is_further, enough=wanted)

@@ -1,0 +1,700 @@
+"""The scheduler: which requests advance by how many tokens in the next step. No text, tensors, clock or sockets.
+
+There is no prefill phase and no decode phase. A request has `num_computed_tokens`; a step advances some requests by
+some tokens under a token budget: first the requests that lack one token, then prompts in chunks with the rest of the
+budget, where a long prompt lets far shorter ones of its tenant pass. Prefix hits, chunked prefill, preemption and
+resuming are all this one idea.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import islice, takewhile
+
+from moeserve.plan import (
+    Chunk,
+    ChunkResult,
+    FinishReason,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
+from moeserve.scheduling.open_prompts import OpenPrompts
+from moeserve.scheduling.pacing import Load, Pace, Slo
+from moeserve.scheduling.plan_draft import PlanDraft
+from moeserve.scheduling.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
+from moeserve.scheduling.request_states import RequestStates, StatePolicy
+from moeserve.scheduling.sharing import Sharing
+from moeserve.scheduling.token_sums import TokenSums
+from radix_cache import APART, Miss, PrefixCache
+
+# A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
+_MAX_FOLLOWERS_TRIED = 64
+# The first waiting requests, in this number, tell an admitted one where to keep its state and windows.
+_FORESEEN = 16
+_BENEFIT_OF_DOUBT = 1.5
+_CLEARLY_LATE = 1.2
+
+
+class Scheduler:
+    """Owns the state of requests and, through one `RequestMemory` per rank, of memory.
+
+    A request lives on one rank at a time, chosen at its admission (`RankLoads`). `caches[r]` are the blocks of rank r.
+    A step takes as long as its busiest rank, so `max_num_batched_tokens` holds for each rank; `max_num_seqs` and the
+    queue hold for the service as a whole.
+
+    `schedule` may be called again before `commit` of the previous plan, and commits come in the order of the plans. A
+    request with tokens in flight is then left out, and its blocks stay until its commit, even if it is aborted. With
+    `run_ahead` it continues: the rest of its prompt is planned, or the token that the previous plan will sample; tokens
+    planned beyond the request's end are dropped.
+    """
+
+    def __init__(
+        self,
+        caches: Sequence[PrefixCache],
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_num_queued_reqs: int,
+        max_model_len: int,
+        policy: str = "fcfs",
+        run_ahead: bool = False,
+        merge_annotations: MergeAnnotations | None = None,
+        states: StatePolicy | None = None,
+        slo: Slo | None = None,
+        rope_switch: int | None = None,
+    ) -> None:
+        """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
+        of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`)."""
+        if max_num_batched_tokens < max_num_seqs:
+            raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
+        for cache in caches:
+            if max_model_len > cache.num_blocks * cache.block_size:
+                raise ValueError(f"max_model_len {max_model_len} exceeds the {cache.num_blocks} blocks of KV memory")
+        self._max_num_seqs = self._num_places = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._max_num_queued_reqs = max_num_queued_reqs
+        self._max_model_len = max_model_len
+        self._run_ahead = run_ahead
+        self._memories = [
+            RequestMemory(cache, merge_annotations, None if states is None else RequestStates(cache, states))
+            for cache in caches
+        ]
+        self._rope_switch = rope_switch
+        self._requests: dict[str, Request] = {}
+        self._tenants = Tenants()
+        self._sharing = Sharing(self._tenants, caches, max_num_seqs)
+        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
+        self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late, self._pace.is_bounded)
+        self._open_prompts = OpenPrompts()
+        self._committed: PlanDraft | None = None
+        # The first request of each tenant that found no memory in the latest step.
+        self._lacking: dict[Tenant, Request] = {}
+        # Requests outside the queue: the first mask of their grammar is still to come.
+        self._unmasked: dict[str, Request] = {}
+        self._mask_changes: list[Request] = []
+        self._running: list[Request] = []
+        self._in_flight: deque[PlanDraft] = deque()
+        # The suspect that plans in flight, or the draft, name.
+        self._on_trial: Request | None = None
+        self._started: list[Request] = []
+        self._num_arrivals = 0
+        self._num_tried = 0
+        self._step = 0
+        self.counters = SchedulerCounters()
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting) + len(self._unmasked)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._requests and not self._in_flight
+
+    @property
+    def num_empty_slots(self) -> int:
+        """The number of slots that requests hold and no plan fills yet."""
+        return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raise NeverFitsError, QueueFullError, TooLateError; ValueError if invalid."""
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id} is in use")
+        if not request.num_prompt_tokens or request.sampling.max_tokens < 1:
+            raise ValueError("a request needs at least one prompt token and one token to generate")
+        if request.num_output_tokens >= request.sampling.max_tokens:
+            raise ValueError("the request has all its tokens already")
+        wanted = request.num_prompt_tokens + request.sampling.max_tokens
+        if wanted > self._max_model_len:
+            raise NeverFitsError(
+                f"maximum context length is {self._max_model_len} tokens, but {wanted} were asked for: "
+                f"{request.num_prompt_tokens} in the prompt and {request.sampling.max_tokens} for the completion"
+            )
+        self._check_queue(request)
+        self._check_wait(request)
+        request.arrival = self._num_arrivals
+        self._num_arrivals += 1
+        self._requests[request.request_id] = request
+        self._tenants.enter(request)
+        for memory in self._memories:
+            memory.share(request)
+        if self._outgrows(request):
+            self._extend(request)
+        if request.lacks_mask:
+            self._mask_changes.append(request)
+        self._open_prompts.add(request)
+        self._enqueue(request)
+
+    def take_mask_changes(self) -> list[Request]:
+        """Return the requests with a grammar that have come to need a mask, or have finished, since the last call."""
+        changes, self._mask_changes = self._mask_changes, []
+        return changes
+
+    def provide(self, request: Request, mask: bytes) -> None:
+        """Receive the tokens that a request's grammar allows next. Without them no step computes the request.
+
+        With its first mask it takes its place in the queue, by its arrival. A request that has finished is left alone.
+        """
+        if not request.finished:
+            request.mask = mask
+            if self._unmasked.pop(request.request_id, None) is not None:
+                self._waiting.add(request)
+
+    def fail(self, request: Request, error: str) -> RequestOutput | None:
+        """End a request with an error. Return None for a request that has finished."""
+        return None if request.finished else self._end(request, FinishReason.ERROR, error)
+
+    def drop_late(self) -> list[RequestOutput]:
+        """End the requests that never began and have waited too long, or will before those ahead of them have begun.
+
+        Each has had its chance in at least one step, however long the previous step took.
+        """
+        late = [r for r in self._unmasked.values() if self._pace.now - r.arrived_at > self._pace.limit(r)]
+        if not len(self._waiting):
+            return [self._end(request, FinishReason.LATE) for request in late]
+        load, now = self.load(), self._pace.now
+        ahead, num_tokens = list[int](), 0
+        sums, limits = TokenSums(), dict[tuple[bool, float | None, int], float]()
+        for request in self._waiting.candidates():
+            own, num_places = request.num_uncached_tokens, len(ahead) + 1 - load.num_free_places
+            kind = (self._pace.is_bounded(request), request.terms.ttft_s, -(-own // self._max_num_batched_tokens))
+            if (limit_s := limits.get(kind)) is None:
+                limit_s = limits[kind] = self._pace.limit(request)
+            waited_s = now - request.arrived_at
+            spare_s = _CLEARLY_LATE * limit_s - waited_s
+            is_late = waited_s > limit_s
+            if not is_late and load.wait_behind_s(num_places, num_tokens) > spare_s:
+                for tokens in ahead[sums.count :]:
+                    sums.add(tokens)
+                is_late = load.wait_behind_s(num_places, sums.bounded(FAR_SHORTER * own)) > spare_s
+            if is_late and request.arrival < self._num_tried:
+                late.append(request)
+            else:
+                ahead.append(own)
+                num_tokens += own
+        return [self._end(request, FinishReason.LATE) for request in late]
+
+    def abort(self, request_id: str) -> RequestOutput | None:
+        """End a request whose client left, in any state. Return None for a request that is not known."""
+        request = self._requests.get(request_id)
+        return None if request is None else self._end(request, FinishReason.ABORT)
+
+    def finish(self, request_id: str, keep_tokens: int) -> RequestOutput | None:
+        """End a request with its first `keep_tokens` output tokens: the frontend found a stop string in them."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        del request.token_ids[request.num_prompt_tokens + max(0, keep_tokens) :]
+        return self._end(request, FinishReason.STOP)
+
+    def take_started(self) -> list[Request]:
+        """Return the requests that left the queue for the first time since the last call."""
+        started, self._started = self._started, []
+        return started
+
+    def schedule(self) -> list[StepPlan] | None:
+        """Return the next step, one plan per rank, or None when nothing can be computed before a commit.
+
+        A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
+        """
+        if self._rope_switch is not None:
+            for request in [request for request in self._running if self._outgrows(request)]:
+                self._open_prompts.remove(request)
+                self._preempt(request)
+                self._extend(request)
+                self._open_prompts.add(request)
+        draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
+        if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.num_scheduled_tokens):
+            self._on_trial = None
+        prompts: list[Request] = []
+        self._num_places = self._pace.num_places()
+        self._make_room()
+        # A request that is not tried in this step may find memory by now.
+        self._lacking = {}
+        # Preemption removes requests from the list during this loop, but only behind the current one.
+        for request in self._running:
+            if request.yields or request.lacks_mask or self._awaits_trial(request):
+                continue
+            if request.num_scheduled_tokens and not self._run_ahead:
+                continue
+            num_pending = _num_pending(request)
+            if num_pending > 1:
+                prompts.append(request)
+            elif num_pending == 1:
+                self._plan_chunk(request, 1, draft)
+            elif num_pending == 0:
+                self._plan_unsampled(request, draft)
+        draft.end_decodes(self._pace.step_bound(draft.requests))
+        awaited = next(self._waiting.candidates(), None) if prompts else None
+        prompts.sort(key=self._tenants.turn)
+        urgent, patient = list[Request](), list[Request]()
+        for request in prompts:
+            is_later = awaited is not None and self._tenants.goes_before(awaited, request)
+            (patient if is_later else urgent).append(request)
+        self._schedule_prompts(urgent, draft)
+        if patient:
+            candidates = self._waiting.candidates()
+            self._admit(draft, takewhile(lambda request: self._tenants.goes_before(request, patient[0]), candidates))
+            self._schedule_prompts(patient, draft)
+        self._admit(draft)
+        self._pace.note_waiting(self._waiting.bounded_since)
+        self._num_tried = self._num_arrivals
+        if not draft.requests:
+            return None
+        self._step += 1
+        self._in_flight.append(draft)
+        return draft.plans
+
+    def commit(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[RequestOutput]:
+        """Apply the ranks' results of a step: publish full blocks, append tokens, end requests.
+
+        Raise ValueError, with nothing changed, unless `plans` are the oldest in flight and `results` fit them.
+        """
+        if not self._in_flight or self._in_flight[0].plans is not plans:
+            raise ValueError(f"step {plans[0].step} is not the oldest one in flight")
+        rows = self._in_flight[0].rows(results)
+        draft = self._committed = self._in_flight.popleft()
+        for rank, blocks in draft.duplicates:
+            self._memories[rank].free(blocks)
+        outputs: list[RequestOutput] = []
+        for request in draft.requests:
+            chunk, computed = next(rows[request.rank])
+            num_tokens = len(chunk.token_ids)
+            request.num_scheduled_tokens -= num_tokens
+            error = computed.error
+            if error is None and computed.token_id is None and chunk.sampling is not None:
+                error = "no token was sampled"
+            goes_on = error is None and not request.finished
+            if goes_on:
+                request.num_computed_tokens += num_tokens
+                if request.num_computed_tokens >= request.suspect_until:
+                    request.suspect_until = 0
+                self._publish(request, computed.annotation)
+            if chunk.state is not None:
+                self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
+            if request.finished:
+                request.failed |= error is not None
+                self._release(request)
+            elif error is not None:
+                outputs.append(self._end(request, FinishReason.ERROR, error))
+            else:
+                output = _append_sampled(request, chunk, computed)
+                if output is not None:
+                    self.counters.generation_tokens += output.token_id is not None
+                    if request.miss is not None:
+                        output.miss, request.miss = request.miss, None
+                    if output.finish_reason is not None:
+                        self._end(request, output.finish_reason)
+                    elif output.token_id is not None and request.mask is not None:
+                        request.mask = None
+                        self._mask_changes.append(request)
+                    outputs.append(output)
+        return outputs
+
+    def tell_time(self, now: float) -> None:
+        """Set the time by which retained prefixes expire and waits are measured, in seconds; it must not go back.
+
+        Plans depend on it only if requests ask for retention, or are late.
+        """
+        self._now = now
+        self._pace.tell_time(now)
+        for memory in self._memories:
+            memory.tell_time(now)
+
+    def count_step(self, seconds: float) -> None:
+        """Learn from the seconds that the last committed step took."""
+        if self._committed is not None:
+            self._pace.count_step(self._committed.size, seconds)
+            self._committed = None
+
+    def load(self, num_tokens: int | None = None) -> Load:
+        """Return the load that a request would find now. num_tokens: its uncached prompt's; None for a typical one."""
+        backlogs = self._tenants.backlogs(num_tokens)
+        is_awaited = any(backlog.waiting for backlog in backlogs.values())
+        return self._pace.load(backlogs, bool(self._lacking) and is_awaited and not self._tenants.background_runs)
+
+    def check_idle(self) -> None:
+        """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
+        for memory in self._memories:
+            memory.check_idle()
+
+    def _num_cached(self, request: Request) -> int:
+        return max(memory.peek(request) for memory in self._memories)
+
+    def _num_cached_soon(self, request: Request) -> int:
+        """Count the request's tokens that are cached, or will be cached by the prompts of the requests before it."""
+        others, memory = self._open_prompts.neighbours(request), self._memories[0]
+        return max([self._num_cached(request), *(memory.num_shared(request, other) for other in others)])
+
+    def _check_queue(self, request: Request) -> None:
+        """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
+        num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
+        if not request.resumes and not self._sharing.may_wait(request.terms, num_places):
+            raise QueueFullError(f"{self.num_waiting} requests wait already")
+
+    def _check_wait(self, request: Request) -> None:
+        """Raise TooLateError if the request would wait much longer than it may.
+
+        Frontends refuse at the bound itself, and sooner, since this error comes only after a step.
+        """
+        if not self._pace.is_bounded(request):
+            return
+        request.num_uncached_tokens = len(request.token_ids) - self._num_cached_soon(request)
+        if not len(self._waiting):
+            return
+        wait_s = self.load(request.num_uncached_tokens).wait_s(request.terms.tenant, request.terms.weight)
+        if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
+            raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
+
+    def _make_room(self) -> None:
+        """Take places and memory from tenants that have more than their share, for the next request."""
+        for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
+            self._preempt(request)
+        if not self._sharing.note(self._running, self._num_places):
+            return
+        self._sharing.sort(self._running)
+        is_full = len(self._running) >= self._num_places
+        for victim in self._sharing.victims(self._waiting, is_full=is_full, lacks_memory=bool(self._lacking)):
+            if victim.num_scheduled_tokens:
+                victim.yields = True
+            else:
+                self._preempt(victim)
+
+    def _schedule_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
+        """Plan chunks of running requests that lack more than one token, in order."""
+        for request in prompts:
+            rank = request.rank
+            if request.request_id in draft.prompts:
+                continue
+            pending = _num_pending(request)
+            if pending > draft.room(request, pending) > 0:
+                self._let_shorter_pass(request, prompts, draft)
+            if request.lease is None or draft.budgets[rank] <= 0 or self._awaits_trial(request):
+                continue
+            if not request.num_scheduled_tokens:
+                self._count_hits(request, self._memories[rank].catch_up(request))
+            if not self._memories[rank].awaits_any(request, self._scheduled_prompts(draft)):
+                self._plan_chunk(request, _num_pending(request), draft)
+
+    def _let_shorter_pass(self, request: Request, prompts: list[Request], draft: PlanDraft) -> None:
+        """Plan requests of the same tenant that lack far fewer tokens than this one, which would fill the step.
+
+        They get half of what is left. So none waits for all of a long prompt, which takes at most twice as long.
+        """
+        most = _num_pending(request) // FAR_SHORTER
+        shorter = [other for other in prompts if self._are_alike(other, request) and _num_pending(other) <= most]
+        set_aside = draft.set_half_aside()
+        self._schedule_prompts(shorter, draft)
+        waiting = self._waiting.candidates()
+        self._admit(draft, (r for r in waiting if self._are_alike(r, request) and r.num_uncached_tokens <= most))
+        draft.take_back(set_aside)
+
+    def _are_alike(self, one: Request, other: Request) -> bool:
+        return self._tenants.of(one) is self._tenants.of(other) and one.priority == other.priority
+
+    def _admit(self, draft: PlanDraft, candidates: Iterable[Request] | None = None) -> None:
+        """Admit waiting requests while budget, places and memory for their whole prompts last.
+
+        No request passes one of its own tenant that finds no memory. Other tenants' requests do until they have had as
+        much as it will. While a suspect awaits its trial, its place is kept, and of its tenant only requests that an
+        earlier engine had are admitted. candidates: in the order in which they are tried; None for all.
+        """
+        if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
+            return
+        loads = RankLoads(self._memories, self._running)
+        awaiting: list[Tenant] = []
+        places = Counter(map(self._tenants.of, self._running))
+        first = list(islice(self._waiting.candidates(), _FORESEEN))
+        for request in self._waiting.candidates() if candidates is None else candidates:
+            if draft.is_full or len(self._running) + len(awaiting) >= self._num_places:
+                break
+            tenant = self._tenants.of(request)
+            if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
+                continue
+            if self._awaits_trial(request):
+                awaiting.append(tenant)
+                places[tenant] += 1
+                continue
+            if tenant in awaiting and not request.resumes:
+                continue
+            if not all(self._tenants.may_pass(request, other) for other in self._lacking.values()):
+                break
+            outcome = loads.place(request, self._scheduled_prompts(draft))
+            if outcome is AdmissionOutcome.FOLLOWS:
+                if loads.num_followers_tried == _MAX_FOLLOWERS_TRIED:
+                    break
+                continue
+            if outcome is AdmissionOutcome.NO_ROOM:
+                self._lacking[tenant] = request
+                continue
+            places[tenant] += 1
+            self._waiting.take(request)
+            self._tenants.end_wait(request)
+            self._tenants.of(request).num_running += 1
+            self._running.append(request)
+            self._memories[request.rank].recall(request)
+            self._memories[request.rank].foresee(request, first)
+            self._count_start(request)
+            self._plan_chunk(request, _num_pending(request), draft)
+            loads.add(request)
+        self._sharing.sort(self._running)
+
+    def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
+        """Return the requests whose prompts are computed in this step or in one in flight."""
+        return [request for step in (draft, *self._in_flight) for request in step.prompts.values()]
+
+    def _plan_chunk(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
+        """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
+
+        The victim is the last request of the same rank. Without a victim the request waits for memory of others.
+        Prefixes that other tenants have cached within their shares are evicted only for a tenant's single request on
+        the rank.
+        """
+        rank = request.rank
+        limit = min(num_pending, draft.budgets[rank]) if num_pending == 1 else draft.claim(request, num_pending)
+        if limit <= 0:
+            return
+        memory = self._memories[rank]
+        count = wanted = memory.cut_chunk(request, limit)
+        sparing = True
+        while (new := memory.grow(request, count, sparing=sparing)) is None:
+            count = memory.num_tokens_that_fit(request, sparing=sparing)
+            if count:
+                continue
+            is_spared = memory.num_tokens_that_fit(request, sparing=False) > 0
+            if is_spared and not self._has_others(request):
+                sparing = False
+            elif (victim := self._last_running(request, of_tenant=is_spared)) is not None:
+                self._preempt(victim)
+            else:
+                return
+            count = wanted
+        if new:
+            draft.zero(rank, new, memory.windows_of(new))
+        draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
+        self._note_planned(request, count)
+
+    def _has_others(self, request: Request) -> bool:
+        """Return whether other requests of the tenant run on the request's rank."""
+        others = (other for other in self._running if other is not request and other.rank == request.rank)
+        return any(other.terms.tenant == request.terms.tenant for other in others)
+
+    def _last_running(self, request: Request, *, of_tenant: bool) -> Request | None:
+        """Return the last request after the given one on its rank that no plan names. of_tenant: only of its tenant."""
+        for other in reversed(self._running):
+            if other is request:
+                return None
+            is_meant = not of_tenant or other.terms.tenant == request.terms.tenant
+            if is_meant and other.rank == request.rank and not other.num_scheduled_tokens:
+                return other
+        return None
+
+    def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
+        """Plan the token that the previous plan will sample for a request, if the request is sure to continue with it.
+
+        Not for a grammar, which depends on that token; where penalties do, the device counts it. It never preempts:
+        after the commit the request has its turn like any other.
+        """
+        if request.sampling.grammar is not None or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+            return
+        if request.num_planned_tokens == self._rope_switch and not request.first_angle:
+            return
+        drawn_by = self._in_flight[-1].sampled_place(request)
+        if drawn_by is None or draft.budgets[request.rank] <= 0:
+            return
+        memory = self._memories[request.rank]
+        new = memory.grow(request, 1, sparing=True)
+        if new is not None:
+            if new:
+                draft.zero(request.rank, new, memory.windows_of(new))
+            draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
+            self._note_planned(request, 1)
+
+    def _note_planned(self, request: Request, num_tokens: int) -> None:
+        self._tenants.charge(request, num_tokens)
+        if request.suspect_until:
+            self._on_trial = request
+
+    def _awaits_trial(self, request: Request) -> bool:
+        """Return whether the request and another one that is planned may both have ended an earlier engine."""
+        return request.suspect_until > 0 and self._on_trial not in (None, request)
+
+    def _outgrows(self, request: Request) -> bool:
+        """Return whether the request's next token needs other rotary angles for all its keys."""
+        switch = self._rope_switch
+        return switch is not None and len(request.token_ids) > switch and not request.first_angle
+
+    def _extend(self, request: Request) -> None:
+        """Switch a waiting request to the angles of extended contexts, whose KV is cached apart."""
+        assert self._rope_switch is not None
+        request.first_angle, request.namespace = self._rope_switch, request.namespace + APART
+
+    def _preempt(self, request: Request) -> None:
+        """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
+        self._running.remove(request)
+        self._tenants.of(request).num_running -= 1
+        self._memories[request.rank].detach(request)
+        request.num_preemptions += 1
+        request.yields = False
+        self.counters.preemptions += 1
+        self._enqueue(request)
+
+    def _enqueue(self, request: Request) -> None:
+        """Let a request wait for its turn, or first for its mask."""
+        self._tenants.wait(request)
+        if request.lacks_mask:
+            self._unmasked[request.request_id] = request
+        else:
+            self._waiting.add(request)
+
+    def _count_start(self, request: Request) -> None:
+        self.counters.prefix_query_tokens += len(request.token_ids)
+        self._count_hits(request, request.num_computed_tokens)
+        if not request.num_preemptions:
+            self.counters.prompt_tokens += request.num_prompt_tokens
+            self._pace.count_start(request)
+            self._tenants.of(request).count_start(request)
+            self._started.append(request)
+
+    def _count_hits(self, request: Request, num_tokens: int) -> None:
+        """Count cached tokens. After a preemption they are hits, but its client did not find them cached."""
+        self.counters.prefix_hit_tokens += num_tokens
+        if request.num_preemptions:
+            return
+        request.num_cached_tokens += num_tokens
+        memory = self._memories[request.rank]
+        if num_tokens:
+            memory.note_hit(request, num_tokens)
+        if request.cache is None or not request.cache.report:
+            return
+        # A match after tokens that the request computed itself says nothing about its prompt.
+        if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
+            request.miss = memory.explain(request, request.cache)
+
+    def _publish(self, request: Request, annotation: bytes | None) -> None:
+        """Publish the request's full blocks, and free the duplicates once no plan names them."""
+        memory = self._memories[request.rank]
+        blocks = memory.publish(request, annotation)
+        if blocks and request.num_scheduled_tokens:
+            self._in_flight[-1].duplicates.append((request.rank, blocks))
+        elif blocks:
+            memory.free(blocks)
+
+    def _end(self, request: Request, reason: FinishReason, error: str | None = None) -> RequestOutput:
+        """Remove the request. Its blocks are released now, or with the commit of the plan that names it."""
+        del self._requests[request.request_id]
+        self._tenants.leave(request)
+        request.finished, request.failed = True, error is not None
+        self._pace.count_end(request, reason)
+        if request.sampling.grammar is not None:
+            self._mask_changes.append(request)
+        self._open_prompts.remove(request)
+        if request.lease is None:
+            self._tenants.end_wait(request)
+            if self._unmasked.pop(request.request_id, None) is None:
+                self._waiting.remove(request)
+            return RequestOutput(request, finish_reason=reason, error=error)
+        self._running.remove(request)
+        self._tenants.of(request).num_running -= 1
+        self._release(request)
+        return RequestOutput(request, finish_reason=reason, error=error)
+
+    def _release(self, request: Request) -> None:
+        """Release the request's memory once no plan names it. Its tokens stay cached, but not after an error."""
+        if request.num_scheduled_tokens:
+            return
+        memory = self._memories[request.rank]
+        if request.cache is not None and not request.failed:
+            memory.retain(request, request.cache)
+        memory.detach(request, 0 if request.failed else len(request.token_ids))
+
+
+def _num_pending(request: Request) -> int:
+    """Return the number of the request's known tokens that no plan computes yet."""
+    return len(request.token_ids) - request.num_planned_tokens
+
+
+def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
+    """Append the token that was sampled after a chunk of the request, and note whether it is the last one.
+
+    Return None if there is nothing to report, as in the middle of a prompt.
+    """
+    prompt_logprobs = computed.prompt_logprobs
+    if prompt_logprobs is not None:
+        # After a preemption the request computes some of them again that were reported before.
+        prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
+        request.num_prompt_logprobs += len(prompt_logprobs)
+    token_id = computed.token_id
+    if chunk.sampling is None or token_id is None:
+        return RequestOutput(request, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
+    request.token_ids.append(token_id)
+    output = RequestOutput(request, token_id, None, computed.logprobs, prompt_logprobs)
+    if token_id in chunk.sampling.stop_token_ids:
+        output.finish_reason = FinishReason.STOP
+    elif request.num_output_tokens >= chunk.sampling.max_tokens:
+        output.finish_reason = FinishReason.LENGTH
+    return output
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """A request's new token or its end. Exactly one output per request has a `finish_reason`."""
+
+    request: Request
+    token_id: int | None = None
+    finish_reason: FinishReason | None = None
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    error: str | None = None
+    miss: Miss | None = None
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    prefix_query_tokens: int = 0
+    prefix_hit_tokens: int = 0
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    preemptions: int = 0
+
+
+class QueueFullError(Exception):
+    """The queue has no place for another request."""
+
+
+class TooLateError(Exception):
+    """The request would wait longer than it may."""
+
+
+class NeverFitsError(Exception):
+    """The request could not run even alone; the message gives both token counts."""

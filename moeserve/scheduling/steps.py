@@ -1,0 +1,170 @@
+"""The engine's loop over steps: plan, launch, commit.
+
+Runners and executors have one verb, `launch`. On a device with a queue it returns at once; on a CPU it returns when the
+step is computed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from moeserve.plan import GRAMMAR_FAILED, Pending, StepPlan, StepResult
+from moeserve.scheduling.scheduler import RequestOutput, Scheduler
+
+if TYPE_CHECKING:
+    from moeserve.grammars.masks import GrammarMasks
+
+# A step waits up to this time for masks of grammars; requests whose mask comes later are left out of it.
+_MASK_SECONDS = 0.005
+# The time between two looks for new messages while nothing can be computed before a mask is made.
+_IDLE_MASK_SECONDS = 0.002
+
+
+class Runner(Protocol):
+    """Computes the plans of one rank."""
+
+    def launch(self, plan: StepPlan) -> Pending[StepResult]: ...
+
+
+class Executor(Protocol):
+    """Computes the plans of all ranks: `LocalExecutor`, `moeserve.engine.containment.ContainingExecutor` or
+    `moeserve.engine.ranks.steps.RankedExecutor`."""
+
+    def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
+        """Launch the step in which rank r computes `plans[r]`. The result lists one result per rank."""
+
+    def check(self) -> None:
+        """Raise the error that would make the next step fail. The engine calls this now and then while it idles."""
+
+
+class LocalExecutor:
+    """Computes the plans of the only rank, in this process."""
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+
+    def launch(self, plans: Sequence[StepPlan]) -> Pending[list[StepResult]]:
+        (plan,) = plans
+        return _LocalStep(self._runner.launch(plan))
+
+    def check(self) -> None:
+        """Do nothing: no other rank can be missing."""
+
+
+@dataclass(frozen=True, slots=True)
+class _LocalStep:
+    step: Pending[StepResult]
+
+    @property
+    def done(self) -> bool:
+        return self.step.done
+
+    def result(self) -> list[StepResult]:
+        return [self.step.result()]
+
+
+class RanksObserver:
+    """Observes the steps of all ranks in the engine's process. Steps end in the order in which they began."""
+
+    def begin(self, plans: Sequence[StepPlan]) -> None:
+        """Observe that a step is about to be launched. The previous step may not have ended."""
+
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        """Observe the results of all ranks; results[r] belongs to plans[r]."""
+
+    def abandon(self, plans: Sequence[StepPlan]) -> None:
+        """Observe, in place of `end`, that a step that had begun has failed."""
+
+
+class Steps:
+    """Plans, launches and commits one step after another.
+
+    With depth 0 each step is planned when the previous step is committed. With depth 1 it is planned and launched while
+    the previous step is computed, so that a device never waits for the host; the tokens are the same and come one turn
+    later. The scheduler must run ahead by the same depth. step: the number of the last committed step.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        depth: int,
+        observers: Sequence[RanksObserver] = (),
+        masks: GrammarMasks | None = None,
+    ) -> None:
+        """masks: makes the masks of requests that have a grammar; without it, such requests fail."""
+        self._scheduler = scheduler
+        self._executor = executor
+        self._depth = depth
+        self._observers = observers
+        self._masks = masks
+        self._in_flight: deque[tuple[list[StepPlan], Pending[list[StepResult]]]] = deque()
+        self.step = 0
+
+    def advance(self) -> list[RequestOutput] | None:
+        """Launch the next step if there is one. Without one, or with more than `depth` in flight, commit the oldest.
+
+        Return the outputs of the committed step, none without a commit, and of requests whose grammar failed; None if
+        there was nothing to do.
+        """
+        failed = self._provide_masks()
+        plans = self._scheduler.schedule()
+        if plans is not None:
+            for observer in self._observers:
+                observer.begin(plans)
+            with self._abandoned_if_it_fails(plans):
+                self._in_flight.append((plans, self._executor.launch(plans)))
+            if len(self._in_flight) <= self._depth:
+                return failed
+        if self._in_flight:
+            return failed + self._commit()
+        if self._masks is not None and self._masks.is_awaited:
+            self._masks.wait(_IDLE_MASK_SECONDS)
+            return failed
+        return failed or None
+
+    def check(self) -> None:
+        """Raise the error that would make the next step fail. Meant for times when there is nothing to do."""
+        self._executor.check()
+
+    @contextmanager
+    def _abandoned_if_it_fails(self, plans: Sequence[StepPlan]) -> Iterator[None]:
+        try:
+            yield
+        except Exception:
+            for observer in self._observers:
+                observer.abandon(plans)
+            raise
+
+    def _commit(self) -> list[RequestOutput]:
+        plans, pending = self._in_flight.popleft()
+        with self._abandoned_if_it_fails(plans):
+            results = pending.result()
+        for observer in self._observers:
+            observer.end(plans, results)
+        outputs = self._scheduler.commit(plans, results)
+        self.step = plans[0].step
+        if self._masks is not None:
+            # Masks are made while the outputs are sent and messages are read.
+            self._masks.update(self._scheduler.take_mask_changes())
+        return outputs
+
+    def _provide_masks(self) -> list[RequestOutput]:
+        """Give the scheduler the masks that are made. Return the ends of requests whose grammar failed."""
+        changes = self._scheduler.take_mask_changes()
+        failed: list[RequestOutput | None] = []
+        if self._masks is None:
+            error = f"{GRAMMAR_FAILED}nothing enforces grammars here"
+            failed = [self._scheduler.fail(request, error) for request in changes]
+        else:
+            self._masks.update(changes)
+            for made in self._masks.take(_MASK_SECONDS):
+                if made.error is None:
+                    self._scheduler.provide(made.request, made.mask)
+                else:
+                    failed.append(self._scheduler.fail(made.request, made.error))
+        return [output for output in failed if output is not None]
