@@ -14,7 +14,11 @@ from moeserve.engine.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, T
 from moeserve.engine.ranks.steps import follow
 from moeserve.plan import StepPlan
 
-PLANS = [StepPlan(0, []), StepPlan(0, [])]
+
+def plans_of(step: int) -> list[StepPlan]:
+    return [StepPlan(step, []), StepPlan(step, [])]
+
+
 SKEWED = np.array([[0, 1, 0, 1, 0, 2, 4, 6] * 200])
 
 
@@ -80,6 +84,7 @@ class Service:
         self.ranks = Rank(0), Rank(1)
         self.told: list[ToRank] = []
         self.reports = True
+        self.launched = 0
         self.now = 0.0
         self.rebalancer = Rebalancer(contiguous(1, 8, 2), RebalancePolicy(0.05), interval=2, timeout=50)
         self.rebalancing = Rebalancing(self.rebalancer, self.ranks[0].migrator, self.tell, lambda: self.now)
@@ -96,7 +101,8 @@ class Service:
 
     def launch(self) -> None:
         self.now += 1
-        self.rebalancing.begin(PLANS)
+        self.launched += 1
+        self.rebalancing.begin(plans_of(self.launched))
         other = self.ranks[1].migrator
         if self.version != other.version:
             other.switch(self.version)
@@ -105,7 +111,7 @@ class Service:
 
     def step(self) -> None:
         self.launch()
-        self.rebalancing.end(PLANS, [])
+        self.rebalancing.end(plans_of(self.launched), [])
         assert {rank.migrator.version for rank in self.ranks} == {self.version}
         assert self.ranks[0].slots.placement == self.ranks[1].slots.placement == self.rebalancer.placement
         for rank in self.ranks:
@@ -149,7 +155,7 @@ def test_where_steps_are_queued_ranks_switch_before_the_same_step_and_its_time_i
         service.launch()
         assert {rank.migrator.version for rank in service.ranks} == {service.version}
         if step:
-            service.rebalancing.end(PLANS, [])
+            service.rebalancing.end(plans_of(service.launched - 1), [])
         for rank in service.ranks:
             if (reading := rank.migrator._reading) is not None:
                 reading.exception(timeout=30)

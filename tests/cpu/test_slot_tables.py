@@ -61,7 +61,7 @@ def test_what_was_captured_goes_by_a_placement_that_changes_later() -> None:
     captured = make_fx(dispatch_of(experts))(*inputs)
     before = captured(*inputs)
     assert before[:, 0].tolist() == [2 * 1.0, 2 * 2.0, 2 * 3.0, 0.0]
-    ranks = list(experts.placement.placement.ranks[0])
+    ranks = list(experts.placement.ranks[0])
     ranks[0], ranks[3] = ranks[3], ranks[0]
     experts.place(0, tuple(ranks))
     after = captured(*inputs)

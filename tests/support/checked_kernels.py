@@ -52,7 +52,10 @@ def _code(path: Path) -> bytes:
     content = path.read_bytes()
     if path.suffix != ".py":
         return content
-    tree = ast.parse(content)
+    try:
+        tree = ast.parse(content)
+    except SyntaxError:
+        return content
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)

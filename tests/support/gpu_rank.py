@@ -130,14 +130,14 @@ def swap_experts(rank: Rank) -> None:
     """The first and the last expert of a layer change places, as rank 0 would have all ranks do between two steps."""
     experts, migrator = group_of(rank).experts, rank.migrator
     assert migrator is not None
-    ranks = list(experts.placement.placement.ranks[0])
+    ranks = list(experts.placement.ranks[0])
     ranks[0], ranks[-1] = ranks[-1], ranks[0]
     migrator.begin(Migration(1, 0, tuple(ranks)))
     while (outcome := migrator.outcome()) is None:
         time.sleep(0.01)
     assert outcome.error is None, outcome
     migrator.switch(1)
-    assert experts.placement.placement.ranks[0] == tuple(ranks)
+    assert experts.placement.ranks[0] == tuple(ranks)
 
 
 def check_routing(rank: Rank, plan: StepPlan, result: StepResult) -> None:

@@ -45,6 +45,16 @@ def test_a_change_of_a_kernel_or_of_its_compiler_makes_them_due(root: Path, path
     assert main(root) == 1
 
 
+def test_comments_and_docstrings_are_no_change(root: Path) -> None:
+    kernel = root / KERNELS / "scale.py"
+    kernel.write_text("def scale(x):\n    return 2 * x\n")
+    main(root, "--record")
+    kernel.write_text('def scale(x):\n    """Double x."""\n    return 2 * x  # In place of a sum.\n')
+    assert main(root) == 0
+    kernel.write_text("def scale(x):\n    return 3 * x\n")
+    assert main(root) == 1
+
+
 def test_a_change_elsewhere_does_not(root: Path) -> None:
     main(root, "--record")
     (root / "moeserve" / "scheduler.py").write_text("decides without a GPU")
