@@ -276,7 +276,7 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
         if plan.spec.quantization is not None:
             stage += f", expanded from {plan.spec.quantization.kind}"
         if not plan.rounding.is_none:
-            stage += f", rounded to {plan.rounding.name}"
+            stage += f", {'kept as' if plan.rounding.keeps_stored else 'rounded to'} {plan.rounding.name}"
     return lambda done, total: report({"event": "loading", "done": done, "total": total, "stage": stage})
 
 
