@@ -1,4 +1,4 @@
-"""What scheduling costs: planning a step of many running requests, and adding a request to a long queue.
+"""Measure the cost of scheduling: planning a step of many running requests, and adding a request to a long queue.
 
     python -m benchmarks.scheduling
 

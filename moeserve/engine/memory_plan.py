@@ -235,7 +235,11 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     if config.device == "cuda":
         return NO_ROUNDING
     rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
-    stored = {form.name for info in index.values() if (form := format_in_file(info.dtype)) is not None}
+    stored = {
+        form.name if form.name == info.dtype.lower() else f"{form.name} (rounded from {info.dtype})"
+        for info in index.values()
+        if (form := format_in_file(info.dtype)) is not None
+    }
     if spec.quantization is not None and spec.quantization.kind == "mxfp4":
         stored.add(spec.quantization.kind)
     computes = config.dtype in ("auto", "float32")

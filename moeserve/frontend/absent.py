@@ -1,4 +1,4 @@
-"""What a 404 says: of well-known routes that this server lacks, where to find them."""
+"""The text of a 404: it names the server that has a well-known route which this one lacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is true of a path, once: `Route`. Application, gate, log, errors and descriptions follow these records."""
+"""The facts about a path, stated once: `Route`. Application, gate, log, errors and descriptions follow from it."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ _MAX_CULPRITS = 16
 
 @dataclass(frozen=True)
 class LastWork:
-    """What an engine was working on when it died.
+    """The work of an engine when it died.
 
     `named`: the requests in its steps in flight, and the one that it was just taking, with the number of tokens that
     would then have been computed. `trials`: the id and the digest of each suspect among them. `suspects`: all that had

@@ -1,4 +1,4 @@
-"""What an engine does about requests that may end it: it names them before it works on them, and refuses culprits."""
+"""Guard an engine against requests that may end it: it names them before it works on them, and refuses culprits."""
 
 from __future__ import annotations
 

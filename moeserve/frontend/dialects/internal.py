@@ -168,7 +168,7 @@ class GenerateRequest:
 
     @property
     def shows_prompts(self) -> bool:
-        """Whether the answer shows its prompts, and so needs their texts."""
+        """True if the answer shows its prompts, and so needs their texts."""
         return self.echo or self.prompt_logprobs is not None
 
     @property

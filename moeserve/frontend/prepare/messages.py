@@ -1,4 +1,4 @@
-"""What the event loop and a text process say to each other: an `Ask` with a body, and one `Reply`.
+"""The messages between the event loop and a text process: an `Ask` with a body, and one `Reply`.
 
 A frame is the length of its head, the head and a payload. An ask's head is MessagePack, its payload the body as it is.
 A reply's head is JSON, since integers of clients are of any size; its payload holds JSON of the dialect, token ids as

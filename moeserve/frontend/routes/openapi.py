@@ -1,4 +1,4 @@
-"""What is told of the routes: `/openapi.json` and the JSON index at `/`.
+"""Descriptions of the routes: `/openapi.json` and the JSON index at `/`.
 
 The schemas of bodies are those of the structs that read them.
 """

@@ -15,12 +15,6 @@ from moeserve.model.gguf.config import Fields
 from moeserve.model.gguf.header import GgufHeader, GgufTensor
 from moeserve.model.spec import CheckpointError
 
-# Kinds of ggml whose numbers are read one by one, and the kinds that the kernels compute from as they are. All others
-# are rounded to Q8_0.
-PLAIN_KINDS = frozenset(("F64", "F32", "F16", "BF16"))
-PACKED_KINDS = {"Q8_0": "q8_0", "Q4_0": "q4_0", "Q4_1": "q4_1", "Q4_K": "q4_k", "Q5_K": "q5_k", "Q6_K": "q6_k"}
-PACKED_KINDS |= {"MXFP4": "mxfp4"}
-
 _OUTER = {
     "token_embd.weight": "model.embed_tokens.weight",
     "output.weight": "lm_head.weight",

@@ -14,9 +14,9 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import Tensor
 
-from kernels.weight_formats import FORMATS, QuantizedRows, joined_rows
+from kernels.weight_formats import FORMATS, Q8_0, QuantizedRows, joined_rows
 from moeserve.model.gguf.header import GgufTensor
-from moeserve.model.gguf.parts import PACKED_KINDS, GgufPart
+from moeserve.model.gguf.parts import GgufPart
 from moeserve.model.spec import CheckpointError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -106,7 +106,8 @@ def _by_rows(tensor: GgufTensor) -> _Array:
 
 def _packed(tensor: GgufTensor) -> QuantizedRows:
     depth = tensor.shape[-1]
-    if tensor.kind in PACKED_KINDS:
-        return QuantizedRows(FORMATS[PACKED_KINDS[tensor.kind]], torch.from_numpy(_by_rows(tensor).copy()), depth)
+    form = FORMATS.get(tensor.kind.lower())
+    if form is not None:
+        return QuantizedRows(form, torch.from_numpy(_by_rows(tensor).copy()), depth)
     rounded = quantize(_numbers(tensor).float().numpy(), GGMLQuantizationType.Q8_0)
-    return QuantizedRows(FORMATS["q8_0"], torch.from_numpy(rounded), depth)
+    return QuantizedRows(Q8_0, torch.from_numpy(rounded), depth)
