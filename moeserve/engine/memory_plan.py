@@ -26,6 +26,7 @@ from moeserve.engine.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
 from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, window_demand
 from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
@@ -66,6 +67,8 @@ def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> 
     """Do as `read_spec`, for a model on our own code or on transformers'."""
     if is_native(read_model_type(directory), config.model_impl):
         return read_spec(directory, config, device)
+    if is_gguf_folder(directory):
+        raise ConfigError("A GGUF file is computed by our own code only: leave --model-impl at auto.")
     if device != "cpu":
         raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
     from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.

@@ -15,6 +15,8 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine.memory_plan import plan_model
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.gguf.header import read_gguf
@@ -186,6 +188,11 @@ def test_what_cannot_be_served_gets_one_sentence(
     )
     with pytest.raises(ModelError, match=sentence):
         folder_of(path, tmp_path)
+
+
+def test_a_file_is_refused_on_transformers_code(quantised: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="leave --model-impl at auto"):
+        plan_model(folder_of(quantised, tmp_path), ServeConfig(model_impl="transformers"))
 
 
 @pytest.mark.parametrize("number", [400, pytest.param(100_000, marks=pytest.mark.long)])
