@@ -9,7 +9,6 @@ from pathlib import Path
 
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import build_scheduler, load_rank
-from moeserve.engine.experts.observe import signature_merger
 from moeserve.engine.memory_plan import plan_model
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
@@ -39,9 +38,8 @@ class TokenEngine:
         rank = load_rank(directory, plan_model(directory, config), config, lambda _: None).start()
         self.spec = rank.model.spec
         self.experts = rank.memory
-        merge = None if rank.prefetcher is None else signature_merger(self.spec)
         model = rank.model
-        self.scheduler, _ = build_scheduler(config, model.kv, merge_annotations=merge, rope_switch=model.rope_switch)
+        self.scheduler, _ = build_scheduler(config, model.kv, rope_switch=model.rope_switch)
         self.masks = GrammarMasks(directory / "tokenizer.json", model.spec.vocab_size, model.eos_token_ids)
         self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth, masks=self.masks)
         self._count = 0

@@ -11,16 +11,13 @@ if TYPE_CHECKING:
 
 
 class PlannedChunk(Protocol):
-    """One request's rows in a step. annotation: the signature of its cached prefix, if the chunk begins after one."""
+    """One request's rows in a step."""
 
     @property
     def request_id(self) -> str: ...
 
     @property
     def token_ids(self) -> array[int]: ...
-
-    @property
-    def annotation(self) -> bytes | None: ...
 
 
 class PlannedStep(Protocol):

@@ -92,17 +92,13 @@ def tune(arguments: tuple[str, ...]) -> None:
     cls=LazyGroup,
     entries={
         "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
-        "simulate": (
-            "moeserve.engine.experts.simulate:simulate_command",
-            "Replay a routing trace through the expert memory.",
-        ),
         "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
         "deepnvme": ("moeserve.engine.experts.deepnvme:deepnvme", "Compile the faster reader of experts."),
         "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
     },
 )
 def experts() -> None:
-    """Record, draw, replay and foresee where tokens meet their experts."""
+    """Record, draw and foresee where tokens meet their experts."""
 
 
 @click.group(cls=LazyGroup, entries={"build": ("launcher.cli:build_demo", "Build a variant of the demo model.")})

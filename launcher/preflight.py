@@ -24,7 +24,6 @@ _FOR_EXPERT_MEMORY = (
     "expert_store_dir",
     "expert_policy",
     "expert_prefetch",
-    "expert_store_bandwidth",
 )
 
 

@@ -247,12 +247,6 @@ class ServeConfig:
         group="Memory and scheduling",
         minimum=0,
     )
-    scheduling_policy: str = setting(
-        "fcfs",
-        "Order of the queue: first come, or longest cached prefix first.",
-        group="Memory and scheduling",
-        choices=("fcfs", "lpm"),
-    )
     expert_memory: int | None = setting(
         None,
         "Most bytes of expert weights in the memory of each rank, or of its GPU; other experts are loaded when needed, "
@@ -278,13 +272,6 @@ class ServeConfig:
         "(which experts followed the chosen ones so far, learnt while serving).",
         group="Expert memory",
         choices=("off", "auto", "gate", "fitted", "affinity"),
-    )
-    expert_store_bandwidth: int | None = setting(
-        None,
-        "Emulated speed of the disk in bytes per second and rank, for measurements.",
-        group="Expert memory",
-        kind="size",
-        minimum=1,
     )
     host: str = setting("127.0.0.1", "Address to listen on.", group="HTTP")
     port: int = setting(8000, "Port to listen on; 0 takes a free one.", group="HTTP", minimum=0, maximum=65535)

@@ -137,8 +137,7 @@ class Request:
     chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions and lives of the engine. `annotation` is that of the cached prefix,
-    until a chunk carries it. `first_angle`: see `Chunk`.
+    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`.
     `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
     `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
     scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
@@ -161,12 +160,10 @@ class Request:
     num_scheduled_tokens: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_overtakers: int = 0
     num_prompt_logprobs: int = 0
     rank: int = 0
     first_angle: int = 0
     lease: Lease | None = None
-    annotation: bytes | None = None
     finished: bool = False
     failed: bool = False
     cache: CacheWish | None = None
@@ -261,8 +258,6 @@ class WindowTable:
 
 # Begins the error of a request whose grammar cannot be enforced; its text may be shown to the client.
 GRAMMAR_FAILED = "The grammar failed: "
-# The limit for the annotation that a chunk carries.
-MAX_ANNOTATION_BYTES = 4096
 
 
 @dataclass(slots=True)
@@ -274,9 +269,6 @@ class Chunk:
 
     `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which chunk number `drawn_by`
     among that plan's sampled chunks will sample, and `token_ids` holds a zero in its place.
-
-    `annotation`: opaque bytes from earlier `ChunkResult.annotation`s, kept with the cached tokens before `start`; at
-    most MAX_ANNOTATION_BYTES, only in the first chunk after the request's admission.
 
     `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
     context beyond which its model uses other angles (`moeserve.model.rope`).
@@ -292,7 +284,6 @@ class Chunk:
     sampling: SamplingParams | None
     extras: ChunkExtras | None = None
     drawn_by: int | None = None
-    annotation: bytes | None = None
     state: StateUse | None = None
     first_angle: int = 0
     window: WindowTable | None = None
@@ -370,16 +361,12 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone.
-
-    `annotation` is to be kept with the request's cached tokens up to the chunk's end.
-    """
+    """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone."""
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
-    annotation: bytes | None = None
 
 
 @dataclass(slots=True)

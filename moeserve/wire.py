@@ -306,7 +306,6 @@ class _WireChunkResult(msgspec.Struct, array_like=True, frozen=True):
     logprobs: _WireLogprobs | None
     prompt_logprobs: list[_WireLogprobs] | None
     error: str | None
-    annotation: bytes | None
 
 
 class _WireResult(msgspec.Struct, array_like=True, frozen=True):
@@ -335,7 +334,6 @@ def _pack_result(chunk: ChunkResult) -> _WireChunkResult:
         None if chunk.logprobs is None else _pack_logprobs(chunk.logprobs),
         None if prompt is None else [_pack_logprobs(logprobs) for logprobs in prompt],
         chunk.error,
-        chunk.annotation,
     )
 
 
@@ -346,7 +344,6 @@ def _unpack_result(wire: _WireChunkResult) -> ChunkResult:
         None if wire.logprobs is None else _unpack_logprobs(wire.logprobs),
         None if prompt is None else [_unpack_logprobs(logprobs) for logprobs in prompt],
         wire.error,
-        wire.annotation,
     )
 
 

@@ -19,7 +19,7 @@ class Node:
     that end here; `pins` is the number of pinned children, plus one if `refs` is not 0, so a node and its whole subtree
     are evictable exactly if `pins` is 0. `keeps` counts in the same way: retained children, plus one for `retention`,
     which ends here. `holds` is the part of it that pins of the node's own namespace have. `queued` is the number of the
-    node's entry in the eviction queue. `annotation` is opaque to the tree and empty if there is none.
+    node's entry in the eviction queue.
 
     A node of the namespace PUBLIC may have children of other namespaces, each visible to its own namespace alone.
 
@@ -29,7 +29,6 @@ class Node:
     """
 
     __slots__ = (
-        "annotation",
         "blocks",
         "children",
         "digests",
@@ -64,7 +63,6 @@ class Node:
         self.retention: Retention | None = None
         self.last_used = 0
         self.queued = NOT_QUEUED
-        self.annotation = b""
         self.hits = 0
         self.saved_tokens = 0
         self.used_at = 0.0

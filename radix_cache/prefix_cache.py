@@ -406,29 +406,6 @@ class PrefixCache:
         if snapshot.node is not None and not snapshot.pins and not snapshot.uses:
             self._tree.snapshots.remove(snapshot)
 
-    def annotate(self, lease: Lease, annotation: bytes) -> None:
-        """Attach `annotation` to the run of tokens that ends the lease's published tokens, while the run is cached.
-
-        The run begins at the previous branch or annotated end. A former annotation is replaced, and the run does not
-        grow any more; if it is split later, both parts have the annotation. Do nothing without a published token.
-        """
-        if lease.owner is not self:
-            raise _not_leased()
-        if lease.node.parent is not None:
-            lease.node.annotation = annotation
-
-    def annotations(self, lease: Lease) -> list[tuple[int, bytes]]:
-        """Return (tokens of the run, annotation) of every annotated run of the lease's published tokens, in order."""
-        if lease.owner is not self:
-            raise _not_leased()
-        found = []
-        node: Node | None = lease.node
-        while node is not None:
-            if node.annotation:
-                found.append((len(node.blocks) * self.block_size, node.annotation))
-            node = node.parent
-        return found[::-1]
-
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """Count the tokens that `match` would find in the cache now. Change nothing, not even their recency."""
         return self._serving_depth(namespace, self._reusable(tokens, 0)) * self.block_size

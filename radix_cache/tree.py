@@ -150,16 +150,16 @@ class RadixTree:
         self.victims.count(namespace, len(added))
         self.victims.use(namespace)
         num_other_refs = node.refs - 1 if node is start else node.refs
-        is_alone = not node.children and num_other_refs == 0 and not node.annotation and node.retention is None
+        is_alone = not node.children and num_other_refs == 0 and node.retention is None
         if node.parent is not None and is_alone and node.namespace == namespace:
-            # No other lease ends here, so the run can grow in place: a decoding request stays one node. An annotated
-            # run does not grow, since its annotation describes exactly its tokens, nor does one where a retention ends.
+            # No other lease ends here, so the run can grow in place: a decoding request stays one node. A run
+            # does not grow where a retention ends.
             node.tokens += tokens
             node.blocks.extend(added)
             if node.pins:
                 self._protect(node, len(added))
             return node, canonical
-        # An annotated or retained run that no lease refers to is a leaf in the eviction queue until now.
+        # A retained run that no lease refers to is a leaf in the eviction queue until now.
         node.queued = NOT_QUEUED
         child = self._new_node(namespace, node, bytearray(tokens), added)
         self._hang(child, node)
@@ -395,7 +395,6 @@ class RadixTree:
         upper.children[self.key(node)] = node
         upper.last_used = node.last_used
         upper.used_at = node.used_at
-        upper.annotation = node.annotation
         upper.pins = 1 if node.pins else 0
         upper.keeps = 1 if node.keeps else 0
         upper.holds = 1 if node.holds else 0

@@ -41,9 +41,6 @@ MEASUREMENTS = {
     "stall-simulated": Measurement(
         "exposed stall with and without prefetch, half of the experts in memory, simulated", ("prediction:stall",)
     ),
-    "stall-after-prefix": Measurement(
-        "exposed stall behind a cached prefix with and without its signature, simulated", ("prediction:after_prefix",)
-    ),
     "stall-measured": Measurement(
         "exposed stall with and without prefetch, half of the experts in memory", ("memory:stall",)
     ),

@@ -7,17 +7,22 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import mkdtemp
+from typing import Any
+from unittest.mock import patch
 
 import structlog
 from tokenizers import Tokenizer
 
+import moeserve.engine.experts.memory
 from benchmarks.experts.figures import Amount, Figure, Progress, Unavailable, at_least, at_most, in_turn
 from benchmarks.experts.traces import BUILDS, documents, folder_of
 from benchmarks.token_engine import Completion, TokenEngine
 from experts.memory.file import round_to_page
+from experts.memory.tiers import DiskTier
 from moeserve.config import ServeConfig
 from moeserve.engine.experts.fit import TextReader, fit_gates, half_of_topics, pieces
 from moeserve.engine.experts.prefetch import find_fitted_gates, keep_fitted_gates
@@ -75,12 +80,12 @@ class Contestant:
             expert_memory=_expert_memory(setting),
             expert_policy=setting.policy,
             expert_prefetch=setting.prefetch,
-            expert_store_bandwidth=setting.bandwidth,
             expert_store_dir=None if store is None or setting.bandwidth is None else str(store),
             threads=1,
         )
         try:
-            self._llm = TokenEngine(setting.folder, config)
+            with _emulated_link(setting.bandwidth):
+                self._llm = TokenEngine(setting.folder, config)
         except ModelError as error:
             raise Unavailable(str(error)) from error
         tokenizer = Tokenizer.from_file(str(setting.folder / "tokenizer.json"))
@@ -137,6 +142,31 @@ def contest(settings: Sequence[Setting]) -> Iterator[list[Contestant]]:
         for contestant in contestants:
             contestant.close()
         structlog.reset_defaults()
+
+
+class SlowedTier(DiskTier):
+    """An expert file behind an emulated link: a token bucket of one piece delays the reader."""
+
+    def __init__(self, bytes_per_second: float, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._bytes_per_second = bytes_per_second
+        self._free_at = 0.0
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        started = time.monotonic()
+        self._free_at = max(self._free_at, started) + len(out) / self._bytes_per_second
+        super().read(layer, expert, offset, out)
+        time.sleep(max(0.0, self._free_at - time.monotonic()))
+
+
+@contextmanager
+def _emulated_link(bandwidth: int | None) -> Iterator[None]:
+    """Let the service's code, while it loads a model, open expert files behind a link of so many bytes per second."""
+    if bandwidth is None:
+        yield
+        return
+    with patch.object(moeserve.engine.experts.memory, "DiskTier", partial(SlowedTier, bandwidth)):
+        yield
 
 
 def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:

@@ -4,41 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
 from functools import partial
 
 import numpy as np
-from numpy.typing import NDArray
 
 from benchmarks.experts.figures import Amount, Figure, Progress, at_least, at_most, over_seeds, within
+from benchmarks.experts.simulator import (
+    POPULARITY,
+    LayerTiming,
+    SimulationResult,
+    SimulationSetup,
+    link_for,
+    recall_figures,
+    simulate,
+)
 from benchmarks.experts.traces import (
     BOUND,
     BUILDS,
     FITTED,
     PLAIN,
     Build,
+    first_requests,
     halves,
     perplexity,
     recorded_trace,
     with_controls,
 )
-from experts.memory.residency import POLICIES
-from experts.prediction.prefix_warmth import PrefixWarmth
 from experts.routing.files import GateGuesses, RoutingTrace, Tap
-from experts.routing.signatures import decode_signature, encode_signature
-from experts.simulator import (
-    POPULARITY,
-    LayerTiming,
-    Simulation,
-    SimulationResult,
-    SimulationSetup,
-    control_of,
-    link_for,
-    loads_ahead,
-    recall_figures,
-    simulate,
-)
-from moeserve.engine.experts.simulate import first_requests
 
 _AFFINITY, _EARLY, _LATE = "affinity", "gate-early", "gate-late"
 _GATES = (_EARLY, _LATE)
@@ -62,17 +54,8 @@ _TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)
 _EXPERT_BYTES = 2**20
 # Two or three requests to learn from, and as many held out. The hundred simulations of a build so take two minutes.
 _TOKENS = 512
-_WARM_UP_TOKENS = 256
 _SURE = 20.0
 _SAVED, _WASTED, _ORACLE = "stall saved", "bytes moved for nothing", "with an oracle for the gate"
-
-_PREFIX_BETA = 1.0
-_PREFIX_RESIDENCIES = (0.25, 0.5)
-# None: demand loads, so that the signature is all there is.
-_PREFIX_PREDICTORS = {"demand loads": None, "the gate": _EARLY}
-# Tokens that are computed behind the prefix before the first decode.
-_BEHIND = (1, 8)
-_FIRST, _EIGHT = "first decode step", "first eight decode steps"
 
 
 def recall(amount: Amount, progress: Progress) -> Iterator[Figure]:
@@ -186,118 +169,6 @@ def _stall_figure(case: str, name: str, values: tuple[float, ...]) -> Figure:
     baseline = "all bytes moved" if name == _WASTED else _BASELINE
     note = "simulated, gates fitted to other texts, predictions are free"
     return Figure(f"{case}, {name}", baseline, values, "%", limit, note=note)
-
-
-def after_prefix(amount: Amount, progress: Progress) -> Iterator[Figure]:
-    """Stall that the signature of a cached prefix, the experts it used, saves decode steps behind it, simulated."""
-    builds = BUILDS[:1] + BUILDS[2:] if amount.quick else BUILDS
-    for build in builds:
-        trace = recorded_trace(build, amount, progress)
-        for residency in _PREFIX_RESIDENCIES:
-            for name, predictor in _PREFIX_PREDICTORS.items():
-                for num_behind in _BEHIND:
-                    case = f"{build.name}, {residency:.0%} resident, {name}, prefix + {num_behind}"
-                    progress(case)
-                    hits = PrefixHits(amount.of(64, 16), num_behind)
-                    link = link_for(_PREFIX_BETA, _EXPERT_BYTES, _TIMING)
-                    setup = SimulationSetup(residency, "lfru", link, _TIMING, _EXPERT_BYTES, predictor)
-                    saved = partial(saved_by_signature, trace, setup, hits, amount.of(16, 6))
-                    for figure, values in over_seeds(amount.seeds, saved).items():
-                        yield _prefix_figure(f"{case}, {figure}", name, values)
-
-
-def saved_by_signature(
-    trace: RoutingTrace, setup: SimulationSetup, hits: PrefixHits, max_requests: int, seed: int
-) -> dict[str, float]:
-    """Return the share of the stall on held-out requests that the signature saves, and that another prefix's saves."""
-    learning, held_out = halves(trace, seed)
-    held_out = first_requests(held_out, max_requests * int(np.bincount(held_out.requests).max()))
-    by_step = {signature: replay_hits(learning, held_out, setup, hits, signature).by_step for signature in Signature}
-    # Without more than one token to compute, the first step is a decode step.
-    steps = slice(None, -1) if hits.num_behind == 1 else slice(1, None)
-    found = {}
-    for signature, name in ((Signature.OWN, ""), (Signature.OTHER, ", shuffled control")):
-        without, known = by_step[Signature.NONE][steps], by_step[signature][steps]
-        found[_FIRST + name] = 1 - float(known[0] / without[0]) if without[0] else 0.0
-        found[_EIGHT + name] = 1 - float(known.sum() / without.sum()) if without.any() else 0.0
-    return found
-
-
-def _prefix_figure(name: str, baseline: str, values: tuple[float, ...]) -> Figure:
-    limit = at_most(0.06) if "control" in name else None
-    note = f"simulated, beta {_PREFIX_BETA:g}, stall saved"
-    return Figure(name, f"{baseline} without signature", values, "%", limit, note=note)
-
-
-class Signature(Enum):
-    """The signature that a request is admitted with."""
-
-    NONE = "none"
-    OWN = "own"
-    OTHER = "that of another request's prefix"
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixHits:
-    """Each request finds `num_prefix` tokens cached, computes `num_behind` in its first step and decodes `num_decodes`.
-
-    Requests that are shorter are left out.
-    """
-
-    num_prefix: int
-    num_behind: int
-    num_decodes: int = 8
-
-    @property
-    def num_tokens(self) -> int:
-        return self.num_prefix + self.num_behind + self.num_decodes
-
-
-@dataclass(frozen=True, slots=True)
-class HitStall:
-    """Seconds waited for experts, by step from the first on, summed over requests."""
-
-    num_requests: int
-    by_step: NDArray[np.float64]
-
-
-def replay_hits(
-    learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup, hits: PrefixHits, signature: Signature
-) -> HitStall:
-    """Replay held-out requests with cached prefixes one after the other, on slots and predictors warm from `learning`.
-
-    A step of several tokens is taken to last as long as one of a single token: the least time to load ahead in.
-    """
-    policies = [POLICIES[setup.policy](learning.num_experts) for _ in learning.ids]
-    control = control_of(learning, setup, policies)
-    warmth = PrefixWarmth(control, learning.num_experts)
-    ahead = loads_ahead(learning, setup, control, policies)
-    simulation = Simulation(control, setup.expert_bytes, setup.link, setup.timing, ahead, warmth)
-    for row in range(min(_WARM_UP_TOKENS, len(learning.requests))):
-        simulation.step(learning, np.array([row]))
-    rows_of = [np.flatnonzero(held_out.requests == request) for request in np.unique(held_out.requests)]
-    rows_of = [rows for rows in rows_of if len(rows) >= hits.num_tokens]
-    signatures = [_signature(held_out, rows[: hits.num_prefix]) for rows in rows_of]
-    if signature is Signature.OTHER:
-        signatures = signatures[1:] + signatures[:1]
-    by_step = np.zeros(1 + hits.num_decodes)
-    for rows, rates in zip(rows_of, signatures, strict=True):
-        request = int(held_out.requests[rows[0]])
-        if signature is not Signature.NONE:
-            warmth.remember(request, rates)
-        first, last = hits.num_prefix + hits.num_behind, hits.num_tokens
-        for step, computed in enumerate([rows[hits.num_prefix : first], *rows[first:last, None]]):
-            before = simulation.exposed_stall
-            simulation.step(held_out, computed)
-            by_step[step] += simulation.exposed_stall - before
-    return HitStall(len(rows_of), by_step)
-
-
-def _signature(trace: RoutingTrace, rows: NDArray[np.intp]) -> NDArray[np.float32]:
-    """[L, E]: the rates as they come out of the cache."""
-    counts = [np.bincount(ids[rows].reshape(-1), minlength=trace.num_experts) for ids in trace.ids]
-    rates = np.stack(counts).astype(np.float32) / np.float32(len(rows))
-    return decode_signature(encode_signature(rates), *rates.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -108,6 +108,15 @@ def _recorded(build: Build, amount: Amount, progress: Progress) -> dict[str, Pat
     return found
 
 
+def first_requests(trace: RoutingTrace, max_tokens: int) -> RoutingTrace:
+    """Return whole requests from the start of the trace, at least two, with at most `max_tokens` tokens together."""
+    requests, first, counts = np.unique(trace.requests, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    fits = np.cumsum(counts[order]) <= max_tokens
+    fits[:2] = True
+    return trace.select(np.isin(trace.requests, requests[order][fits]))
+
+
 def halves(trace: RoutingTrace, seed: int) -> tuple[RoutingTrace, RoutingTrace]:
     """Deal whole requests by the seed into (to learn from, held out)."""
     requests, of_token = np.unique(trace.requests, return_inverse=True)

@@ -113,10 +113,6 @@ class ResidencyControl:
             if transfer.priority is not Priority.DEMAND and transfer.generation != self._generation:
                 self._cancel(transfer)
 
-    def is_predicted(self, layer: int) -> bool:
-        """Return True if there is a prediction of the layer's next event."""
-        return bool(self._predicted[layer])
-
     def next_transfer(self) -> Transfer | None:
         """Return the transfer to copy now, None if none waits. Copying begins at byte `num_moved`.
 

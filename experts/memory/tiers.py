@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import time
 import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -121,24 +120,6 @@ class DiskTier:
 
     def close(self) -> None:
         self.reads.close()
-
-
-class SlowedTier:
-    """Another tier behind an emulated link, for measurements: a token bucket of one piece delays the reader."""
-
-    def __init__(self, tier: ExpertTier, bytes_per_second: float) -> None:
-        self._tier = tier
-        self._bytes_per_second = bytes_per_second
-        self._free_at = 0.0
-
-    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
-        started = time.monotonic()
-        self._free_at = max(self._free_at, started) + len(out) / self._bytes_per_second
-        self._tier.read(layer, expert, offset, out)
-        time.sleep(max(0.0, self._free_at - time.monotonic()))
-
-    def close(self) -> None:
-        self._tier.close()
 
 
 class HostTier:

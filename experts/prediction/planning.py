@@ -256,8 +256,7 @@ class SwitchRules:
 class PrefetchSwitch:
     """Switches prefetching off where it gains no more than it costs, and tries it again later.
 
-    `on` is read before each step; `step_done` follows it with gain and cost in one unit: seconds of waiting, or experts
-    used (`experts.prediction.prefix_warmth`).
+    `on` is read before each step; `step_done` follows it with gain and cost in seconds of waiting.
     """
 
     __slots__ = ("_mean", "_pause", "_resting", "_rules", "_tried")

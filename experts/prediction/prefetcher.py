@@ -1,15 +1,13 @@
-"""Observers that ask for experts ahead of their use, and observers that depend on them.
+"""Observers that ask for experts ahead of their use, and an observer that counts how well they predict.
 
 `Prefetcher` follows a predictor, on a single rank directly and among several ranks through `RankPrefetcher`.
-`GateRecall` counts how well gates predict on one rank of several. `PrefixWarmer` asks for the experts of cached
-prefixes.
+`GateRecall` counts how well gates predict on one rank of several.
 """
 
 from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +16,10 @@ from torch import Tensor
 from experts.memory.memory import ExpertMemory
 from experts.observer import PlannedStep, StepObserver
 from experts.prediction.planning import PrefetchPlanner
-from experts.prediction.prefix_warmth import PrefixWarmth
 from experts.routing.choices import NOT_COMPUTED, RoutingRecorder
 from experts.routing.gates import GatesAhead
 from experts.routing.predictors import BEFORE, Ids, LearntAffinity, Predictor, RankPredictor, RecallSample
-from experts.routing.signatures import decode_signature
 
-# A request that no plan has named for this many steps is over, or will be matched with the cache anew.
-_FORGOTTEN_AFTER = 64
 # The most rows of a step that `GateRecall` counts.
 _MAX_ROWS = 8
 
@@ -166,53 +160,3 @@ class GateRecall(StepObserver[PlannedStep, object]):
             self._recall.end_step(self._chosen)
             self._chosen.clear()
         self._is_counting = False
-
-
-class PrefixWarmer(StepObserver[PlannedStep, object]):
-    """Asks for the experts in the signature of a cached prefix, in steps in which a prefetcher is on.
-
-    Without a request between its admission and its first decode it costs one comparison per layer.
-    """
-
-    def __init__(self, prefetcher: PrefetchObserver, memory: ExpertMemory, warmth: PrefixWarmth) -> None:
-        """prefetcher: observes before this observer. warmth: instructs the control of `memory`."""
-        self._prefetcher = prefetcher
-        self._memory = memory
-        self._warmth = warmth
-        self._num_steps = 0
-        self._last_named: dict[str, int] = {}
-
-    def begin(self, plan: PlannedStep) -> None:
-        """Raise ValueError for an annotation that is no signature."""
-        self._num_steps += 1
-        for chunk in plan.chunks:
-            if chunk.annotation is not None:
-                rates = decode_signature(chunk.annotation, self._warmth.num_layers, self._warmth.num_experts)
-                self._warmth.remember(chunk.request_id, rates)
-                self._last_named[chunk.request_id] = self._num_steps
-        if not self._warmth.is_idle:
-            named = {chunk.request_id: self._num_steps for chunk in plan.chunks if chunk.request_id in self._last_named}
-            self._last_named |= named
-            requests = [chunk.request_id for chunk in plan.chunks for _ in chunk.token_ids]
-            may_ask = self._prefetcher.is_on
-            self._decide(lambda: self._warmth.begin_step(requests, may_ask=may_ask))
-
-    def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        if len(x) and not self._warmth.is_idle:
-            chosen = set(expert_ids.flatten().tolist())
-            self._decide(lambda: self._warmth.observed(layer, chosen))
-
-    def launched(self) -> None:
-        if not self._last_named:
-            return
-        oldest = self._num_steps - _FORGOTTEN_AFTER
-        ended = [request for request, step in self._last_named.items() if step <= oldest]
-        for request in ended:
-            del self._last_named[request]
-        if not self._warmth.is_idle:
-            self._decide(lambda: self._warmth.end_step(ended))
-
-    def _decide(self, decision: Callable[[], None]) -> None:
-        started = time.perf_counter()
-        self._memory.decide(lambda _: decision())
-        self._memory.predictor_seconds += time.perf_counter() - started

@@ -27,7 +27,7 @@ from kernels.ops import CpuOps, Experts, Ops
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, current_gpu, step_budget
 from moeserve.engine.experts.memory import CpuResidentModel, open_experts
-from moeserve.engine.experts.observe import PrefixSigner, SentCounter, routing_shape, signs_prefixes
+from moeserve.engine.experts.observe import SentCounter
 from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.engine.memory_plan import ModelPlan, no_experts, owned_experts, state_demand
@@ -46,7 +46,6 @@ from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
 from moeserve.scheduling.pacing import Slo
-from moeserve.scheduling.request_memory import MergeAnnotations
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Runner
@@ -171,7 +170,7 @@ def load_rank(
     observers: list[AnyObserver] = []
     body = _open_body(directory, plan, config, report, observers, owned, collectives)
     tap = None
-    if spec.moe is not None and (config.record_experts or (body.resident is not None and signs_prefixes(config))):
+    if spec.moe is not None and config.record_experts:
         tap = RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
         observers.append(tap)
     group = None if collectives is None else _make_group(plan, body, collectives)
@@ -404,7 +403,7 @@ class LoadedRank:
         return choice
 
     def _start_prefetching(self) -> PrefetchObserver | None:
-        """Add the observers of prefetching and signatures; return the prefetcher. Forget the counts of the warm-up."""
+        """Add the observers of prefetching; return the prefetcher. Forget the counts of the warm-up."""
         resident, config, spec = self._body.resident, self._config, self._plan.spec
         if resident is None:
             return None
@@ -424,9 +423,6 @@ class LoadedRank:
             return None
         log.info("expert_prefetch", by=choice, gates_fitted=fitted is not None and choice != "gate")
         self._observers += prefetching.observers
-        shape = routing_shape(spec)
-        if shape is not None and signs_prefixes(config):
-            self._observers.append(PrefixSigner(shape, config.block_size, keeps_routing=config.record_experts))
         return prefetching.asks
 
 
@@ -456,7 +452,6 @@ def build_scheduler(
     device: str = "cpu",
     *,
     depth: int = 0,
-    merge_annotations: MergeAnnotations | None = None,
     rope_switch: int | None = None,
     slo: Slo | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
@@ -489,9 +484,7 @@ def build_scheduler(
         max_num_batched_tokens=budget,
         max_num_queued_reqs=config.max_num_queued_reqs,
         max_model_len=kv.max_model_len,
-        policy=config.scheduling_policy,
         run_ahead=depth > 0,
-        merge_annotations=merge_annotations,
         states=StatePolicy(num_slots) if num_slots else None,
         slo=slo,
         rope_switch=rope_switch,

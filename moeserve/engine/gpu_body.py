@@ -84,7 +84,6 @@ def gpu_expert_settings(directory: Path, spec: DecoderSpec, config: ServeConfig)
         host_bytes,
         config.expert_policy,
         None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser(),
-        config.expert_store_bandwidth,
         measured_load(directory, config, (len(spec.moe_layers), 0 if spec.moe is None else spec.moe.num_experts)),
     )
 

@@ -20,7 +20,7 @@ from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
-from moeserve.engine.experts.observe import ExpertRecording, plan_recording, signature_merger
+from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank, ServedModel
@@ -125,15 +125,11 @@ def serve(
     config, model = context.config, rank.model
     if recording is not None:
         observers = (*observers, recording)
-    merge = None
-    if rank.prefetcher is not None and config.enable_prefix_caching:
-        merge = signature_merger(model.spec)
     scheduler, caches = build_scheduler(
         config,
         model.kv,
         model.device,
         depth=rank.depth,
-        merge_annotations=merge,
         rope_switch=model.rope_switch,
         slo=service_slo(config),
     )

@@ -21,8 +21,6 @@ from moeserve.scheduling.token_sums import TokenSums
 _SMOOTHING = 0.1
 # A request that lacks so many times fewer tokens passes a long prompt of its own tenant.
 FAR_SHORTER = 4
-_LPM_WINDOW = 64
-_LPM_MAX_OVERTAKERS = 32
 
 
 @dataclass(eq=False, slots=True)
@@ -162,9 +160,7 @@ class WaitingQueue:
     """Waiting requests; a preempted one returns to the place of its arrival.
 
     Among the requests of one priority and tenant, those that an earlier life of the engine had are first, in the order
-    of their arrival there. Among the others policy `fcfs` goes by arrival. `lpm` tries requests of the most
-    urgent priority with the longest cached prefix first, so that requests which share a prompt run while it is in
-    memory; a request that was overtaken `_LPM_MAX_OVERTAKERS` times goes first, so none starves.
+    of their arrival there. The others follow in the order of arrival.
 
     If the oldest of them is late, so that it can no longer have its first token in time, the newest is next, after
     requests that have begun already: serving in the order of arrival would make all of them late.
@@ -172,18 +168,12 @@ class WaitingQueue:
 
     def __init__(
         self,
-        policy: str,
-        matched_tokens: Callable[[Request], int],
         tenants: Tenants,
         is_late: Callable[[Request], bool] = lambda _: False,
         is_bounded: Callable[[Request], bool] = lambda _: False,
     ) -> None:
-        """matched_tokens: counts the cached tokens of a request. tenants: the tenants of all its requests. is_bounded:
+        """tenants: the tenants of all its requests. is_bounded:
         tells whether a request's wait is bounded, which does not change while it waits."""
-        if policy not in ("fcfs", "lpm"):
-            raise ValueError(f"unknown scheduling policy {policy!r}")
-        self._policy = policy
-        self._matched_tokens = matched_tokens
         self._tenants = tenants
         self._is_late = is_late
         self._is_bounded = is_bounded
@@ -238,22 +228,11 @@ class WaitingQueue:
         turns = self._turns(min(self._lines)) if self._lines else []
         return [line[0] for _, _, _, line in sorted(turns, key=lambda turn: turn[:2])]
 
-    def take(self, request: Request) -> None:
-        """Remove the request, counting it as an overtaker of its tenant's requests before it."""
-        self.remove(request)
-        if self._policy == "fcfs":
-            return
-        tenant = self._tenants.of(request)
-        for lines in self._lines.values():
-            for other in lines.get(tenant, ()):
-                other.num_overtakers += other.queue_key < request.queue_key
-
     def _turns(self, priority: int) -> list[_Turn]:
-        is_top = priority == min(self._lines)
-        lines = [(tenant, self._line(line, is_top)) for tenant, line in self._lines[priority].items()]
+        lines = [(tenant, self._line(line)) for tenant, line in self._lines[priority].items()]
         return [(tenant.served, line[0].queue_key, tenant, line) for tenant, line in lines]
 
-    def _line(self, requests: list[Request], is_top: bool) -> list[Request]:
+    def _line(self, requests: list[Request]) -> list[Request]:
         """Return a tenant's requests of one priority in their order of service. requests: in the order of arrival."""
         if len(requests) < 2:
             return requests[:]
@@ -261,13 +240,7 @@ class WaitingQueue:
         if oldest is not None and self._is_late(oldest):
             waiting = [request for request in requests if not request.keeps_its_turn]
             return [request for request in requests if request.keeps_its_turn] + waiting[::-1]
-        if self._policy == "fcfs" or not is_top:
-            return requests[:]
-        window = requests[:_LPM_WINDOW]
-        first = [r for r in window if r.resumes or r.num_overtakers >= _LPM_MAX_OVERTAKERS]
-        others = [r for r in window if not (r.resumes or r.num_overtakers >= _LPM_MAX_OVERTAKERS)]
-        others.sort(key=self._matched_tokens, reverse=True)
-        return first + others + requests[len(window) :]
+        return requests[:]
 
 
 # What a tenant has had, the key of its first request, the tenant, and its line.

@@ -69,7 +69,6 @@ class PlanDraft:
         sampling = request.sampling if end == len(token_ids) else None
         extras = None if request.is_plain else _chunk_extras(request, start, end)
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
-        chunk.annotation, request.annotation = request.annotation, None
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
 

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from enum import Enum, auto
 
-from moeserve.plan import MAX_ANNOTATION_BYTES, CacheWish, Chunk, Request, StateUse, WindowTable
+from moeserve.plan import CacheWish, Chunk, Request, StateUse, WindowTable
 from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
 from radix_cache import PUBLIC, Miss, PrefixCache
-
-# Merges the annotations along a prefix, (number of tokens, annotation) in order, into one.
-MergeAnnotations = Callable[[Sequence[tuple[int, bytes]]], bytes]
 
 
 class RequestMemory:
@@ -25,13 +22,11 @@ class RequestMemory:
     def __init__(
         self,
         cache: PrefixCache,
-        merge_annotations: MergeAnnotations | None = None,
         states: RequestStates | None = None,
     ) -> None:
-        """merge_annotations: None if prefixes are not annotated. states: None without recurrent states."""
+        """states: None without recurrent states."""
         self._cache = cache
         self._states = states
-        self._merge_annotations = merge_annotations
         self._block_size = cache.block_size
         self._windows = cache.windows
 
@@ -114,7 +109,7 @@ class RequestMemory:
         if self._states is not None:
             self._states.leave(request)
         self._cache.release(request.lease, keep_tokens)
-        request.lease = request.annotation = None
+        request.lease = None
         request.num_computed_tokens = 0
 
     def tell_time(self, now: float) -> None:
@@ -139,15 +134,6 @@ class RequestMemory:
         assert request.lease is not None
         for num_tokens, seconds in sorted(wish.retentions, reverse=True):
             self._cache.retain(request.lease, min(num_tokens, request.num_prompt_tokens), seconds, wish.share)
-
-    def recall(self, request: Request) -> None:
-        """Let the request's next chunk carry the merged annotations of its cached prefix, unless they are too long."""
-        if self._merge_annotations is None or not request.num_computed_tokens:
-            return
-        assert request.lease is not None
-        annotations = self._cache.annotations(request.lease)
-        merged = self._merge_annotations(annotations) if annotations else b""
-        request.annotation = merged if 0 < len(merged) <= MAX_ANNOTATION_BYTES else None
 
     def catch_up(self, request: Request) -> int:
         """Adopt blocks that other requests have published; return the number of tokens that this saves from computing.
@@ -220,8 +206,8 @@ class RequestMemory:
             num_blocks = min(num_blocks, self._windows.num_available)
         return self.num_empty_slots(request) + num_blocks * self._block_size
 
-    def publish(self, request: Request, annotation: bytes | None = None) -> list[int] | None:
-        """Publish the full blocks that the request has computed, annotated if `annotation` is given.
+    def publish(self, request: Request) -> list[int] | None:
+        """Publish the full blocks that the request has computed.
 
         Return the duplicates that the request no longer holds, to be passed to `free`; None if there are none.
         """
@@ -230,8 +216,6 @@ class RequestMemory:
         if request.num_computed_tokens - lease.num_published_tokens < self._block_size:
             return None
         duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
-        if annotation and self._merge_annotations is not None:
-            self._cache.annotate(lease, annotation)
         return duplicates or None
 
     def free(self, duplicates: list[int]) -> None:

@@ -26,7 +26,7 @@ from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, Waiting
 from moeserve.scheduling.open_prompts import OpenPrompts
 from moeserve.scheduling.pacing import Load, Pace, Slo
 from moeserve.scheduling.plan_draft import PlanDraft
-from moeserve.scheduling.request_memory import AdmissionOutcome, MergeAnnotations, RankLoads, RequestMemory
+from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
 from moeserve.scheduling.request_states import RequestStates, StatePolicy
 from moeserve.scheduling.sharing import Sharing
 from moeserve.scheduling.token_sums import TokenSums
@@ -61,9 +61,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_num_queued_reqs: int,
         max_model_len: int,
-        policy: str = "fcfs",
         run_ahead: bool = False,
-        merge_annotations: MergeAnnotations | None = None,
         states: StatePolicy | None = None,
         slo: Slo | None = None,
         rope_switch: int | None = None,
@@ -81,15 +79,14 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
         self._memories = [
-            RequestMemory(cache, merge_annotations, None if states is None else RequestStates(cache, states))
-            for cache in caches
+            RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
         self._rope_switch = rope_switch
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
-        self._waiting = WaitingQueue(policy, self._num_cached, self._tenants, self._pace.is_late, self._pace.is_bounded)
+        self._waiting = WaitingQueue(self._tenants, self._pace.is_late, self._pace.is_bounded)
         self._open_prompts = OpenPrompts()
         self._committed: PlanDraft | None = None
         # The first request of each tenant that found no memory in the latest step.
@@ -297,7 +294,7 @@ class Scheduler:
                 request.num_computed_tokens += num_tokens
                 if request.num_computed_tokens >= request.suspect_until:
                     request.suspect_until = 0
-                self._publish(request, computed.annotation)
+                self._publish(request)
             if chunk.state is not None:
                 self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
             if request.finished:
@@ -456,11 +453,10 @@ class Scheduler:
                 self._lacking[tenant] = request
                 continue
             places[tenant] += 1
-            self._waiting.take(request)
+            self._waiting.remove(request)
             self._tenants.end_wait(request)
             self._tenants.of(request).num_running += 1
             self._running.append(request)
-            self._memories[request.rank].recall(request)
             self._memories[request.rank].foresee(request, first)
             self._count_start(request)
             self._plan_chunk(request, _num_pending(request), draft)
@@ -599,10 +595,10 @@ class Scheduler:
         if (num_tokens or request.miss is None) and request.num_cached_tokens == request.num_computed_tokens:
             request.miss = memory.explain(request, request.cache)
 
-    def _publish(self, request: Request, annotation: bytes | None) -> None:
+    def _publish(self, request: Request) -> None:
         """Publish the request's full blocks, and free the duplicates once no plan names them."""
         memory = self._memories[request.rank]
-        blocks = memory.publish(request, annotation)
+        blocks = memory.publish(request)
         if blocks and request.num_scheduled_tokens:
             self._in_flight[-1].duplicates.append((request.rank, blocks))
         elif blocks:

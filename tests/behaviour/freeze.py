@@ -159,15 +159,17 @@ def _first_place(field: str, before: Any, after: Any) -> str:
 
 
 def write(found: dict[str, Any], parts: Sequence[str], frozen: dict[str, Any] | None) -> None:
-    """One line a case; the cases of other parts stay. Raises ValueError where they are of another machine."""
+    """One line a case; the cases of other parts stay. Raises ValueError where they are of another machine, but for
+    plans, which have no bits."""
     weights, cases = found["weights"], found["cases"]
     if frozen is not None and len(parts) < len(PARTS):
-        if frozen["machine"] != found["machine"]:
+        if set(parts) != {"plans"} and frozen["machine"] != found["machine"]:
             raise ValueError("The other parts were recorded on another machine: record all of them.")
         kept = {case: record for case, record in frozen["cases"].items() if not any(_is_under(case, p) for p in parts)}
         weights, cases = frozen["weights"] | weights, kept | cases
+    machine = found["machine"] if frozen is None or len(parts) == len(PARTS) else frozen["machine"]
     lines = [f"  {json.dumps(case)}: {json.dumps(cases[case], ensure_ascii=False)}" for case in sorted(cases)]
-    heads = [f'"{key}": {json.dumps(value)}' for key, value in (("machine", found["machine"]), ("weights", weights))]
+    heads = [f'"{key}": {json.dumps(value)}' for key, value in (("machine", machine), ("weights", weights))]
     FROZEN.write_text("{\n" + ",\n".join([*heads, '"cases": {\n' + ",\n".join(lines) + "\n}"]) + "\n}\n")
 
 

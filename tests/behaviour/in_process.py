@@ -150,11 +150,7 @@ def demo() -> dict[str, Record]:
 
 
 def plans() -> dict[str, Record]:
-    return {
-        f"{policy}-{depth}": {"plans": [" ".join(digest[:6] for digest in digests(policy, depth))]}
-        for policy in ("fcfs", "lpm")
-        for depth in (0, 1)
-    }
+    return {f"fcfs-{depth}": {"plans": [" ".join(digest[:6] for digest in digests(depth))]} for depth in (0, 1)}
 
 
 def measure(part: str, folder: Path) -> dict[str, Record]:

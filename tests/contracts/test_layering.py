@@ -77,7 +77,6 @@ PURE = [
     "moeserve.model.sizes",
     "moeserve.model.cache",
     "moeserve.model.source",
-    "moeserve.engine.experts.simulate",
     "radix_cache",
 ]
 

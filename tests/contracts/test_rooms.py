@@ -23,7 +23,6 @@ ROOMS = {
         "parallel",
         "memory",
         "prediction",
-        "simulator",
     ),
     "moeserve": (
         "config",

@@ -19,12 +19,11 @@ from benchmarks.experts.placement import (
     remote_ranks_of_trace,
     zipf_loads,
 )
-from benchmarks.experts.prediction import PrefixHits, recalls, saved_by_signature, stall_saved
+from benchmarks.experts.prediction import recalls, stall_saved
 from benchmarks.experts.services import migration_figures
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import documents, halves
-from experts.routing.files import GateGuesses, RoutingTrace, Tap
-from experts.simulator import LayerTiming, SimulationSetup, link_for
+from experts.routing.files import GateGuesses, Tap
 
 COUPLED = SyntheticSpec(5, 8, 2, coupling=3.0, topic=0.5, persistence=0.2, edge=1.0)
 
@@ -155,22 +154,6 @@ def test_stall_is_saved_and_an_oracle_saves_more():
     assert -0.2 < found[1.0, "uniform control"] < 0.05
     assert 0 <= found[1.0, "bytes moved for nothing"] < 0.3
     assert found[2.0, "stall saved"] < found[1.0, "stall saved"]
-
-
-def test_a_signature_saves_stall_behind_a_cached_prefix_and_another_one_does_not():
-    # Requests that keep to experts of their own.
-    rng = np.random.default_rng(3)
-    liked = rng.permuted(np.tile(np.arange(12), (12, 6, 1)), axis=2)[:, :, :3]
-    chosen = [liked[request, :, rng.permutation(3)[:2]].T for request in range(12) for _ in range(40)]
-    ids = np.stack(chosen, axis=1).astype(np.uint16)
-    requests = np.repeat(np.arange(12, dtype=np.int32), 40)
-    trace = RoutingTrace(12, ids, requests, np.zeros(480, np.int32), requests)
-    timing = LayerTiming(1e-3, 1e-3)
-    setup = SimulationSetup(0.5, "lfru", link_for(1.0, 800, timing), timing, 800)
-    found = saved_by_signature(trace, setup, PrefixHits(24, 1), 6, 0)
-    assert found["first decode step"] > 0.2
-    assert found["first eight decode steps"] > 0.1
-    assert found["first decode step, shuffled control"] < 0.06
 
 
 def test_migration_is_compared_with_a_service_that_stays():

@@ -7,10 +7,18 @@ import pytest
 
 from benchmarks.experts.placement import hops_figure, remote_ranks_figure
 from benchmarks.experts.prediction import StallFigure
+from benchmarks.experts.simulator import (
+    POLICY_NAMES,
+    POPULARITY,
+    LayerTiming,
+    SimulationSetup,
+    link_for,
+    recall_figures,
+    simulate,
+)
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.prediction.planning import PrefetchRules
 from experts.routing.files import GateGuesses, Tap, shuffled_control, uniform_control
-from experts.simulator import POLICY_NAMES, POPULARITY, LayerTiming, SimulationSetup, link_for, recall_figures, simulate
 
 EXPERT_BYTES = 2**20
 TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)

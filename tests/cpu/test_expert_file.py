@@ -5,14 +5,13 @@ from __future__ import annotations
 import errno
 import mmap
 import os
-import time
 from pathlib import Path
 
 import pytest
 
 from experts.errors import ExpertStoreError
 from experts.memory.file import PAGE_BYTES, read_header, round_to_page, write_expert_file
-from experts.memory.tiers import DiskTier, SlowedTier
+from experts.memory.tiers import DiskTier
 
 SOURCE = bytes(range(32))
 EXPERT_BYTES = 2 * PAGE_BYTES + 100
@@ -36,7 +35,7 @@ def write(path: Path, experts: list[bytes] = EXPERTS, source: bytes = SOURCE) ->
     )
 
 
-def read_whole(tier: DiskTier | SlowedTier, layer: int, expert: int) -> bytes:
+def read_whole(tier: DiskTier, layer: int, expert: int) -> bytes:
     """In two pieces, into memory that starts on a page."""
     out = memoryview(mmap.mmap(-1, round_to_page(EXPERT_BYTES)))
     tier.read(layer, expert, 0, out[:PAGE_BYTES])
@@ -64,14 +63,6 @@ def test_every_expert_is_read_back(path, monkeypatch, direct):
         for expert in range(3):
             assert tier.header.offset(layer, expert) % PAGE_BYTES == 0
             assert read_whole(tier, layer, expert) == EXPERTS[layer * 3 + expert]
-    tier.close()
-
-
-def test_a_slowed_tier_takes_at_least_the_time_of_its_link(path):
-    tier = SlowedTier(DiskTier(path, SOURCE), bytes_per_second=1_000_000)
-    started = time.monotonic()
-    assert read_whole(tier, 0, 1) == EXPERTS[1]
-    assert time.monotonic() - started >= round_to_page(EXPERT_BYTES) / 1_000_000
     tier.close()
 
 

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
 from experts.memory.file import PAGE_BYTES, write_expert_file
 from experts.memory.memory import ExpertMemory
 from experts.memory.residency import POLICIES, ResidencyControl, ResidencyCounters
 from experts.memory.slots import SlotArena
 from experts.memory.tiers import DiskTier
 from experts.routing.files import RoutingTrace
-from experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
 
 SOURCE = bytes(32)
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K, NUM_STREAMS = 3, 10, 6, 2, 3

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.memory.file import round_to_page
 from experts.memory.memory import ExpertMemory
 from experts.memory.residency import POLICIES, ResidencyControl, ResidencyCounters
 from experts.memory.slots import SlotArena
 from experts.routing.files import RoutingTrace
-from experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
 
 EXPERT_BYTES = round_to_page(1)
 

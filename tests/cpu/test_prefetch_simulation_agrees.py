@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.experts.simulator import GatesAhead, LayerTiming, LinkModel, Simulation, steps_of
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.memory.memory import ExpertMemory
 from experts.memory.residency import ResidencyControl, ResidencyCounters
 from experts.memory.slots import SlotArena
 from experts.prediction.planning import LookaheadPlanner
 from experts.routing.files import GateGuesses, RoutingTrace, Tap
-from experts.simulator import GatesAhead, LayerTiming, LinkModel, Simulation, steps_of
 from tests.cpu.test_expert_simulation_agrees import EXPERT_BYTES, OwnNumbers, control_of
 
 TOP_K, REACH = 2, 2

@@ -20,7 +20,7 @@ BASE = ServeConfig(block_size=BLOCK_SIZE, max_model_len=LONGEST + BLOCK_SIZE, ma
 SETTINGS: dict[str, dict[str, Any]] = {
     "small steps": {"max_num_batched_tokens": 7, "max_num_seqs": 7},
     "large steps": {"max_num_batched_tokens": 256},
-    "longest prefix first": {"scheduling_policy": "lpm", "max_num_batched_tokens": 24},
+    "middle steps": {"max_num_batched_tokens": 24},
     "no cache": {"enable_prefix_caching": False, "max_num_batched_tokens": 16},
     "room": {"kv_cache_memory": 4 * LONGEST * TOKEN_BYTES, "max_num_batched_tokens": 20},
 }
@@ -42,7 +42,7 @@ def play(model: Path, requests: list[Asked], name: str, count: int) -> Played:
 
 def test_requests_at_any_times_have_the_bits_of_an_isolated_run(model: Path) -> None:
     requests = known_requests(model, BASE, 40, seed=1)
-    for name in ("small steps", "longest prefix first"):
+    for name in ("small steps", "middle steps"):
         played = play(model, requests, name, 6)
         assert played.wrong == []
         assert played.aborted

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from array import array
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,8 +16,7 @@ import torch
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.tap import RoutingTap
 from moeserve.device import KvBudget
-from moeserve.engine.experts.observe import ExpertRecording, PrefixSigner, RecordingPlan, routing_shape
-from moeserve.engine.rank import ObservedRunner
+from moeserve.engine.experts.observe import ExpertRecording, RecordingPlan, routing_shape
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gpu.model import GpuSettings, make_runner
 from moeserve.model.gpu.runner import GpuModelRunner
@@ -26,7 +24,7 @@ from moeserve.model.kv_pool import KVPool
 from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import DecoderSpec
 from moeserve.model.weights import load_decoder
-from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkExtras, Request, SamplingParams, StepPlan
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import LocalExecutor, RanksObserver, Runner, Steps
 from radix_cache import PrefixCache
@@ -53,11 +51,10 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @dataclass
 class Served:
-    """What came of serving, and what was recorded of it. annotations: by request and position."""
+    """What came of serving, and what was recorded of it."""
 
     tokens: list[list[int]]
     recording: ExpertRecording | None
-    annotations: dict[tuple[str, int], bytes]
 
     def routing(self) -> dict[tuple[int, int], tuple[int, list[object]]]:
         """By request and place among its tokens: the token and its experts in all layers but the last."""
@@ -71,18 +68,6 @@ class Served:
             found[request, places[request]] = int(trace.token_ids[row]), np.sort(trace.ids[:, row]).tolist()
             places[request] += 1
         return found
-
-
-class Annotations(RanksObserver):
-    """Keeps the annotations of results."""
-
-    def __init__(self) -> None:
-        self.found: dict[tuple[str, int], bytes] = {}
-
-    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
-        for chunk, result in zip(plans[0].chunks, results[0].chunks, strict=True):
-            if result.annotation is not None:
-                self.found[chunk.request_id, chunk.start + len(chunk.token_ids)] = result.annotation
 
 
 @pytest.fixture(scope="module")
@@ -139,10 +124,8 @@ def serve(
     masks: GrammarMasks | None = None,
 ) -> Served:
     recording, shape = None, routing_shape(spec)
-    annotations = Annotations()
-    rank, observers = ObservedRunner(runner), list[RanksObserver]([annotations])
+    observers = list[RanksObserver]()
     if shape is not None:
-        rank = ObservedRunner(runner, [PrefixSigner(shape, BLOCK_SIZE, keeps_routing=True)])
         statistics = RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
         recording = ExpertRecording(RecordingPlan(shape, statistics, ""))
         recording.start_trace(with_token_ids=True)
@@ -155,7 +138,7 @@ def serve(
         max_model_len=MAX_LEN,
         run_ahead=depth > 0,
     )
-    steps = Steps(scheduler, LocalExecutor(rank), depth, observers, masks)
+    steps = Steps(scheduler, LocalExecutor(runner), depth, observers, masks)
     for number, (prompt, own) in enumerate(zip(PROMPTS, sampling, strict=True)):
         scheduler.add(Request(f"{number}", array("i", prompt), own))
     tokens: list[list[int]] = [[] for _ in PROMPTS]
@@ -165,7 +148,7 @@ def serve(
             if output.token_id is not None:
                 tokens[int(output.request.request_id)].append(output.token_id)
     scheduler.check_idle()
-    return Served(tokens, recording, annotations.found)
+    return Served(tokens, recording)
 
 
 def test_both_loops_and_both_kinds_of_batches_give_the_tokens_of_the_cpu(
@@ -190,9 +173,6 @@ def test_what_gates_choose_is_recorded_of_the_same_tokens_as_on_a_cpu(
         assert served.recording is not None
         assert served.routing() == routing
         np.testing.assert_allclose(served.recording.statistics().load(), load, rtol=1e-3)
-    assert on_cpu.annotations
-    assert alone.annotations == on_cpu.annotations
-    assert ahead.annotations.keys() >= {place for place in on_cpu.annotations if place[1] <= len(PROMPTS[0])}
 
 
 def test_draws_biases_penalties_and_log_probabilities(model_dir: Path, device: torch.device) -> None:

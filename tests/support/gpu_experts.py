@@ -107,5 +107,5 @@ def open_experts(
     plan = plan_gpu_residency(spec, DTYPE, size, storage)
     assert plan is not None
     assert set(plan.slots.num_slots) == {num_slots}
-    settings = GpuExpertSettings(size, host_bytes, "lru", store, None)
+    settings = GpuExpertSettings(size, host_bytes, "lru", store)
     return open_gpu_experts(model_dir, plan, settings, device, MAX_TOKENS, silent, observers=observers)

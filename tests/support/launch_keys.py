@@ -130,7 +130,7 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
     size = num_slots * len(spec.moe_layers) * round_to_page(slot_layout(spec, DTYPE, storage).num_bytes)
     plan = plan_gpu_residency(spec, DTYPE, size, storage)
     assert plan is not None
-    settings = GpuExpertSettings(size, 2**30, "lru", None, None)
+    settings = GpuExpertSettings(size, 2**30, "lru", None)
     configs = expert_configs(spec, storage, CPU)
     return open_gpu_experts(folder, plan, settings, CPU, MAX_TOKENS, silent, configs)
 

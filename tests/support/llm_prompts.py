@@ -27,7 +27,7 @@ in_any_batch = pytest.mark.parametrize(
     "changes",
     [
         {"max_num_seqs": 3, "max_num_batched_tokens": 5},
-        {"max_num_batched_tokens": 64, "scheduling_policy": "lpm"},
+        {"max_num_batched_tokens": 64},
         {"max_num_batched_tokens": 256},
     ],
     ids=["tiny chunks", "middle chunks", "one batch"],

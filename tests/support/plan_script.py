@@ -1,4 +1,4 @@
-"""Prints a digest of every plan of a fixed busy script: `python -m tests.support.plan_script POLICY DEPTH`."""
+"""Prints a digest of every plan of a fixed busy script: `python -m tests.support.plan_script DEPTH`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from moeserve.plan import SamplingParams
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 
 
-def digests(policy: str, depth: int) -> list[str]:
-    random = Random(policy)
-    simulation = Simulation(num_blocks=24, block_size=4, budget=11, max_num_seqs=5, policy=policy, depth=depth)
+def digests(depth: int) -> list[str]:
+    random = Random("fcfs")
+    simulation = Simulation(num_blocks=24, block_size=4, budget=11, max_num_seqs=5, depth=depth)
     shared = [random.randrange(VOCAB_SIZE) for _ in range(30)]
     for number in range(150):
         if number % 3 == 0:
@@ -40,4 +40,4 @@ def digests(policy: str, depth: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    print("\n".join(digests(sys.argv[1], int(sys.argv[2]))))
+    print("\n".join(digests(int(sys.argv[1]))))

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.experts.simulator import POPULARITY, recall_figures
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.files import shuffled_control
 from experts.routing.predictors import BEFORE, AffinityPredictor, LearntAffinity, any_token
-from experts.simulator import POPULARITY, recall_figures
 
 
 def rows(*values):

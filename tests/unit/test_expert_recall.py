@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from benchmarks.experts.simulator import recall_figures
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.predictors import AffinityPredictor, LearntAffinity, RecallSample, SourceRecall, num_recalled
-from experts.simulator import recall_figures
 
 SCORES = np.array([[0.1, 0.9, 0.8, 0.2], [0.7, 0.1, 0.2, 0.6]])
 

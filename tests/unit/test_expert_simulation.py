@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.experts.simulator import AffinityAhead, Belady, LayerTiming, LinkModel, Simulation, steps_of
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.memory.residency import ResidencyControl, ResidencyCounters, lru
 from experts.prediction.planning import PrefetchPlanner, PrefetchRules
 from experts.routing.files import RoutingTrace
-from experts.simulator import AffinityAhead, Belady, LayerTiming, LinkModel, Simulation, steps_of
 from tests.support.trace_figures import hit_rate
 
 EXPERT_BYTES = 100

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
 from moeserve.plan import (
-    MAX_ANNOTATION_BYTES,
     Chunk,
     ChunkExtras,
     SamplingParams,
@@ -53,7 +52,6 @@ CHUNKS = st.builds(
     block_table=ARRAYS,
     sampling=st.none() | SAMPLING,
     extras=st.none() | EXTRAS,
-    annotation=st.none() | st.binary(max_size=9),
     state=st.none() | st.builds(StateUse, ROWS, st.none() | ROWS, st.none() | ROWS),
     first_angle=st.sampled_from([0, 4096]),
     window=st.none() | st.builds(WindowTable, ROWS, ARRAYS),
@@ -115,7 +113,6 @@ def sequences(draw: st.DrawFn) -> list[StepPlan]:
                 draw(SAMPLING) if draw(st.integers(0, 4)) == 0 else before.sampling,
                 extras,
                 draw(st.none() | st.integers(0, 3)),
-                draw(st.none() | st.binary(max_size=3)),
                 draw(st.none() | st.builds(StateUse, ROWS, st.none() | ROWS, st.none() | ROWS)),
                 draw(st.sampled_from([0, 4096])),
                 WindowTable(before.window.first + passed, grown(draw, before.window.blocks[max(0, passed) :])),
@@ -250,14 +247,6 @@ def test_encoding_takes_a_copy() -> None:
     data = PlanSender().encode(plan)
     block_table.append(6)
     assert PlanReceiver().decode(data).chunks[0].block_table == array("i", [5])
-
-
-def test_an_annotation_beyond_its_bound_is_refused() -> None:
-    chunk = Chunk("r", array("i", [1]), 16, array("i", [5]), None, annotation=bytes(MAX_ANNOTATION_BYTES))
-    assert PlanReceiver().decode(PlanSender().encode(StepPlan(1, [chunk]))).chunks == [chunk]
-    chunk.annotation = bytes(MAX_ANNOTATION_BYTES + 1)
-    with pytest.raises(DecodeError):
-        PlanReceiver().decode(PlanSender().encode(StepPlan(1, [chunk])))
 
 
 @pytest.mark.parametrize(

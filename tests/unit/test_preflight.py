@@ -20,7 +20,6 @@ from moeserve.config import ConfigError, ServeConfig
         ({"expert_policy": "lru"}, "--expert-policy", "--expert-memory"),
         ({"expert_prefetch": "gate"}, "--expert-prefetch", "--expert-memory"),
         ({"expert_store_dir": "store"}, "--expert-store-dir", "--expert-memory"),
-        ({"expert_store_bandwidth": 1 << 30}, "--expert-store-bandwidth", "--expert-memory"),
         ({"rebalance_threshold": 0.2, "expert_parallel_size": 2}, "--rebalance-threshold", "--rebalance-interval"),
         ({"enforce_eager": True}, "--enforce-eager", "--device cuda"),
         ({"expert_quantization": "fp8"}, "--expert-quantization", "--device cuda"),

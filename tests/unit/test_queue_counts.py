@@ -41,14 +41,13 @@ def test_sums_below_a_bound_are_those_of_the_values(changes: list[tuple[int, boo
 class Queue:
     """A scheduler on a scripted clock, beside the plain computations over all its requests."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self) -> None:
         self.scheduler = Scheduler(
             [PrefixCache(60, 4)],
             max_num_seqs=4,
             max_num_batched_tokens=12,
             max_num_queued_reqs=12,
             max_model_len=200,
-            policy=policy,
             slo=Slo(1.0, None, 2.0),
         )
         self.now = 0.0
@@ -152,9 +151,9 @@ _ABORTS = st.tuples(st.just("abort"), st.integers(0, 40))
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from(["fcfs", "lpm"]), st.lists(_ADDS | _ADDS | _STEPS | _ABORTS, max_size=60), st.integers(1, 30))
-def test_decisions_are_those_of_the_plain_computation(policy: str, script: list[tuple], own: int) -> None:
-    queue = Queue(policy)
+@given(st.lists(_ADDS | _ADDS | _STEPS | _ABORTS, max_size=60), st.integers(1, 30))
+def test_decisions_are_those_of_the_plain_computation(script: list[tuple], own: int) -> None:
+    queue = Queue()
     for what, *rest in script:
         if what == "add":
             tenant, parts, priority = rest

@@ -17,7 +17,7 @@ SHARED = [(7 * i + 3) % 50 for i in range(40)]
 
 
 def test_a_stream_of_hits_does_not_starve_a_request_that_hits_nothing() -> None:
-    simulation = Simulation(num_blocks=100, block_size=4, budget=64, max_num_seqs=2, policy="lpm")
+    simulation = Simulation(num_blocks=100, block_size=4, budget=64, max_num_seqs=2)
     simulation.add("warm", SHARED, SamplingParams(max_tokens=1))
     simulation.run()
     number = 0
@@ -41,28 +41,6 @@ def test_a_stream_of_hits_does_not_starve_a_request_that_hits_nothing() -> None:
     assert 0 < num_overtakers <= 32 + 2
     simulation.run()
     simulation.check_all_done()
-
-
-def test_lpm_serves_the_longest_cached_prefix_first() -> None:
-    simulation = Simulation(num_blocks=100, block_size=4, budget=64, max_num_seqs=1, policy="lpm")
-    simulation.add("warm", SHARED, SamplingParams(max_tokens=1))
-    simulation.run()
-    names = ["none", "some", "most", "urgent"]
-    prompts = [[1] * 30, [*SHARED[:12], 1, 1], [*SHARED, 1], [2] * 8]
-    for name, prompt in zip(names, prompts, strict=True):
-        simulation.add(name, prompt, SamplingParams(max_tokens=1), priority=-(name == "urgent"))
-    simulation.run()
-    served = [chunk.request_id for plan in simulation.plans for chunk in plan.chunks if chunk.sampling]
-    assert served == ["warm", "urgent", "most", "some", "none"]
-
-
-def test_priority_comes_before_arrival_and_arrival_before_everything_else() -> None:
-    simulation = Simulation(num_blocks=100, block_size=4, budget=8, max_num_seqs=1)
-    for index, priority in enumerate([1, 0, 1, -1, 0]):
-        simulation.add(f"{index}", [index] * 12, SamplingParams(max_tokens=2), priority=priority)
-    simulation.run()
-    served = [chunk.request_id for plan in simulation.plans for chunk in plan.chunks if chunk.start == 0]
-    assert served == ["3", "1", "4", "0", "2"]
 
 
 def test_a_long_prompt_does_not_stall_those_who_decode() -> None:
@@ -325,10 +303,10 @@ def test_a_request_is_told_as_started_once() -> None:
     assert started == ["0", "1", "2"]
 
 
-def make_queue(policy: str, priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
-    """Requests that arrive in this order; the number of their prompt tokens is what `lpm` takes for cached."""
+def make_queue(priorities: list[int]) -> tuple[WaitingQueue, list[Request]]:
+    """Requests that arrive in this order."""
     tenants = Tenants()
-    queue = WaitingQueue(policy, lambda request: request.num_prompt_tokens, tenants)
+    queue = WaitingQueue(tenants)
     requests = []
     for index, priority in enumerate(priorities):
         request = Request(
@@ -344,49 +322,26 @@ def names(requests: list[Request]) -> str:
     return "".join(request.request_id for request in requests)
 
 
-def test_fcfs_is_priority_then_arrival() -> None:
-    queue, _ = make_queue("fcfs", [1, 0, 1, 0, -1])
+def test_service_is_by_priority_then_arrival() -> None:
+    queue, _ = make_queue([1, 0, 1, 0, -1])
     assert names(list(queue.candidates())) == "41302"
     assert len(queue) == 5
 
 
 def test_a_preempted_request_returns_to_its_place() -> None:
-    queue, requests = make_queue("fcfs", [0, 0, 0])
-    queue.take(requests[1])
+    queue, requests = make_queue([0, 0, 0])
+    queue.remove(requests[1])
     assert names(list(queue.candidates())) == "02"
     queue.add(requests[1])
     assert names(list(queue)) == "012"
 
 
-def test_lpm_prefers_what_is_cached_among_the_most_urgent() -> None:
-    queue, _ = make_queue("lpm", [0, 1, 0, 0, 1])
-    assert names(list(queue.candidates())) == "32014"
-
-
-def test_only_those_who_stood_before_are_overtaken() -> None:
-    queue, requests = make_queue("lpm", [0, 0, 0])
-    queue.take(requests[1])
-    assert [request.num_overtakers for request in requests] == [1, 0, 0]
-
-
-def test_who_was_overtaken_often_goes_first() -> None:
-    queue, requests = make_queue("lpm", [0, 0, 0, 0])
-    requests[1].num_overtakers = requests[2].num_overtakers = 32
-    requests[3].num_overtakers = 31
-    assert names(list(queue.candidates())) == "1230"
-
-
 def test_removing_one_that_does_not_wait_is_an_error() -> None:
-    queue, requests = make_queue("fcfs", [0, 0])
+    queue, requests = make_queue([0, 0])
     queue.remove(requests[0])
     with pytest.raises(ValueError, match="does not wait"):
         queue.remove(requests[0])
     assert names(list(queue)) == "1"
-
-
-def test_an_unknown_policy_is_refused() -> None:
-    with pytest.raises(ValueError, match="unknown scheduling policy 'random'"):
-        make_queue("random", [])
 
 
 @pytest.mark.parametrize("slo", [None, Slo(2.0, None, 10.0)])

@@ -82,14 +82,14 @@ def converse(simulation: Simulation, conversations: list[Conversation], random: 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("block_size", "policy", "depth"), pairs([1, 3, 4, 16], ["fcfs", "lpm"], [0, 1, 2]))
-def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, policy: str, depth: int) -> None:
+@pytest.mark.parametrize(("block_size", "depth"), pairs([1, 3, 4, 16], [0, 1, 2]))
+def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, depth: int) -> None:
     longest = 30 + 6 + 12 + 3 + 12
     tiny, roomy = -(-longest // block_size) + 1, 1000 // block_size
     for number, (budget, num_blocks, caching) in enumerate(product([8, 13, 64], [tiny, roomy], [True, False])):
-        random = Random(f"{number} {block_size} {policy} {depth}")
+        random = Random(f"{number} {block_size} {depth}")
         simulation = Simulation(
-            num_blocks=num_blocks, block_size=block_size, budget=budget, caching=caching, policy=policy, depth=depth
+            num_blocks=num_blocks, block_size=block_size, budget=budget, caching=caching, depth=depth
         )
         converse(simulation, make_conversations(random), random)
         counters = simulation.scheduler.counters
@@ -169,7 +169,6 @@ SETUP = st.fixed_dictionaries(
         "budget": st.sampled_from([4, 9, 64]),
         "max_num_seqs": st.sampled_from([3, 4]),
         "caching": st.sampled_from([True, True, False]),
-        "policy": st.sampled_from(["fcfs", "lpm"]),
         "depth": st.sampled_from([0, 1, 2]),
         "run_ahead": st.booleans(),
         "states": st.sampled_from([None, StatePolicy(3, 1, 4), StatePolicy(4, 1, 1), StatePolicy(4, 4, 8)]),
@@ -242,16 +241,16 @@ def test_random_scripts_leave_every_output_and_every_block_right(
 ROOT = Path(__file__).parents[2]
 
 
-def run_script(policy: str, depth: int, hash_seed: str) -> str:
-    command = [sys.executable, "-m", "tests.support.plan_script", policy, str(depth)]
+def run_script(depth: int, hash_seed: str) -> str:
+    command = [sys.executable, "-m", "tests.support.plan_script", str(depth)]
     environment = {**os.environ, "PYTHONHASHSEED": hash_seed, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.mark.parametrize(("policy", "depth"), [("fcfs", 0), ("lpm", 1)])
-def test_two_processes_make_the_same_plans(policy: str, depth: int) -> None:
-    first, second = (run_script(policy, depth, seed) for seed in ("1", "2"))
+@pytest.mark.parametrize("depth", [0, 1])
+def test_two_processes_make_the_same_plans(depth: int) -> None:
+    first, second = (run_script(depth, seed) for seed in ("1", "2"))
     assert first.count("\n") > 100
     assert first == second

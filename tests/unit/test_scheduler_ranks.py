@@ -21,15 +21,12 @@ def prompt_of(seed: int, length: int) -> list[int]:
 
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 @pytest.mark.parametrize(("num_blocks", "budget"), [(17, 8), (17, 40), (250, 13)])
 def test_conversations_get_the_tokens_of_an_undisturbed_run(
-    num_ranks: int, depth: int, policy: str, num_blocks: int, budget: int
+    num_ranks: int, depth: int, num_blocks: int, budget: int
 ) -> None:
-    random = Random(f"{num_ranks} {depth} {policy} {num_blocks} {budget}")
-    simulation = Simulation(
-        num_blocks=num_blocks, block_size=4, budget=budget, policy=policy, depth=depth, num_ranks=num_ranks
-    )
+    random = Random(f"{num_ranks} {depth} {num_blocks} {budget}")
+    simulation = Simulation(num_blocks=num_blocks, block_size=4, budget=budget, depth=depth, num_ranks=num_ranks)
     converse(simulation, make_conversations(random), random)
     assert simulation.scheduler.counters.prefix_hit_tokens > 0
     assert all(oracle.num_computed_tokens > 0 for oracle in simulation.oracles)

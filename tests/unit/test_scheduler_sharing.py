@@ -15,16 +15,11 @@ def add_agents(simulation: Simulation, num_agents: int = 4) -> None:
         simulation.add(f"agent {index}", [*SHARED, index, 1, 2], SamplingParams(max_tokens=5, seed=index))
 
 
-@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
 @pytest.mark.parametrize("depth", [0, 1, 2])
 @pytest.mark.parametrize("budget", [8, 24, 1000])
 @pytest.mark.parametrize("block_size", [1, 4, 16])
-def test_agents_that_arrive_together_prefill_their_shared_prompt_once(
-    block_size: int, budget: int, depth: int, policy: str
-) -> None:
-    simulation = Simulation(
-        num_blocks=1000 // block_size, block_size=block_size, budget=budget, depth=depth, policy=policy
-    )
+def test_agents_that_arrive_together_prefill_their_shared_prompt_once(block_size: int, budget: int, depth: int) -> None:
+    simulation = Simulation(num_blocks=1000 // block_size, block_size=block_size, budget=budget, depth=depth)
     add_agents(simulation)
     simulation.run()
     num_shared = 100 // block_size * block_size

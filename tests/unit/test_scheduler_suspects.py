@@ -164,17 +164,6 @@ def test_requests_of_an_earlier_engine_come_before_all_that_are_new_in_the_order
     assert [name for _, name in begun] == ["from 2", "from 3", "from 4", "from 5", "new"]
 
 
-def test_the_longest_cached_prefix_passes_no_request_of_an_earlier_engine() -> None:
-    played = Simulation(num_blocks=200, block_size=4, max_num_seqs=1, policy="lpm")
-    played.add("earlier", prompt(1, 40), SAMPLING)
-    played.run()
-    played.add("new and cached", prompt(1, 40), SAMPLING)
-    played.add("resumed", prompt(2), SAMPLING, resumed_from=1.0)
-    played.run()
-    begun = {name: steps[0][0] for name, steps in ends(played).items()}
-    assert begun["resumed"] < begun["new and cached"]
-
-
 def test_another_key_does_not_wait_for_all_that_one_key_resumes() -> None:
     played = simulation(max_num_seqs=2, budget=16)
     for n in range(12):

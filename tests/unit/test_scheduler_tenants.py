@@ -28,7 +28,6 @@ def test_random_tenants_get_the_tokens_of_an_undisturbed_run(seed: int, depth: i
         block_size=4,
         budget=11,
         max_num_seqs=random.choice([2, 5]),
-        policy=random.choice(["fcfs", "lpm"]),
         depth=depth,
         run_ahead=run_ahead,
         num_ranks=random.choice([1, 1, 2]),

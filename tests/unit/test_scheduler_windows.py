@@ -31,7 +31,6 @@ def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, win
             block_size=block_size,
             budget=random.choice([8, 13, 64]),
             caching=random.random() < 0.8,
-            policy=random.choice(["fcfs", "lpm"]),
             depth=number % 3,
             run_ahead=random.random() < 0.5,
             num_ranks=random.choice([1, 1, 2]),

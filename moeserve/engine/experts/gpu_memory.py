@@ -12,7 +12,7 @@ from torch import Tensor
 from experts.errors import ExpertStoreError
 from experts.memory.memory import ExpertMemory
 from experts.memory.slots import DeviceSlots
-from experts.memory.tiers import DiskTier, ExpertTier, HostTier, SlowedTier
+from experts.memory.tiers import DiskTier, ExpertTier, HostTier
 from experts.observer import AnyObserver
 from kernels.gpu.moe import SlotExperts, SlotLayout
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
@@ -86,15 +86,14 @@ class GpuExpertSettings:
     """The service's settings for experts on a GPU.
 
     num_bytes: the memory for slots. host_bytes: the host memory that the experts of this GPU may take; if they need
-    more, they are read from disk. bandwidth: bytes per second of an emulated link, None for the real link. load:
-    [L, E], for a policy that uses it.
+    more, they are read from disk. load: [L, E],
+    for a policy that uses it.
     """
 
     num_bytes: int
     host_bytes: int
     policy: str
     store_dir: Path | None
-    bandwidth: int | None
     load: Sequence[Sequence[float]] | None = None
 
 
@@ -164,8 +163,6 @@ def open_gpu_experts(
         name, tier = _open_tier(directory, plan, settings, device, progress)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    if settings.bandwidth is not None:
-        tier = SlowedTier(tier, settings.bandwidth)
     slots = DeviceSlots(num_slots, layout.num_bytes, device)
     moe = triton_moe(configs, device, plan.dtype, max_tokens, max(num_slots))
 

@@ -15,7 +15,7 @@ from experts.memory.file import round_to_page
 from experts.memory.memory import ExpertMemory
 from experts.memory.resident_experts import ResidentExperts
 from experts.memory.slots import SlotArena
-from experts.memory.tiers import DiskTier, ExpertTier, PositionedReads, SlowedTier
+from experts.memory.tiers import DiskTier, PositionedReads
 from experts.observer import AnyObserver
 from experts.placement.placement import Placement
 from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
@@ -97,12 +97,9 @@ def open_experts(
     locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
     open_reads = PositionedReads if nvme is None else nvme.open
     try:
-        disk = DiskTier(store.path, store.source, open_reads)
+        tier = DiskTier(store.path, store.source, open_reads)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    tier: ExpertTier = disk
-    if config.expert_store_bandwidth is not None:
-        tier = SlowedTier(disk, config.expert_store_bandwidth)
     load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
     arena = SlotArena(slots.num_slots, plan.layouts.num_bytes, locked)
 
@@ -111,11 +108,9 @@ def open_experts(
             memory, arena, number, _empty_experts(plan.layouts.layers[number], moe.num_experts), observers
         )
 
-    reads = {"store": str(store.path), "read": disk.reads.description}
+    reads = {"store": str(store.path), "read": tier.reads.description}
     if obstacle is not None:
         reads["deep_nvme"] = obstacle
-    if config.expert_store_bandwidth:
-        reads["emulated_bytes_per_second"] = str(config.expert_store_bandwidth)
     policy = config.expert_policy
     return resident_model(spec, slots, policy, load, arena, tier, layer_of, tier_name="disk", reads=reads)
 

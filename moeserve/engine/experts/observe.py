@@ -1,8 +1,7 @@
-"""The observers of steps that only gather data: routing, signatures of prefixes, rows sent between ranks.
+"""The observers of steps that only gather data: routing, rows sent between ranks.
 
-`ExpertRecording` counts the experts that gates chose on all ranks. `PrefixSigner` describes cached prefixes on the rank
-that computed their tokens; the scheduler keeps the signatures. `SentCounter` puts a rank's counts of sent rows into its
-results, and `LinkCounts` keeps the newest counts on the engine's side.
+`ExpertRecording` counts the experts that gates chose on all ranks. `SentCounter` puts a rank's counts of sent rows
+into its results, and `LinkCounts` keeps the newest counts on the engine's side.
 """
 
 from __future__ import annotations
@@ -30,21 +29,15 @@ from experts.routing.files import (
     save_statistics,
     save_trace,
 )
-from experts.routing.signatures import encode_signature, merge_signatures
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.experts.settings import goes_by_statistics, read_statistics, statistics_key
 from moeserve.model.spec import ModelSpec
-from moeserve.plan import Chunk, StepPlan, StepResult, wanted_logits
-from moeserve.scheduling.request_memory import MergeAnnotations
+from moeserve.plan import StepPlan, StepResult
 from moeserve.scheduling.steps import RanksObserver
 
 MAX_TRACE_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 64
 _ROWS_AT_ONCE = 1024
-# One signature describes at least this number of tokens that a request computed one by one.
-_DECODES_PER_SIGNATURE = 64
-# A request that no plan has named for this number of steps is over, or will be matched with the cache anew.
-_FORGOTTEN_AFTER = 64
 
 
 class RoutingListener(Protocol):
@@ -269,96 +262,6 @@ def routing_shape(spec: ModelSpec) -> RoutingShape | None:
 
 def _empty(shape: RoutingShape) -> RoutingStatistics:
     return RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
-
-
-def signature_merger(spec: ModelSpec) -> MergeAnnotations:
-    """Return the function that merges the signatures along a prefix into one, for a model with experts."""
-    assert spec.moe is not None
-    num_layers, num_experts = len(spec.moe_layers), spec.moe.num_experts
-
-    def merge(parts: Sequence[tuple[int, bytes]]) -> bytes:
-        return encode_signature(merge_signatures(parts, num_layers, num_experts))
-
-    return merge
-
-
-def signs_prefixes(config: ServeConfig) -> bool:
-    """Return whether cached prefixes get signatures on ranks whose experts are not all in the fast tier."""
-    return config.expert_prefetch != "off" and config.enable_prefix_caching
-
-
-class PrefixSigner(StepObserver[StepPlan, StepResult]):
-    """Adds to results the signatures of the tokens that complete blocks.
-
-    A chunk of a prompt is described once it ends a block. Tokens computed one by one are described together, once they
-    end a block and are numerous enough. A few tokens after the last whole block count with the tokens before it.
-    """
-
-    def __init__(self, shape: RoutingShape, block_size: int, *, keeps_routing: bool) -> None:
-        """keeps_routing: whether the results keep their routing for another observer."""
-        self._shape = shape
-        self._block_size = block_size
-        self._keeps_routing = keeps_routing
-        self._open: dict[str, _ExpertCounts] = {}
-        self._num_steps = 0
-
-    def end(self, plan: StepPlan, result: StepResult) -> None:
-        if plan.chunks and result.routing is not None:
-            self._annotate(plan, result, bytes(result.routing))
-        if not self._keeps_routing:
-            result.routing = None
-
-    def _annotate(self, plan: StepPlan, result: StepResult, routing: bytes) -> None:
-        self._num_steps += 1
-        ids = unpack(routing, self._shape, plan.num_tokens, wanted_logits(plan.chunks)[0])
-        row = 0
-        for chunk, computed in zip(plan.chunks, result.chunks, strict=True):
-            rows = ids[:, row : row + len(chunk.token_ids)]
-            row += len(chunk.token_ids)
-            computed.annotation = self._describe(chunk, rows)
-        if self._num_steps % _FORGOTTEN_AFTER == 0:
-            latest = self._num_steps - _FORGOTTEN_AFTER
-            self._open = {name: counts for name, counts in self._open.items() if counts.last_step > latest}
-
-    def _describe(self, chunk: Chunk, ids: NDArray[np.int16]) -> bytes | None:
-        """ids: [L, T, k] of the chunk's rows."""
-        num_tokens = len(chunk.token_ids)
-        end = chunk.start + num_tokens
-        counts = self._open.get(chunk.request_id)
-        if counts is None or counts.end != chunk.start:
-            counts = self._open[chunk.request_id] = _ExpertCounts(self._shape)
-        counts.add(ids, end, self._num_steps)
-        ends_block = end // self._block_size > chunk.start // self._block_size
-        if not ends_block or (num_tokens == 1 and counts.num_tokens < _DECODES_PER_SIGNATURE):
-            return None
-        del self._open[chunk.request_id]
-        return encode_signature(counts.rates())
-
-
-class _ExpertCounts:
-    """Counts the experts that a request's tokens chose since its last signature. end: the position after them."""
-
-    __slots__ = ("_counts", "_top_k", "end", "last_step", "num_tokens")
-
-    def __init__(self, shape: RoutingShape) -> None:
-        self._top_k = shape.top_k
-        # The first column counts the choices of rows that a layer left out (-1).
-        self._counts = np.zeros((shape.num_layers, shape.num_experts + 1), np.int64)
-        self.end = self.last_step = self.num_tokens = 0
-
-    def add(self, ids: NDArray[np.int16], end: int, step: int) -> None:
-        """ids: [L, T, k]."""
-        num_layers, width = self._counts.shape
-        places = ids.reshape(num_layers, -1).astype(np.int64) + (1 + width * np.arange(num_layers))[:, None]
-        self._counts += np.bincount(places.ravel(), minlength=self._counts.size).reshape(num_layers, width)
-        self.end, self.last_step = end, step
-        self.num_tokens += ids.shape[1]
-
-    def rates(self) -> NDArray[np.float32]:
-        """Return [L, E]: among the tokens that a layer computed, the share that chose each expert."""
-        computed = self.num_tokens - self._counts[:, :1] / self._top_k
-        rates: NDArray[np.float32] = (self._counts[:, 1:] / np.maximum(computed, 1)).astype(np.float32)
-        return rates
 
 
 class SentCounter(StepObserver[StepPlan, StepResult]):

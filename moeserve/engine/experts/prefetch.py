@@ -17,8 +17,7 @@ from experts.memory.residency import Affinity, EvictionPolicy, ResidencyControl
 from experts.observer import PlannedStep, StepObserver
 from experts.prediction.lookahead import GateLookahead
 from experts.prediction.planning import PrefetchJudge, PrefetchPlanner, PrefetchRules, PrefetchSwitch
-from experts.prediction.prefetcher import GateRecall, Prefetcher, PrefetchObserver, PrefixWarmer, RankPrefetcher
-from experts.prediction.prefix_warmth import PrefixWarmth
+from experts.prediction.prefetcher import GateRecall, Prefetcher, PrefetchObserver, RankPrefetcher
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.files import Tap
 from experts.routing.gates import FittedGates, GatedBlock, GatePreview, GatesAhead, load_fitted_gates, save_fitted_gates
@@ -102,7 +101,6 @@ def start_prefetching(
         observers.append(asks := GateLookahead(memory, experts.control, preview, moe.gate.top_k, judge, here))
         if share is not None:
             observers.append(GateRecall(asks, GatesAhead(preview, len(experts.layers)), memory.recall))
-    observers.append(PrefixWarmer(asks, memory, PrefixWarmth(experts.control, moe.num_experts, here)))
     return Prefetching(asks, observers)
 
 

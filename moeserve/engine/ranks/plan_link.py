@@ -17,11 +17,11 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Any
 
 import msgspec
 
-from moeserve.plan import MAX_ANNOTATION_BYTES, Chunk, ChunkExtras, SamplingParams, StateUse, StepPlan, WindowTable
+from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StateUse, StepPlan, WindowTable
 from moeserve.wire import MAX_STEP_BYTES, DecodeError, pack, unpack, unpack_token_ids
 
 # The number of plans after which both ends forget a request that none of them named.
@@ -63,7 +63,6 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     first_angle: int | None = None
     state: tuple[int, int | None, int | None] | None = None
     window: tuple[int, _Change] | None = None
-    annotation: Annotated[bytes, msgspec.Meta(max_length=MAX_ANNOTATION_BYTES)] | None = None
     request_id: str | None = None
 
 
@@ -148,7 +147,6 @@ class PlanSender:
                 chunk.first_angle or None,
                 None if state is None else (state.slot, state.load, state.save),
                 None if chunk.window is None else _describe_window(chunk.window, sent),
-                chunk.annotation,
                 chunk.request_id if is_new else None,
             ]
         )
@@ -273,7 +271,6 @@ class PlanReceiver:
             known.sampling if wire.sampling else None,
             None if wire.extras is None else _extras(wire.extras, known),
             wire.drawn_by,
-            wire.annotation,
             None if wire.state is None else StateUse(*wire.state),
             wire.first_angle or 0,
             None if wire.window is None else _window(*wire.window, known),

@@ -29,7 +29,6 @@ from experts.memory.residency import (
 )
 from experts.memory.residency import POLICY_NAMES as SERVED
 from experts.prediction.planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
-from experts.prediction.prefix_warmth import PrefixWarmth
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.files import RoutingTrace, Tap
 from experts.routing.predictors import (
@@ -244,14 +243,12 @@ class Simulation:
         link: LinkModel,
         timing: LayerTiming,
         ahead: LoadsAhead | None = None,
-        warmth: PrefixWarmth | None = None,
     ) -> None:
-        """ahead: tells this control which experts to load; None for demand loads alone. warmth: asks this control."""
+        """ahead: tells this control which experts to load; None for demand loads alone."""
         self._control = control
         self._copier = SimulatedCopier(control, link, expert_bytes)
         self._timing = timing
         self._ahead = ahead
-        self._warmth = warmth
         self._loads_per_layer = timing.total / link.load_seconds(expert_bytes)
         self._now = 0.0
         self._stall = 0.0
@@ -286,20 +283,14 @@ class Simulation:
         if self._ahead is not None:
             self._ahead.begin(trace, part)
             self._look(Tap.EARLY, BEFORE)
-        if self._warmth is not None:
-            self._warmth.begin_step(trace.requests[part].tolist(), may_ask=True)
         for layer, event in enumerate(sorted(set(of_layer)) for of_layer in ids.reshape(len(ids), -1).tolist()):
             self._compute(self._timing.attention)
             self._control.access(layer, event)
             if self._ahead is not None:
                 self._ahead.chose(layer, ids[layer])
                 self._look(Tap.EARLY, layer)
-            if self._warmth is not None:
-                self._warmth.observed(layer, event)
             self._compute_experts(layer, event)
             self._look(Tap.LATE, layer)
-        if self._warmth is not None:
-            self._warmth.end_step(())
         if self._ahead is not None:
             self._ahead.end()
 
