@@ -137,6 +137,7 @@ class _QuantizedLinear(Linear):
         self._run = kernels.quantised_linear
         self._format: WeightFormat = rows.format
         self._exact = arithmetic == "exact"
+        self._order = rows.order
         packed = pack_rows(rows, kernels)
         self._packed = packed if keep is None else keep(packed)
         self._bias = None if bias is None else bias.float().contiguous()
@@ -145,6 +146,8 @@ class _QuantizedLinear(Linear):
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, the product is in float32")
+        if self._order is not None:
+            x = x.index_select(1, self._order)
         out = x.new_empty((x.shape[0], self.out_features))
         self._run(
             x.data_ptr(),

@@ -247,9 +247,9 @@ class CpuOps:
         dtype: torch.dtype,
     ) -> GatedBlock:
         (hidden_size, width), rows = down.shape, gate_up.shape[0]
-        formats = None
+        formats, has_order = None, False
         if isinstance(gate_up, QuantizedRows) and isinstance(down, QuantizedRows):
-            formats = gate_up.format, down.format
+            formats, has_order = (gate_up.format, down.format), gate_up.order is not None
         else:
             gate_up, down = widened(gate_up), widened(down)
         shape = ExpertShape(
@@ -261,6 +261,7 @@ class CpuOps:
             is_gated=rows != width,
             formats=formats,
             arithmetic=self._arithmetic,
+            has_order=has_order,
         )
         if shape.has_bias:
             gate_up_bias = torch.zeros(rows, dtype=dtype) if gate_up_bias is None else gate_up_bias

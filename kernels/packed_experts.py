@@ -25,7 +25,8 @@ class ExpertShape:
     """Sizes of one expert of a layer. It computes in `dtype`; its weights are kept in `weight_dtype`.
 
     is_gated: True if there are gate channels beside the up channels. formats: of the first and the second matrix where
-    they are quantised; `arithmetic` then says how they multiply.
+    they are quantised; `arithmetic` then says how they multiply. has_order: the depth of the first matrix is in an
+    order of the expert's own.
     """
 
     hidden_size: int
@@ -36,6 +37,7 @@ class ExpertShape:
     is_gated: bool = True
     formats: tuple[WeightFormat, WeightFormat] | None = None
     arithmetic: Arithmetic = "int8"
+    has_order: bool = False
 
     @property
     def gate_up_rows(self) -> int:

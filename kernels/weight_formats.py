@@ -2,9 +2,8 @@
 
 A loader makes a `QuantizedRows` of every matrix, without changing a value: the bytes of a GGUF tensor are its data
 as they are, and other checkpoints' codes, scales and zero points are put into the blocks of one of the formats below
-(`rows_of_mxfp4`, `rows_of_codes`). Rows are selected, ordered and joined as rows of any tensor. `pack_linear` and the
-layouts of experts take them in place of a float matrix, and repack them for the kernels
-without widening them.
+(`rows_of_pairs`, `rows_of_codes`, ...). Rows are selected, ordered and joined as rows of any tensor. `pack_linear` and
+the layouts of experts take them in place of a float matrix, and repack them for the kernels without widening them.
 """
 
 from __future__ import annotations
@@ -61,17 +60,28 @@ INT4_F16 = WeightFormat("int4_f16", 7, 32, 19, 19)
 INT4_BF16 = WeightFormat("int4_bf16", 8, 32, 19, 19)
 # d float32, q[32] int8: d q.
 INT8_F32 = WeightFormat("int8_f32", 9, 32, 36, 36)
+# d float32, zero (one byte), q[32] int8: d (q + 128 - zero).
+INT8_ZERO = WeightFormat("int8_zero", 10, 32, 37, 37)
+# d float32, q[32] floats of 8 bits (e4m3): d q. Multiplied with rows of floats in either arithmetic.
+FP8 = WeightFormat("fp8_f32", 11, 32, 36, 36)
+# d float32, e[4] floats of 8 bits (e4m3), q[32]: d e[i / 16] times the float that q encodes as in MXFP4, weight i.
+NVFP4 = WeightFormat("nvfp4_f32", 12, 64, 40, 40)
 
-FORMATS = {form.name: form for form in (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, MXFP4, INT4_F16, INT4_BF16, INT8_F32)}
+_ALL = (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, MXFP4, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, NVFP4)
+FORMATS = {form.name: form for form in _ALL}
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """A matrix [N, depth]; data: uint8 [N, format.row_bytes(depth)], of any strides between rows."""
+    """A matrix [N, depth]; data: uint8 [N, format.row_bytes(depth)], of any strides between rows.
+
+    order: int64 [depth], the column of the matrix that each weight of a row belongs to; None if they are in order.
+    """
 
     format: WeightFormat
     data: Tensor
     depth: int
+    order: Tensor | None = None
 
     def __post_init__(self) -> None:
         if self.data.dtype != torch.uint8 or self.data.shape[1:] != (self.format.row_bytes(self.depth),):
@@ -86,12 +96,13 @@ class QuantizedRows:
 
     def rows(self, which: slice | Tensor) -> QuantizedRows:
         """Return some rows, or all in another order. Bytes of zeros are weights of zero in every format."""
-        return QuantizedRows(self.format, self.data[which], self.depth)
+        return QuantizedRows(self.format, self.data[which], self.depth, self.order)
 
     def dequantise(self) -> Tensor:
         """Return the weights [N, depth] in float32, with the bits that ggml's definitions of its formats give."""
         blocks = self.data.reshape(len(self.data), -1, self.format.block_bytes)
-        return _WIDEN[self.format](blocks).reshape(len(self.data), self.depth)
+        weights = _WIDEN[self.format](blocks).reshape(len(self.data), self.depth)
+        return weights if self.order is None else weights[:, self.order.argsort()]
 
 
 # A matrix [N, K] in a checkpoint: numbers, or quantised.
@@ -104,13 +115,19 @@ def widened(matrix: Matrix) -> Tensor:
 
 
 def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
-    """Return the rows of several matrices one below the other; None if their formats differ, or without any."""
+    """Return the rows of several matrices one below the other; None if formats or orders differ, or without any."""
     if not parts:
         return None
     first = parts[0]
     if any((part.format, part.depth) != (first.format, first.depth) for part in parts):
         return None
-    return QuantizedRows(first.format, torch.cat([part.data for part in parts]), first.depth)
+    if any(not _same_order(part.order, first.order) for part in parts):
+        return None
+    return QuantizedRows(first.format, torch.cat([part.data for part in parts]), first.depth, first.order)
+
+
+def _same_order(order: Tensor | None, other: Tensor | None) -> bool:
+    return order is other or (order is not None and other is not None and torch.equal(order, other))
 
 
 def rows_of_mxfp4(blocks: Tensor, scales: Tensor) -> QuantizedRows:
@@ -118,39 +135,101 @@ def rows_of_mxfp4(blocks: Tensor, scales: Tensor) -> QuantizedRows:
 
     A byte of `blocks` holds two neighbouring weights, the earlier one in its low half.
     """
-    codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    halves = codes[..., :16] | codes[..., 16:] << 4
-    data = torch.cat([scales.unsqueeze(-1), halves], -1).flatten(1)
+    data = torch.cat([scales.unsqueeze(-1), _halves_of_pairs(blocks)], -1).flatten(1)
     return QuantizedRows(MXFP4, data, 32 * scales.shape[1])
 
 
-def rows_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> QuantizedRows:
-    """Return rows of the weights scale * (code - zero), in groups of 32 or a multiple of 32.
+def rows_of_nvfp4(pairs: Tensor, scales: Tensor, scale: Tensor) -> QuantizedRows:
+    """Return rows of NVFP4: pairs [N, K / 2] uint8, two neighbouring weights per byte, the earlier one in its low half.
 
-    codes: [N, K], uint8 of 4 bits with `zeros`, or int8 without. scales: [N, K / group] float16, bfloat16 or, without
-    zeros, any float dtype. zeros: [N, K / group] uint8. Every weight keeps its value. Raises ValueError for other
-    dtypes or shapes.
+    scales: [N, K / 16] float8_e4m3fn; scale: float32 of one number, which multiplies all of them. Raise ValueError
+    unless K is a multiple of 64 and no scale is NaN.
+    """
+    _check_e4m3(scales)
+    num_rows, depth = len(pairs), 2 * pairs.shape[1]
+    if depth % 64 or scales.shape != (num_rows, depth // 16):
+        raise ValueError(f"{depth} weights of a row are not {scales.shape[1]} groups of 16")
+    parts = [
+        scale.float().view(1).view(torch.uint8).expand(num_rows, depth // 64, 4),
+        scales.view(torch.uint8).view(num_rows, -1, 4),
+        _halves_of_pairs(pairs.view(num_rows, -1, 2, 16)).flatten(2),
+    ]
+    return QuantizedRows(NVFP4, torch.cat(parts, -1).flatten(1), depth)
+
+
+def rows_of_fp8(codes: Tensor, scales: Tensor) -> QuantizedRows:
+    """Return rows of codes [N, K] float8_e4m3fn times scales [N, G] of any float dtype, for G equal groups of columns.
+
+    Raise ValueError for groups that are no multiple of 32, or codes that are NaN.
+    """
+    _check_e4m3(codes)
+    scales = _per_block(scales.float(), codes.shape[1])
+    blocks = codes.view(torch.uint8).view(len(codes), -1, 32)
+    data = torch.cat([scales.unsqueeze(-1).view(torch.uint8), blocks], -1).flatten(1)
+    return QuantizedRows(FP8, data, codes.shape[1])
+
+
+def rows_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> QuantizedRows:
+    """Return rows of the weights scale * (code - zero), in groups of 32 or a multiple of 32. Every weight keeps its
+    value.
+
+    codes: [N, K] int8, or uint8 with `zeros`. scales: [N, K / group] of any float dtype. zeros: [N, K / group] uint8.
+    Raises ValueError for other dtypes or shapes.
     """
     num_rows, depth = codes.shape
-    repeats = depth // scales.shape[1] // 32
-    if depth != scales.shape[1] * repeats * 32:
-        raise ValueError(f"{depth} weights of a row are not {scales.shape[1]} groups of 32 or a multiple of it")
-    scales = scales.repeat_interleave(repeats, 1)
-    blocks = codes.view(num_rows, -1, 32)
+    scales = _per_block(scales.float(), depth).unsqueeze(-1).view(torch.uint8)
+    if codes.dtype != (torch.int8 if zeros is None else torch.uint8):
+        raise ValueError(f"codes {'without' if zeros is None else 'with'} zero points are not {codes.dtype}")
     if zeros is None:
-        if codes.dtype != torch.int8:
-            raise ValueError(f"codes without zero points are int8, not {codes.dtype}")
-        parts = [scales.float().unsqueeze(-1).view(torch.uint8), blocks.view(torch.uint8)]
-        return QuantizedRows(INT8_F32, torch.cat(parts, -1).flatten(1), depth)
-    formats = {torch.float16: INT4_F16, torch.bfloat16: INT4_BF16}
-    if codes.dtype != torch.uint8 or scales.dtype not in formats:
-        raise ValueError(f"codes with zero points are uint8 with 16-bit scales, not {codes.dtype} with {scales.dtype}")
+        data = torch.cat([scales, codes.view(num_rows, -1, 32).view(torch.uint8)], -1)
+        return QuantizedRows(INT8_F32, data.flatten(1), depth)
+    data = torch.cat([scales, _per_block(zeros, depth).unsqueeze(-1), codes.view(num_rows, -1, 32) ^ 128], -1)
+    return QuantizedRows(INT8_ZERO, data.flatten(1), depth)
+
+
+def rows_of_pairs(pairs: Tensor, scales: Tensor, zeros: Tensor) -> QuantizedRows:
+    """Return rows of the weights scale * (code - zero) of 4 bits, in groups of 32 or a multiple of 32. Every weight
+    keeps its value.
+
+    pairs: [N, K / 2] uint8, two neighbouring codes per byte, the earlier one in its low half. scales: [N, K / group] of
+    any float dtype, zeros: [N, K / group] uint8. Scales of more than 16 bits make codes of 8 bits. Raises ValueError
+    for other shapes.
+    """
+    num_rows, depth = len(pairs), 2 * pairs.shape[1]
+    form = INT4_FORMATS.get(scales.dtype)
+    zeros = _per_block(zeros, depth)
+    if form is None:
+        codes = torch.stack([pairs & 15, pairs >> 4], -1).view(num_rows, -1, 32)
+        return rows_of_codes((codes.to(torch.int8) - zeros.unsqueeze(-1).to(torch.int8)).flatten(1), scales)
     parts = [
-        scales.unsqueeze(-1).view(torch.uint8),
-        zeros.repeat_interleave(repeats, 1).unsqueeze(-1),
-        blocks[..., :16] | blocks[..., 16:] << 4,
+        _per_block(scales, depth).unsqueeze(-1).view(torch.uint8),
+        zeros.unsqueeze(-1),
+        _halves_of_pairs(pairs.view(num_rows, -1, 16)),
     ]
-    return QuantizedRows(formats[scales.dtype], torch.cat(parts, -1).flatten(1), depth)
+    return QuantizedRows(form, torch.cat(parts, -1).flatten(1), depth)
+
+
+# The formats of codes of 4 bits with zero points, by the dtype of their scales.
+INT4_FORMATS = {torch.float16: INT4_F16, torch.bfloat16: INT4_BF16}
+
+
+def _per_block(numbers: Tensor, depth: int) -> Tensor:
+    """Repeat one number for each group of columns, [N, G], to one for each 32 columns."""
+    repeats = depth // numbers.shape[1] // 32
+    if depth != numbers.shape[1] * repeats * 32:
+        raise ValueError(f"{depth} weights of a row are not {numbers.shape[1]} groups of 32 or a multiple of it")
+    return numbers.repeat_interleave(repeats, 1)
+
+
+def _halves_of_pairs(pairs: Tensor) -> Tensor:
+    """Order codes of 4 bits, 32 of them in [..., 16] bytes: pairs of neighbours become weights 16 columns apart."""
+    first, second = pairs.unflatten(-1, (2, 8)).unbind(-2)
+    return torch.stack([first & 15 | second << 4, first >> 4 | second & 240], -1).flatten(-2)
+
+
+def _check_e4m3(numbers: Tensor) -> None:
+    if bool((numbers.view(torch.uint8) & 127 == 127).any()):
+        raise ValueError("it holds what is no number")
 
 
 def _numbers(blocks: Tensor, first: int, dtype: torch.dtype) -> Tensor:
@@ -173,9 +252,28 @@ def _widen_q4_1(blocks: Tensor) -> Tensor:
     return _numbers(blocks, 0, torch.float16) * codes + _numbers(blocks, 2, torch.float16)
 
 
-def _widen_mxfp4(blocks: Tensor) -> Tensor:
+def _doubled_e2m1(codes: Tensor) -> Tensor:
     doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
-    return torch.ldexp(doubled[_nibbles(blocks[..., 1:]).long()], blocks[..., :1].int() - 128)
+    return doubled[codes.long()]
+
+
+def _widen_mxfp4(blocks: Tensor) -> Tensor:
+    return torch.ldexp(_doubled_e2m1(_nibbles(blocks[..., 1:])), blocks[..., :1].int() - 128)
+
+
+def _widen_nvfp4(blocks: Tensor) -> Tensor:
+    scales = blocks[..., 4:8].contiguous().view(torch.float8_e4m3fn).float() * _numbers(blocks, 0, torch.float32)
+    codes = _doubled_e2m1(_nibbles(blocks[..., 8:].unflatten(-1, (2, 16)))).unflatten(-1, (2, 16)).flatten(-3, -2)
+    return (codes * (scales * 0.5).unsqueeze(-1)).flatten(-2)
+
+
+def _widen_int8_zero(blocks: Tensor) -> Tensor:
+    codes = blocks[..., 5:].contiguous().view(torch.int8).float() + 128.0
+    return _numbers(blocks, 0, torch.float32) * (codes - blocks[..., 4:5].float())
+
+
+def _widen_fp8(blocks: Tensor) -> Tensor:
+    return _numbers(blocks, 0, torch.float32) * blocks[..., 4:].contiguous().view(torch.float8_e4m3fn).float()
 
 
 def _widen_q4_k(blocks: Tensor, high_bits: bool) -> Tensor:
@@ -217,4 +315,7 @@ _WIDEN: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
     INT4_F16: lambda blocks: _widen_int4(blocks, torch.float16),
     INT4_BF16: lambda blocks: _widen_int4(blocks, torch.bfloat16),
     INT8_F32: lambda blocks: _widen_int8(blocks, torch.float32),
+    INT8_ZERO: _widen_int8_zero,
+    FP8: _widen_fp8,
+    NVFP4: _widen_nvfp4,
 }

@@ -65,12 +65,13 @@ struct Kind {
 
 // A packed expert: panels of gate and up [intermediate / 16, hidden, 32] (16 gate columns beside their 16 up columns),
 // panels of down [hidden / 32, intermediate, 32], then float32 biases in the same order of columns, where there are any.
-// Without a gate the first are panels of up [intermediate / 32, hidden, 32].
+// Without a gate the first are panels of up [intermediate / 32, hidden, 32]. Where the depth of gate and up is in an
+// order of the expert's own, it is last: int32 [hidden], the channel of each weight of a column.
 struct Shape {
   int64_t hidden, intermediate;
   Kind gate_up, down;
   bool exact;  // Quantised weights multiply rows of floats.
-  bool has_bias;
+  bool has_bias, has_order;
   Activation activation;
   float alpha, limit;
 
@@ -80,12 +81,14 @@ struct Shape {
   int64_t padded_intermediate() const { return gate_up_panels() * channels_of_panel(); }
   int64_t gate_up_bytes() const { return gate_up_panels() * gate_up.panel_bytes(hidden); }
   int64_t down_bytes() const { return num_panels(hidden) * down.panel_bytes(intermediate); }
-  bool rounds(Kind kind) const { return kind.is_quantised() && !exact; }
+  bool rounds(Kind kind) const { return kind.is_quantised() && !exact && takes_rounded(kind.format()); }
 };
 
 struct Rows {
   std::vector<int64_t> places;  // Positions in [num_tokens * top_k], sorted by expert.
   std::vector<int64_t> experts, first;  // Experts with rows, and where theirs begin; one more bound at the end.
+
+  int64_t group_of(int64_t row) const { return std::upper_bound(first.begin(), first.end(), row) - first.begin() - 1; }
 };
 
 Rows sort_by_expert(const int64_t* ids, int64_t count, int64_t num_experts) {
@@ -114,7 +117,8 @@ struct Step {
   const void* const* experts;
   Rows rows;
   float* hidden;            // [chosen rows in sorted order, padded intermediate]
-  Rounded* rounded_x;       // [num_tokens, hidden / 32], if gate and up multiply rounded rows.
+  float* ordered;           // [chosen rows in sorted order, hidden], if experts have an order of channels.
+  Rounded* rounded_x;       // [num_tokens, hidden / 32], if gate and up multiply rounded rows; or of `ordered`.
   Rounded* rounded_hidden;  // [chosen rows in sorted order, intermediate / 32], if down does.
   float* results;           // [num_tokens * top_k, hidden]
 
@@ -126,6 +130,19 @@ const float* biases(const Shape& shape, const uint8_t* expert) {
   return reinterpret_cast<const float*>(expert + shape.gate_up_bytes() + shape.down_bytes());
 }
 
+const int32_t* channel_order(const Shape& shape, const uint8_t* expert) {
+  const int64_t num_biases = shape.has_bias ? shape.gate_up_panels() * kPanelColumns + shape.hidden : 0;
+  return reinterpret_cast<const int32_t*>(biases(shape, expert) + num_biases);
+}
+
+// Orders the channels of a token's row as the expert has them.
+void order_row(const Shape& shape, const Step& step, int64_t row) {
+  const int32_t* order = channel_order(shape, step.expert(step.rows.group_of(row)));
+  const float* x = step.x + step.rows.places[row] / step.top_k * step.x_stride;
+  float* to = step.ordered + row * shape.hidden;
+  for (int64_t k = 0; k < shape.hidden; ++k) to[k] = x[order[k]];
+}
+
 // Multiplies rows with a panel: for_tiles for any kind of weights. `floats_of(r)` and `rounded_of(r)` are where row r
 // begins; only one of them is called.
 template <typename FloatsOf, typename RoundedOf, typename Use>
@@ -135,8 +152,8 @@ void for_any_tiles(Kind kind, bool exact, int64_t num_rows, const uint8_t* panel
     if (kind.number == 1) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
     return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
   }
-  const Quantised weights = {kind.format(), depth, exact};
-  if (exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
+  const Quantised weights = {kind.format(), depth, exact || !takes_rounded(kind.format())};
+  if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
   for_rounded_tiles(num_rows, weights, panel, rounded_of, use);
 }
 
@@ -145,10 +162,14 @@ void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t 
   const uint8_t* expert = step.expert(group);
   const int64_t first_row = step.rows.first[group], width = shape.padded_intermediate();
   const Columns bias = shape.has_bias ? load_columns(biases(shape, expert) + panel * kPanelColumns) : Columns{};
-  const auto token = [&](int64_t r) { return step.rows.places[first_row + r] / step.top_k; };
+  const auto token = [&](int64_t r) {
+    return shape.has_order ? first_row + r : step.rows.places[first_row + r] / step.top_k;
+  };
+  const float* x = shape.has_order ? step.ordered : step.x;
+  const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
   for_any_tiles(
       shape.gate_up, shape.exact, step.num_rows(group), expert + panel * shape.gate_up.panel_bytes(shape.hidden),
-      shape.hidden, [&](int64_t r) { return step.x + token(r) * step.x_stride; },
+      shape.hidden, [&](int64_t r) { return x + token(r) * x_stride; },
       [&](int64_t r) { return step.rounded_x + token(r) * (shape.hidden / kGroup); },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
@@ -207,11 +228,17 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
   const int64_t down_grain = std::max<int64_t>(1, groups * down_panels / 12);
 #pragma omp parallel
   {
-    if (shape.rounds(shape.gate_up)) {
+    if (shape.has_order) {
 #pragma omp for schedule(static)
-      for (int64_t token = 0; token < step.num_tokens; ++token)
-        round_row(step.x + token * step.x_stride, shape.hidden, shape.gate_up.format(),
-                  step.rounded_x + token * (shape.hidden / kGroup));
+      for (int64_t row = 0; row < chosen; ++row) order_row(shape, step, row);
+    }
+    if (shape.rounds(shape.gate_up)) {
+      const float* x = shape.has_order ? step.ordered : step.x;
+      const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
+#pragma omp for schedule(static)
+      for (int64_t row = 0; row < (shape.has_order ? chosen : step.num_tokens); ++row)
+        round_row(x + row * x_stride, shape.hidden, shape.gate_up.format(),
+                  step.rounded_x + row * (shape.hidden / kGroup));
     }
 #pragma omp for schedule(dynamic, gate_up_grain)
     for (int64_t task = 0; task < groups * gate_up_panels; ++task)
@@ -253,10 +280,10 @@ Item* scratch(std::vector<Item>& kept, int64_t count) {
 extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
                                     const float* weights, int64_t top_k, const void* const* experts,
                                     int64_t num_experts, int64_t gate_up, int64_t down, int64_t exact, int64_t hidden,
-                                    int64_t intermediate, int64_t has_bias, int64_t activation, double alpha,
-                                    double limit, float* out, int64_t out_stride) {
+                                    int64_t intermediate, int64_t has_bias, int64_t has_order, int64_t activation,
+                                    double alpha, double limit, float* out, int64_t out_stride) {
   using namespace moeserve;
-  const Shape shape = {hidden, intermediate, {gate_up}, {down}, exact != 0, has_bias != 0,
+  const Shape shape = {hidden, intermediate, {gate_up}, {down}, exact != 0, has_bias != 0, has_order != 0,
                        static_cast<Activation>(activation), float(alpha), float(limit)};
   for (int64_t i = 0; i < num_tokens * top_k; ++i)
     if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
@@ -265,9 +292,12 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
   static thread_local std::vector<Rounded> rounded;
   const int64_t chosen = int64_t(step.rows.places.size());
   const int64_t hidden_floats = chosen * shape.padded_intermediate();
-  step.hidden = scratch(floats, hidden_floats + (weights ? num_tokens * top_k * hidden : 0));
-  step.results = weights ? step.hidden + hidden_floats : out;
-  const int64_t x_blocks = shape.rounds(shape.gate_up) ? num_tokens * (hidden / kGroup) : 0;
+  const int64_t ordered_floats = shape.has_order ? chosen * hidden : 0;
+  step.hidden = scratch(floats, hidden_floats + ordered_floats + (weights ? num_tokens * top_k * hidden : 0));
+  step.ordered = step.hidden + hidden_floats;
+  step.results = weights ? step.ordered + ordered_floats : out;
+  const int64_t x_rows = shape.has_order ? chosen : num_tokens;
+  const int64_t x_blocks = shape.rounds(shape.gate_up) ? x_rows * (hidden / kGroup) : 0;
   const int64_t hidden_blocks = shape.rounds(shape.down) ? chosen * (intermediate / kGroup) : 0;
   step.rounded_x = scratch(rounded, x_blocks + hidden_blocks);
   step.rounded_hidden = step.rounded_x + x_blocks;

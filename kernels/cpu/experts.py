@@ -27,7 +27,11 @@ _KINDS = {kind: number for number, kind in enumerate(get_args(ActivationKind))}
 
 
 class PanelLayout(ExpertLayout):
-    """Panels of gate and up, panels of down, then float32 biases; weights are bfloat16, float32 or quantised."""
+    """Panels of gate and up, panels of down, then float32 biases; weights are bfloat16, float32 or quantised.
+
+    Last, where the shape has one, is the order of the depth of gate and up, int32. An order of down's depth is an order
+    of the rows of gate and up.
+    """
 
     def __init__(self, shape: ExpertShape, kernels: NativeKernels) -> None:
         """Raise ValueError if the rows of a matrix are not whole blocks of its format."""
@@ -44,7 +48,9 @@ class PanelLayout(ExpertLayout):
         else:
             self.name = f"panels of {' and '.join(form.name for form in shape.formats)}"
             weights = sum(map(packed_bytes, shape.formats, columns, depths))
-        self.num_bytes = weights + (4 * sum(columns) if shape.has_bias else 0)
+        if shape.has_order:
+            self.name += " with orders"
+        self.num_bytes = weights + 4 * (sum(columns) * shape.has_bias + shape.hidden_size * shape.has_order)
 
     @property
     def kinds(self) -> tuple[int, int]:
@@ -58,6 +64,10 @@ class PanelLayout(ExpertLayout):
     def pack(
         self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
     ) -> Tensor:
+        if isinstance(gate_up, QuantizedRows) and isinstance(down, QuantizedRows) and down.order is not None:
+            rows = torch.cat([down.order, down.order + down.depth])[: gate_up.shape[0]]
+            gate_up, down = gate_up.rows(rows), QuantizedRows(down.format, down.data, down.depth)
+            gate_up_bias = None if gate_up_bias is None else gate_up_bias[rows]
         if self.shape.formats is not None:
             first, second = self.shape.formats
             order = self._ordered(torch.arange(1, gate_up.shape[0] + 1)) - 1
@@ -68,10 +78,16 @@ class PanelLayout(ExpertLayout):
             parts = [pack_panels(self._ordered(gate_up.to(self._dtype))), pack_panels(down.to(self._dtype))]
         if gate_up_bias is not None and down_bias is not None:
             parts += [bias.float().view(torch.uint8) for bias in (self._ordered(gate_up_bias), down_bias)]
+        if self.shape.has_order:
+            assert isinstance(gate_up, QuantizedRows)
+            order = torch.arange(gate_up.depth) if gate_up.order is None else gate_up.order
+            parts.append(order.int().view(torch.uint8))
         return torch.cat(parts)
 
     def _pack_rows(self, matrix: Matrix, form: WeightFormat, order: Tensor | None = None) -> Tensor:
         rows = matrix if isinstance(matrix, QuantizedRows) else quantise(matrix, form, self._kernels)
+        if rows.order is not None and not self.shape.has_order:
+            raise ValueError(f"rows in an order of their own do not go into {self.name}")
         if rows.format is not form:
             raise ValueError(f"rows of {rows.format.name} do not go into panels of {form.name}")
         return pack_rows(rows, self._kernels, order)
@@ -155,6 +171,7 @@ class _NativeExperts(SplitExperts):
             shape.hidden_size,
             shape.intermediate_size,
             shape.has_bias,
+            shape.has_order,
             _KINDS[activation.kind],
             activation.alpha,
             activation.limit,

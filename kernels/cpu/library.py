@@ -36,7 +36,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "quantised_linear": (_P, _N, _N, _P, _N, _N, _N, _N, _P, _P, _N),
     "pack_quantised": (_N, _P, _N, _N, _P, _N, _P),
     "quantise": (_P, _N, _N, _N, _N, _N, _P),
-    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
+    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),

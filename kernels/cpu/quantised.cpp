@@ -122,6 +122,13 @@ inline Floats from_bf16(const uint8_t* from) {
 #endif
 }
 
+// Floats of 8 bits with four of exponent and three of mantissa. Shifted into float's fields they are 2^120 times too
+// small, also those that are subnormal.
+inline Floats from_e4m3(Words bytes) {
+  const Floats magnitude = (Floats)((bytes & 127u) << 20) * 0x1p120f;
+  return (Floats)((Words)magnitude | (bytes & 128u) << 24);
+}
+
 // Twice the values of e2m1 plus 12.
 constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
@@ -168,7 +175,7 @@ struct Group {
       codes[2 * i] = pair & 0x0f0f0f0fu;
       codes[2 * i + 1] = (pair >> 4) & 0x0f0f0f0fu;
     }
-    if constexpr (F == Format::kMxfp4)
+    if constexpr (kFormat.code == Code::kE2m1)
       for (Words& code : codes) code = look_up(code);
     if constexpr (kFormat.bits == 5) {
       const Words high = load_words(from + 256);
@@ -187,6 +194,8 @@ struct Group {
     if constexpr (kFormat.scale == Scale::kBf16) return from_bf16(from);
     if constexpr (kFormat.scale == Scale::kF32) return load(reinterpret_cast<const float*>(from));
     if constexpr (kFormat.scale == Scale::kE8m0) return from_exponents(from);
+    // Half, because codes of e2m1 are doubled to be whole.
+    if constexpr (kFormat.scale == Scale::kSuperE4m3) return from_e4m3(from_bytes(from)) * super.scale * 0.5f;
     // Bytes of Q6_K are signed; those of the others are below 64.
     const Ints bytes = (Ints)(from_bytes(from) << 24) >> 24;
     return super.scale * __builtin_convertvector(bytes, Floats);
@@ -194,7 +203,9 @@ struct Group {
 
   // The weights of 16 columns at depth 4 i + b. Every format but one with 32-bit scales is exact up to the minimum.
   MOESERVE_INLINE Floats weights(int i, int b) const {
-    Floats value = to_floats((codes[i] >> (8 * b)) & 255u);
+    const Words code = (codes[i] >> (8 * b)) & 255u;
+    if constexpr (kFormat.code == Code::kE4m3) return from_e4m3(code) * scale[0];
+    Floats value = to_floats(code);
     if constexpr (kFormat.shift == Shift::kConstant) value -= float(kFormat.offset);
     if constexpr (kFormat.shift == Shift::kZero) value -= shift;
     value *= scale[kFormat.parts * i / 8];
@@ -212,6 +223,10 @@ MOESERVE_INLINE void for_groups(const uint8_t* half, int64_t num_blocks, Use use
   constexpr Traits format = traits_of(F);
   Super super{};
   for (int64_t block = 0; block < num_blocks; ++block) {
+    if constexpr (format.scale == Scale::kSuperE4m3) {
+      super.scale = load(reinterpret_cast<const float*>(half));
+      half += format.super_bytes();
+    }
     if constexpr (format.scale == Scale::kSuper) {
       super.scale = from_half(half);
       if constexpr (format.shift == Shift::kSuperMin) super.min = from_half(half + 2 * kLanes);
@@ -285,7 +300,8 @@ constexpr int kNumTileSizes = kTileRows == 12 ? 8 : 3;
 
 template <Format F, size_t... Size>
 constexpr std::array<RoundedTile, kNumTileSizes> rounded_tiles(std::index_sequence<Size...>) {
-  return {&multiply_rounded<F, kTileSizes[Size]>...};
+  if constexpr (takes_rounded(F)) return {&multiply_rounded<F, kTileSizes[Size]>...};
+  return {};
 }
 
 struct Kernels {
@@ -397,6 +413,7 @@ extern "C" void moeserve_quantised_linear(const float* x, int64_t x_stride, int6
                                           int64_t format, int64_t exact, int64_t depth, int64_t width,
                                           const float* bias, float* y, int64_t y_stride) {
   using namespace moeserve;
+  if (!takes_rounded(static_cast<Format>(format))) exact = 1;
   const Quantised weights = {static_cast<Format>(format), depth, exact != 0};
   static thread_local std::vector<Rounded> scratch;
   if (!exact && int64_t(scratch.size()) < num_rows * weights.groups()) scratch.resize(num_rows * weights.groups());

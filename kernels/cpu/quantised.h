@@ -11,8 +11,12 @@ namespace moeserve {
 
 constexpr int kGroup = 32;
 
-enum class Format : int64_t { kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kCount };
-enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper };   // kSuper: a byte times the float16 of a superblock.
+enum class Format : int64_t {
+  kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kInt8Zero, kFp8, kNvfp4, kCount
+};
+enum class Code { kWhole, kE2m1, kE4m3 };  // kE4m3 takes no products of integers: rows stay floats.
+// kSuper: a byte times the float16 of a superblock; kSuperE4m3: a float of 8 bits times the float32 of a superblock.
+enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper, kSuperE4m3 };
 enum class Shift { kConstant, kMin, kSuperMin, kZero };  // kMin: added; kSuperMin: a byte times a float16, subtracted.
 
 // weight = scale * (code - offset) or scale * (code - zero), plus or minus a minimum.
@@ -24,15 +28,17 @@ struct Traits {
   Shift shift;
   int offset;
   int row_bytes;  // Of a block of a row.
+  Code code = Code::kWhole;
 
   constexpr int code_bytes() const { return kLanes * kGroup * bits / 8; }
   constexpr int scale_bytes() const {
-    return scale == Scale::kF32 ? 4 * kLanes : scale == Scale::kE8m0 || scale == Scale::kSuper ? kLanes : 2 * kLanes;
+    return scale == Scale::kF32 ? 4 * kLanes : scale == Scale::kF16 || scale == Scale::kBf16 ? 2 * kLanes : kLanes;
   }
   constexpr int shift_bytes() const {
     return shift == Shift::kConstant ? 0 : shift == Shift::kMin ? 2 * kLanes : kLanes;
   }
   constexpr int super_bytes() const {
+    if (scale == Scale::kSuperE4m3) return 4 * kLanes;
     return scale != Scale::kSuper ? 0 : shift == Shift::kSuperMin ? 4 * kLanes : 2 * kLanes;
   }
   constexpr int group_bytes() const { return code_bytes() + parts * scale_bytes() + shift_bytes(); }
@@ -41,14 +47,25 @@ struct Traits {
 };
 
 constexpr Traits kTraits[] = {
-    {8, 1, 1, Scale::kF16, Shift::kConstant, 128, 34},   {4, 1, 1, Scale::kF16, Shift::kConstant, 8, 18},
-    {4, 1, 1, Scale::kF16, Shift::kMin, 0, 20},          {4, 8, 1, Scale::kSuper, Shift::kSuperMin, 0, 144},
-    {5, 8, 1, Scale::kSuper, Shift::kSuperMin, 0, 176},  {6, 8, 2, Scale::kSuper, Shift::kConstant, 32, 210},
-    {4, 1, 1, Scale::kE8m0, Shift::kConstant, 12, 17},   {4, 1, 1, Scale::kF16, Shift::kZero, 0, 19},
-    {4, 1, 1, Scale::kBf16, Shift::kZero, 0, 19},        {8, 1, 1, Scale::kF32, Shift::kConstant, 128, 36},
+    {8, 1, 1, Scale::kF16, Shift::kConstant, 128, 34},
+    {4, 1, 1, Scale::kF16, Shift::kConstant, 8, 18},
+    {4, 1, 1, Scale::kF16, Shift::kMin, 0, 20},
+    {4, 8, 1, Scale::kSuper, Shift::kSuperMin, 0, 144},
+    {5, 8, 1, Scale::kSuper, Shift::kSuperMin, 0, 176},
+    {6, 8, 2, Scale::kSuper, Shift::kConstant, 32, 210},
+    {4, 1, 1, Scale::kE8m0, Shift::kConstant, 12, 17, Code::kE2m1},
+    {4, 1, 1, Scale::kF16, Shift::kZero, 0, 19},
+    {4, 1, 1, Scale::kBf16, Shift::kZero, 0, 19},
+    {8, 1, 1, Scale::kF32, Shift::kConstant, 128, 36},
+    {8, 1, 1, Scale::kF32, Shift::kZero, 0, 37},
+    {8, 1, 1, Scale::kF32, Shift::kConstant, 0, 36, Code::kE4m3},
+    {4, 2, 2, Scale::kSuperE4m3, Shift::kConstant, 12, 40, Code::kE2m1},
 };
 
 constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; }
+
+// Whether rows can be rounded for products with weights of a format.
+constexpr bool takes_rounded(Format format) { return traits_of(format).code != Code::kE4m3; }
 
 // 32 numbers of a row, rounded to 8 bits: number i is about scale * codes[i].
 struct Rounded {
@@ -69,7 +86,7 @@ void round_row(const float* x, int64_t depth, Format format, Rounded* out);
 struct Quantised {
   Format format;
   int64_t depth;
-  bool exact;
+  bool exact;  // Rows are floats.
 
   int64_t half_bytes() const { return depth / traits_of(format).depth() * traits_of(format).block_bytes(); }
   int64_t panel_bytes() const { return 2 * half_bytes(); }

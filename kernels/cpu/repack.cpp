@@ -15,7 +15,7 @@ constexpr int kMaxDepth = 256;  // Weights of the longest block.
 // A block of one row: a byte for each code, unsigned, and the bytes of scales and shifts as they are in a panel.
 struct Block {
   uint8_t codes[kMaxDepth];
-  uint8_t super[4];     // The float16 of the scale, then that of the minimum.
+  uint8_t super[4];     // The float16 of the scale, then that of the minimum; or one float32.
   uint8_t scales[64];   // By group, then by part.
   uint8_t shifts[16];   // By group.
 };
@@ -33,7 +33,8 @@ void unpack_simple(const Traits& format, const uint8_t* from, Block& block) {
   std::memcpy(block.shifts, from + scale_bytes, shift_bytes);
   from += scale_bytes + shift_bytes;
   if (format.bits == 4) return unpack_nibbles(from, block.codes);
-  for (int i = 0; i < kGroup; ++i) block.codes[i] = from[i] ^ 0x80;
+  const uint8_t flip = format.code == Code::kE4m3 ? 0 : 0x80;
+  for (int i = 0; i < kGroup; ++i) block.codes[i] = from[i] ^ flip;
 }
 
 // The twelve bytes with eight pairs of 6 bits of ggml's Q4_K and Q5_K.
@@ -71,6 +72,13 @@ void unpack_q6_k(const uint8_t* from, Block& block) {
       }
 }
 
+// A float32, the scales of four times 16 weights, and the codes of two groups.
+void unpack_nvfp4(const uint8_t* from, Block& block) {
+  std::memcpy(block.super, from, 4);
+  std::memcpy(block.scales, from + 4, 4);
+  for (int g = 0; g < 2; ++g) unpack_nibbles(from + 8 + 16 * g, block.codes + kGroup * g);
+}
+
 void unpack(Format format, const uint8_t* from, Block& block) {
   switch (format) {
     case Format::kQ4_K:
@@ -78,6 +86,8 @@ void unpack(Format format, const uint8_t* from, Block& block) {
       return unpack_q4_k(from, format == Format::kQ5_K, block);
     case Format::kQ6_K:
       return unpack_q6_k(from, block);
+    case Format::kNvfp4:
+      return unpack_nvfp4(from, block);
     default:
       return unpack_simple(traits_of(format), from, block);
   }
@@ -110,9 +120,10 @@ void write_column_bytes(int bytes, int column, const uint8_t* from, uint8_t* out
 
 // Writes a block of 16 columns.
 void write_block(const Traits& format, const Block* columns, uint8_t* out) {
+  const int width = format.scale == Scale::kSuperE4m3 ? 4 : 2;  // Bytes of one of a superblock's numbers.
   for (int c = 0; c < kLanes; ++c)
-    for (int i = 0; i < format.super_bytes() / (2 * kLanes); ++i)
-      write_column_bytes(2, c, columns[c].super + 2 * i, out + i * 2 * kLanes);
+    for (int i = 0; i < format.super_bytes() / (width * kLanes); ++i)
+      write_column_bytes(width, c, columns[c].super + width * i, out + i * width * kLanes);
   out += format.super_bytes();
   const int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
   for (int g = 0; g < format.groups; ++g) {

@@ -272,7 +272,7 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
     stage = "loading weights onto the GPU"
     if plan.device == "cpu":
         stage = f"loading {plan.weights_bytes / 2**30:.1f} GiB of weights for {str(plan.dtype).removeprefix('torch.')}"
-        if plan.spec.quantization is not None:
+        if plan.spec.quantization is not None and not plan.rounding.keeps_stored:
             stage += f", expanded from {plan.spec.quantization.kind}"
         if not plan.rounding.is_none:
             stage += f", {'kept as' if plan.rounding.keeps_stored else 'rounded to'} {plan.rounding.name}"

@@ -28,13 +28,14 @@ from moeserve.engine.memory_plan import (
     weights_bytes,
 )
 from moeserve.machine import Gpu, Machine
-from moeserve.model.checkpoint import TensorInfo, has_weights, loaded_bytes, plan_weights, read_index
+from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
 from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
+from moeserve.model.stored import TensorInfo
 
 if TYPE_CHECKING:
     from moeserve.model.hf.sizes import SizedModel

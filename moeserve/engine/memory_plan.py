@@ -23,7 +23,7 @@ from moeserve.device import (
 )
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
-from moeserve.model.checkpoint import OwnedExperts, TensorInfo, plan_weights, read_index
+from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
 from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.files import is_gguf_folder
@@ -31,6 +31,7 @@ from moeserve.model.kv_pool import kv_block_bytes, window_demand
 from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
+from moeserve.model.stored import TensorInfo
 
 
 @dataclass(frozen=True, slots=True)

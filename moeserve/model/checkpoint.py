@@ -1,82 +1,41 @@
-"""The tensors of a safetensors checkpoint that a decoder reads, planned from the headers before any memory is taken.
+"""The tensors of a checkpoint that a decoder reads, planned from the headers before any memory is taken.
 
 Torch-free: `read_index` lists the tensors of the files, `plan_weights` finds the tensors that a DecoderSpec needs.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-from moeserve.model.files import check_file, is_gguf_folder, read_json
+from moeserve.model.files import is_gguf_folder
+from moeserve.model.packed.config import quantization_in
+from moeserve.model.packed.parts import joined_matrices
 from moeserve.model.spec import (
     AttentionSpec,
     CheckpointError,
     DecoderSpec,
     DeltaNetSpec,
     MlaSpec,
-    ModelError,
     MoeSpec,
     QuantizationSpec,
 )
-
-if TYPE_CHECKING:
-    from moeserve.model.gguf.parts import GgufPart
-
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_MAX_HEADER_BYTES = 100_000_000  # The format's own limit.
-_ITEM_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16}
-_ITEM_BITS |= {"U16": 16, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F4": 4}
-
-
-def is_of_ggml(dtype: str) -> bool:
-    """Return whether a dtype is a quantised kind of ggml, whose numbers lie in blocks."""
-    return dtype not in _ITEM_BITS
-
-
-def item_bits(dtype: str) -> int:
-    """Return the bits of one number of a dtype that safetensors names."""
-    return _ITEM_BITS[dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class TensorInfo:
-    """One stored tensor. dtype: as safetensors names it (``F32``, ``BF16``, ``F8_E4M3``, ``U8``, ...), or as
-    ggml does (``Q4_K``). gguf: where it lies in a GGUF file, None in a safetensors file."""
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    num_bytes: int
-    gguf: GgufPart | None = None
+from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
 
 
 def read_index(directory: Path) -> dict[str, TensorInfo]:
     """Return every tensor of the checkpoint in ``directory`` by its name, from the headers alone.
 
-    Raise CheckpointError if files are missing, truncated or not safetensors, or if the index names a tensor that its
-    file does not hold.
+    A quantised matrix is one tensor, whatever it consists of. Raise CheckpointError if files are missing, truncated or
+    not safetensors, if the index names a tensor that its file does not hold, or if parts of a matrix do not fit.
     """
     if is_gguf_folder(directory):
         return _read_gguf(directory)
-    if (directory / _INDEX).is_file():
-        return _read_sharded(directory)
-    if (directory / _SINGLE).is_file():
-        return _read_header(directory / _SINGLE)
-    others = sorted(directory.glob("*.safetensors"))
-    if len(others) == 1:
-        return _read_header(others[0])
-    if others:
-        raise CheckpointError(f"{directory} holds {len(others)} safetensors files but no {_INDEX}.")
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
-        raise CheckpointError(f"{directory} holds pickled weights only; moeserve reads safetensors.")
-    raise CheckpointError(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
+    return joined_matrices(read_headers(directory), quantization_in(directory))
 
 
 def _read_gguf(directory: Path) -> dict[str, TensorInfo]:
@@ -91,61 +50,6 @@ def _read_gguf(directory: Path) -> dict[str, TensorInfo]:
 def has_weights(directory: Path) -> bool:
     """Return whether there is any file of weights."""
     return is_gguf_folder(directory) or any(directory.glob("*.safetensors"))
-
-
-def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
-    path = directory / _INDEX
-    try:
-        weight_map = read_json(path)["weight_map"]
-        files = {name: directory / file for name, file in weight_map.items()}
-    except (ModelError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{path} is not a valid safetensors index.") from None
-    tensors: dict[str, TensorInfo] = {}
-    for file in sorted(set(files.values())):
-        if file.parent != directory:
-            raise CheckpointError(f"{path} names a file outside its folder.")
-        if not file.is_file():
-            raise CheckpointError(f"{file.name} is missing from {directory}.")
-        tensors |= _read_header(file)
-    for name, file in files.items():
-        if name not in tensors:
-            raise CheckpointError(f"{file.name} does not hold the tensor {name} that the index promises.")
-    return tensors
-
-
-def _read_header(path: Path) -> dict[str, TensorInfo]:
-    """Return the tensors of one safetensors file by name. Checks that the file is as long as its header says."""
-    size = check_file(path)
-    try:
-        with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{path.name} is truncated or not a safetensors file.")
-            header = json.loads(file.read(length))
-    except OSError as error:
-        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}.") from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{path.name} is damaged: its header does not decode.") from None
-    if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
-        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.")
-    header.pop("__metadata__", None)
-    try:
-        tensors = {name: _tensor_info(path, entry) for name, entry in header.items()}
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    except (KeyError, TypeError, ValueError, IndexError):
-        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.") from None
-    if size < 8 + length + end:
-        raise CheckpointError(f"{path.name} is truncated: {size} of {8 + length + end} bytes are there.")
-    return tensors
-
-
-def _tensor_info(path: Path, entry: Mapping[str, Any]) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    shape = tuple(int(size) for size in entry["shape"])
-    num_bytes = prod(shape) * _ITEM_BITS[entry["dtype"]] // 8
-    if begin < 0 or min(shape, default=0) < 0 or end - begin != num_bytes:
-        raise ValueError("offsets do not fit the shape")
-    return TensorInfo(path, entry["dtype"], shape, num_bytes)
 
 
 # The bytes of a quantised matrix by its key, None for one that is not.
@@ -169,7 +73,8 @@ class StoredTensor:
     """A tensor to read.
 
     shape: as the decoder uses it. num_bytes: to read from the file, block scales included. dtype: in the file, as
-    safetensors names it. scale: the name of the block scales of a tensor in FP8.
+    `TensorInfo` names it. scale: the name of the block scales of a tensor in FP8. has_order: where its blocks are kept,
+    columns are in an order of their own.
     """
 
     name: str
@@ -177,6 +82,7 @@ class StoredTensor:
     num_bytes: int
     dtype: str
     scale: str | None = None
+    has_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,6 +240,9 @@ class _Matcher:
         layer = _LAYER.match(name)
         if layer and int(layer[1]) >= self._spec.num_layers:  # A layer that predicts further tokens.
             return True
+        weight = self._index.get(f"{name.removesuffix('.bias')}.weight")
+        if weight is not None and weight.packed is not None:  # Some programs write zeros for biases that a model lacks.
+            return True
         return bool(_IGNORED.search(name)) or (self._spec.tie_embeddings and name == "lm_head.weight")
 
     def _find(self, ref: TensorRef) -> str | None:
@@ -346,8 +255,9 @@ class _Matcher:
 
     def _match_one(self, ref: TensorRef) -> StoredTensor:
         name, info = self._take(ref)
-        if info.dtype in _PLAIN_DTYPES or info.gguf is not None:
-            return StoredTensor(name, ref.shape, info.num_bytes, info.dtype)
+        if info.dtype in _PLAIN_DTYPES or is_in_blocks(info.dtype):
+            has_order = info.packed is not None and info.packed.has_order
+            return StoredTensor(name, ref.shape, info.num_bytes, info.dtype, has_order=has_order)
         if info.dtype != "F8_E4M3":
             raise CheckpointError(f"{name} is stored as {info.dtype}, which cannot be read.")
         return self._match_fp8(name, info, ref)

@@ -14,10 +14,11 @@ from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertPacking, LayerPackings
 from moeserve.config import cache_root
 from moeserve.model.cache import ensure_built
-from moeserve.model.checkpoint import TensorInfo, read_index
+from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_weights import NativeExperts, StoredExperts, packed_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec, Progress
+from moeserve.model.stored import TensorInfo
 
 _FILE_NAME = "experts.bin"
 

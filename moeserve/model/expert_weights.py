@@ -16,13 +16,13 @@ from moeserve.model.checkpoint import (
     ExpertsPlan,
     OwnedExperts,
     StoredTensor,
-    TensorInfo,
     WeightPlan,
     plan_experts,
     plan_weights,
 )
 from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
 from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
+from moeserve.model.stored import TensorInfo
 from moeserve.model.tensor_reader import Progress as ReadProgress
 from moeserve.model.tensor_reader import TensorReader
 
@@ -122,6 +122,8 @@ class ExpertReader:
         return self.layout.pack(*self.read_matrices(place))
 
     def read_matrices(self, place: int) -> tuple[Matrix, Matrix, Tensor | None, Tensor | None]:
+        if self._keeps_stored and self._plan.storage == "split":
+            return *self._read_matrices(self._plan.tensors[place]), None, None
         if self._keeps_stored:
             return *self._read_stored(self.owned[place]), *self._read_biases(self._plan.tensors[0], self.owned[place])
         hidden, width, dtype = self.shape.hidden_size, self.shape.intermediate_size, self.shape.weight_dtype
@@ -157,10 +159,17 @@ class ExpertReader:
             turns = torch.arange(first.shape[0]).view(-1, 2).T.flatten()
             down = reader.read_mxfp4_rows(tensors["down.blocks"], tensors["down.scales"], expert)
             return first.rows(turns), down
-        parts = [reader.read_quantised(tensors[key], expert) for key in ("gate", "up", "gate_up") if key in tensors]
-        gate_up = joined_rows(parts)
-        assert gate_up is not None, "gate and up are of one format"
-        return gate_up, reader.read_quantised(tensors["down"], expert)
+        return self._read_matrices(tensors, expert)
+
+    def _read_matrices(
+        self, tensors: Mapping[str, StoredTensor], expert: int | None = None
+    ) -> tuple[QuantizedRows, QuantizedRows]:
+        """expert: of tensors that hold all experts, None if they hold one."""
+        keys = [key for key in ("gate", "up", "gate_up") if key in tensors]
+        gate_up = joined_rows([self._reader.read_quantised(tensors[key], expert) for key in keys])
+        if gate_up is None:
+            raise CheckpointError(f"{tensors[keys[0]].name} orders its columns otherwise than {tensors[keys[1]].name}.")
+        return gate_up, self._reader.read_quantised(tensors["down"], expert)
 
     def _read_biases(
         self, tensors: Mapping[str, StoredTensor], expert: int
@@ -223,6 +232,7 @@ def expert_shape(
         spec.moe.expert_bias,
         formats=formats,
         arithmetic=rounding.arithmetic,
+        has_order=formats is not None and any(tensors[key].has_order for tensors in plan.tensors for key in tensors),
     )
 
 
@@ -230,12 +240,13 @@ def _stored_formats(plan: ExpertsPlan) -> tuple[WeightFormat, WeightFormat] | No
     """Return the formats of gate_up and down in the checkpoint; None if they are not kept in their own bits."""
     if plan.storage == "mxfp4":
         return MXFP4, MXFP4
-    if plan.storage == "split":
+    keys = [key for key in ("gate", "up", "gate_up") if plan.tensors and key in plan.tensors[0]]
+    gate_up = {format_in_file(tensors[key].dtype) for tensors in plan.tensors for key in keys}
+    down = {format_in_file(tensors["down"].dtype) for tensors in plan.tensors}
+    if len(gate_up) != 1 or len(down) != 1:
         return None
-    (tensors,) = plan.tensors
-    gate_up = {format_in_file(tensors[key].dtype) for key in ("gate", "up", "gate_up") if key in tensors}
-    first, down = next(iter(gate_up)), format_in_file(tensors["down"].dtype)
-    return None if len(gate_up) > 1 or first is None or down is None else (first, down)
+    first, second = gate_up.pop(), down.pop()
+    return None if first is None or second is None else (first, second)
 
 
 def _kept_dtype(plan: ExpertsPlan, dtype: torch.dtype) -> torch.dtype:

@@ -15,6 +15,7 @@ from typing import Any
 from kernels.specs import Activation, ActivationKind, GateSpec
 from moeserve.model.config_bounds import check_numbers
 from moeserve.model.files import read_json, read_text
+from moeserve.model.packed.config import quantization_spec
 from moeserve.model.rope import parse_rope, rope_frequencies, rope_switch, yarn_softmax_multiplier
 from moeserve.model.spec import (
     AttentionSpec,
@@ -23,7 +24,6 @@ from moeserve.model.spec import (
     MlaSpec,
     ModelError,
     MoeSpec,
-    QuantizationSpec,
     SharedExpertSpec,
     UnsupportedModel,
 )
@@ -556,22 +556,6 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
-
-
-def quantization_spec(config: Config | None) -> QuantizationSpec | None:
-    """Return the compression of weights in a configuration's `quantization_config`, None without one. Raise
-    UnsupportedModel for a compression that cannot be read."""
-    if not config:
-        return None
-    method = config.get("quant_method")
-    if method == "mxfp4":
-        return QuantizationSpec("mxfp4", (1, 32))
-    block = config.get("weight_block_size")
-    if method == "fp8" and block:
-        return QuantizationSpec("fp8", (int(block[0]), int(block[1])))
-    if method == "fp8":
-        raise UnsupportedModel("FP8 weights without block scales are not supported.")
-    raise UnsupportedModel(f"Weights quantised with {method!r} are not supported.")
 
 
 # The bounds of requests: (least, most). For the names in _ABOVE the least value itself is refused.

@@ -9,7 +9,8 @@ from torch import Tensor
 from kernels.cpu.library import native_kernels
 from kernels.cpu.quantised import packed_bytes, quantise
 from kernels.weight_formats import FORMATS, Q4_0, Q8_0, Arithmetic, Matrix, QuantizedRows, WeightFormat
-from moeserve.model.checkpoint import StoredTensor, is_of_ggml
+from moeserve.model.checkpoint import StoredTensor
+from moeserve.model.stored import is_in_blocks
 
 _FORMATS = {"none": None, "int8": Q8_0, "int4": Q4_0}
 # Matrices that stay as they are: they choose experts or scale a whole block, and are small.
@@ -87,7 +88,7 @@ NO_ROUNDING = Rounding()
 
 def format_in_file(dtype: str) -> WeightFormat | None:
     """Return the format of rows that are read in their own bits; kinds of ggml without a format become Q8_0."""
-    if not is_of_ggml(dtype):
+    if not is_in_blocks(dtype):
         return None
     return FORMATS.get(dtype.lower(), Q8_0)
 

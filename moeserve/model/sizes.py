@@ -8,20 +8,21 @@ from math import prod
 from pathlib import Path
 
 from moeserve.model.checkpoint import (
-    TensorInfo,
     TensorRef,
     Tensors,
     fused_expert_tensors,
-    item_bits,
     layer_tensors,
     mxfp4_expert_tensors,
     outer_tensors,
 )
 from moeserve.model.spec import DecoderSpec, QuantizationSpec
+from moeserve.model.stored import TensorInfo, item_bits
 
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # In quantised checkpoints, these projections stay as they were trained.
 _NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate", "conv"})
+# Bytes of 32 weights of the quantised forms that a configuration alone tells.
+_BLOCK_BYTES = {"INT4_F16": 19, "INT8_ZERO": 37}
 _NOWHERE = Path("config.json")
 
 
@@ -88,8 +89,13 @@ def _count(tensors: Mapping[str, TensorRef]) -> int:
 def _infos(tensors: Tensors, dtype: str, quantization: QuantizationSpec | None) -> dict[str, TensorInfo]:
     index: dict[str, TensorInfo] = {}
     fp8 = quantization is not None and quantization.kind == "fp8"
+    form = "" if quantization is None else quantization.form
     for key, ref in tensors.items():
-        if not fp8 or len(ref.shape) < 2 or key in _NEVER_QUANTISED or key.endswith("bias"):
+        kept = len(ref.shape) < 2 or key in _NEVER_QUANTISED or key.endswith("bias")
+        if form and not kept and ref.shape[-1] % 32 == 0:
+            index[ref.names[0]] = TensorInfo(_NOWHERE, form, ref.shape, prod(ref.shape) // 32 * _BLOCK_BYTES[form])
+            continue
+        if not fp8 or kept:
             _add(index, ref, dtype)
             continue
         assert quantization is not None

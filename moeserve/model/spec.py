@@ -215,10 +215,17 @@ class StateShape:
 
 @dataclass(frozen=True, slots=True)
 class QuantizationSpec:
-    """Compressed weights, expanded on load. block: rows and columns that share one scale."""
+    """Compressed weights of a checkpoint.
 
-    kind: Literal["mxfp4", "fp8"]
-    block: tuple[int, int]
+    block: rows and columns that share one scale, of mxfp4 and fp8. form: the dtype of most matrices that consist of
+    several tensors. zeros_less_one, has_order: of GPTQ; see `moeserve.model.packed.parts`.
+    """
+
+    kind: Literal["mxfp4", "fp8", "gptq", "awq"]
+    block: tuple[int, int] = (1, 1)
+    form: str = ""
+    zeros_less_one: bool = False
+    has_order: bool = False
 
 
 @dataclass(frozen=True, slots=True)

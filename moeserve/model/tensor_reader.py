@@ -1,4 +1,4 @@
-"""Reads planned tensors one at a time, from safetensors or GGUF files, expands FP8 and MXFP4, and converts them."""
+"""Reads planned tensors one at a time, from safetensors or GGUF files, expands compressed ones, and converts them."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kernels.weight_formats import QuantizedRows, rows_of_mxfp4
-from moeserve.model.checkpoint import StoredTensor, TensorInfo
+from moeserve.model.checkpoint import StoredTensor
+from moeserve.model.packed.tensors import read_numbers, read_rows
 from moeserve.model.spec import CheckpointError, QuantizationSpec
+from moeserve.model.stored import PackedPart, TensorInfo
 
 # (bytes read, bytes to read), called after every tensor.
 Progress = Callable[[int, int], None]
@@ -93,11 +95,14 @@ class TensorReader:
 
     def read_quantised(self, stored: StoredTensor, expert: int | None = None) -> QuantizedRows:
         """Return the rows of a quantised matrix in their blocks, or those of one expert. Raise CheckpointError."""
-        from moeserve.model.gguf.tensors import read_packed  # Imported late: other checkpoints do without its packages.
+        info = self._index[stored.name]
+        if info.packed is not None:
+            rows = read_rows(stored.name, info.packed, self._roles(info.packed))
+        else:
+            from moeserve.model.gguf.tensors import read_packed  # Imported late: others do without its packages.
 
-        part = self._index[stored.name].gguf
-        assert part is not None
-        rows = read_packed(part, expert)
+            assert info.gguf is not None
+            rows = read_packed(info.gguf, expert)
         self._advance(stored.num_bytes if expert is None else stored.num_bytes // stored.shape[0])
         return rows
 
@@ -130,24 +135,35 @@ class TensorReader:
         else:
             out.copy_(dequantise_fp8(raw, scale, block, out.dtype).view(out.shape))
 
+    def _roles(self, part: PackedPart) -> Callable[[str], Tensor]:
+        """Return a function that reads the tensor of a role of a matrix."""
+
+        def read(role: str) -> Tensor:
+            name, info = part.tensors[role]
+            return self._call(name, info.file, lambda file: file.get_tensor(name))
+
+        return read
+
     def _whole(self, name: str) -> Tensor:
-        part = self._index[name].gguf
+        info = self._index[name]
+        if info.packed is not None:
+            return read_numbers(name, info.packed, self._roles(info.packed))
+        part = info.gguf
         if part is None:
-            return self._call(name, lambda file: file.get_tensor(name))
+            return self._call(name, info.file, lambda file: file.get_tensor(name))
         from moeserve.model.gguf.tensors import read_part  # Imported late: other checkpoints do without its packages.
 
         return read_part(part)
 
     def _row(self, name: str, row: int) -> Tensor:
-        part = self._index[name].gguf
-        if part is not None:
+        info = self._index[name]
+        if info.gguf is not None:
             from moeserve.model.gguf.tensors import read_row  # As above.
 
-            return read_row(part, row)
-        return self._call(name, lambda file: file.get_slice(name)[row])
+            return read_row(info.gguf, row)
+        return self._call(name, info.file, lambda file: file.get_slice(name)[row])
 
-    def _call(self, name: str, read: Callable[[Any], Tensor]) -> Tensor:
-        path = self._index[name].file
+    def _call(self, name: str, path: Path, read: Callable[[Any], Tensor]) -> Tensor:
         try:
             file = self._files.get(path)
             if file is None:

@@ -30,7 +30,7 @@ from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAtten
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
 from moeserve.model.rounding import NO_ROUNDING, Rounding
-from moeserve.model.spec import AttentionSpec, DecoderSpec, DeltaNetSpec, MlaSpec
+from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec
 from moeserve.model.tensor_reader import Progress, TensorReader
 
 DispatchOf = Callable[[int], Dispatch]
@@ -220,7 +220,8 @@ class _Loader:
         if None not in formats and formats[0] == formats[1]:
             parts = [self._reader.read_quantised(tensors[key]) for key in (gate, up, down)]
             joined = joined_rows(parts[:2])
-            assert joined is not None
+            if joined is None:
+                raise CheckpointError(f"{tensors[gate].name} orders its columns otherwise than {tensors[up].name}.")
             return self._pack_gated(tensors, (gate, up, down), joined, parts[2])
         dtype = self._kept_dtype([tensors[key] for key in (gate, up, down)], self._dtype)
         gate_up = self._reader.read_rows([tensors[gate], tensors[up]], dtype).to(self._ops.device)

@@ -6,14 +6,20 @@ import gguf
 import torch
 
 from kernels.weight_formats import (
+    FP8,
     INT4_BF16,
     INT4_F16,
     INT8_F32,
+    INT8_ZERO,
     MXFP4,
+    NVFP4,
     QuantizedRows,
     WeightFormat,
     rows_of_codes,
+    rows_of_fp8,
     rows_of_mxfp4,
+    rows_of_nvfp4,
+    rows_of_pairs,
 )
 
 
@@ -21,12 +27,20 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
     if form is MXFP4:
         blocks = torch.randint(0, 256, (num_rows, depth // 32, 16), dtype=torch.uint8)
         return rows_of_mxfp4(blocks, torch.randint(115, 127, (num_rows, depth // 32), dtype=torch.uint8))
+    scales = scales_of(num_rows, depth)
     if form is INT8_F32:
-        return rows_of_codes(torch.randint(-128, 128, (num_rows, depth)).to(torch.int8), scales_of(num_rows, depth))
+        return rows_of_codes(torch.randint(-128, 128, (num_rows, depth)).to(torch.int8), scales)
+    if form is INT8_ZERO:
+        zeros = torch.randint(0, 256, scales.shape, dtype=torch.uint8)
+        return rows_of_codes(torch.randint(0, 256, (num_rows, depth), dtype=torch.uint8), scales, zeros)
+    if form is FP8:
+        return rows_of_fp8(e4m3(num_rows, depth), scales)
+    pairs = torch.randint(0, 256, (num_rows, depth // 2), dtype=torch.uint8)
+    if form is NVFP4:
+        return rows_of_nvfp4(pairs, e4m3(num_rows, depth // 16), torch.tensor(0.37))
     if form in (INT4_F16, INT4_BF16):
-        codes = torch.randint(0, 16, (num_rows, depth), dtype=torch.uint8)
-        scales = scales_of(num_rows, depth).to(torch.float16 if form is INT4_F16 else torch.bfloat16)
-        return rows_of_codes(codes, scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))
+        scales = scales.to(torch.float16 if form is INT4_F16 else torch.bfloat16)
+        return rows_of_pairs(pairs, scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))
     kind = gguf.GGMLQuantizationType[form.name.upper()]
     if form.block == 32:
         data = torch.from_numpy(gguf.quantize(torch.randn(num_rows, depth).numpy(), kind))
@@ -44,3 +58,9 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
 def scales_of(num_rows: int, depth: int) -> torch.Tensor:
     """Return positive scales of groups of 64."""
     return torch.rand(num_rows, depth // 64) / 64
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    """Return any floats of 8 bits, subnormal ones too."""
+    codes = torch.randint(0, 254, shape, dtype=torch.uint8)
+    return (codes + (codes >= 127)).view(torch.float8_e4m3fn)

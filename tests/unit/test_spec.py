@@ -111,8 +111,10 @@ def test_quantisation_is_recognised_or_refused_by_name() -> None:
     assert build_spec({**_MIXTRAL, "quantization_config": fp8}).quantization == QuantizationSpec("fp8", (128, 128))
     mxfp4 = {"quant_method": "mxfp4"}
     assert build_spec({**_MIXTRAL, "quantization_config": mxfp4}).quantization == QuantizationSpec("mxfp4", (1, 32))
-    with pytest.raises(UnsupportedModel, match="'gptq'"):
-        build_spec({**_MIXTRAL, "quantization_config": {"quant_method": "gptq"}})
+    gptq = build_spec({**_MIXTRAL, "quantization_config": {"quant_method": "gptq", "bits": 4}}).quantization
+    assert gptq == QuantizationSpec("gptq", form="INT4_F16", zeros_less_one=True)
+    with pytest.raises(UnsupportedModel, match="'quanto'"):
+        build_spec({**_MIXTRAL, "quantization_config": {"quant_method": "quanto"}})
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "mamba2"])

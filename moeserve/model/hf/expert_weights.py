@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertShape
-from moeserve.model.checkpoint import OwnedExperts, TensorInfo
+from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.hf.spec import experts_by_layer, quantization_of
 from moeserve.model.hf.weights import (
@@ -25,6 +25,7 @@ from moeserve.model.hf.weights import (
     run_conversion,
 )
 from moeserve.model.spec import CheckpointError
+from moeserve.model.stored import TensorInfo
 from moeserve.model.tensor_reader import Progress, TensorReader
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import torch
 from transformers.utils import logging
 
-from moeserve.model.checkpoint import StoredTensor, TensorInfo, has_weights, item_bits, read_index
+from moeserve.model.checkpoint import StoredTensor, has_weights, read_index
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.hf.spec import TransformersSpec, describe, experts_by_layer
 from moeserve.model.hf.weights import Source, WeightMap, map_weights, num_loaded_bytes
 from moeserve.model.sizes import stored_dtype
 from moeserve.model.spec import CheckpointError
+from moeserve.model.stored import TensorInfo, item_bits
 
 _NOWHERE = Path("config.json")
 

@@ -10,11 +10,11 @@ from typing import Any
 from torch import nn
 
 from kernels.specs import Activation, GateSpec
-from moeserve.model.families import quantization_spec
 from moeserve.model.hf.description import count_parameters, kinds_of_layers, layers_of
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
+from moeserve.model.packed.config import quantization_spec
 from moeserve.model.sizes import ParameterCount
 from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape, UnsupportedModel
 
@@ -117,7 +117,10 @@ def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
 def quantization_of(config: Any) -> QuantizationSpec | None:
     """Return the compression of the weights. config: the folder's own. Raise UnsupportedModel for one that cannot be
     read."""
-    return quantization_spec(getattr(config, "quantization_config", None))
+    spec = quantization_spec(getattr(config, "quantization_config", None))
+    if spec is not None and spec.form:
+        raise UnsupportedModel(f"Weights quantised with {spec.kind!r} are read for models on our own code only.")
+    return spec
 
 
 def experts_by_layer(code: ModellingCode) -> dict[int, nn.Module]:

@@ -18,9 +18,10 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moeserve.model.checkpoint import KEPT_IN_BFLOAT16, StoredTensor, TensorInfo, fp8_tensor, read_index
+from moeserve.model.checkpoint import KEPT_IN_BFLOAT16, StoredTensor, fp8_tensor, read_index
 from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.spec import CheckpointError, QuantizationSpec
+from moeserve.model.stored import TensorInfo
 from moeserve.model.tensor_reader import TensorReader
 
 # Compressed matrices are expanded into 16 bits.

@@ -1,0 +1,106 @@
+"""The quantisation of a checkpoint by its configuration, or the refusal of one that cannot be read. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from moeserve.model.config_bounds import check_tree
+from moeserve.model.files import read_json
+from moeserve.model.spec import ModelError, QuantizationSpec, UnsupportedModel
+
+Config = Mapping[str, Any]
+
+# The layouts of GPTQ files: their zero points are stored less one, or as they are.
+_GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
+# The dtype of most matrices, for a checkpoint that is known by its configuration alone.
+_INTEGERS = {4: "INT4_F16", 8: "INT8_ZERO"}
+
+
+def quantization_in(directory: Path) -> QuantizationSpec | None:
+    """Return the quantisation of the checkpoint in a folder. Raise ModelError."""
+    path = directory / "config.json"
+    if not path.is_file():
+        return None
+    config = read_json(path)
+    check_tree(config)
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        if part.get("quantization_config"):
+            return quantization_spec(part["quantization_config"])
+    return None
+
+
+def quantization_spec(config: Any) -> QuantizationSpec | None:
+    """Return the compression of weights in a configuration's `quantization_config`, None without one.
+
+    Raise UnsupportedModel for a compression that cannot be read, ModelError for one that makes no sense.
+    """
+    if not config:
+        return None
+    if not isinstance(config, Mapping):
+        raise ModelError("The configuration's quantization_config must be an object.")
+    method = config.get("quant_method")
+    build = _METHODS.get(method) if isinstance(method, str) else None
+    if build is None:
+        raise UnsupportedModel(f"Weights quantised with {_shown(method)} are not supported.")
+    return build(config)
+
+
+def _mxfp4(_: Config) -> QuantizationSpec:
+    return QuantizationSpec("mxfp4", (1, 32))
+
+
+def _fp8(config: Config) -> QuantizationSpec:
+    block = config.get("weight_block_size")
+    if not block:
+        raise UnsupportedModel("FP8 weights without block scales are not supported.")
+    if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
+        raise ModelError("The configuration's weight_block_size must be two positive numbers.")
+    return QuantizationSpec("fp8", (block[0], block[1]))
+
+
+def _gptq(config: Config) -> QuantizationSpec:
+    layout = config.get("checkpoint_format") or "gptq"
+    if not isinstance(layout, str) or layout not in _GPTQ_LAYOUTS:
+        raise UnsupportedModel(f"GPTQ weights in the layout {_shown(layout)} are not supported.")
+    form = _INTEGERS[_bits(config, "bits", "GPTQ")]
+    return QuantizationSpec(
+        "gptq", form=form, zeros_less_one=_GPTQ_LAYOUTS[layout], has_order=config.get("desc_act") is True
+    )
+
+
+def _awq(config: Config) -> QuantizationSpec:
+    version = config.get("version") or "gemm"
+    if not isinstance(version, str) or version.lower() != "gemm":
+        raise UnsupportedModel(f"AWQ weights in the layout {_shown(version)} are not supported.")
+    if _bits(config, "bits" if "bits" in config else "w_bit", "AWQ") != 4:
+        raise UnsupportedModel("AWQ weights of 8 bits are not supported.")
+    return QuantizationSpec("awq", form="INT4_F16")
+
+
+def _auto_round(config: Config) -> QuantizationSpec:
+    """AutoRound writes the layouts of others."""
+    packing = str(config.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
+    if packing == "auto_gptq":
+        return _gptq({"bits": config.get("bits"), "desc_act": False})
+    if packing == "auto_awq":
+        return _awq({"bits": config.get("bits")})
+    raise UnsupportedModel(f"AutoRound weights in the layout {_shown(packing)} are not supported.")
+
+
+_METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "auto-round": _auto_round}
+
+
+def _bits(config: Config, name: str, method: str) -> int:
+    bits = config.get(name)
+    if type(bits) is not int:
+        raise ModelError(f"The configuration's quantization_config does not say how many {name} weights have.")
+    if bits not in _INTEGERS:
+        raise UnsupportedModel(f"{method} weights of {bits} bits are not supported.")
+    return bits
+
+
+def _shown(value: object) -> str:
+    return repr(value[:40] if isinstance(value, str) else value if value is None else type(value).__name__)

@@ -1,0 +1,110 @@
+"""Reads the quantised matrices of a safetensors checkpoint as rows of blocks, without changing a value."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from kernels.weight_formats import QuantizedRows, rows_of_codes, rows_of_pairs
+from moeserve.model.spec import CheckpointError
+from moeserve.model.stored import PackedPart
+
+# Reads the tensor of a role of a matrix.
+Read = Callable[[str], Tensor]
+
+
+def read_rows(name: str, part: PackedPart, read: Read) -> QuantizedRows:
+    """Return the rows of the matrix `name`. Raise CheckpointError for content that makes no sense."""
+    try:
+        return _READERS[part.layout](part, read)
+    except ValueError as error:
+        raise CheckpointError(f"{name} cannot be read: {error}.") from None
+
+
+def read_numbers(name: str, part: PackedPart, read: Read) -> Tensor:
+    """Return the matrix `name` [N, K] in float32, also where its groups are no blocks."""
+    try:
+        return _NUMBERS[part.layout](part, read)
+    except ValueError as error:
+        raise CheckpointError(f"{name} cannot be read: {error}.") from None
+
+
+def _gptq(part: PackedPart, read: Read) -> QuantizedRows:
+    scales, zeros = read("scales").T, _zeros_of_gptq(part, read)
+    order = _order_of_groups(part, read("groups")) if "groups" in part.tensors else None
+    words = read("codes").T.contiguous()
+    if order is None and part.bits == 4:
+        return rows_of_pairs(words.view(torch.uint8), scales, zeros)
+    codes = unpack(words, part.bits)
+    if order is not None:
+        codes = codes[:, order]
+    if part.bits == 8:
+        rows = rows_of_codes(codes, scales, zeros)
+    else:
+        rows = rows_of_pairs(codes[:, ::2] | codes[:, 1::2] << 4, scales, zeros)
+    return rows if order is None else QuantizedRows(rows.format, rows.data, rows.depth, order)
+
+
+def _zeros_of_gptq(part: PackedPart, read: Read) -> Tensor:
+    """Return the zero points [N, G] uint8. Those that are stored less one wrap around at zero."""
+    zeros = unpack(read("zeros"), part.bits).T
+    return (zeros + 1) & (2**part.bits - 1) if part.zeros_less_one else zeros
+
+
+def _order_of_groups(part: PackedPart, groups: Tensor) -> Tensor | None:
+    """Return the columns [K] group after group, None if they lie so. Raise ValueError for groups of other sizes."""
+    wanted = torch.arange(len(groups)) // part.group
+    if torch.equal(groups.long(), wanted):
+        return None
+    order = groups.argsort(stable=True)
+    if not torch.equal(groups[order].long(), wanted):
+        raise ValueError(f"its groups are not of {part.group} columns each")
+    if not part.has_order:
+        raise ValueError("its columns are not in the order of their groups, but the configuration says so")
+    return order
+
+
+def _gptq_numbers(part: PackedPart, read: Read) -> Tensor:
+    codes, depth = unpack(read("codes").T.contiguous(), part.bits).float(), part.tensors["codes"][1].shape[0]
+    groups = torch.arange(depth * 32 // part.bits) // part.group
+    if "groups" in part.tensors:
+        groups = read("groups").long()
+        if bool(((groups < 0) | (groups >= part.tensors["scales"][1].shape[0])).any()):
+            raise ValueError("its groups have no scales")
+    return read("scales").T.float()[:, groups] * (codes - _zeros_of_gptq(part, read).float()[:, groups])
+
+
+# The columns of the matrix in the halves of bytes of a word, the low halves first.
+_AWQ_LOW, _AWQ_HIGH = (0, 4, 1, 5), (2, 6, 3, 7)
+
+
+def _awq(part: PackedPart, read: Read) -> QuantizedRows:
+    codes = _unpack_awq(read("codes")).T.contiguous()
+    return rows_of_pairs(codes[:, ::2] | codes[:, 1::2] << 4, read("scales").T, _unpack_awq(read("zeros")).T)
+
+
+def _awq_numbers(part: PackedPart, read: Read) -> Tensor:
+    codes, scales, zeros = _unpack_awq(read("codes")), read("scales"), _unpack_awq(read("zeros"))
+    wide = [numbers.float().repeat_interleave(part.group, 0) for numbers in (scales, zeros)]
+    return (wide[0] * (codes.float() - wide[1])).T.contiguous()
+
+
+def _unpack_awq(words: Tensor) -> Tensor:
+    """Return the codes of words [R, C], uint8 [R, 8 C]."""
+    pairs = words.contiguous().view(torch.uint8).unflatten(1, (-1, 4))
+    codes = torch.empty((*pairs.shape[:2], 8), dtype=torch.uint8)
+    codes[..., _AWQ_LOW] = pairs & 15
+    codes[..., _AWQ_HIGH] = pairs >> 4
+    return codes.flatten(1)
+
+
+def unpack(words: Tensor, bits: int) -> Tensor:
+    """Return the codes of words [R, C] along rows, the lowest bits first: uint8 [R, 32 / bits * C]."""
+    codes = words.contiguous().view(torch.uint8)
+    return codes if bits == 8 else torch.stack([codes & 15, codes >> 4], -1).flatten(1)
+
+
+_READERS = {"gptq": _gptq, "awq": _awq}
+_NUMBERS = {"gptq": _gptq_numbers, "awq": _awq_numbers}

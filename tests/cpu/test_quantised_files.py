@@ -1,0 +1,217 @@
+"""Quantised safetensors checkpoints: the numbers of the values that they stand for, computed from their own bits."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from benchmarks.token_engine import TokenEngine
+from experts.memory.file import round_to_page
+from kernels.cpu.library import native_kernels
+from kernels.ops import CpuOps
+from kernels.weight_formats import Arithmetic
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of, weights_bytes
+from moeserve.model.checkpoint import read_index
+from moeserve.model.expert_store import layouts_in_store
+from moeserve.model.packed.config import quantization_spec
+from moeserve.model.sizes import expected_index
+from moeserve.model.spec import CheckpointError, ModelError, UnsupportedModel
+from moeserve.model.weights import load_decoder
+from moeserve.plan import SamplingParams
+from tests.support.checkpoints import TOKENS, change_tensors, reference_logits, spec_of
+from tests.support.paged_runner import PagedRunner
+from tests.support.quantised_files import Quantise, awq, gptq, quantise_checkpoint
+from tests.support.tiny_models import build
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
+BASE = ServeConfig(kv_cache_memory=2**20, max_num_seqs=4, max_model_len=64)
+# Experts alone; a shared expert, a dense layer and biases; latent attention.
+MODELS: dict[str, dict[str, Any]] = {
+    "mixtral": {"intermediate_size": 128},
+    "qwen2_moe": {"shared_expert_intermediate_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128},
+    "deepseek_v3-yarn": {"moe_intermediate_size": 64, "intermediate_size": 128, "v_head_dim": 16},
+}
+LAYOUTS: dict[str, tuple[dict[str, Any], Quantise]] = {
+    "gptq-4-32": gptq(4, 32),
+    "gptq-4-64-v2": gptq(4, 64, version="gptq_v2"),
+    "gptq-4-whole": gptq(4, -1),
+    "gptq-4-32-order": gptq(4, 32, desc_act=True),
+    "gptq-4-16": gptq(4, 16),
+    "gptq-4-float32": gptq(4, 32, dtype=np.float32),
+    "gptq-8-32": gptq(8, 32),
+    "gptq-8-32-order-v2": gptq(8, 32, version="gptq_v2", desc_act=True),
+    "awq-32": awq(32),
+    "awq-64": awq(64),
+}
+
+
+def write(directory: Path, layout: str, model: str = "mixtral") -> Path:
+    """Write a quantised model; return the folder with the same values in float32."""
+    directory.mkdir(exist_ok=True)
+    build(model, **MODELS[model]).save_pretrained(directory)
+    config, quantise = LAYOUTS[layout]
+    return quantise_checkpoint(directory, config, quantise)
+
+
+def logits_of(folder: Path, arithmetic: Arithmetic | None) -> Tensor:
+    """arithmetic: None widens all weights."""
+    spec = spec_of(folder)
+    if arithmetic is None:
+        decoder = load_decoder(folder, spec, max_model_len=64)
+    else:
+        rounding = rounding_of(replace(BASE, arithmetic=arithmetic), spec, read_index(folder))
+        decoder = load_decoder(folder, spec, ops=CpuOps(arithmetic), max_model_len=64, rounding=rounding)
+    return PagedRunner(decoder, [TOKENS]).step([(0, 0, len(TOKENS))])
+
+
+def reference_of(plain: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(
+        plain, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+    )
+    return reference_logits(model.eval())
+
+
+@pytest.mark.parametrize(
+    ("model", "layout"),
+    [*(("mixtral", layout) for layout in LAYOUTS), *((model, "gptq-4-32-order") for model in list(MODELS)[1:]),
+     ("qwen2_moe", "awq-64")],
+)  # fmt: skip
+def test_logits_are_those_of_the_values(model: str, layout: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    wanted = reference_of(write(folder, layout, model))
+    assert 0.5 < wanted.abs().max() < 50
+    for arithmetic in (None, "exact"):
+        assert (logits_of(folder, arithmetic) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+    if layout != "gptq-4-16":  # It has no blocks of 32.
+        # Rounded activations may choose other experts for a token, and those after it see that.
+        error = (logits_of(folder, "int8") - wanted).std(1) / wanted.std(1)
+        assert 0 < error.quantile(0.25) <= 0.1
+
+
+@pytest.mark.parametrize("layout", ["gptq-4-32", "gptq-4-32-order", "gptq-8-32", "awq-64"])
+def test_no_matrix_is_widened_in_memory(layout: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, layout)
+    spec, dtype = read_spec(folder, BASE)
+    index = read_index(folder)
+    rounding = rounding_of(BASE, spec, index)
+    assert rounding.keeps_stored
+    planned = weights_bytes(spec, dtype, index, rounding=rounding)
+    assert planned < weights_bytes(spec, dtype, index) / (2 if "8" in layout else 3)
+    decoder = load_decoder(folder, spec, dtype=dtype, rounding=rounding)
+    assert all(experts._layout.shape.formats is not None for experts in decoder.experts)
+
+
+@pytest.mark.parametrize("layout", ["gptq-4-32-order", "awq-32"])
+def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(layout: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, layout)
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
+    prompts = [TOKENS, TOKENS[:7], TOKENS[3:]]
+    whole = [TokenEngine(folder, BASE).generate([prompt], sampling)[0] for prompt in prompts]
+    together = TokenEngine(folder, replace(BASE, max_num_batched_tokens=8)).generate(prompts, sampling)
+    assert [(c.token_ids, c.logprobs) for c in together] == [(c.token_ids, c.logprobs) for c in whole]
+    spec, dtype = read_spec(folder, BASE)
+    assert spec.moe is not None
+    layouts = layouts_in_store(folder, spec, dtype, rounding_of(BASE, spec, read_index(folder)))
+    size = (spec.moe.gate.top_k + 1) * len(spec.moe_layers) * round_to_page(layouts.num_bytes)
+    store = str(tmp_path / "store")
+    few = TokenEngine(folder, replace(BASE, expert_memory=size, expert_store_dir=store)).generate(prompts, sampling)
+    assert [(c.token_ids, c.logprobs) for c in few] == [(c.token_ids, c.logprobs) for c in whole]
+
+
+def test_matrices_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
+    build("mixtral", **MODELS["mixtral"]).save_pretrained(tmp_path)
+    plain = quantise_checkpoint(tmp_path, *gptq(4, 32), lambda name: "layers.0" in name or "k_proj" in name)
+    wanted = reference_of(plain)
+    assert (logits_of(tmp_path, "exact") - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_biases_that_a_model_lacks_are_ignored_beside_quantised_matrices(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, "gptq-4-32")
+    before = logits_of(folder, "exact")
+    change_tensors(folder, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(64)}))
+    assert torch.equal(logits_of(folder, "exact"), before)
+
+
+def test_a_quantised_checkpoint_is_not_rounded_once_more(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, "gptq-4-32")
+    with pytest.raises(ConfigError, match="--quantization is for weights of 16 or 32 bits; these are int4_f16"):
+        plan_model(folder, replace(BASE, quantization="int8"))
+
+
+def test_sizes_by_the_configuration_alone_are_those_of_the_files(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, "gptq-4-32")
+    spec, dtype = read_spec(folder, BASE)
+    sizes = []
+    for index in (read_index(folder), expected_index(spec, "F32")):
+        sizes.append(weights_bytes(spec, dtype, index, rounding=rounding_of(BASE, spec, index)))
+    assert sizes[0] == sizes[1]
+
+
+_CODES = "model.layers.0.self_attn.q_proj.qweight"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda t: t.pop("model.layers.0.self_attn.q_proj.scales"), "lacks model.layers.0.self_attn.q_proj.scales"),
+        (lambda t: t.update({_CODES: t[_CODES].float()}), "qweight is stored as F32, not as I32"),
+        (lambda t: t.update({_CODES: t[_CODES].flatten()}), "qweight has shape .*, which it cannot have"),
+        (lambda t: t.update({_CODES: t[_CODES][:, :40]}), "q_proj do not fit each other"),
+        (lambda t: t.update({_CODES: t[_CODES][:4]}), "q_proj do not fit each other"),
+        (lambda t: t.update({_CODES.replace("qweight", "weight"): torch.zeros(64, 64)}), "twice, quantised and not"),
+        (lambda t: t[_CODES.replace("qweight", "g_idx")].fill_(7), "its groups are not of 32 columns each"),
+        (lambda t: t[_CODES.replace("qweight", "g_idx")].fill_(-5), "its groups are not of 32 columns each"),
+        (
+            lambda t: t.update({_CODES.replace("qweight", "g_idx"): torch.arange(64, dtype=torch.int32) % 2}),
+            "not in the order of their groups, but the configuration says so",
+        ),
+    ],
+)
+def test_tensors_that_do_not_fit_get_one_sentence(change: Any, sentence: str, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, "gptq-4-32")
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=sentence):
+        logits_of(folder, "exact")
+
+
+@pytest.mark.parametrize(
+    ("config", "sentence"),
+    [
+        ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
+        ({"quant_method": "gptq", "bits": "4"}, "does not say how many bits"),
+        ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the layout 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "AWQ weights in the layout 'gemv'"),
+        ({"quant_method": "awq", "bits": 8}, "AWQ weights of 8 bits"),
+        ({"quant_method": "bitsandbytes"}, "Weights quantised with 'bitsandbytes' are not supported"),
+        ({"quant_method": ["gptq"]}, "Weights quantised with 'list'"),
+        ({"bits": 4}, "Weights quantised with None"),
+        ("gptq", "must be an object"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_with_its_name(config: Any, sentence: str) -> None:
+    with pytest.raises((UnsupportedModel, ModelError), match=sentence):
+        quantization_spec(config)
+
+
+def test_types_on_transformers_code_are_refused_in_a_sentence(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.rmtree(write(folder, "gptq-4-32"))
+    assert json.loads((folder / "config.json").read_text())["quantization_config"]["bits"] == 4
+    with pytest.raises(ModelError, match="gptq"):
+        plan_model(folder, replace(BASE, model_impl="transformers"))
