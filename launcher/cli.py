@@ -55,6 +55,7 @@ class LazyGroup(click.Group):
         "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
         "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
+        "cache": ("launcher.cli:cache", "See, check and empty a folder of KV on disk."),
         "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
         "verify": ("launcher.verify:verify_command", "Compare a model folder with its recorded hashes."),
         "demo": ("launcher.cli:demo", "Build variants of the demo model."),
@@ -99,6 +100,18 @@ def tune(arguments: tuple[str, ...]) -> None:
 )
 def experts() -> None:
     """Record, draw and foresee where tokens meet their experts."""
+
+
+@click.group(
+    cls=LazyGroup,
+    entries={
+        "list": ("launcher.cache_commands:list_command", "Show what a folder holds, by model."),
+        "verify": ("launcher.cache_commands:verify_command", "Compare every file with its hash."),
+        "clear": ("launcher.cache_commands:clear_command", "Remove all blocks."),
+    },
+)
+def cache() -> None:
+    """See, check and empty a folder of --kv-disk-path."""
 
 
 @click.group(cls=LazyGroup, entries={"build": ("launcher.cli:build_demo", "Build a variant of the demo model.")})

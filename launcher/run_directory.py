@@ -21,6 +21,7 @@ from pathlib import Path
 
 from launcher.preflight import LaunchError
 from moeserve.config import ServeConfig
+from moeserve.engine.kv_disk.files import disk_root, open_root
 from moeserve.wire import RunContext
 
 _PREFIX = "moeserve-"
@@ -112,10 +113,24 @@ def make_context(config: ServeConfig, model_dir: Path, directory: Path, *, meets
         model_hash=hash_model(model_dir),
         run_dir=str(directory),
         incarnation=1 + secrets.randbelow(2**31),
-        secret=secrets.token_hex(32),
+        secret=_secret(config),
         served_model_names=config.served_model_name or (_default_name(config.model),),
         meets_in_store=meets_in_store,
     )
+
+
+def _secret(config: ServeConfig) -> str:
+    """Return the secret that keys namespaces: a new one, or the one of the KV on disk, which outlives a run.
+
+    Raise LaunchError if the folder cannot be used.
+    """
+    if config.kv_disk_path is None:
+        return secrets.token_hex(32)
+    try:
+        return open_root(disk_root(config.kv_disk_path)).hex()
+    except OSError as error:
+        reason = error.strerror or error
+        raise LaunchError(f"The folder of --kv-disk-path, {config.kv_disk_path}, cannot be used: {reason}.") from error
 
 
 def _default_name(model: str | None) -> str:

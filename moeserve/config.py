@@ -218,6 +218,26 @@ class ServeConfig:
         maximum=1,
         metavar="SHARE",
     )
+    kv_disk_path: str | None = setting(
+        None,
+        "Folder where cached KV is kept too, so that prefixes outlive a restart or a crash; see prompt-cache.md.",
+        group="Memory and scheduling",
+        metavar="DIR",
+    )
+    kv_disk_size: int = setting(
+        20 * 10**9,
+        "Most bytes of files in --kv-disk-path; beyond it what was used longest ago is removed.",
+        group="Memory and scheduling",
+        kind="size",
+        minimum=1,
+    )
+    kv_disk_age: float = setting(
+        7.0,
+        "Days after its last use when cached KV is removed from --kv-disk-path.",
+        group="Memory and scheduling",
+        minimum=0,
+        metavar="DAYS",
+    )
     public_prefixes: str | None = setting(
         None,
         "JSON file of prompts whose cached beginnings all API keys share; see prompt-cache.md.",

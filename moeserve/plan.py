@@ -147,6 +147,10 @@ class Request:
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
     `suspect_until`: the request may have ended that life, until it has computed so many tokens; 0 without suspicion.
+
+    Where blocks are kept on disk, `prefix_names` are the names of its first blocks there, as far as they are known.
+    `is_looked_up`: it waits for no block from there. `num_restores` counts its waits. `restored`: the first token and
+    the end of the blocks that it waited for; `num_disk_tokens` of `num_cached_tokens` were such, None without a disk.
     """
 
     request_id: str
@@ -175,6 +179,11 @@ class Request:
     yields: bool = False
     resumes: bool = False
     suspect_until: int = 0
+    prefix_names: list[bytes] = field(default_factory=list)
+    is_looked_up: bool = False
+    num_restores: int = 0
+    restored: tuple[int, int] = (0, 0)
+    num_disk_tokens: int | None = None
     _is_always_plain: bool = field(init=False)
     mask: bytes | None = None
     earlier_output: InitVar[array[int] | None] = None

@@ -223,7 +223,8 @@ class Output(Message):
 
     `token_ids` are the tokens since the last output. `num_cached_tokens` counts the prompt tokens that came from the
     prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens. `miss`,
-    in the first output, answers `CacheWish.report`.
+    in the first output, answers `CacheWish.report`. `num_disk_tokens` of the cached tokens were read from disk; None
+    where blocks are in memory alone.
     """
 
     request_id: str
@@ -235,6 +236,7 @@ class Output(Message):
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     miss: Miss | None = None
+    num_disk_tokens: int | None = None
 
 
 class Outputs(Message):

@@ -5,15 +5,18 @@ from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.listing import CachedPrefix, Listing
 from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import APART, PUBLIC, Lease, Snapshot
-from radix_cache.prefix_cache import PrefixCache
+from radix_cache.prefix_cache import PrefixCache, Restore
 from radix_cache.retention import account_of
+from radix_cache.stored import BlockCopy, Chores, StoredBlock, StoredBlocks, used_at
 
 __all__ = [
     "APART",
     "MAX_RECORDED_EVICTIONS",
     "PUBLIC",
+    "BlockCopy",
     "BudgetError",
     "CachedPrefix",
+    "Chores",
     "InvariantError",
     "Lease",
     "LeaseError",
@@ -21,6 +24,10 @@ __all__ = [
     "Miss",
     "MissReason",
     "PrefixCache",
+    "Restore",
     "Snapshot",
+    "StoredBlock",
+    "StoredBlocks",
     "account_of",
+    "used_at",
 ]

@@ -126,12 +126,16 @@ class Lease:
     Where layers have window blocks, the lease needs those of its blocks from number `first_window` on. `ends`:
     boundaries, in blocks, where other prompts are likely to diverge from its own, with the gain of the window blocks
     before them.
+
+    `names`: on disk, of its first blocks (`radix_cache.stored`), as far as they are known. They follow from namespace
+    and tokens, so the list outlives the lease.
     """
 
     __slots__ = (
         "block_ids",
         "ends",
         "first_window",
+        "names",
         "namespace",
         "node",
         "num_cached_tokens",
@@ -143,10 +147,13 @@ class Lease:
         "use_cache",
     )
 
-    def __init__(self, owner: object, number: int, namespace: str, node: Node, use_cache: bool) -> None:
+    def __init__(
+        self, owner: object, number: int, namespace: str, node: Node, use_cache: bool, names: list[bytes]
+    ) -> None:
         self.owner: object | None = owner
         self.number = number
         self.namespace = namespace
+        self.names = names
         self.node = node
         self.use_cache = use_cache
         self.block_ids: array[int] = array("i")

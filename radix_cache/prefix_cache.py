@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Collection, Generator, Iterator, Sequence
+from dataclasses import dataclass
 from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
@@ -16,6 +17,7 @@ from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
+from radix_cache.stored import BlockCopies, BlockCopy, StoredBlock, StoredBlocks, used_at
 from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
 
@@ -23,8 +25,21 @@ from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
 _SPARED_SHARE = 0.25
 
 
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """A prefix that is being read from disk. Its lease ends with it.
+
+    tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies`, which is not empty.
+    """
+
+    lease: Lease
+    tokens: array[int]
+    first: int
+    copies: list[BlockCopy]
+
+
 class PrefixCache:
-    """All KV blocks of one rank: every block is free, cached, leased or a duplicate that waits for its `free`.
+    """All KV blocks of one rank: each is free, cached, leased, in copy, or a duplicate that waits for its `free`.
 
     Tokens are ``array('i')`` (int32). Equal tokens in different namespaces never share blocks. With ``caching=False``
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
@@ -43,6 +58,10 @@ class PrefixCache:
     window blocks, which a lease has for its new blocks and for the last blocks before them. Then a prefix serves only
     up to a boundary with a complete window (`radix_cache.window_blocks`).
 
+    With `stored` blocks of the tree are kept on disk as well: their names follow them through `publish` and `release`.
+    The caller copies the blocks of `take_stores` and of `begin_restore`, beside the steps, and says when it has; a
+    block that leaves the tree meanwhile is *in copy* and freed after that.
+
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
     released or belongs to another cache. All decisions are deterministic: the same calls yield the same ids.
@@ -51,6 +70,7 @@ class PrefixCache:
     __slots__ = (
         "_allocator",
         "_caching",
+        "_copies",
         "_duplicates",
         "_granted",
         "_leases",
@@ -59,6 +79,7 @@ class PrefixCache:
         "_pin_share",
         "_retention_share",
         "_stateful",
+        "_stored",
         "_tree",
         "_windows",
         "block_size",
@@ -77,10 +98,11 @@ class PrefixCache:
         snapshot_rows: range | None = None,
         num_window_blocks: int = 0,
         window: int = 0,
+        stored: StoredBlocks | None = None,
     ) -> None:
         """max_recorded_evictions: blocks, of all accounts together. snapshot_rows: None for models without recurrent
         states. num_window_blocks: 0 if all layers keep their KV in the same blocks. window: the number of tokens that
-        layers with window blocks see, the new token included."""
+        layers with window blocks see, the new token included. stored: None if no blocks are kept on disk."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -102,6 +124,8 @@ class PrefixCache:
         self._next_number = 0
         self._num_private_blocks = 0
         self._duplicates: set[int] = set()
+        self._stored = stored if caching else None
+        self._copies = BlockCopies()
 
     @property
     def num_free(self) -> int:
@@ -115,8 +139,9 @@ class PrefixCache:
 
     @property
     def num_available(self) -> int:
-        """The number of blocks that `extend` could give to a lease now."""
-        return self._allocator.num_free + self._tree.num_evictable_blocks
+        """The number of blocks that `extend` can give to a lease now. While blocks are copied it may be too low."""
+        num_cached = max(0, self._tree.num_evictable_blocks - self._copies.num_copied)
+        return self._allocator.num_free + num_cached
 
     def num_available_to(self, namespace: str, enough: int | None = None) -> int:
         """Count the blocks that `extend` with `sparing` could give to a lease of a namespace now.
@@ -126,10 +151,11 @@ class PrefixCache:
         num_spared, account = int(_SPARED_SHARE * self.num_blocks), account_of(namespace)
         if enough is not None:
             num_own = self._tree.victims.num_evictable(account)
-            num_sure = self._allocator.num_free + max(self._tree.num_evictable_blocks - num_spared, num_own)
+            num_evictable = max(self._tree.num_evictable_blocks - num_spared, num_own)
+            num_sure = self._allocator.num_free + max(0, num_evictable - self._copies.num_copied)
             if num_sure >= enough:
                 return num_sure
-        return self.num_available - self._tree.num_to_spare(account, num_spared)
+        return max(self._allocator.num_free, self.num_available - self._tree.num_to_spare(account, num_spared))
 
     @property
     def windows(self) -> WindowBlocks | None:
@@ -162,6 +188,21 @@ class PrefixCache:
         return len(self._duplicates)
 
     @property
+    def num_in_copy(self) -> int:
+        """The number of blocks that neither the tree nor a lease holds any more, but a copy to or from disk."""
+        return self._copies.num_in_copy
+
+    @property
+    def num_to_store(self) -> int:
+        """The number of blocks that wait to be written to disk."""
+        return self._copies.num_wanted
+
+    @property
+    def stored(self) -> StoredBlocks | None:
+        """The blocks on disk; None if none are kept there."""
+        return self._stored
+
+    @property
     def keeps_states(self) -> bool:
         """True if there are rows for snapshots: prefixes serve up to a boundary with a recurrent state."""
         return self._tree.snapshots.num_rows > 0
@@ -171,14 +212,17 @@ class PrefixCache:
         """The rows for snapshots, read-only."""
         return self._tree.snapshots
 
-    def match(self, tokens: array[int], namespace: str = "", *, use_cache: bool = True) -> Lease:
+    def match(
+        self, tokens: array[int], namespace: str = "", *, use_cache: bool = True, names: list[bytes] | None = None
+    ) -> Lease:
         """Lease the longest cached prefix of `tokens` in whole blocks, but never the last token: its logits are needed.
 
         If prefixes need states, it ends at a snapshot, which is pinned (`Lease.snapshot`). If they need windows, it
         ends where a window is complete.
 
         With ``use_cache=False`` the lease starts empty and `advance` adopts nothing, but its blocks may be published.
-        Raise ValueError if `tokens` are not ``array('i')``.
+        names: of the tokens' first blocks (`Lease.names`), to which the lease adds. Raise ValueError if `tokens` are
+        not ``array('i')``.
         """
         if tokens.typecode != "i":
             raise ValueError(f"tokens must be array('i'), got typecode {tokens.typecode!r}")
@@ -186,7 +230,7 @@ class PrefixCache:
         data = self._reusable(tokens, 0) if use_cache else b""
         node = self._tree.start(namespace, data) or self._tree.root(namespace)
         number = self._next_number
-        lease = Lease(self, number, namespace, node, use_cache)
+        lease = Lease(self, number, namespace, node, use_cache, [] if names is None else names)
         if use_cache and node.children:
             node = self._tree.descend(node, data, lease.block_ids, namespace)
             lease.num_known_tokens = len(lease.block_ids) * self.block_size
@@ -259,7 +303,10 @@ class PrefixCache:
             available = self.num_available_to(lease.namespace, count) if sparing else self.num_available
             if count > available:
                 return None
-            self._free(self._tree.evict(num_missing, account_of(lease.namespace)))
+            while num_missing > 0:
+                # Blocks that are copied are freed only later, so others go too.
+                self._free(self._tree.evict(num_missing, account_of(lease.namespace)))
+                num_missing = count - allocator.num_free
         block_ids = lease.block_ids
         after = block_ids[-1] if block_ids else None
         new = allocator.allocate(count, after)
@@ -309,6 +356,9 @@ class PrefixCache:
             for block, other in zip(duplicates, canonical, strict=True):
                 self._windows.exchange(block, other)
             self._windows.slide(lease, num_computed_tokens)
+        if self._stored is not None:
+            self._stored.name(lease.names, lease.namespace, tokens, stop, size)
+            self._store(lease, tokens, first + len(canonical), stop)
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
@@ -323,11 +373,14 @@ class PrefixCache:
         """End the lease: free its unpublished blocks; its published blocks stay cached and become evictable.
 
         With `keep_tokens`, published blocks that reach beyond that many tokens are freed too, as far as no other lease
-        and no cached continuation needs them: tokens after a stop string, or KV that cannot be trusted (0).
+        and no cached continuation needs them: tokens after a stop string, or KV that cannot be trusted (0). They are
+        not kept on disk either.
         """
         if lease.owner is not self:
             raise _not_leased()
         self.end_load(lease)
+        if self._stored is not None:
+            self._store_path(lease, keep_tokens)
         lease.owner = None
         del self._leases[lease.number]
         num_published = lease.num_published_tokens // self.block_size
@@ -339,7 +392,10 @@ class PrefixCache:
         if keep_tokens is not None:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
-                private.extend(self._tree.trim(lease.node, num_dropped, lease.namespace))
+                trimmed = self._tree.trim(lease.node, num_dropped, lease.namespace)
+                if self._stored is not None:
+                    self._unstore(lease.names[num_published - len(trimmed) : num_published])
+                private.extend(trimmed)
         self._free(private)
 
     def expect(self, lease: Lease, num_tokens: int) -> None:
@@ -513,11 +569,87 @@ class PrefixCache:
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
 
-        Yield the numbers of blocks that went, some at a time; between two the cache may be used.
+        Nothing of them stays on disk. Yield the numbers of blocks that went, some at a time; between two the cache may
+        be used.
         """
+        if self._stored is not None:
+            folders = None if namespaces is None else {self._stored.folder_of(namespace) for namespace in namespaces}
+            self._copies.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
+            self._stored.drop(namespaces)
         for evicted in self._tree.drop(namespaces):
             self._free(evicted)
             yield len(evicted)
+
+    def take_stores(self, most: int) -> list[BlockCopy]:
+        """Return the blocks that are to be written to disk next, at most `most`. `end_store` ends each."""
+        return self._copies.take(most)
+
+    def end_store(self, copy: BlockCopy, num_bytes: int, now: float) -> None:
+        """Note that a block of `take_stores` is written. num_bytes: of its file, 0 if it could not be written.
+
+        now: in seconds since the epoch.
+        """
+        assert self._stored is not None
+        is_alone, stays = self._copies.end(copy.block)
+        if is_alone:
+            self._allocator.free([copy.block])
+        if num_bytes and stays:
+            self._stored.put(StoredBlock(copy.name, copy.folder, num_bytes, used_at(now, copy.depth)))
+        elif num_bytes:
+            self._stored.remove(copy.path)
+
+    def num_stored(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> int:
+        """Return the number of the first block from number `first` on that is not on disk, or holds the last token.
+
+        names: of the tokens' first blocks; names are added as far as they are needed.
+        """
+        stored = self._stored
+        stop = (len(tokens) - 1) // self.block_size
+        if stored is None or first >= stop or not stored.has_any(namespace):
+            return first
+        stored.name(names, namespace, tokens, stop, self.block_size)
+        return min(stop, stored.depth(names, first))
+
+    def begin_restore(self, tokens: array[int], namespace: str, names: list[bytes]) -> Restore | None:
+        """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.
+
+        Return None, with no lease made, if nothing is on disk or too few blocks are available. The caller fills the
+        blocks of `Restore.copies` and calls `end_restore`; it may release the lease before.
+        """
+        assert self._stored is not None
+        lease = self.match(tokens, namespace, names=names)
+        first = lease.num_published_tokens // self.block_size
+        stop = self.num_stored(tokens, namespace, names, first)
+        blocks = self.extend(lease, stop - first, sparing=True) if stop > first else None
+        if blocks is None:
+            self.release(lease)
+            return None
+        self._copies.begin(blocks)
+        size, folder = self.block_size, self._stored.folder_of(namespace)
+        copies = [
+            BlockCopy(block, names[index], folder, index, tokens[index * size : (index + 1) * size].tobytes())
+            for index, block in enumerate(blocks, first)
+        ]
+        return Restore(lease, tokens[: stop * size], first, copies)
+
+    def end_restore(self, restore: Restore, num_filled: int, *, is_whole: bool) -> None:
+        """Note that the first `num_filled` blocks of a restore have their content, and enter them into the tree.
+
+        is_whole: False if the next block's file is missing or damaged; it is then removed.
+        """
+        assert self._stored is not None
+        for copy in restore.copies:
+            is_alone, _ = self._copies.end(copy.block)
+            if is_alone:
+                self._allocator.free([copy.block])
+        if not is_whole:
+            self._stored.discard(restore.copies[num_filled].name)
+        lease = restore.lease
+        if lease.owner is self:
+            filled = (restore.first + num_filled) * self.block_size
+            if num_filled:
+                self.free(self.publish(lease, restore.tokens, filled))
+            self.release(lease)
 
     def budget(
         self, account: str, share: float | None = None, pin_share: float | None = None
@@ -576,8 +708,8 @@ class PrefixCache:
         return sum(self.drop(None))
 
     def check_counts(self) -> None:
-        """Raise InvariantError unless free + cached + leased + duplicates = all blocks. O(1)."""
-        total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates
+        """Raise InvariantError unless free + cached + leased + duplicates + in copy = all blocks. O(1)."""
+        total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates + self.num_in_copy
         require(total == self.num_blocks, f"{total} of {self.num_blocks} blocks accounted for")
         rows = self._tree.snapshots
         total = rows.num_free + rows.num_cached + rows.num_written
@@ -608,6 +740,8 @@ class PrefixCache:
                 put(block, f"leased by {lease.number}")
         for block in self._duplicates:
             put(block, "a duplicate")
+        for block in self._copies.in_copy():
+            put(block, "in copy")
         require(num_private == self._num_private_blocks, "the number of unpublished blocks is wrong")
         require(num_private == self._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
         require(all(places), "a block is lost")
@@ -662,10 +796,53 @@ class PrefixCache:
         return self._tree.node_at(node, depth, at), at
 
     def _free(self, blocks: Sequence[int]) -> None:
-        """Free KV blocks, and their window blocks."""
+        """Free KV blocks, and their window blocks; those that are being copied once that has ended."""
         if self._windows is not None:
             self._windows.drop(blocks)
+        if self._stored is not None:
+            blocks = self._copies.let_go(blocks)
         self._allocator.free(blocks)
+
+    def _store(self, lease: Lease, tokens: array[int], first: int, stop: int) -> None:
+        """Have the lease's blocks number `first` to `stop`, which are in the tree, written unless they are on disk."""
+        stored, size = self._stored, self.block_size
+        assert stored is not None
+        for index in range(first, stop):
+            name = lease.names[index]
+            if name not in stored and name not in self._copies:
+                data = tokens[index * size : (index + 1) * size].tobytes()
+                folder = stored.folder_of(lease.namespace)
+                self._copies.want(BlockCopy(lease.block_ids[index], name, folder, index, data))
+
+    def _store_path(self, lease: Lease, keep_tokens: int | None) -> None:
+        """Note on disk that the lease's prefix was used, and have what is missing there of it written.
+
+        Public blocks have been written for the namespace that published them. keep_tokens: see `release`.
+        """
+        stored, size = self._stored, self.block_size
+        assert stored is not None
+        num_published = lease.num_published_tokens // size
+        stop = num_published if keep_tokens is None else min(num_published, max(0, keep_tokens) // size)
+        if not stop:
+            return
+        tokens = array("i")
+        if len(lease.names) < stop or not all(name in stored or name in self._copies for name in lease.names[:stop]):
+            tokens.frombytes(self._tree.prefix(lease.node))
+            stored.name(lease.names, lease.namespace, tokens, stop, size)
+            node: Node | None = lease.node
+            first = num_published
+            while node is not None and node.namespace == lease.namespace:
+                first -= len(node.blocks)
+                node = node.parent
+            self._store(lease, tokens, first, stop)
+        stored.touch(lease.names[:stop])
+
+    def _unstore(self, names: Sequence[bytes]) -> None:
+        """Let blocks not be, or not come, on disk."""
+        assert self._stored is not None
+        self._copies.revoke(names)
+        for name in names:
+            self._stored.discard(name)
 
     def _choose_root(self, lease: Lease, tokens: array[int]) -> None:
         """Let a lease without published tokens begin at the present root of its first block, which may have changed.

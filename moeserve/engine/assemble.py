@@ -49,7 +49,7 @@ from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Runner
-from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache
+from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
 
 if TYPE_CHECKING:
     # Both import torch.distributed and deepspeed, which a single rank does not need.
@@ -145,7 +145,7 @@ class _CpuBody:
         runner.warm_up(step_budget(self._config), begin_step)
         kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, plan.dtype)
         row_bytes = state_row_bytes(states, plan.dtype)
-        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, release=_release_nothing, state_row_bytes=row_bytes)
+        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, _release_nothing, row_bytes, pool)
 
 
 def _release_nothing() -> None:
@@ -358,6 +358,7 @@ class LoadedRank:
             group,
             self._migrator,
             choice,
+            prepared.kv_pool,
         )
 
     def memory_stats(self) -> ExpertMemoryStats | None:
@@ -454,11 +455,12 @@ def build_scheduler(
     depth: int = 0,
     rope_switch: int | None = None,
     slo: Slo | None = None,
+    stored: StoredBlocks | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.tell_time`.
+    `Scheduler.tell_time`. stored: the blocks on disk, of a single rank; None if none are kept there.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -475,6 +477,7 @@ def build_scheduler(
             snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
             num_window_blocks=kv.num_window_blocks,
             window=kv.window,
+            stored=stored,
         )
         for _ in range(config.expert_parallel_size)
     ]

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
 from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
 
@@ -62,8 +63,10 @@ class CacheCommands:
     A command is a generator: the engine does other work between its slices, and it returns the answer.
     """
 
-    def __init__(self, caches: Sequence[PrefixCache]) -> None:
+    def __init__(self, caches: Sequence[PrefixCache], disk: DiskTier | None = None) -> None:
+        """disk: None if blocks are in memory alone."""
         self._caches = caches
+        self._disk = disk
         self._commands = {
             "list_prefixes": (ListArguments, self._list),
             "pin_prefix": (PinArguments, self._pin),
@@ -116,7 +119,29 @@ class CacheCommands:
                 "moeserve_state_snapshots_used": [[sum(table.num_used for table in tables)]],
                 "moeserve_state_snapshots_evicted": [[sum(table.num_evicted for table in tables)]],
             }
-        return samples
+        return samples if self._disk is None else samples | self._disk_samples(self._disk)
+
+    def _disk_samples(self, disk: DiskTier) -> FeatureSamples:
+        counters, stored = disk.counters, disk.stored
+        in_memory = sum(cache.num_blocks - cache.num_free for cache in self._caches)
+        return {
+            "moeserve_kv_tier_blocks": [["device", in_memory], ["disk", stored.num_own]],
+            "moeserve_kv_tier_hit_tokens": [["device", counters.device_hit_tokens], ["disk", counters.disk_hit_tokens]],
+            "moeserve_kv_disk_bytes": [[stored.num_bytes]],
+            "moeserve_kv_disk_age_seconds": [[round(stored.oldest_age, 1)]],
+            "moeserve_kv_disk_copied_bytes": [["read", counters.read_bytes], ["written", counters.written_bytes]],
+            "moeserve_kv_disk_seconds": [
+                ["read", round(counters.read_seconds, 6)],
+                ["written", round(counters.write_seconds, 6)],
+            ],
+            "moeserve_kv_disk_evictions": [[stored.num_evicted]],
+            "moeserve_kv_disk_failures": [
+                ["damaged", counters.num_damaged],
+                ["not_written", counters.num_failed_writes],
+                ["overdue", counters.num_overdue],
+            ],
+            "moeserve_kv_disk_slower": [[counters.num_slower]],
+        }
 
     def _list(self, arguments: ListArguments) -> Job:
         limit = min(max(1, arguments.limit), MAX_LISTED)
@@ -142,7 +167,12 @@ class CacheCommands:
             "block_size": self._caches[0].block_size,
             "num_blocks": sum(cache.num_blocks for cache in self._caches),
             "budget": dict(zip(_BUDGET, map(sum, zip(*budgets, strict=True)), strict=True)),
+            "disk": None if self._disk is None else self._on_disk(self._disk, namespaces),
         }
+
+    def _on_disk(self, disk: DiskTier, namespaces: tuple[str, str] | None) -> dict[str, int]:
+        num_blocks, num_bytes = disk.stored.num_of(namespaces)
+        return {"blocks": num_blocks, "tokens": num_blocks * self._caches[0].block_size, "bytes": num_bytes}
 
     def _pin(self, arguments: PinArguments) -> Job:
         """Pin a prefix where most of it is cached, a public one on every rank.

@@ -10,6 +10,7 @@ from moeserve.engine.cache_commands import CacheCommandError, CacheCommands, Job
 from moeserve.engine.command_queue import CommandQueue
 from moeserve.engine.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.engine.file_writer import FileJob, FileWriter
+from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.wire import Control, ControlResult, FeatureSamples
 from radix_cache import PrefixCache
 
@@ -33,9 +34,11 @@ class Commands:
         caches: Sequence[PrefixCache],
         experts: ExpertMonitor | None,
         answer: Callable[[bytes, ControlResult], None],
+        disk: DiskTier | None = None,
     ) -> None:
-        """experts: None for a model without experts. answer: called once for each command, with who sent it."""
-        self._cache_commands = CacheCommands(caches)
+        """experts: None for a model without experts. answer: called once for each command, with who sent it. disk: None
+        if blocks are in memory alone."""
+        self._cache_commands = CacheCommands(caches, disk)
         self._experts = experts
         self._answer = answer
         self._queue: CommandQueue[_Command] = CommandQueue()

@@ -13,6 +13,7 @@ from moeserve.engine.commands import Commands
 from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
+from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduling.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler, TooLateError
@@ -42,6 +43,8 @@ from radix_cache import PrefixCache
 _IDLE_POLL_SECONDS = 0.25
 # The poll interval while a file is written, as its end wakes no thread.
 _WRITING_POLL_SECONDS = 0.02
+_COPY_SECONDS = 0.002  # between two looks for messages while nothing can be computed before a copy has ended
+_LAST_WRITES_SECONDS = 5.0  # an engine that is told to end writes KV for so long
 _SECONDS_BETWEEN_STATS = 0.5
 _MAX_RETENTION_SECONDS = 31 * 86400.0
 
@@ -61,9 +64,10 @@ class Engine:
         suspects: Suspects,
         experts: ExpertMonitor | None = None,
         step_progress: Callable[[], int] = lambda: 0,
+        copier: BlockCopier | None = None,
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
-        within a long step too."""
+        within a long step too. copier: carries out the scheduler's copies between memory and disk, if it has any."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
@@ -72,10 +76,11 @@ class Engine:
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
-        self._commands = Commands(caches, experts, self._send)
+        self._commands = Commands(caches, experts, self._send, scheduler.disk)
         self._stats = EngineStats(scheduler, caches)
         self._progress = 0
         self._step_progress = step_progress
+        self._copier = copier
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Open requests are then left to the frontends, which see this process end."""
@@ -91,6 +96,7 @@ class Engine:
             started = time.monotonic()
             self._scheduler.tell_time(started)
             self._drop_late()
+            self._exchange_copies()
             outputs = self._steps.advance()
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
@@ -101,7 +107,11 @@ class Engine:
                 self._scheduler.count_step(seconds)
                 if self._stats.due():
                     self._send_stats()
+            elif self._copier is not None and not self._scheduler.is_idle:
+                # Every open request waits for the disk.
+                self._exchange_copies(_COPY_SECONDS)
         self._commands.close()
+        self._finish_writes()
 
     def heartbeat(self) -> Heartbeat:
         """Return the state for the heartbeat thread.
@@ -118,7 +128,29 @@ class Engine:
         if self._inbox or self._commands.is_waiting:
             return
         self._send_stats()
-        self._socket.wait(_WRITING_POLL_SECONDS if self._commands.is_writing else _IDLE_POLL_SECONDS)
+        is_writing = self._commands.is_writing or (self._copier is not None and self._copier.is_busy)
+        self._socket.wait(_WRITING_POLL_SECONDS if is_writing else _IDLE_POLL_SECONDS)
+
+    def _exchange_copies(self, seconds: float = 0.0) -> None:
+        """Hand new copies to the copier, and those that have ended to the scheduler. Wait for one up to `seconds`."""
+        if self._copier is None:
+            return
+        for result in self._copier.take(seconds):
+            self._scheduler.end_copy(result, time.time())
+        for job in self._scheduler.take_copies(time.time()):
+            self._copier.start(job)
+
+    def _finish_writes(self) -> None:
+        """Wait a moment until what was computed is on disk, and end the copier."""
+        if self._copier is None:
+            return
+        end = time.monotonic() + _LAST_WRITES_SECONDS
+        while True:
+            self._exchange_copies(_COPY_SECONDS)
+            if not self._copier.is_busy or time.monotonic() > end:
+                break
+            self._progress += 1
+        self._copier.close()
 
     def _handle(self, sender: bytes, message: Any) -> None:
         match message:
@@ -252,6 +284,7 @@ def _to_message(output: RequestOutput) -> Output:
         output.prompt_logprobs,
         output.error,
         output.miss,
+        request.num_disk_tokens,
     )
 
 

@@ -84,6 +84,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     Raise ConfigError or ModelError for a model or settings that cannot be served.
     """
     device = choose_device(config, cuda_absence)
+    check_kv_disk(config, device)
     spec, dtype = read_any_spec(directory, config, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
@@ -165,7 +166,22 @@ def _share_memory(
         states=state_demand(spec, dtype, config),
         windows=window_demand(spec.kv_layers, config.block_size, dtype, config.max_num_seqs, step_budget(config)),
     )
+    if config.kv_disk_path is not None and (spec.state_layers or kv.num_window_blocks):
+        kind = "recurrent states" if spec.state_layers else "window blocks"
+        raise ConfigError(f"--kv-disk-path keeps KV blocks alone so far, and this model also needs its {kind}.")
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
+
+
+def check_kv_disk(config: ServeConfig, device: str) -> None:
+    """Raise ConfigError if the settings for KV on disk contradict others."""
+    if config.kv_disk_path is None:
+        refuse_changed(config, ("kv_disk_size", "kv_disk_age"), "--kv-disk-path")
+    elif device != "cpu":
+        raise ConfigError("--kv-disk-path is for a CPU so far.")
+    elif config.expert_parallel_size > 1:
+        raise ConfigError("--kv-disk-path is for a single rank so far: each of several ranks has KV of its own.")
+    elif not config.enable_prefix_caching:
+        raise ConfigError("--kv-disk-path keeps cached prefixes, and --no-enable-prefix-caching makes none.")
 
 
 def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:

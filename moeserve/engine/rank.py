@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kernels.cpu.library import NativeKernels
     from moeserve.engine.ranks.together import GroupSteps, StepRows
     from moeserve.model.families import GenerationDefaults
+    from moeserve.model.kv_pool import KVPool
     from moeserve.model.spec import ModelSpec
 
 Observers = Sequence[StepObserver[StepPlan, StepResult]]
@@ -139,9 +140,10 @@ def eos_token_ids(defaults: GenerationDefaults, spec: ModelSpec) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A runner that is ready for any step, with its KV memory and the bytes of one recurrent state.
+    """A runner that is ready for any step, with the sizes of its KV memory and of one recurrent state.
 
     weights_bytes: of all ranks. release: frees what the runner holds of the group; called before leaving the group.
+    kv_pool: the KV memory, None where only the runner may touch it.
     """
 
     runner: Runner
@@ -150,6 +152,7 @@ class Prepared:
     weights_bytes: int
     release: Callable[[], None]
     state_row_bytes: int = 0
+    kv_pool: KVPool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +170,7 @@ class Rank:
 
     depth: see `Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
     experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch: None on a
-    single rank.
+    single rank. kv_pool: see `Prepared`.
     """
 
     runner: ObservedRunner
@@ -180,6 +183,7 @@ class Rank:
     group: Group | None = None
     migrator: ExpertMigrator[Any] | None = None
     dispatch: ShapeChoice | None = None
+    kv_pool: KVPool | None = None
 
     def begin_step(self, rows: StepRows) -> None:
         """Prepare the exchange of rows for the step that all ranks launch next."""

@@ -21,6 +21,8 @@ from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
+from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_disk.opening import open_kv_disk
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank, ServedModel
@@ -125,6 +127,7 @@ def serve(
     config, model = context.config, rank.model
     if recording is not None:
         observers = (*observers, recording)
+    disk = None if config.kv_disk_path is None else open_kv_disk(context, rank)
     scheduler, caches = build_scheduler(
         config,
         model.kv,
@@ -132,6 +135,7 @@ def serve(
         depth=rank.depth,
         rope_switch=model.rope_switch,
         slo=service_slo(config),
+        stored=None if disk is None else disk.stored,
     )
     ready = _ready(context, model, keeps_states=caches[0].keeps_states)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -140,7 +144,8 @@ def serve(
     masks = GrammarMasks(tokenizer_json, model.spec.vocab_size, model.eos_token_ids)
     steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
     monitor = _monitor(context, model.spec, recording, sources)
-    engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, rank.progress.count)
+    copier = None if disk is None else BlockCopier(disk.files, disk.memory)
+    engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, rank.progress.count, copier)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
     report(_ready_event(ready, model))

@@ -45,6 +45,14 @@ class KVPool:
             values = zeros_on_demand((heads, slots, layer.value_dim), dtype, device) if layer.value_dim else None
             self.layers.append((keys, values))
 
+    def block_bytes(self) -> list[Tensor]:
+        """Return the memory as bytes, [heads, blocks, bytes of a block] for each pool, without a copy.
+
+        Only without window blocks a block has the same number in all of them.
+        """
+        pools = [pool for layer in self.layers for pool in layer if pool is not None]
+        return [pool.view(pool.shape[0], pool.shape[1] // self.block_size, -1).view(torch.uint8) for pool in pools]
+
     def zero_blocks(self, block_ids: array[int], window_ids: Sequence[int] = ()) -> None:
         """Clear blocks that changed hands, so that no number of a former owner, not even a NaN, is ever read.
 

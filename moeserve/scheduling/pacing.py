@@ -243,6 +243,16 @@ class Pace:
             self._departures.count(self.now - request.arrived_at, has_ended=reason is FinishReason.ABORT)
             self._num_new_ends += 1
 
+    def compute_s(self, start: int, stop: int) -> float:
+        """Return the seconds of the steps that compute a prompt's tokens from position `start` to `stop` alone.
+
+        0 before the first step.
+        """
+        return sum(
+            self._cost.seconds(count := min(self._max_num_batched_tokens, stop - at), count * (at + 0.5 * count))
+            for at in range(start, stop, self._max_num_batched_tokens)
+        )
+
     def num_places(self) -> int:
         """Return the number of requests that may run at once: as many as the settings allow, unless clients leave.
 

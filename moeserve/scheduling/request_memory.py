@@ -75,7 +75,8 @@ class RequestMemory:
 
         A request that still needs log probabilities of prompt tokens gets no hits: they come from the forward.
         """
-        lease = self._cache.match(request.token_ids, request.namespace, use_cache=not request.wants_prompt_logprobs)
+        use_cache, names = not request.wants_prompt_logprobs, request.prefix_names
+        lease = self._cache.match(request.token_ids, request.namespace, use_cache=use_cache, names=names)
         request.lease, request.num_computed_tokens = lease, lease.num_published_tokens
         if self._states is not None:
             self._states.enter(request)

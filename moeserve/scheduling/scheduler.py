@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 
 from moeserve.plan import (
     Chunk,
@@ -22,6 +22,7 @@ from moeserve.plan import (
     StepResult,
     TokenLogprobs,
 )
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
 from moeserve.scheduling.open_prompts import OpenPrompts
 from moeserve.scheduling.pacing import Load, Pace, Slo
@@ -78,6 +79,9 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
+        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
+        # Blocks of the only rank are on disk, too; None where they are in memory alone.
+        self.disk = None if caches[0].stored is None else DiskTier(caches[0], self._pace.compute_s)
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
@@ -85,7 +89,6 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
-        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         self._waiting = WaitingQueue(self._tenants, self._pace.is_late, self._pace.is_bounded)
         self._open_prompts = OpenPrompts()
         self._committed: PlanDraft | None = None
@@ -110,7 +113,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._unmasked)
+        return len(self._waiting) + len(self._unmasked) + (0 if self.disk is None else len(self.disk.waiting))
 
     @property
     def is_idle(self) -> bool:
@@ -147,6 +150,8 @@ class Scheduler:
             self._extend(request)
         if request.lacks_mask:
             self._mask_changes.append(request)
+        if self.disk is not None:
+            request.num_disk_tokens = 0
         self._open_prompts.add(request)
         self._enqueue(request)
 
@@ -165,6 +170,32 @@ class Scheduler:
             if self._unmasked.pop(request.request_id, None) is not None:
                 self._waiting.add(request)
 
+    def take_copies(self, now: float) -> list[CopyJob]:
+        """Return the copies between memory and disk that are to begin. To be called before each `schedule`.
+
+        Requests that are next in the queue wait from now on if their prefixes are read. now: in seconds since the
+        epoch.
+        """
+        if self.disk is None:
+            return []
+        for request in self.disk.take_overdue(self._pace.now):
+            self._waiting.add(request)
+        if len(self._waiting):
+            num_next = max(0, self._num_places - len(self._running)) + 1
+            for request in list(islice(self._waiting.candidates(), min(num_next, _FORESEEN))):
+                if self.disk.look_up(request, self._pace.now):
+                    self._waiting.remove(request)
+        return self.disk.take_jobs(now)
+
+    def end_copy(self, result: CopyResult, now: float) -> None:
+        """Receive the end of a copy between memory and disk; requests that waited for it take their places.
+
+        now: in seconds since the epoch.
+        """
+        assert self.disk is not None
+        for request in self.disk.end(result, now):
+            self._waiting.add(request)
+
     def fail(self, request: Request, error: str) -> RequestOutput | None:
         """End a request with an error. Return None for a request that has finished."""
         return None if request.finished else self._end(request, FinishReason.ERROR, error)
@@ -174,7 +205,8 @@ class Scheduler:
 
         Each has had its chance in at least one step, however long the previous step took.
         """
-        late = [r for r in self._unmasked.values() if self._pace.now - r.arrived_at > self._pace.limit(r)]
+        apart = chain(self._unmasked.values(), () if self.disk is None else self.disk.waiting)
+        late = [r for r in apart if self._pace.now - r.arrived_at > self._pace.limit(r)]
         if not len(self._waiting):
             return [self._end(request, FinishReason.LATE) for request in late]
         load, now = self.load(), self._pace.now
@@ -349,7 +381,8 @@ class Scheduler:
     def _num_cached_soon(self, request: Request) -> int:
         """Count the request's tokens that are cached, or will be cached by the prompts of the requests before it."""
         others, memory = self._open_prompts.neighbours(request), self._memories[0]
-        return max([self._num_cached(request), *(memory.num_shared(request, other) for other in others)])
+        num_cached = self._num_cached(request) if self.disk is None else self.disk.num_stored(request)
+        return max([num_cached, *(memory.num_shared(request, other) for other in others)])
 
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
@@ -552,6 +585,7 @@ class Scheduler:
         """Switch a waiting request to the angles of extended contexts, whose KV is cached apart."""
         assert self._rope_switch is not None
         request.first_angle, request.namespace = self._rope_switch, request.namespace + APART
+        request.prefix_names = []
 
     def _preempt(self, request: Request) -> None:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
@@ -559,7 +593,8 @@ class Scheduler:
         self._tenants.of(request).num_running -= 1
         self._memories[request.rank].detach(request)
         request.num_preemptions += 1
-        request.yields = False
+        request.yields = request.is_looked_up = False
+        request.num_restores = 0
         self.counters.preemptions += 1
         self._enqueue(request)
 
@@ -583,6 +618,8 @@ class Scheduler:
     def _count_hits(self, request: Request, num_tokens: int) -> None:
         """Count cached tokens. After a preemption they are hits, but its client did not find them cached."""
         self.counters.prefix_hit_tokens += num_tokens
+        if self.disk is not None and num_tokens:
+            self.disk.count_hit(request, num_tokens)
         if request.num_preemptions:
             return
         request.num_cached_tokens += num_tokens
@@ -615,7 +652,8 @@ class Scheduler:
         self._open_prompts.remove(request)
         if request.lease is None:
             self._tenants.end_wait(request)
-            if self._unmasked.pop(request.request_id, None) is None:
+            is_reading = self.disk is not None and self.disk.leave(request)
+            if not is_reading and self._unmasked.pop(request.request_id, None) is None:
                 self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)

@@ -19,7 +19,16 @@ MAY_IMPORT = {
 }
 SERVICE_FOLDERS = tuple(
     ROOT / "moeserve" / folder
-    for folder in (".", "grammars", "scheduling", "engine", "engine/crashes", "engine/experts", "engine/ranks")
+    for folder in (
+        ".",
+        "grammars",
+        "scheduling",
+        "engine",
+        "engine/crashes",
+        "engine/experts",
+        "engine/kv_disk",
+        "engine/ranks",
+    )
 )
 
 # Of experts/ and the modules in these folders, those that compute, or put together what does. All others decide, and

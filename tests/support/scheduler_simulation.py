@@ -9,7 +9,7 @@ from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, 
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import RequestOutput, Scheduler
-from radix_cache import PrefixCache
+from radix_cache import PrefixCache, StoredBlocks
 from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed
 
 VOCAB_SIZE = 50
@@ -41,6 +41,7 @@ class Simulation:
         slo: Slo | None = None,
         num_window_blocks: int = 0,
         window: int = 0,
+        stored: StoredBlocks | None = None,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -52,6 +53,7 @@ class Simulation:
                 snapshot_rows=rows,
                 num_window_blocks=num_window_blocks,
                 window=window,
+                stored=stored,
             )
             for _ in range(num_ranks)
         ]
@@ -170,7 +172,9 @@ class Simulation:
         num_preemptions = self.scheduler.counters.preemptions
         plans = self.scheduler.schedule()
         if plans is None:
-            assert self._in_flight or self.scheduler.is_idle or self._unmasked, "something is runnable"
+            is_reading = self.scheduler.disk is not None and self.scheduler.disk.waiting
+            is_stopped = self._unmasked or is_reading or self.cache.num_in_copy
+            assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]
         assert len(plans) == len(self.caches)

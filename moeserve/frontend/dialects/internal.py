@@ -236,7 +236,8 @@ class Delta:
 class Usage:
     """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache, `reasoning_tokens` of
     the completion tokens were reasoning. `cache_report`: what `CacheOptions.report` asked for, of one prompt or, as a
-    list, of several. `resumed`: an engine ended while it had the request, and another one went on with it."""
+    list, of several. `resumed`: an engine ended while it had the request, and another one went on with it.
+    `disk_tokens` of the cached tokens came from disk; None where the cache is in memory alone."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -244,12 +245,18 @@ class Usage:
     reasoning_tokens: int = 0
     cache_report: dict[str, Any] | list[dict[str, Any]] | None = None
     resumed: bool = False
+    disk_tokens: int | None = None
 
     @property
     def extensions(self) -> dict[str, Any]:
         """The fields of the usage that no dialect has of its own, as far as there is something to say."""
-        report = {} if self.cache_report is None else {"cache_report": self.cache_report}
-        return {**report, "resumed": True} if self.resumed else report
+        found: dict[str, Any] = {} if self.cache_report is None else {"cache_report": self.cache_report}
+        if self.disk_tokens is not None:
+            device = self.cached_tokens - self.disk_tokens
+            found["cached_tokens_details"] = {"device": device, "host": 0, "disk": self.disk_tokens}
+        if self.resumed:
+            found["resumed"] = True
+        return found
 
 
 # Yields now and then, and returns what was written.

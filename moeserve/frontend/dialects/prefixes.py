@@ -129,6 +129,4 @@ class WarmFormatter:
     def complete(self, choices: list[Delta], usage: Usage) -> Writing:
         yield from ()
         counts: dict[str, Any] = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
-        if usage.cache_report is not None:
-            counts["cache_report"] = usage.cache_report
-        return msgspec.json.encode({**self._head, **counts})
+        return msgspec.json.encode({**self._head, **counts, **usage.extensions})

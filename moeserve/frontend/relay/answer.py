@@ -206,6 +206,8 @@ class Answer:
         """
         if output.num_cached_tokens is not None and (output.token_ids or output.finish_reason is not None):
             self._usage.cached_tokens += output.num_cached_tokens
+            if output.num_disk_tokens is not None:
+                self._usage.disk_tokens = (self._usage.disk_tokens or 0) + output.num_disk_tokens
             self._untold.discard(choice)
 
 

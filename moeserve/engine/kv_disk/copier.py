@@ -1,0 +1,214 @@
+"""The threads that copy KV blocks between memory and disk, beside the engine's."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+import structlog
+from numpy.typing import NDArray
+
+from moeserve.engine.kv_disk.files import BlockError, BlockFiles
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from radix_cache import BlockCopy, Chores
+
+_NUM_READERS = 2
+_READ_AT_ONCE = 8  # blocks that a thread reads before another one may have a turn
+_NICE = 19  # of the thread that writes: steps come first
+
+log = structlog.get_logger(__name__)
+
+# The memory of blocks, [rows, blocks, bytes]: a block is the bytes of all arrays at its number.
+BlockMemory = Sequence[NDArray[np.uint8]]
+
+
+class BlockCopier:
+    """Copies blocks as jobs say, on threads of its own. One thread calls the methods.
+
+    A thread reads or fills only blocks of its job, which nobody else writes, frees or gives away until the job's result
+    has been taken.
+    """
+
+    def __init__(self, files: BlockFiles, memory: BlockMemory) -> None:
+        self._files = files
+        self._memory = memory
+        self._writes: SimpleQueue[CopyJob | None] = SimpleQueue()
+        self._reads: SimpleQueue[_Part | None] = SimpleQueue()
+        self._results: SimpleQueue[CopyResult] = SimpleQueue()
+        self._num_open = 0
+        self._threads = [threading.Thread(target=self._write_all, name="kv-writer", daemon=True)]
+        self._threads += [
+            threading.Thread(target=self._read_all, name=f"kv-reader-{number}", daemon=True)
+            for number in range(_NUM_READERS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True until the result of every job has been taken."""
+        return self._num_open > 0
+
+    def start(self, job: CopyJob) -> None:
+        """Begin a job; `take` returns its result."""
+        self._num_open += 1
+        if job.to_disk:
+            self._writes.put(job)
+            return
+        read = _Read(job, -(-len(job.copies) // _READ_AT_ONCE))
+        for start in range(0, len(job.copies), _READ_AT_ONCE):
+            self._reads.put(_Part(read, start, min(start + _READ_AT_ONCE, len(job.copies))))
+
+    def take(self, seconds: float = 0.0) -> list[CopyResult]:
+        """Return the results since the last call. Wait up to `seconds` for the first."""
+        results = []
+        with suppress(Empty):
+            results.append(self._results.get(timeout=seconds) if seconds else self._results.get_nowait())
+            while True:
+                results.append(self._results.get_nowait())
+        self._num_open -= len(results)
+        return results
+
+    def close(self) -> None:
+        """End the threads after their present jobs, without a wait."""
+        self._writes.put(None)
+        for _ in range(_NUM_READERS):
+            self._reads.put(None)
+
+    def _write_all(self) -> None:
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+        buffer = _Buffer(self._memory)
+        while (job := self._writes.get()) is not None:
+            begun, sizes, error = time.monotonic(), list[int](), None
+            try:
+                self._do_chores(job.chores)
+                for copy in job.copies:
+                    buffer.load(copy)
+                    sizes.append(self._files.write(copy, buffer.content))
+            except OSError as failure:
+                error = str(failure)
+                log.warning("kv_disk_not_written", error=error, consequence="these prefixes stay in memory alone")
+            except Exception as failure:
+                error = type(failure).__name__
+                log.error("kv_disk_fault", exc_info=failure)
+            self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+
+    def _do_chores(self, chores: Chores | None) -> None:
+        if chores is not None:
+            for path in chores.removals:
+                self._files.remove(path)
+            for path, seconds in chores.stamps:
+                self._files.stamp(path, seconds)
+
+    def _read_all(self) -> None:
+        buffer = _Buffer(self._memory)
+        while (part := self._reads.get()) is not None:
+            read = part.read
+            for index in range(part.start, part.stop):
+                if not read.wants(index):
+                    break
+                read.note(index, self._read(read.job.copies[index], buffer))
+            if (result := read.end_part()) is not None:
+                self._results.put(result)
+
+    def _read(self, copy: BlockCopy, buffer: _Buffer) -> int | str:
+        """Fill a block and return the size of its file, or why it cannot be."""
+        try:
+            size = self._files.read(copy, buffer.content)
+        except FileNotFoundError:
+            return "it is gone"
+        except (OSError, BlockError) as failure:
+            log.warning("kv_disk_block_unusable", file=copy.path, reason=str(failure), consequence="it is computed")
+            return str(failure)
+        except Exception as failure:
+            log.error("kv_disk_fault", exc_info=failure)
+            return type(failure).__name__
+        buffer.store(copy)
+        return size
+
+
+class _Read:
+    """A job that several threads read in parts."""
+
+    def __init__(self, job: CopyJob, num_parts: int) -> None:
+        self.job = job
+        self._num_parts = num_parts
+        self._lock = threading.Lock()
+        # By the number of the block.
+        self._sizes: dict[int, int] = {}
+        self._first_bad = len(job.copies)
+        self._error: str | None = None
+        self._begun = time.monotonic()
+
+    def wants(self, index: int) -> bool:
+        """Return whether a block is still of use: none before it has failed."""
+        return not self.job.is_cancelled and index < self._first_bad
+
+    def note(self, index: int, outcome: int | str) -> None:
+        """Note the size of a block's file, or why it cannot be read."""
+        with self._lock:
+            if isinstance(outcome, int):
+                self._sizes[index] = outcome
+            elif index < self._first_bad:
+                self._first_bad, self._error = index, outcome
+
+    def end_part(self) -> CopyResult | None:
+        """Note the end of a part. Return the result once all have ended."""
+        with self._lock:
+            self._num_parts -= 1
+            if self._num_parts:
+                return None
+            sizes: list[int] = []
+            while len(sizes) in self._sizes and len(sizes) < self._first_bad:
+                sizes.append(self._sizes[len(sizes)])
+            error = None if self.job.is_cancelled else self._error
+            return CopyResult(self.job, sizes, time.monotonic() - self._begun, error)
+
+
+class _Part:
+    """The blocks number `start` to `stop` of a job."""
+
+    def __init__(self, read: _Read, start: int, stop: int) -> None:
+        self.read, self.start, self.stop = read, start, stop
+
+
+class _Buffer:
+    """Bytes of one block, in a row, for one thread."""
+
+    def __init__(self, memory: BlockMemory) -> None:
+        self._memory = memory
+        bytes_ = np.empty(block_bytes(memory), np.uint8)
+        self.content = memoryview(bytes_)  # type: ignore[arg-type]
+        self._parts: list[NDArray[np.uint8]] = []
+        start = 0
+        for array in memory:
+            size = array.shape[0] * array.shape[2]
+            self._parts.append(bytes_[start : start + size].reshape(array.shape[0], array.shape[2]))
+            start += size
+
+    def load(self, copy: BlockCopy) -> None:
+        """Take the bytes of a block of memory."""
+        for part, array in zip(self._parts, self._memory, strict=True):
+            np.copyto(part, array[:, copy.block])
+
+    def store(self, copy: BlockCopy) -> None:
+        """Write the bytes to a block of memory."""
+        for part, array in zip(self._parts, self._memory, strict=True):
+            np.copyto(array[:, copy.block], part)
+
+
+def block_bytes(memory: BlockMemory) -> int:
+    """Return the bytes of one block."""
+    return sum(int(array.shape[0] * array.shape[2]) for array in memory)
+
+
+def as_block_memory(tensors: Sequence[Any]) -> BlockMemory:
+    """Return the memory of a KV pool (`KVPool.block_bytes`, tensors on a CPU), without a copy."""
+    return [tensor.numpy() for tensor in tensors]

@@ -1,0 +1,227 @@
+"""Files of KV blocks: one per block, written whole or not at all, and checked whenever they are read.
+
+    DIR/secret                         32 random bytes that key all names
+    DIR/weights.json                   hashes of weights by path, size and times (`moeserve.engine.kv_disk.fingerprint`)
+    DIR/FINGERPRINT/about.json         the facts behind a fingerprint, for people
+    DIR/FINGERPRINT/ACCOUNT.NAMESPACE/NAME    one block
+
+A file is a header, the block's tokens (int32), its bytes, and the SHA-256 of all that. It is written under another name
+and then renamed, so a process that is killed leaves a file that nobody reads. It is not forced onto the disk: after a
+power failure a file may be torn, which its hash shows. Several services may use one folder: equal names have equal
+content, and a file that is gone is a miss.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import struct
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from radix_cache import BlockCopy, StoredBlock, used_at
+
+_HEADER = struct.Struct("<8s32s16sIIQ")  # magic, fingerprint, name, tokens, 0, bytes
+_MAGIC = b"moeKV\0\0\1"
+_HASH_BYTES = 32
+_FINGERPRINT = re.compile(r"[0-9a-f]{32}")
+_FOLDER = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}")
+_NAME = re.compile(r"[0-9a-f]{32}")
+_SUFFIX = ".new"
+_SECRET = "secret"
+ABOUT = "about.json"
+# Files of an unfinished write that are older belong to a process that is gone.
+_UNFINISHED_SECONDS = 60.0
+
+
+def disk_root(path: str) -> Path:
+    """Return the folder that `--kv-disk-path` names."""
+    return Path(path).expanduser().absolute()
+
+
+class BlockError(Exception):
+    """A file that is not the block it is named after; the message says why."""
+
+
+def open_root(root: Path) -> bytes:
+    """Make the folder of a cache, private to this user, unless it is there; return its secret. Raise OSError."""
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    path = root / _SECRET
+    with suppress(FileNotFoundError):
+        return _read_secret(path)
+    scratch = root / f".{_SECRET}.{os.getpid()}.{secrets.token_hex(4)}"
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(secrets.token_bytes(32))
+        file.flush()
+        os.fsync(file.fileno())
+    # Of two services that start together the first one's secret stays.
+    with suppress(FileExistsError):
+        os.link(scratch, path)
+    scratch.unlink()
+    return _read_secret(path)
+
+
+def is_root(folder: Path) -> bool:
+    """Return whether a folder is one of `open_root`."""
+    return (folder / _SECRET).is_file()
+
+
+def _read_secret(path: Path) -> bytes:
+    secret = path.read_bytes()
+    if len(secret) != 32:
+        raise OSError(f"{path} is damaged: remove the folder {path.parent}, whose blocks are lost with it")
+    return secret
+
+
+class BlockFiles:
+    """The files of one folder. Any thread may call the methods."""
+
+    def __init__(self, root: Path, fingerprint: str, num_bytes: int) -> None:
+        """fingerprint: of this process's blocks (32 hex digits), which have `num_bytes` each."""
+        self.root = root
+        self._fingerprint = fingerprint
+        self._num_bytes = num_bytes
+
+    def describe(self, about: bytes) -> None:
+        """Make the folder of this process's blocks, with a file for people. Raise OSError."""
+        folder = self.root / self._fingerprint
+        folder.mkdir(mode=0o700, exist_ok=True)
+        self._replace(folder / ABOUT, [about], time.time())
+
+    def write(self, copy: BlockCopy, content: memoryview) -> int:
+        """Write a block's file and return its size. Raise OSError, with nothing left behind."""
+        head = self._head(copy)
+        digest = hashlib.sha256(head)
+        digest.update(content)
+        path, seconds = self.root / copy.path, used_at(time.time(), copy.depth)
+        parts: list[bytes | memoryview] = [head, content, digest.digest()]
+        try:
+            return self._replace(path, parts, seconds)
+        except FileNotFoundError:
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            return self._replace(path, parts, seconds)
+
+    def read(self, copy: BlockCopy, content: memoryview) -> int:
+        """Fill `content` with a block and return the size of its file. Raise BlockError or OSError.
+
+        The content of `content` is anything after an error.
+        """
+        head = self._head(copy)
+        found, digest = bytearray(len(head)), bytearray(_HASH_BYTES)
+        size = len(head) + len(content) + _HASH_BYTES
+        descriptor = os.open(self.root / copy.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            if os.fstat(descriptor).st_size != size:
+                raise BlockError("its size is wrong")
+            if os.readv(descriptor, [found, content, digest]) != size:
+                raise BlockError("it ends early")
+        finally:
+            os.close(descriptor)
+        if found != head:
+            raise BlockError("it is of other tokens or of another model")
+        expected = hashlib.sha256(head)
+        expected.update(content)
+        if expected.digest() != digest:
+            raise BlockError("its hash is wrong")
+        return size
+
+    def remove(self, path: str) -> None:
+        """Remove a file, if it is there. `path` is relative. Raise OSError."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.root / path)
+
+    def stamp(self, path: str, seconds: float) -> None:
+        """Note when a file was used last, in seconds since the epoch. `path` is relative. Raise OSError."""
+        with suppress(FileNotFoundError):
+            os.utime(self.root / path, (seconds, seconds))
+
+    def _head(self, copy: BlockCopy) -> bytes:
+        fingerprint = self._fingerprint.encode()
+        return _HEADER.pack(_MAGIC, fingerprint, copy.name, len(copy.tokens) // 4, 0, self._num_bytes) + copy.tokens
+
+    @staticmethod
+    def _replace(path: Path, parts: Sequence[bytes | memoryview], seconds: float) -> int:
+        """Write a file whole, or leave none. seconds: its time, since the epoch. Return its size."""
+        scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
+        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            size = 0
+            try:
+                for part in parts:
+                    rest = memoryview(part)
+                    while rest:
+                        written = os.write(descriptor, rest)
+                        rest, size = rest[written:], size + written
+                os.utime(descriptor, (seconds, seconds))
+            finally:
+                os.close(descriptor)
+            os.rename(scratch, path)
+        except BaseException:
+            with suppress(OSError):
+                os.unlink(scratch)
+            raise
+        return size
+
+
+def scan(root: Path, now: float) -> Iterator[StoredBlock]:
+    """Yield the blocks of all fingerprints, in no order. Remove what killed processes have left. Raise OSError.
+
+    now: in seconds since the epoch.
+    """
+    for fingerprint in _entries(root, _FINGERPRINT):
+        for namespace in _entries(fingerprint, _FOLDER):
+            folder = f"{fingerprint.name}/{namespace.name}"
+            with suppress(FileNotFoundError), os.scandir(namespace) as files:
+                for file in files:
+                    with suppress(FileNotFoundError):
+                        if _NAME.fullmatch(file.name):
+                            status = file.stat(follow_symlinks=False)
+                            yield StoredBlock(bytes.fromhex(file.name), folder, status.st_size, status.st_mtime)
+                        elif file.name.endswith(_SUFFIX) and now - file.stat().st_mtime > _UNFINISHED_SECONDS:
+                            os.unlink(file.path)
+
+
+def _entries(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name) and entry.is_dir()]
+
+
+def why_damaged(root: Path, block: StoredBlock) -> str | None:
+    """Return why a file is not a whole block, None if it is. Raise OSError."""
+    with open(root / block.path, "rb") as file:
+        data = file.read()
+    if len(data) < _HEADER.size + _HASH_BYTES:
+        return "it is too short"
+    magic, fingerprint, name, num_tokens, _, num_bytes = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        return "it is no block, or of another version"
+    if len(data) != _HEADER.size + 4 * num_tokens + num_bytes + _HASH_BYTES:
+        return "its size is wrong"
+    if fingerprint.decode("ascii", "replace") != block.folder.split("/")[0] or name != block.name:
+        return "it is another block than its name says"
+    if hashlib.sha256(data[:-_HASH_BYTES]).digest() != data[-_HASH_BYTES:]:
+        return "its hash is wrong"
+    return None
+
+
+def clear(root: Path) -> int:
+    """Remove all blocks, and the folders that are empty then. Return the number of blocks. Raise OSError."""
+    num_removed = 0
+    for block in list(scan(root, time.time())):
+        with suppress(FileNotFoundError):
+            os.unlink(root / block.path)
+            num_removed += 1
+    for fingerprint in _entries(root, _FINGERPRINT):
+        for namespace in _entries(fingerprint, _FOLDER):
+            with suppress(OSError):
+                namespace.rmdir()
+        with suppress(OSError):
+            os.unlink(fingerprint / ABOUT)
+        with suppress(OSError):
+            fingerprint.rmdir()
+    return num_removed

@@ -1,0 +1,93 @@
+"""Open the KV blocks on disk for a rank that is ready for its first step."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import msgspec
+import structlog
+
+from kernels.cpu.library import build_library, native_kernels
+from moeserve.config import ConfigError, show_size
+from moeserve.engine.kv_disk.copier import BlockMemory, as_block_memory, block_bytes
+from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan
+from moeserve.engine.kv_disk.fingerprint import fingerprint_of
+from moeserve.engine.rank import Rank
+from moeserve.wire import RunContext
+from radix_cache import StoredBlocks
+
+_DAY_SECONDS = 86400.0
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class KvDisk:
+    """The blocks on disk, their files, and the memory that they are copied from and to."""
+
+    stored: StoredBlocks
+    files: BlockFiles
+    memory: BlockMemory
+
+
+class About(msgspec.Struct, frozen=True):
+    """What a fingerprint stands for, for people."""
+
+    model: str
+    arithmetic: str
+    block_size: int
+    block_bytes: int
+
+
+def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
+    """Find the blocks of earlier runs. Raise ConfigError if the folder cannot be used."""
+    config, model = context.config, rank.model
+    assert config.kv_disk_path is not None
+    assert rank.kv_pool is not None
+    root = disk_root(config.kv_disk_path)
+    memory = as_block_memory(rank.kv_pool.block_bytes())
+    layout = [(array.shape[0], array.shape[2]) for array in memory]
+    facts = (
+        config.block_size,
+        model.arithmetic,
+        str(model.dtype),
+        [str(pool.dtype) for layer in rank.kv_pool.layers for pool in layer if pool is not None],
+        layout,
+        config.model_impl,
+        config.quantization,
+        config.expert_quantization,
+        "torch" if native_kernels() is None else build_library().name,
+        version("torch"),
+        version("transformers"),
+    )
+    begun = time.monotonic()
+    try:
+        secret = open_root(root)
+        fingerprint = fingerprint_of(Path(context.model_dir), root, facts)
+        files = BlockFiles(root, fingerprint, block_bytes(memory))
+        about = About(context.served_model_names[0], model.arithmetic, config.block_size, block_bytes(memory))
+        files.describe(msgspec.json.encode(about) + b"\n")
+        stored = StoredBlocks(secret, fingerprint, config.kv_disk_size, _DAY_SECONDS * config.kv_disk_age)
+        now = time.time()
+        stored.tell_time(now)
+        for block in sorted(scan(root, now), key=lambda block: (block.used_at, block.name)):
+            stored.put(block)
+    except OSError as error:
+        where = config.kv_disk_path
+        raise ConfigError(
+            f"The folder of --kv-disk-path, {where}, cannot be used: {error.strerror or error}."
+        ) from error
+    num_own = stored.num_own
+    log.info(
+        "kv_disk",
+        folder=os.fspath(root),
+        blocks=num_own,
+        tokens=num_own * config.block_size,
+        size=f"{show_size(stored.num_bytes)} of {show_size(config.kv_disk_size)}",
+        seconds=round(time.monotonic() - begun, 2),
+    )
+    return KvDisk(stored, files, memory)

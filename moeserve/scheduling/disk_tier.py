@@ -1,0 +1,270 @@
+"""When KV blocks go to disk and when they come back. It reads and writes nothing itself: threads do, beside the engine.
+
+A block is written soon after it has entered the tree. A waiting request whose prefix goes on on disk, beyond the part
+in memory, waits outside the queue while its blocks are read into leased blocks; then it takes its place again, by its
+arrival, and finds them as a prefix hit. Blocks are read only if that is expected to take less time than computing them.
+Both times are measured by others and told: plans depend on when copies end, as they do on when masks are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from moeserve.plan import Request
+from radix_cache import BlockCopy, Chores, PrefixCache, Restore, StoredBlocks
+
+_STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
+_RETRY_SECONDS = 30.0  # nothing is written for so long after the disk has failed
+_MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
+_SMOOTHING = 0.3
+# Requests wait for a prefix at most as long as computing it would take, but at least for the first of these times; for
+# the second where that is not known.
+_LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
+# The expected time of a read falls by this share when it has kept a prefix from being read: one slow read is not to
+# decide for ever.
+_FORGIVENESS = 0.02
+
+
+@dataclass(eq=False, slots=True)
+class CopyJob:
+    """Blocks to be written to disk, or to be read into memory, in their order.
+
+    chores: files to be removed or stamped, before that. is_cancelled: nobody wants the blocks any more.
+    """
+
+    copies: Sequence[BlockCopy]
+    to_disk: bool = False
+    chores: Chores | None = None
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class CopyResult:
+    """The end of a job: the bytes of the files of its first blocks that are copied, and the seconds that this took.
+
+    error: of the next block, None if all are copied or the job was cancelled.
+    """
+
+    job: CopyJob
+    num_bytes: Sequence[int]
+    seconds: float
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Totals since the start. Bytes that were read, or written, with the seconds that this took.
+
+    device_hit_tokens, disk_hit_tokens: tokens that requests found in memory, and on disk. num_slower: prefixes that
+    were computed because reading them was expected to take longer. num_overdue: readings that were given up.
+    """
+
+    device_hit_tokens: int = 0
+    disk_hit_tokens: int = 0
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    num_damaged: int = 0
+    num_failed_writes: int = 0
+    num_slower: int = 0
+    num_overdue: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Reading:
+    """A prefix that is being read, for requests that wait for it until `deadline`."""
+
+    restore: Restore
+    job: CopyJob
+    deadline: float
+    waiting: list[Request] = field(default_factory=list)
+
+
+class DiskTier:
+    """Moves blocks between one rank's cache and disk."""
+
+    def __init__(self, cache: PrefixCache, compute_s: Callable[[int, int], float]) -> None:
+        """compute_s: returns the seconds that computing a request's tokens from one position up to another takes; 0 if
+        that is not known."""
+        assert cache.stored is not None
+        self._cache, self._stored = cache, cache.stored
+        self._compute_s = compute_s
+        self._readings: dict[CopyJob, _Reading] = {}
+        # By the name of each block that is being read.
+        self._coming: dict[bytes, _Reading] = {}
+        self._of_request: dict[Request, _Reading] = {}
+        self._new_jobs: list[CopyJob] = []
+        self._is_writing = False
+        self._write_after = 0.0
+        # Seconds per block that is read, None before the first.
+        self._read_s: float | None = None
+        self.counters = DiskCounters()
+
+    @property
+    def stored(self) -> StoredBlocks:
+        """The blocks on disk."""
+        return self._stored
+
+    def num_stored(self, request: Request) -> int:
+        """Count the request's leading tokens that are in memory or on disk."""
+        size = self._cache.block_size
+        first = self._cache.peek(request.token_ids, request.namespace) // size
+        return self._cache.num_stored(request.token_ids, request.namespace, request.prefix_names, first) * size
+
+    @property
+    def waiting(self) -> Collection[Request]:
+        """The requests that wait for their prefixes."""
+        return self._of_request.keys()
+
+    def look_up(self, request: Request, now: float) -> bool:
+        """Return whether a request of the queue waits, from now on, until its prefix has been read.
+
+        It is then to leave the queue until `end` or `take_overdue` returns it. now: on the scheduler's clock.
+        """
+        if request.is_looked_up or request.wants_prompt_logprobs:
+            return False
+        cache, size = self._cache, self._cache.block_size
+        first = cache.peek(request.token_ids, request.namespace) // size
+        stop = cache.num_stored(request.token_ids, request.namespace, request.prefix_names, first)
+        if stop == first:
+            request.is_looked_up = True
+            return False
+        reading = self._coming.get(request.prefix_names[first])
+        if reading is None:
+            if not self._is_sooner(first * size, stop * size):
+                request.is_looked_up = True
+                return False
+            restore = cache.begin_restore(request.token_ids, request.namespace, request.prefix_names)
+            if restore is None:
+                return False
+            reading = self._begin(restore, now)
+        reading.waiting.append(request)
+        self._of_request[request] = reading
+        return True
+
+    def leave(self, request: Request) -> bool:
+        """Forget a request that has ended. Return whether it waited for its prefix."""
+        reading = self._of_request.pop(request, None)
+        if reading is None:
+            return False
+        reading.waiting.remove(request)
+        if not reading.waiting:
+            self._give_up(reading)
+        return True
+
+    def take_overdue(self, now: float) -> list[Request]:
+        """Return the requests that have waited too long, as for a disk that hangs; they are to be computed."""
+        overdue = []
+        for reading in list(self._readings.values()):
+            if now > reading.deadline and not reading.job.is_cancelled:
+                self.counters.num_overdue += 1
+                for request in reading.waiting:
+                    del self._of_request[request]
+                    request.is_looked_up = True
+                overdue += reading.waiting
+                reading.waiting = []
+                self._give_up(reading)
+        return overdue
+
+    def take_jobs(self, now: float) -> list[CopyJob]:
+        """Return the jobs that are to begin. now: in seconds since the epoch."""
+        jobs, self._new_jobs = self._new_jobs, []
+        self._stored.tell_time(now)
+        if not self._is_writing:
+            copies = self._cache.take_stores(_STORED_AT_ONCE) if now >= self._write_after else []
+            chores = self._stored.take_chores()
+            if copies or chores is not None:
+                self._is_writing = True
+                jobs.append(CopyJob(copies, to_disk=True, chores=chores))
+        return jobs
+
+    def end(self, result: CopyResult, now: float) -> list[Request]:
+        """Take note of the end of a job. Return the requests that go back to the queue."""
+        job, counters = result.job, self.counters
+        num_bytes = sum(result.num_bytes)
+        if job.to_disk:
+            self._is_writing = False
+            for index, copy in enumerate(job.copies):
+                size = result.num_bytes[index] if index < len(result.num_bytes) else 0
+                self._cache.end_store(copy, size, now)
+            counters.written_bytes += num_bytes
+            counters.write_seconds += result.seconds
+            if result.error is not None:
+                counters.num_failed_writes += 1
+                self._write_after = now + _RETRY_SECONDS
+            return []
+        counters.read_bytes += num_bytes
+        counters.read_seconds += result.seconds
+        counters.num_damaged += result.error is not None
+        reading = self._readings.pop(job)
+        num_filled = len(result.num_bytes)
+        if num_filled:
+            self._note_read(result.seconds / num_filled)
+        self._cache.end_restore(reading.restore, num_filled, is_whole=result.error is None)
+        if not job.is_cancelled:
+            self._forget(reading)
+        for request in reading.waiting:
+            del self._of_request[request]
+            self._note_found(request, reading.restore, num_filled)
+        return reading.waiting
+
+    def count_hit(self, request: Request, num_tokens: int) -> None:
+        """Count a hit of `num_tokens`, the last ones that a request has computed, by where they were found."""
+        start, stop = request.restored
+        last = request.num_computed_tokens
+        found = max(0, min(stop, last) - max(start, last - num_tokens))
+        if not request.num_preemptions:
+            request.num_disk_tokens = (request.num_disk_tokens or 0) + found
+        self.counters.disk_hit_tokens += found
+        self.counters.device_hit_tokens += num_tokens - found
+
+    def _begin(self, restore: Restore, now: float) -> _Reading:
+        job = CopyJob(restore.copies)
+        self._new_jobs.append(job)
+        first = restore.first * self._cache.block_size
+        compute_s = self._compute_s(first, first + len(restore.copies) * self._cache.block_size)
+        deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
+        reading = self._readings[job] = _Reading(restore, job, deadline)
+        for copy in restore.copies:
+            self._coming[copy.name] = reading
+        return reading
+
+    def _give_up(self, reading: _Reading) -> None:
+        """Release the lease of a reading that nobody waits for. Its blocks are free once the job has ended."""
+        reading.job.is_cancelled = True
+        self._cache.release(reading.restore.lease)
+        self._forget(reading)
+
+    def _forget(self, reading: _Reading) -> None:
+        """Let no further request wait for a reading."""
+        for copy in reading.restore.copies:
+            if self._coming.get(copy.name) is reading:
+                del self._coming[copy.name]
+
+    def _note_found(self, request: Request, restore: Restore, num_filled: int) -> None:
+        size = self._cache.block_size
+        first = restore.first * size
+        last = first + num_filled * size
+        request.restored = (request.restored[0] if request.restored[1] == first else first, last)
+        # It is looked up again: another request may have had a part of it read, or it may be gone again.
+        request.num_restores += 1
+        request.is_looked_up = num_filled < len(restore.copies) or request.num_restores == _MOST_RESTORES
+
+    def _note_read(self, seconds: float) -> None:
+        known = self._read_s
+        self._read_s = seconds if known is None else known + _SMOOTHING * (seconds - known)
+
+    def _is_sooner(self, start: int, stop: int) -> bool:
+        """Return whether tokens are expected to be read sooner than computed; True if either time is not known."""
+        compute_s, read_s = self._compute_s(start, stop), self._read_s
+        if read_s is None or not compute_s:
+            return True
+        ahead = sum(len(reading.restore.copies) for reading in self._readings.values())
+        size = self._cache.block_size
+        if read_s * (ahead + (stop - start) // size) <= compute_s:
+            return True
+        self._read_s = read_s * (1 - _FORGIVENESS)
+        self.counters.num_slower += 1
+        return False

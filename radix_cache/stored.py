@@ -1,0 +1,363 @@
+"""Which KV blocks are on disk: the tier below memory. No files and no clock here; the caller tells of both.
+
+A block on disk is named by the tokens of its whole prefix: names are chained digests, keyed by a secret, the
+fingerprint of whatever the bits of KV depend on, and the namespace. So names are the same in every process that has the
+secret, and nobody without it can tell a prompt from a name. As in the tree a prefix serves up to its first block that
+is missing.
+
+If there are more bytes than the limit, the account that has most of them loses the blocks that it used longest ago
+(`radix_cache.worth_queue`), the end of a prefix before its beginning. Blocks that were not used for `max_age` go, too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from math import inf, log2
+
+from radix_cache.errors import require
+from radix_cache.retention import account_of
+from radix_cache.worth_queue import WorthQueue
+
+NAME_BYTES = 16
+# A file that is used has a new time of last use written to it when the old one is as many seconds old.
+_STAMP_SECONDS = 3600.0
+# Rows of the queue are weighed in units of as many bytes.
+_WEIGHED_BYTES = 1024
+
+
+def used_at(now: float, depth: int) -> float:
+    """Return the time of last use of a block that is used now, with `depth` blocks before it in its prefix.
+
+    The beginning of a prefix is to go last, also when its files are found again by their times alone.
+    """
+    return now - depth
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBlock:
+    """A block on disk. folder: of its fingerprint and namespace. used_at: in seconds since the epoch, as its file
+    says."""
+
+    name: bytes
+    folder: str
+    num_bytes: int
+    used_at: float
+
+    @property
+    def path(self) -> str:
+        """The path of the file within the folder of the cache."""
+        return f"{self.folder}/{self.name.hex()}"
+
+
+@dataclass(frozen=True, slots=True)
+class Chores:
+    """Files to be removed, and files that get a new time of last use."""
+
+    removals: Sequence[str]
+    stamps: Sequence[tuple[str, float]]
+
+
+@dataclass(slots=True)
+class _Entry:
+    block: StoredBlock
+    account: str
+    used_at: float
+
+
+class StoredBlocks:
+    """The blocks on disk, of all fingerprints and namespaces, and their order of removal."""
+
+    def __init__(self, secret: bytes, fingerprint: str, max_bytes: int, max_age: float = inf) -> None:
+        """secret: 32 bytes. fingerprint: of the blocks that this process makes, in hex. max_age: in seconds."""
+        self._secret = secret
+        self._fingerprint = fingerprint
+        self._max_bytes = max_bytes
+        self._max_age = max_age
+        self._now = 0.0
+        # The block that was used longest ago first.
+        self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
+        self._queue: WorthQueue[bytes] = WorthQueue(_excess)
+        self._num_of_folder: Counter[str] = Counter()
+        self._bytes_of_folder: Counter[str] = Counter()
+        self._folders: dict[str, str] = {}
+        self._seeds: dict[str, bytes] = {}
+        self._removals: list[str] = []
+        self._stamps: list[tuple[str, float]] = []
+        self.num_bytes = 0
+        self.num_evicted = 0
+
+    def __contains__(self, name: bytes) -> bool:
+        return name in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def folder_of(self, namespace: str) -> str:
+        """Return the folder of a namespace's blocks. Its name tells neither key nor salt."""
+        folder = self._folders.get(namespace)
+        if folder is None:
+            account, own = self._mac("account", account_of(namespace)), self._mac("namespace", namespace)
+            folder = self._folders[namespace] = f"{self._fingerprint}/{account.hex()}.{own.hex()}"
+        return folder
+
+    @property
+    def num_own(self) -> int:
+        """The number of blocks of this process's fingerprint."""
+        start = f"{self._fingerprint}/"
+        return sum(number for folder, number in self._num_of_folder.items() if folder.startswith(start))
+
+    @property
+    def oldest_age(self) -> float:
+        """The seconds since the block was used that was used longest ago; 0 without blocks."""
+        return max(0.0, self._now - next(iter(self._entries.values())).used_at) if self._entries else 0.0
+
+    def has_any(self, namespace: str) -> bool:
+        """Return whether a namespace has a block on disk."""
+        return self._num_of_folder[self.folder_of(namespace)] > 0
+
+    def num_of(self, namespaces: Collection[str] | None) -> tuple[int, int]:
+        """Return the numbers of blocks and bytes of namespaces, or of all of this fingerprint (None)."""
+        if namespaces is None:
+            folders = [folder for folder in self._num_of_folder if folder.startswith(f"{self._fingerprint}/")]
+        else:
+            folders = [self.folder_of(namespace) for namespace in namespaces]
+        return sum(self._num_of_folder[one] for one in folders), sum(self._bytes_of_folder[one] for one in folders)
+
+    def name(self, names: list[bytes], namespace: str, tokens: array[int], count: int, block_size: int) -> None:
+        """Append to `names`, those of the first blocks of `tokens`, until it has `count` names."""
+        if len(names) >= count:
+            return
+        seed = self._seeds.get(namespace)
+        if seed is None:
+            seed = self._seeds[namespace] = self._mac(f"blocks of {self._fingerprint}", namespace)
+        parent, data = names[-1] if names else seed, tokens[: count * block_size].tobytes()
+        size = 4 * block_size
+        for start in range(len(names) * size, count * size, size):
+            parent = hashlib.blake2b(data[start : start + size], digest_size=NAME_BYTES, key=parent).digest()
+            names.append(parent)
+
+    def depth(self, names: Sequence[bytes], first: int) -> int:
+        """Return the number of the first block from number `first` on that is not on disk; at most len(names)."""
+        while first < len(names) and names[first] in self._entries:
+            first += 1
+        return first
+
+    def tell_time(self, now: float) -> None:
+        """Set the time, in seconds since the epoch, and remove blocks that were not used for long."""
+        self._now = now
+        while self._entries:
+            name, entry = next(iter(self._entries.items()))
+            if now - entry.used_at <= self._max_age:
+                return
+            self.discard(name)
+            self.num_evicted += 1
+
+    def put(self, block: StoredBlock) -> None:
+        """Enter a block whose file is there, or enter it anew, and remove others while there are too many bytes."""
+        self._forget(block.name)
+        fingerprint, account = block.folder.split("/", 1)
+        owner = f"{fingerprint}/{account.split('.', 1)[0]}"
+        self._entries[block.name] = _Entry(block, owner, block.used_at)
+        self._num_of_folder[block.folder] += 1
+        self._bytes_of_folder[block.folder] += block.num_bytes
+        self.num_bytes += block.num_bytes
+        self._queue.count(owner, _weight(block))
+        self._queue.put(block.name, owner, self._queue.age + 1)
+        while self.num_bytes > self._max_bytes and (victim := self._queue.first(owner)) is not None:
+            self._queue.evict(victim)
+            self.discard(victim)
+            self.num_evicted += 1
+
+    def touch(self, names: Sequence[bytes]) -> None:
+        """Note that a prefix is used: its blocks are the last to go, its beginning after its end."""
+        for depth in range(len(names) - 1, -1, -1):
+            name = names[depth]
+            entry = self._entries.get(name)
+            if entry is None:
+                continue
+            entry.used_at = used_at(self._now, depth)
+            self._entries.move_to_end(name)
+            self._queue.put(name, entry.account, self._queue.age + 1)
+            if entry.used_at - entry.block.used_at > _STAMP_SECONDS:
+                block = entry.block
+                entry.block = StoredBlock(name, block.folder, block.num_bytes, entry.used_at)
+                self._stamps.append((block.path, entry.used_at))
+
+    def discard(self, name: bytes) -> None:
+        """Remove a block, and have its file removed. Do nothing if it is not on disk."""
+        block = self._forget(name)
+        if block is not None:
+            self._removals.append(block.path)
+
+    def remove(self, path: str) -> None:
+        """Have a file removed that is no block's."""
+        self._removals.append(path)
+
+    def drop(self, namespaces: Collection[str] | None) -> None:
+        """Remove the blocks of namespaces, or all blocks (None)."""
+        folders = None if namespaces is None else {self.folder_of(namespace) for namespace in namespaces}
+        if folders is not None and not any(self._num_of_folder[folder] for folder in folders):
+            return
+        for name in [one for one, entry in self._entries.items() if folders is None or entry.block.folder in folders]:
+            self.discard(name)
+
+    def take_chores(self) -> Chores | None:
+        """Return, once, the files to be removed and to be stamped; None without any."""
+        if not (self._removals or self._stamps):
+            return None
+        chores = Chores(self._removals, self._stamps)
+        self._removals, self._stamps = [], []
+        return chores
+
+    def check(self) -> None:
+        """Raise InvariantError unless counters, queue and entries agree."""
+        entries = self._entries.values()
+        require(self.num_bytes == sum(entry.block.num_bytes for entry in entries), "num_bytes is wrong")
+        require(sorted(self._queue) == sorted(self._entries), "the queue differs from the blocks on disk")
+        weights: Counter[str] = Counter()
+        for entry in entries:
+            weights[entry.account] += _weight(entry.block)
+        self._queue.check(dict(weights))
+        folders = Counter(entry.block.folder for entry in entries)
+        require(+self._num_of_folder == folders, "blocks of a folder are miscounted")
+
+    def _forget(self, name: bytes) -> StoredBlock | None:
+        entry = self._entries.pop(name, None)
+        if entry is None:
+            return None
+        block = entry.block
+        self._queue.discard(name)
+        self._queue.count(entry.account, -_weight(block))
+        self._num_of_folder[block.folder] -= 1
+        self._bytes_of_folder[block.folder] -= block.num_bytes
+        self.num_bytes -= block.num_bytes
+        return block
+
+    def _mac(self, purpose: str, text: str) -> bytes:
+        return hmac.digest(self._secret, f"{purpose}\0{text}".encode(), "sha256")[:NAME_BYTES]
+
+
+def _weight(block: StoredBlock) -> int:
+    return max(1, block.num_bytes // _WEIGHED_BYTES)
+
+
+def _excess(_: str, weight: int) -> float:
+    """Return a measure of an account's holding: the account that has most is the first to lose a block."""
+    return log2(weight) if weight else -inf
+
+
+@dataclass(frozen=True, slots=True)
+class BlockCopy:
+    """A block of memory, and the block on disk that has the same content or will have it.
+
+    depth: the number of blocks before it in its prefix. tokens: int32 ids.
+    """
+
+    block: int
+    name: bytes
+    folder: str
+    depth: int
+    tokens: bytes
+
+    @property
+    def path(self) -> str:
+        """The path of the file within the folder of the cache."""
+        return f"{self.folder}/{self.name.hex()}"
+
+
+class BlockCopies:
+    """The blocks of memory that are to be written to disk, and those that are being copied, either way.
+
+    A block that leaves tree and leases while it is copied is *in copy* until the copy has ended, and is freed then.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: dict[int, BlockCopy] = {}
+        # By block that is being copied: its copy if it is written, and True once nothing but the copy holds it.
+        self._copied: dict[int, tuple[BlockCopy | None, bool]] = {}
+        self._names: set[bytes] = set()
+        # The names of blocks that are being written and are not to stay on disk.
+        self._revoked: set[bytes] = set()
+        self.num_in_copy = 0
+
+    @property
+    def num_wanted(self) -> int:
+        return len(self._wanted)
+
+    @property
+    def num_copied(self) -> int:
+        """The number of blocks that are being copied: none of them can be given away at once."""
+        return len(self._copied)
+
+    def __contains__(self, name: bytes) -> bool:
+        """Whether a block is to be written, or is being written."""
+        return name in self._names
+
+    def want(self, copy: BlockCopy) -> None:
+        """Have a block of the tree written. Do nothing if a block of that name, or that block, is on its way."""
+        if copy.name not in self._names and copy.block not in self._wanted and copy.block not in self._copied:
+            self._wanted[copy.block] = copy
+            self._names.add(copy.name)
+
+    def revoke(self, names: Iterable[bytes]) -> None:
+        """Keep none of these blocks on disk, whether they wait or are being written."""
+        gone = self._names.intersection(names)
+        waiting = {copy.name: block for block, copy in self._wanted.items() if copy.name in gone}
+        for block in waiting.values():
+            del self._wanted[block]
+        self._names -= waiting.keys()
+        self._revoked |= gone - waiting.keys()
+
+    def revoke_all(self, keeps: Callable[[BlockCopy], bool]) -> None:
+        """Write no block that `keeps` is False for, and keep none on disk that is being written."""
+        waiting = [copy.name for copy in self._wanted.values() if not keeps(copy)]
+        written = [copy.name for copy, _ in self._copied.values() if copy is not None and not keeps(copy)]
+        self.revoke((*waiting, *written))
+
+    def take(self, most: int) -> list[BlockCopy]:
+        """Begin to write the blocks that have waited longest, at most `most`."""
+        taken = []
+        for block in list(self._wanted)[:most]:
+            copy = self._wanted.pop(block)
+            taken.append(copy)
+            self._copied[block] = (copy, False)
+        return taken
+
+    def begin(self, blocks: Iterable[int]) -> None:
+        """Note that a lease's blocks are being filled."""
+        for block in blocks:
+            require(block not in self._copied, f"block {block} is copied twice at once")
+            self._copied[block] = (None, False)
+
+    def end(self, block: int) -> tuple[bool, bool]:
+        """Note the end of a block's copy. Return whether it is to be freed now, and whether its file may stay."""
+        copy, is_alone = self._copied.pop(block)
+        self.num_in_copy -= is_alone
+        stays = copy is None or copy.name not in self._revoked
+        if copy is not None:
+            self._names.discard(copy.name)
+            self._revoked.discard(copy.name)
+        return is_alone, stays
+
+    def let_go(self, blocks: Iterable[int]) -> list[int]:
+        """Return those of the blocks, which nothing else holds any more, that can be freed now."""
+        free = []
+        for block in blocks:
+            if (copy := self._wanted.pop(block, None)) is not None:
+                self._names.discard(copy.name)
+            if (copied := self._copied.get(block)) is not None:
+                require(not copied[1], f"block {block} is freed twice")
+                self._copied[block] = (copied[0], True)
+                self.num_in_copy += 1
+            else:
+                free.append(block)
+        return free
+
+    def in_copy(self) -> list[int]:
+        """Return the blocks that only their copy holds."""
+        return [block for block, (_, is_alone) in self._copied.items() if is_alone]

@@ -1,0 +1,127 @@
+"""KV on disk: prefixes are warm after a restart and after a crash, with the same bits, and bad files harm nobody."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.service import Service, children_of, descendants, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+PROMPT = [3 + i * 7 % 50 for i in range(200)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+def ask(running: Service, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[float], dict[str, int]]:
+    """Return the log probabilities of an answer, and where its cached tokens were."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 20, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    answer = running.http.post("/v1/completions", json=body | fields)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return found["choices"][0]["logprobs"]["token_logprobs"], found["usage"]["cached_tokens_details"]
+
+
+def figure(running: Service, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def wait_for_blocks(running: Service, count: int) -> None:
+    wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= count)
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if re.fullmatch(r"[0-9a-f]{32}", path.name) and path.is_file())
+
+
+def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path, tmp_path: Path) -> None:
+    settings = ("--kv-disk-path", str(tmp_path / "kv"), "--engine-timeout", "30")
+    (tmp_path / "1").mkdir()
+    (tmp_path / "2").mkdir()
+    with service(model, tmp_path / "1", *settings) as running:
+        cold, where = ask(running)
+        assert where == {"device": 0, "host": 0, "disk": 0}
+        # Blocks of the output are kept too.
+        wait_for_blocks(running, 13)
+        assert ask(running) == (cold, {"device": 192, "host": 0, "disk": 0})
+        engine = next(iter(descendants(children_of(running.process.pid)["worker"])))
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == 1)
+        wait_until(lambda: is_ready(running))
+        assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 192})
+        running.process.kill()
+        running.process.wait()
+    with service(model, tmp_path / "2", *settings) as running:
+        assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 192})
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 192)
+        listed = running.http.get("/v1/cache").json()
+        assert listed["disk"]["blocks"] >= 13
+        assert ask(running, cache_salt="other")[1] == {"device": 0, "host": 0, "disk": 0}
+        assert running.http.delete("/v1/cache").status_code == 200
+        assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
+
+
+def is_ready(running: Service) -> bool:
+    try:
+        return running.http.get("/ready").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
+def test_damaged_files_and_other_settings_are_computed_anew(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    settings = ("--kv-disk-path", str(folder))
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    with service(model, tmp_path / "0", *settings) as running:
+        cold, _ = ask(running)
+        wait_for_blocks(running, 13)
+    files = files_of(folder)
+    for path in files:
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    with service(model, tmp_path / "1", *settings) as running:
+        assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
+        wait_until(lambda: figure(running, 'moeserve_kv_disk_failures_total{kind="damaged"}') >= 1)
+    with service(model, tmp_path / "2", *settings, "--dtype", "bfloat16") as running:
+        assert ask(running)[1] == {"device": 0, "host": 0, "disk": 0}
+
+
+def test_two_services_share_a_folder_within_its_size(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "kv"
+    settings = ("--kv-disk-path", str(folder), "--kv-disk-size", "40KB")
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    with service(model, tmp_path / "0", *settings) as one, service(model, tmp_path / "1", *settings) as two:
+        for running in (one, two):
+            cold = [ask(running, [*PROMPT[:100], last, last])[0] for last in range(3, 9)]
+        assert [ask(one, [*PROMPT[:100], last, last])[0] for last in range(3, 9)] == cold
+        wait_until(lambda: figure(one, "moeserve_kv_disk_evictions_total") > 0)
+        wait_until(lambda: figure(one, "moeserve_kv_disk_bytes") <= 40_000)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        (("--expert-parallel-size", "2"), "--kv-disk-path is for a single rank so far"),
+        (("--no-enable-prefix-caching",), "--kv-disk-path keeps cached prefixes"),
+        (("--kv-disk-path", "/dev/null/kv"), "The folder of --kv-disk-path, /dev/null/kv, cannot be used"),
+    ],
+)
+def test_what_does_not_work_is_refused_in_one_sentence(
+    model: Path, tmp_path: Path, settings: tuple[str, ...], sentence: str
+) -> None:
+    with service(model, tmp_path, "--kv-disk-path", str(tmp_path / "kv"), *settings, ready=False) as running:
+        assert running.end() != 0
+        assert sentence in running.errors.read_text()

@@ -1,0 +1,191 @@
+"""Files of KV blocks: whole or not there, private, and refused when they are not what they should be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+from launcher.cli import main
+from moeserve.engine.kv_disk.copier import BlockCopier, block_bytes
+from moeserve.engine.kv_disk.files import BlockError, BlockFiles, open_root, scan
+from moeserve.engine.kv_disk.fingerprint import fingerprint_of
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from radix_cache import BlockCopy, Chores
+
+FINGERPRINT = "ab" * 16
+FOLDER = f"{FINGERPRINT}/{'cd' * 16}.{'ef' * 16}"
+TOKENS = array("i", range(4)).tobytes()
+
+
+def copy_of(block: int, tokens: bytes = TOKENS) -> BlockCopy:
+    return BlockCopy(block, bytes([block]) * 16, FOLDER, block, tokens)
+
+
+def read(files: BlockFiles, copy: BlockCopy) -> bytes:
+    content = bytearray(64)
+    files.read(copy, memoryview(content))
+    return bytes(content)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> BlockFiles:
+    open_root(tmp_path / "kv")
+    files = BlockFiles(tmp_path / "kv", FINGERPRINT, 64)
+    files.describe(b'{"model": "m", "arithmetic": "float32", "block_size": 4}')
+    for number in range(3):
+        files.write(copy_of(number), memoryview(bytes([number]) * 64))
+    return files
+
+
+def test_a_block_comes_back_and_all_is_private(files: BlockFiles) -> None:
+    assert [read(files, copy_of(number)) for number in range(3)] == [bytes([n]) * 64 for n in range(3)]
+    for path in (files.root, *files.root.rglob("*")):
+        assert stat.S_IMODE(path.stat().st_mode) == (0o700 if path.is_dir() else 0o600), path
+    found = sorted(scan(files.root, time.time()), key=lambda block: block.used_at)
+    # The end of a prefix is the first to go.
+    assert [block.name[0] for block in found] == [2, 1, 0]
+
+
+def test_no_flipped_bit_is_served(files: BlockFiles) -> None:
+    path = files.root / copy_of(1).path
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << place % 8]) + whole[place + 1 :])
+        with pytest.raises(BlockError):
+            read(files, copy_of(1))
+
+
+def test_torn_foreign_and_misnamed_files_are_not_served(files: BlockFiles) -> None:
+    path = files.root / copy_of(1).path
+    whole = path.read_bytes()
+    for length in (0, 10, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(BlockError):
+            read(files, copy_of(1))
+    path.write_bytes((files.root / copy_of(2).path).read_bytes())
+    with pytest.raises(BlockError):
+        read(files, copy_of(1))
+    path.write_bytes(whole)
+    with pytest.raises(BlockError, match="other tokens"):
+        read(files, copy_of(1, array("i", [9, 9, 9, 9]).tobytes()))
+    with pytest.raises(BlockError):
+        BlockFiles(files.root, "ff" * 16, 64).read(copy_of(1), memoryview(bytearray(64)))
+    assert read(files, copy_of(1)) == bytes([1]) * 64
+
+
+class KilledError(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("call", ["write", "utime", "close", "rename", "open"])
+@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("is_kill", [True, False])
+def test_a_write_that_ends_at_any_call_leaves_the_old_block_or_the_new_one(
+    files: BlockFiles, monkeypatch: pytest.MonkeyPatch, call: str, number: int, is_kill: bool
+) -> None:
+    real, num_calls = getattr(os, call), 0
+
+    def failing(*args: Any, **options: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == number + 1:
+            if call == "write":
+                real(args[0], memoryview(args[1])[:5])
+            elif call == "close":
+                real(*args)
+            raise KilledError if is_kill else OSError(errno.ENOSPC, "No space left on device")
+        return real(*args, **options)
+
+    with monkeypatch.context() as patch:
+        if is_kill:
+            patch.setattr(os, "unlink", lambda *_: None)
+        patch.setattr(os, call, failing)
+        try:
+            files.write(copy_of(7), memoryview(b"7" * 64))
+            has_failed = False
+        except (KilledError, OSError):
+            has_failed = True
+    assert has_failed == (num_calls > number)
+    left = list(files.root.rglob("*.new"))
+    assert is_kill or left == []
+    if (files.root / copy_of(7).path).exists():
+        assert read(files, copy_of(7)) == b"7" * 64
+    assert len(list(scan(files.root, time.time() + 100_000.0))) in (3, 4)
+    assert list(files.root.rglob("*.new")) == []
+
+
+def test_the_secret_stays_and_a_damaged_one_is_refused(tmp_path: Path) -> None:
+    secret = open_root(tmp_path / "kv")
+    assert open_root(tmp_path / "kv") == secret
+    (tmp_path / "kv" / "secret").write_bytes(b"short")
+    with pytest.raises(OSError, match="damaged"):
+        open_root(tmp_path / "kv")
+
+
+def test_a_fingerprint_follows_weights_and_facts(tmp_path: Path) -> None:
+    model, root = tmp_path / "m", tmp_path / "kv"
+    model.mkdir()
+    open_root(root)
+    (model / "model.safetensors").write_bytes(b"weights" * 100)
+    first = fingerprint_of(model, root, ("float32", 16))
+    assert fingerprint_of(model, root, ("float32", 16)) == first
+    others = {fingerprint_of(model, root, facts) for facts in (("float32", 32), ("bfloat16", 16))}
+    (model / "model.safetensors").write_bytes(b"weights" * 99 + b"weightz")
+    others.add(fingerprint_of(model, root, ("float32", 16)))
+    assert len(others | {first}) == 4
+
+
+def finish(copier: BlockCopier, job: CopyJob) -> CopyResult:
+    copier.start(job)
+    (result,) = copier.take(30.0)
+    assert not copier.is_busy
+    return result
+
+
+def test_threads_copy_blocks_and_tell_where_a_reading_ended(tmp_path: Path) -> None:
+    open_root(tmp_path)
+    numbers = np.random.default_rng(1)
+    memory = [numbers.integers(0, 256, (3, 40, 8), np.uint8), numbers.integers(0, 256, (1, 40, 16), np.uint8)]
+    before = [array.copy() for array in memory]
+    files = BlockFiles(tmp_path, FINGERPRINT, block_bytes(memory))
+    copier = BlockCopier(files, memory)
+    copies = [copy_of(number) for number in range(20)]
+    written = finish(copier, CopyJob(copies, to_disk=True))
+    assert (len(written.num_bytes), written.error) == (20, None)
+    moved = [BlockCopy(20 + copy.block, copy.name, copy.folder, copy.depth, copy.tokens) for copy in copies]
+    whole = finish(copier, CopyJob(moved))
+    assert (len(whole.num_bytes), whole.error) == (20, None)
+    for now, then in zip(memory, before, strict=True):
+        assert (now[:, 20:] == then[:, :20]).all()
+    (tmp_path / copies[13].path).write_bytes(b"")
+    finish(copier, CopyJob([], to_disk=True, chores=Chores([copies[17].path], [])))
+    part = finish(copier, CopyJob(moved))
+    assert (len(part.num_bytes), part.error) == (13, "its size is wrong")
+    copier.close()
+
+
+def test_the_commands_list_verify_and_clear(files: BlockFiles) -> None:
+    def run(*arguments: str) -> tuple[int, str]:
+        result = CliRunner().invoke(main, ["cache", *arguments, str(files.root)])
+        return result.exit_code, result.output
+
+    code, said = run("list")
+    assert (code, "m, float32" in said, "3 blocks = 12 tokens" in said) == (0, True, True)
+    assert run("verify") == (0, "3 blocks, 0 damaged.\n")
+    (files.root / copy_of(1).path).write_bytes(b"x")
+    code, said = run("verify")
+    assert (code, "it is too short" in said, "3 blocks, 1 damaged." in said) == (1, True, True)
+    assert run("clear") == (0, "3 blocks removed.\n")
+    assert run("list") == (0, f"{files.root} holds no blocks.\n")
+    assert (files.root / "secret").is_file()
+    result = CliRunner().invoke(main, ["cache", "clear", str(files.root.parent)])
+    assert (result.exit_code, "is no folder of --kv-disk-path" in result.output) == (1, True)

@@ -1,0 +1,370 @@
+"""The blocks on disk: their names, their order of removal, and the cache above them against shadow content."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeserve.plan import SamplingParams
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from radix_cache import PrefixCache, StoredBlock, StoredBlocks
+from tests.support.examples import examples
+from tests.support.kv_oracle import Cell, Record
+from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
+
+SECRET = b"s" * 32
+SIZE = 4
+
+
+def stored(
+    max_bytes: int = 10**9, max_age: float = 1000.0, *, secret: bytes = SECRET, model: str = "a"
+) -> StoredBlocks:
+    return StoredBlocks(secret, model * 32, max_bytes, max_age)
+
+
+def names_of(blocks: StoredBlocks, namespace: str, tokens: list[int]) -> list[bytes]:
+    names: list[bytes] = []
+    blocks.name(names, namespace, array("i", tokens), len(tokens) // SIZE, SIZE)
+    return names
+
+
+def put(blocks: StoredBlocks, namespace: str, tokens: list[int], now: float, num_bytes: int = 100) -> list[bytes]:
+    names = names_of(blocks, namespace, tokens)
+    for name in names:
+        blocks.put(StoredBlock(name, blocks.folder_of(namespace), num_bytes, now))
+    return names
+
+
+def test_names_depend_on_the_whole_prefix_secret_model_and_namespace_and_on_nothing_else() -> None:
+    tokens = list(range(12))
+    first = names_of(stored(), "key/salt", tokens)
+    assert names_of(stored(), "key/salt", tokens) == first
+    assert names_of(stored(), "key/salt", [*tokens[:8], 9, 9, 9, 9])[:2] == first[:2]
+    others = [
+        names_of(stored(), "key", tokens),
+        names_of(stored(secret=b"t" * 32), "key/salt", tokens),
+        names_of(stored(model="b"), "key/salt", tokens),
+        names_of(stored(), "key/salt", [7, *tokens[1:]]),
+    ]
+    assert not set(first) & {name for names in others for name in names}
+    assert len({stored().folder_of(namespace) for namespace in ("", "key", "key/salt", "kex")}) == 4
+
+
+def test_of_too_many_bytes_the_ends_of_prefixes_go_first_and_of_these_the_one_that_was_not_used_for_longest() -> None:
+    blocks = stored(max_bytes=600)
+    old, new = put(blocks, "", list(range(12)), 1.0), put(blocks, "", list(range(50, 62)), 2.0)
+    blocks.touch(old)
+    blocks.touch(new)
+    put(blocks, "", list(range(90, 98)), 3.0)
+    blocks.check()
+    assert [name in blocks for name in (*old, *new)] == [True, False, False, True, True, True]
+    chores = blocks.take_chores()
+    assert chores is not None
+    assert {path.rsplit("/", 1)[1] for path in chores.removals} == {name.hex() for name in old[1:]}
+    assert blocks.take_chores() is None
+
+
+def test_the_account_that_has_most_gives_way() -> None:
+    blocks = stored(max_bytes=10 * 2048)
+    small = put(blocks, "small", list(range(8)), 1.0, num_bytes=2048)
+    for start in range(100, 500, 20):
+        put(blocks, "big", list(range(start, start + 20)), 2.0, num_bytes=2048)
+    blocks.check()
+    assert all(name in blocks for name in small)
+    assert len(blocks) == 10
+
+
+def test_blocks_that_were_not_used_for_long_go_and_used_ones_get_a_new_time() -> None:
+    blocks = stored(max_age=10_000.0)
+    used, unused = put(blocks, "", list(range(8)), 0.0), put(blocks, "", list(range(50, 58)), 0.0)
+    blocks.tell_time(8_000.0)
+    blocks.touch(used)
+    chores = blocks.take_chores()
+    assert chores is not None
+    assert [seconds for _, seconds in chores.stamps] == [7_999.0, 8_000.0]
+    blocks.tell_time(12_000.0)
+    blocks.check()
+    assert [name in blocks for name in (*used, *unused)] == [True, True, False, False]
+
+
+def test_dropping_a_namespace_leaves_the_others() -> None:
+    blocks = stored()
+    mine, other = put(blocks, "me", list(range(8)), 0.0), put(blocks, "you", list(range(8)), 0.0)
+    blocks.drop(("me", "me/apart"))
+    blocks.check()
+    assert [name in blocks for name in (*mine, *other)] == [False, False, True, True]
+    assert blocks.num_of(("you",)) == (2, 200)
+
+
+class Disk:
+    """Files by name, for several lives of an engine; each has the content of a block's slots."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, tuple[StoredBlock, list[Cell | None]]] = {}
+
+
+class Life(Simulation):
+    """An engine over a disk. Copies end when `random` says, in any order; `full` and damaged files fail."""
+
+    def __init__(self, disk: Disk, choices: random.Random, *, max_bytes: int = 10**9, **options: Any) -> None:
+        self.blocks = stored(max_bytes)
+        for block, _ in disk.files.values():
+            self.blocks.put(block)
+        super().__init__(**options, stored=self.blocks)
+        self.disk, self.random, self.is_full = disk, choices, False
+        self.jobs: deque[CopyJob] = deque()
+
+    def step(self) -> Any:
+        self.jobs += self.scheduler.take_copies(0.0)
+        while self.jobs and self.random.random() < 0.5:
+            self.end(self.jobs.popleft() if self.random.random() < 0.7 else self.jobs.pop())
+        outputs = super().step()
+        self.blocks.check()
+        return outputs
+
+    def end(self, job: CopyJob) -> None:
+        kv = self.oracle._kv
+        if job.chores is not None:
+            for path in job.chores.removals:
+                self.disk.files.pop(bytes.fromhex(path.rsplit("/", 1)[1]), None)
+        sizes: list[int] = []
+        error = None
+        for copy in job.copies:
+            if job.to_disk:
+                if self.is_full:
+                    error = "No space left on device"
+                    break
+                content = list(kv[copy.block])
+                tokens = array("i", copy.tokens).tolist()
+                assert [cell and cell[0] for cell in content] == tokens, "a block was given away while it was copied"
+                self.disk.files[copy.name] = StoredBlock(copy.name, copy.folder, 100, 0.0), content
+            elif copy.name not in self.disk.files:
+                error = "it is gone"
+                break
+            else:
+                kv[copy.block] = list(self.disk.files[copy.name][1])
+            sizes.append(100)
+        self.scheduler.end_copy(CopyResult(job, sizes, 0.01, error), 0.0)
+
+    def settle(self) -> None:
+        """Run to the end, copies included."""
+        for _ in range(3000):
+            if self.scheduler.is_idle and not self.jobs and not self.cache.num_to_store:
+                return
+            self.step()
+        raise AssertionError("no end in sight")
+
+
+def ask(life: Life, name: str, prompt: list[int], max_tokens: int = 4, namespace: str = "") -> Record:
+    return life.add(name, prompt, SamplingParams(max_tokens=max_tokens), namespace=namespace)
+
+
+OPTIONS: dict[str, Any] = {"num_blocks": 40, "block_size": SIZE}
+
+
+def test_the_next_life_finds_prompt_and_output_on_disk() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    record = ask(first, "a", list(range(21)), max_tokens=12)
+    first.settle()
+    first.check_all_done()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    follow = ask(second, "b", [*record.history, 7, 7])
+    stranger = ask(second, "c", [*record.history, 7, 7], namespace="other")
+    second.settle()
+    assert (follow.request.num_cached_tokens, follow.request.num_disk_tokens) == (32, 32)
+    assert (stranger.request.num_cached_tokens, stranger.request.num_disk_tokens) == (0, 0)
+    assert second.scheduler.disk is not None
+    assert second.scheduler.disk.counters.disk_hit_tokens == 32
+    second.check_all_done()
+
+
+def test_requests_with_one_prefix_wait_for_one_reading() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    records = [ask(second, name, list(range(24))) for name in "xyz"]
+    jobs = second.scheduler.take_copies(0.0)
+    assert [len(job.copies) for job in jobs if not job.to_disk] == [5]
+    second.jobs += jobs
+    second.settle()
+    assert [record.request.num_disk_tokens for record in records] == [20, 20, 20]
+    second.check_all_done()
+
+
+def test_what_is_gone_from_disk_is_computed_and_what_is_before_it_is_used() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    gone = names_of(first.blocks, "", list(range(24)))[3]
+    second = Life(disk, random.Random(2), **OPTIONS)
+    del disk.files[gone]
+    record = ask(second, "b", list(range(24)))
+    second.settle()
+    assert (record.request.num_cached_tokens, gone in disk.files) == (12, True)
+    second.check_all_done()
+
+
+def test_an_abort_while_the_prefix_is_read_frees_its_blocks_only_after_the_reading() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    ask(second, "b", list(range(24)))
+    (job,) = second.scheduler.take_copies(0.0)
+    assert second.scheduler.num_waiting == 1
+    second.abort("b")
+    second.scheduler.check_idle()
+    assert (second.scheduler.is_idle, second.cache.num_in_copy, job.is_cancelled) == (True, 5, True)
+    second.end(job)
+    assert second.cache.num_in_copy == 0
+    second.check_all_done()
+
+
+def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    record = ask(second, "b", list(range(24)))
+    (job,) = second.scheduler.take_copies(0.0)
+    assert second.scheduler.schedule() is None
+    second.scheduler.tell_time(31.0)
+    assert second.scheduler.take_copies(0.0) == []
+    Simulation.run(second)
+    assert record.request.num_disk_tokens == 0
+    second.end(job)
+    second.settle()
+    second.check_all_done()
+
+
+def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    ask(second, "b", list(range(24)))
+    second.settle()
+    assert second.scheduler.disk is not None
+    second.cache.reset()
+    second.settle()
+    ask(second, "c", list(range(24)))
+    second.settle()
+    second.scheduler.count_step(1e-9)
+    tree = second.cache._tree
+    second.cache._free(tree.evict(tree.num_evictable_blocks))
+    record = ask(second, "d", list(range(24)))
+    second.settle()
+    assert record.request.num_cached_tokens == 0
+    assert second.scheduler.disk.counters.num_slower == 1
+
+
+def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
+    disk = Disk()
+    life = Life(disk, random.Random(1), **OPTIONS)
+    life.is_full = True
+    record = ask(life, "a", list(range(24)))
+    life.run()
+    assert record.finish_reason is not None
+    for job in [*life.jobs, *life.scheduler.take_copies(0.0)]:
+        life.end(job)
+    life.jobs.clear()
+    assert (disk.files, life.scheduler.take_copies(1.0)) == ({}, [])
+    life.is_full = False
+    ask(life, "b", list(range(24)))
+    life.run()
+    for job in life.scheduler.take_copies(100.0):
+        life.end(job)
+    assert len(disk.files) > 0
+
+
+def test_dropped_prefixes_leave_no_file_not_even_one_that_is_being_written() -> None:
+    disk = Disk()
+    life = Life(disk, random.Random(1), **OPTIONS)
+    ask(life, "a", list(range(24)))
+    while not life.scheduler.is_idle:
+        Simulation.step(life)
+    jobs = life.scheduler.take_copies(0.0)
+    assert sum(len(job.copies) for job in jobs) > 0
+    life.cache.reset()
+    for job in jobs:
+        life.end(job)
+    for job in life.scheduler.take_copies(0.0):
+        life.end(job)
+    assert disk.files == {}
+    life.check_all_done()
+
+
+@pytest.mark.parametrize("keep", [0, 22])
+def test_blocks_that_are_not_kept_in_memory_are_not_kept_on_disk(keep: int) -> None:
+    cache = PrefixCache(16, SIZE, stored=stored())
+    tokens = array("i", range(30))
+    lease = cache.match(tokens)
+    cache.extend(lease, 7)
+    cache.publish(lease, tokens, 28)
+    written = cache.take_stores(3)
+    cache.release(lease, keep)
+    for copy in written:
+        cache.end_store(copy, 100, 0.0)
+    for copy in cache.take_stores(16):
+        cache.end_store(copy, 100, 0.0)
+    assert cache.stored is not None
+    assert len(cache.stored) == keep // SIZE
+    cache.check_invariants()
+
+
+TALK = st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 3), st.sampled_from(["", "tenant"]))
+
+
+@examples(3)
+@given(
+    talks=st.lists(TALK, min_size=1, max_size=10),
+    seed=st.integers(0, 2**16),
+    num_blocks=st.sampled_from([16, 24, 60]),
+    max_files=st.sampled_from([3, 12, 1000]),
+    depth=st.sampled_from([0, 1]),
+    num_lives=st.integers(1, 3),
+)
+def test_tokens_are_those_of_an_undisturbed_run_whatever_goes_to_disk_and_comes_back(
+    talks: list[tuple[int, int, int, str]], seed: int, num_blocks: int, max_files: int, depth: int, num_lives: int
+) -> None:
+    disk, choices = Disk(), random.Random(seed)
+    shared = [(5 * i + 1) % VOCAB_SIZE for i in range(24)]
+    for _ in range(num_lives):
+        life = Life(
+            disk, choices, max_bytes=100 * max_files, num_blocks=num_blocks, block_size=SIZE, depth=depth, budget=12
+        )
+        for number, (kind, length, own, namespace) in enumerate(talks):
+            prompt = [*shared[:length], *(kind for _ in range(own)), 1]
+            ask(life, str(number), prompt, max_tokens=1 + choices.randrange(12), namespace=namespace)
+            for _ in range(choices.randrange(6)):
+                life.step()
+            match choices.randrange(12):
+                case 0:
+                    life.abort(str(choices.randrange(number + 1)))
+                case 1:
+                    life.is_full = not life.is_full
+                case 2:
+                    life.cache.reset()
+                case 3 if disk.files:
+                    del disk.files[choices.choice(sorted(disk.files))]
+        if choices.random() < 0.5:
+            # The engine is killed: what it was doing is lost.
+            continue
+        life.is_full = False
+        life.run()
+        while life.jobs:
+            life.end(life.jobs.popleft())
+        life.check_all_done()
