@@ -193,6 +193,11 @@ class PrefixCache:
         return self._copies.num_in_copy
 
     @property
+    def num_copied(self) -> int:
+        """The number of blocks that are being copied to or from disk, whoever else holds them."""
+        return self._copies.num_copied
+
+    @property
     def num_to_store(self) -> int:
         """The number of blocks that wait to be written to disk."""
         return self._copies.num_wanted

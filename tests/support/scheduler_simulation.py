@@ -173,7 +173,8 @@ class Simulation:
         plans = self.scheduler.schedule()
         if plans is None:
             is_reading = self.scheduler.disk is not None and self.scheduler.disk.waiting
-            is_stopped = self._unmasked or is_reading or self.cache.num_in_copy
+            # Blocks that are copied may be all that is left.
+            is_stopped = self._unmasked or is_reading or self.cache.num_copied
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]
