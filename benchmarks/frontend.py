@@ -31,8 +31,8 @@ from benchmarks.scripted_engine import Lockstep, Overloaded, Script, ScriptedEng
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
+from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.prepare.templates import guard_prompt, load_chat_template
-from moeserve.frontend.response_store import ResponseStore
 from moeserve.frontend.services import Services
 from moeserve.model.demo import ensure_demo
 from moeserve.wire import RunContext
@@ -260,10 +260,9 @@ def request_costs(model: Path, rounds: int) -> Iterator[tuple[str, float]]:
     if template is None:
         raise click.ClickException("this model has no chat template")
     facts = ModelFacts((MODEL,), 65_536, 1_000_000, (0,), {}, 20)
-    shelf = ResponseStore(1, 1).shelf(b"")
     parsers: dict[str, tuple[Callable[[bytes, ModelFacts], GenerateRequest], bytes]] = {
         "chat": (chat.parse, filled(_chat_body)),
-        "responses": (partial(responses.parse, earlier=shelf), filled(_responses_body)),
+        "responses": (partial(responses.parse, earlier=Earlier()), filled(_responses_body)),
         "messages": (messages.parse, filled(_messages_body)),
         "completions": (completions.parse, filled(_completions_body)),
     }

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn, TextIO, cast
@@ -32,6 +33,7 @@ from launcher.preflight import (
     gpu_names,
 )
 from launcher.processes import Loading, Ready
+from launcher.response_store import response_store
 from launcher.run_directory import make_context, run_directory
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import Listeners, Supervisor, handled_signals
@@ -89,8 +91,9 @@ def run_first_node(
             model_dir = resolve(config, progress.update)
         finally:
             progress.close()
-        with run_directory(os.environ) as directory:
+        with response_store(config, partial(say, errors, "Notice")) as store, run_directory(os.environ) as directory:
             context = make_context(config, model_dir, directory, meets_in_store=meets_in_store or config.nnodes > 1)
+            context = replace(context, response_store=store)
             listeners = _listeners(context, url(address), progress, errors)
             supervisor = Supervisor(context, listener, listeners, worker_module=worker_module)
             if config.nnodes > 1:

@@ -337,6 +337,26 @@ class ServeConfig:
     max_logprobs: int = setting(
         20, "Most alternatives per token a client may ask for.", group="HTTP", minimum=0, maximum=1000
     )
+    response_store: str | None = setting(
+        None,
+        "File that keeps responses and conversations for all HTTP processes and over a restart; `memory` forgets them "
+        "with the service, as does --port 0. By default one for each port in ~/.local/state/moeserve.",
+        group="HTTP",
+        metavar="FILE|memory",
+    )
+    response_store_size: int = setting(
+        2**30,
+        "Most bytes that responses and conversations take; what was used least recently makes room.",
+        group="HTTP",
+        kind="size",
+        minimum=2**20,
+    )
+    response_store_days: float = setting(
+        30.0,
+        "Days after their last use for which responses and conversations are kept.",
+        group="HTTP",
+        minimum=0.001,
+    )
     max_request_bytes: int = setting(4 * 2**20, "Largest request body.", group="HTTP", kind="size", minimum=1)
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", group="Operation", minimum=0
@@ -532,6 +552,19 @@ def _as_text(given: Any) -> str:
 
 _CONVERT = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text}
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
+
+
+def state_root() -> Path:
+    """Return the folder for files that cannot be rebuilt: $XDG_STATE_HOME/moeserve, ~/.local/state/moeserve.
+
+    Raise ConfigError if the account has no home.
+    """
+    base = os.environ.get("XDG_STATE_HOME", "")
+    try:
+        # The XDG specification says to ignore relative paths.
+        return (Path(base) if os.path.isabs(base) else Path.home() / ".local" / "state") / "moeserve"
+    except RuntimeError:
+        raise ConfigError("This account has no home for the response store: set --response-store.") from None
 
 
 def cache_root() -> Path:

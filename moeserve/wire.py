@@ -401,6 +401,7 @@ class RunContext:
     another node than node 0 it is the last life of the engine that ranks of the node were in, 0 for none.
     `secret` (hex) keys the cache namespaces of API keys. `Hello` compares `model_hash`. `meets_in_store`: not all ranks
     were started with this context, so they find each other in torchrun's store. `suspicion`: from the engines before.
+    `response_store`: the file that outlives the run; None for one that does not.
     """
 
     config: ServeConfig
@@ -412,6 +413,7 @@ class RunContext:
     served_model_names: tuple[str, ...]
     meets_in_store: bool = False
     suspicion: Suspicion = Suspicion()
+    response_store: str | None = None
 
     @property
     def engine_address(self) -> str:
@@ -456,9 +458,10 @@ class RunContext:
         """The file in which several frontends tell each other of their load; None for a single frontend."""
         return Path(self.run_dir) / "load" if self.config.num_frontends > 1 else None
 
-    def peer_address(self, number: int) -> str:
-        """Return the address at which a frontend answers the others; a single frontend does not bind it."""
-        return f"ipc://{self.run_dir}/frontend.{number}"
+    @property
+    def store_file(self) -> Path:
+        """The file in which all frontends keep responses."""
+        return Path(self.response_store or Path(self.run_dir) / "responses")
 
     @property
     def file(self) -> Path:

@@ -22,11 +22,10 @@ from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.page_gate import PageGate
 from moeserve.frontend.pages import Pages
-from moeserve.frontend.peers import Peers
 from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
-from moeserve.frontend.response_store import ResponseStore
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.cache import CacheRoutes
+from moeserve.frontend.routes.conversations import ConversationRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
 from moeserve.frontend.routes.live import LiveRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
@@ -34,7 +33,10 @@ from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRout
 from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.routes.table import ROUTES, Endpoints
 from moeserve.frontend.services import Services
+from moeserve.frontend.store.shelves import Bounds
+from moeserve.frontend.store.store import Store
 
+_DAY_S = 86_400.0
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -46,14 +48,14 @@ def create_app(services: Services) -> Starlette:
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
     public = load_public_prefixes(config.public_prefixes)
-    store = ResponseStore()
-    peers = Peers(services.run, services.number, store)
+    bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S)
+    store = Store(services.run.store_file, bounds)
     table = RouteTable(ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        await store.start()
         await services.start()
-        await peers.start()
         # One of several frontends is enough: all share the engine, and one that ends is started again.
         is_publisher = bool(public) and services.number == 0
         publishing = asyncio.create_task(publish_prefixes(services, public)) if is_publisher else None
@@ -63,11 +65,11 @@ def create_app(services: Services) -> Starlette:
             if publishing is not None:
                 publishing.cancel()
                 await asyncio.gather(publishing, return_exceptions=True)
-            await peers.stop()
             await services.stop()
+            await store.stop()
 
     app = Starlette(
-        routes=_starlette_routes(_endpoints(services, store, peers)),
+        routes=_starlette_routes(_endpoints(services, store)),
         lifespan=lifespan,
         middleware=[
             *_cors(config.cors_allow_origin),
@@ -86,14 +88,15 @@ def create_app(services: Services) -> Starlette:
     return app
 
 
-def _endpoints(services: Services, store: ResponseStore, peers: Peers) -> Endpoints:
+def _endpoints(services: Services, store: Store) -> Endpoints:
     return Endpoints(
         chat=GenerateRoute(services, CHAT),
         completions=GenerateRoute(services, COMPLETIONS),
         messages=GenerateRoute(services, MESSAGES),
-        responses=ResponsesRoute(services, store, peers),
+        responses=ResponsesRoute(services, store),
         warm=GenerateRoute(services, WARM),
-        kept=KeptResponseRoutes(store, peers),
+        kept=KeptResponseRoutes(store),
+        conversations=ConversationRoutes(services, store),
         tokens=TokenRoutes(services),
         service=ServiceRoutes(services),
         cache=CacheRoutes(services),

@@ -121,6 +121,12 @@ class AuthGate:
         return identity
 
 
+def caller_of(scope: Scope) -> bytes:
+    """Return the digest of the caller's key, by which what it keeps is its own."""
+    identity: Identity = scope["state"]["identity"]
+    return identity.digest
+
+
 def _sent_key(scope: Scope) -> bytes | None:
     """Return the key in `Authorization: Bearer` or `x-api-key`."""
     fallback = None

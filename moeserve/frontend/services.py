@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import msgspec
@@ -13,6 +13,7 @@ from starlette.types import Scope
 
 from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.internal import ModelFacts
+from moeserve.frontend.dialects.responses_items import Earlier, Named
 from moeserve.frontend.http import ApiError, unavailable
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
@@ -26,7 +27,6 @@ from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_
 from moeserve.frontend.prepare.watch import Watch
 from moeserve.frontend.relay.engine_client import EngineClient
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent
-from moeserve.frontend.response_store import LentTurn
 from moeserve.frontend.text import TextTokenizer
 from moeserve.scheduling.pacing import service_slo
 from moeserve.wire import RunContext, Stats
@@ -34,8 +34,8 @@ from moeserve.wire import RunContext, Stats
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 
-# Returns the responses of these names, or with items of these names, and those that they follow.
-Lend = Callable[[Sequence[str]], Awaitable[list[LentTurn]]]
+# Returns what is kept by these names.
+Lend = Callable[[Named], Awaitable[Earlier]]
 
 
 class Services:
@@ -174,7 +174,7 @@ class Services:
         )
         reply = await self.text.prepare(ask, body)
         if isinstance(reply, NeedsEarlier) and lend is not None:
-            earlier = await lend(reply.names)
+            earlier = await lend(reply.named)
             reply = await self.text.prepare(msgspec.structs.replace(ask, earlier=earlier), body)
         return reply
 

@@ -40,7 +40,7 @@ ROOMS = {
     ),
 }
 # The folders of the frontend, lowest first; files beside them may be below or above any.
-FRONTEND_FOLDERS = ("dialects", "parsers", "prepare", "relay", "routes")
+FRONTEND_FOLDERS = ("dialects", "parsers", "prepare", "store", "relay", "routes")
 # Attributes of objects that other libraries define, by the file that sets them.
 FOREIGN_ATTRIBUTES = {
     "kernels/cpu/library.py": {"argtypes", "restype"},

@@ -254,6 +254,36 @@ def test_a_conversation_goes_on_in_another_process(both: list[Connection]) -> No
     assert json.loads(both[1].get(f"/v1/responses/{second['id']}"))["error"]["code"] == "response_not_found"
 
 
+def test_what_a_killed_process_has_kept_is_found_by_all(running: Service, both: list[Connection]) -> None:
+    made = both[0].post("/v1/conversations", metadata={"topic": "names"})
+    first = both[0].post("/v1/responses", input="I am Ada.", max_output_tokens=5, conversation=made["id"])
+    os.kill(children_of(running.process.pid)["frontend"], signal.SIGKILL)
+    assert json.loads(both[1].get(f"/v1/responses/{first['id']}")) == first
+    second = both[1].post("/v1/responses", input="Who?", max_output_tokens=5, previous_response_id=first["id"])
+    assert second["usage"]["input_tokens"] > first["usage"]["input_tokens"]
+    items = json.loads(both[1].get(f"/v1/conversations/{made['id']}/items?order=asc"))["data"]
+    assert [item["role"] for item in items] == ["user", "assistant"]
+    assert items[1] == first["output"][0]
+    wait_until_whole(running)
+
+
+def test_what_was_kept_outlives_the_service_and_one_alone_has_the_file(tmp_path: Path) -> None:
+    model = write_tiny_checkpoint(tmp_path / "m")
+    store, folders = tmp_path / "kept" / "store", [tmp_path / name for name in ("s1", "s2", "s3")]
+    for folder in folders:
+        folder.mkdir()
+    settings = ("--response-store", str(store))
+    with service(model, folders[0], *settings) as first:
+        body = {"model": "m", "input": "Hi", "max_output_tokens": 5}
+        kept = first.http.post("/v1/responses", json=body).json()
+        with service(model, folders[1], *settings, ready=False) as refused:
+            assert refused.end() == 1
+            assert "Another service uses the response store" in refused.errors.read_text()
+        first.process.kill()
+    with service(model, folders[2], *settings) as second:
+        assert second.http.get(f"/v1/responses/{kept['id']}").json() == kept
+
+
 def test_requests_of_both_go_on_after_a_crash_of_the_engine(running: Service, both: list[Connection]) -> None:
     undisturbed = "".join(both[0].stream(**SAMPLED))
     streams = [connection.stream(**SAMPLED) for connection in both]

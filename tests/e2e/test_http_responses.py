@@ -118,6 +118,49 @@ def test_nobody_sees_the_responses_of_another_key(server: Frontend, client: Open
     assert client.responses.retrieve(answer.id).output_text == GREETING
 
 
+def test_a_conversation_holds_what_was_said_in_it(server: Frontend, client: OpenAI) -> None:
+    server.engine.script = say("one")
+    item: Any = {"type": "message", "role": "user", "content": "before"}
+    made = client.conversations.create(items=[item], metadata={"topic": "x"})
+    assert client.conversations.retrieve(made.id) == made
+    answer = create(client, conversation=made.id, input="hi")
+    assert answer.conversation.id == made.id
+    create(client, conversation={"id": made.id}, input="more", stream=True).close()
+    list(create(client, conversation=made.id, input="again", stream=True))
+    assert prompts(server)[-1][-8:] == [END, USER, *b"again"[-5:], END, ASSISTANT][-8:]
+    assert prompts(server)[0] == [BOS, USER, *b"before", END, USER, *b"hi", END, ASSISTANT]
+    listed: Any = list(client.conversations.items.list(made.id, order="asc", limit=2))
+    assert [one.content[0].text for one in listed[:3]] == ["before", "hi", "one"]
+    assert client.conversations.items.retrieve(listed[2].id, conversation_id=made.id) == listed[2]
+
+
+def test_conversations_are_changed_and_dropped(server: Frontend, client: OpenAI) -> None:
+    made = client.conversations.create()
+    assert client.conversations.update(made.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    call: Any = {"type": "function_call", "call_id": "c1", "name": "f", "arguments": "{}"}
+    output: Any = {"type": "function_call_output", "call_id": "c1", "output": "42"}
+    added: Any = client.conversations.items.create(made.id, items=[call, output])
+    assert [item.type for item in added.data] == ["function_call", "function_call_output"]
+    create(client, conversation=made.id, input="so?")
+    assert b"42" in bytes(token for token in prompts(server)[0] if token < 256)
+    client.conversations.items.delete(added.data[1].id, conversation_id=made.id)
+    with pytest.raises(openai.NotFoundError):
+        client.conversations.items.retrieve(added.data[1].id, conversation_id=made.id)
+    with OpenAI(base_url=server.url + "/v1", api_key="second", max_retries=0) as other:
+        for use in (other.conversations.retrieve, other.conversations.delete, other.conversations.items.list):
+            with pytest.raises(openai.NotFoundError):
+                use(made.id)
+        with pytest.raises(openai.NotFoundError):
+            create(other, conversation=made.id)
+    deleted: Any = client.conversations.delete(made.id)
+    assert (deleted.id, deleted.deleted) == (made.id, True)
+    with pytest.raises(openai.NotFoundError, match=made.id):
+        create(client, conversation=made.id)
+    for items in ([{"type": "item_reference", "id": "x"}], [{"type": "mcp_call"}], []):
+        refused = server.http.post(f"/v1/conversations/{made.id}/items", json={"items": items})
+        assert refused.status_code == 400
+
+
 def test_input_items_come_in_pages(server: Frontend, client: OpenAI) -> None:
     items: Any = [{"role": "user", "content": str(number)} for number in range(5)]
     answer = create(client, input=items)

@@ -12,8 +12,8 @@ import pytest
 from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.prefixes import parse_warm
+from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.response_store import Shelf
 from moeserve.frontend.routes import body_schemas
 from moeserve.frontend.routes.openapi import describe
 from moeserve.frontend.routes.table import ROUTES
@@ -25,7 +25,7 @@ CALL = {"id": "1", "function": {"name": "f", "arguments": "{}"}}
 
 
 def parse_response(body: bytes, model: ModelFacts) -> Any:
-    return responses.parse(body, model, Shelf(8, 10_000, lambda: None))
+    return responses.parse(body, model, Earlier())
 
 
 READERS: dict[str, tuple[Callable[[bytes, ModelFacts], Any], dict[str, Any]]] = {

@@ -8,22 +8,17 @@ import pytest
 
 from moeserve.frontend.dialects import chat, responses
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat, Tool, ToolChoice
-from moeserve.frontend.dialects.responses_items import seal_reasoning
+from moeserve.frontend.dialects.responses_items import Earlier, Named, seal_reasoning
 from moeserve.frontend.dialects.responses_tools import ClientName
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.response_store import Shelf
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}
 
 
-def empty_shelf() -> Shelf:
-    return Shelf(8, 10_000, lambda: None)
-
-
-def parse(shelf: Shelf | None = None, **changes: Any) -> GenerateRequest:
+def parse(earlier: Earlier | None = None, **changes: Any) -> GenerateRequest:
     body = json.dumps({"model": "tiny", "input": "hi", **changes}).encode()
-    return responses.parse(body, FACTS, shelf or empty_shelf())
+    return responses.parse(body, FACTS, earlier or Earlier())
 
 
 def prompt_of(request: GenerateRequest) -> ChatPrompt:
@@ -334,7 +329,6 @@ def test_formats_of_the_text() -> None:
     ("field", "value"),
     [
         ("background", True),
-        ("conversation", "conv_1"),
         ("prompt", {"id": "p"}),
         ("context_management", [{"type": "compaction"}]),
         ("n", 2),
@@ -386,10 +380,10 @@ def nested(place: str, depth: int) -> bytes:
 
 @pytest.mark.parametrize("place", ["tools", "text", "input"])
 def test_what_is_nested_too_deeply_is_refused_at_every_depth(place: str) -> None:
-    responses.parse(nested(place, 50), FACTS, empty_shelf())
+    responses.parse(nested(place, 50), FACTS, Earlier())
     for depth in (400, *range(980, 1000), 100_000):
         with pytest.raises(ApiError, match="nested too deeply"):
-            responses.parse(nested(place, depth), FACTS, empty_shelf())
+            responses.parse(nested(place, depth), FACTS, Earlier())
 
 
 def test_options_reach_the_request_and_are_repeated() -> None:
@@ -419,20 +413,24 @@ def test_log_probabilities_are_asked_for_by_number_or_by_include() -> None:
     assert parse(include=["message.output_text.logprobs"]).sampling.logprobs == 0
 
 
-def stored(shelf: Shelf) -> None:
-    """Keeps a response of a turn that called a tool."""
-    output = [
-        {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
-        call("weather", "c1", '{"city":"Paris"}', id="fc_1"),
-    ]
-    body = json.dumps({"output": output}).encode()
-    assert shelf.put("resp_1", body, json.dumps([{"role": "user", "content": "weather?"}]).encode(), None)
+ASKED = {"role": "user", "content": "weather?"}
+CALLED = call("weather", "c1", '{"city":"Paris"}', id="fc_1")
+
+
+def stored() -> Earlier:
+    """A turn that called a tool."""
+    reasoning = {
+        "type": "reasoning",
+        "id": "rs_1",
+        "summary": [],
+        "content": [{"type": "reasoning_text", "text": "hm"}],
+    }
+    turns = [json.dumps(items).encode() for items in ([ASKED], [reasoning, CALLED])]
+    return Earlier(turns, {"fc_1": json.dumps(CALLED).encode()})
 
 
 def test_an_earlier_response_goes_before_the_input_without_its_instructions() -> None:
-    shelf = empty_shelf()
-    stored(shelf)
-    request = parse(shelf, input=[result("c1")], previous_response_id="resp_1", instructions="new")
+    request = parse(stored(), input=[result("c1")], previous_response_id="resp_1", instructions="new")
     assert prompt_of(request).messages == [
         {"role": "system", "content": "new"},
         {"role": "user", "content": "weather?"},
@@ -448,10 +446,39 @@ def test_an_earlier_response_goes_before_the_input_without_its_instructions() ->
 
 
 def test_a_reference_stands_for_a_kept_item() -> None:
-    shelf = empty_shelf()
-    stored(shelf)
-    request = parse(shelf, input=[{"type": "item_reference", "id": "fc_1"}, result("c1")])
+    request = parse(stored(), input=[{"type": "item_reference", "id": "fc_1"}, result("c1")])
     assert [message["role"] for message in prompt_of(request).messages] == ["assistant", "tool"]
+    assert msgspec.json.decode(turn_of(request).input) == [CALLED, result("c1")]
+
+
+def test_a_reference_to_a_reference_is_an_item_that_is_not_kept() -> None:
+    reference = {"type": "item_reference", "id": "x"}
+    with pytest.raises(ApiError) as caught:
+        parse(Earlier(None, {"x": json.dumps(reference).encode()}), input=[reference])
+    assert caught.value.code == "item_not_found"
+
+
+@pytest.mark.parametrize("name", ["conv_1", {"id": "conv_1"}])
+def test_a_conversation_goes_before_the_input(name: Any) -> None:
+    request = parse(Earlier([json.dumps([ASKED]).encode()]), conversation=name)
+    assert [message["content"] for message in prompt_of(request).messages] == ["weather?", "hi"]
+    assert turn_of(request).conversation_id == "conv_1"
+    assert turn_of(request).repeated["conversation"] == {"id": "conv_1"}
+
+
+def test_a_conversation_that_is_unknown_or_named_twice_is_refused() -> None:
+    error = refuse(conversation="conv_9")
+    assert (error.status, error.code, error.param) == (404, "conversation_not_found", "conversation")
+    assert refuse(conversation="conv_9", previous_response_id="resp_9").status == 400
+
+
+def test_the_ids_that_a_request_refers_to_are_those_of_responses_conversations_and_items() -> None:
+    items = [{"type": "item_reference", "id": "x"}, {"id": "y"}, {"role": "user", "id": "z", "content": "hi"}]
+    body = json.dumps({"previous_response_id": "r", "input": items}).encode()
+    assert responses.earlier_names(body) == Named("r", None, ["x", "y"])
+    assert responses.earlier_names(b'{"conversation": {"id": "c"}}') == Named(None, "c", [])
+    assert responses.earlier_names(b'{"input": "hi"}') is None
+    assert responses.earlier_names(b"no json") is None
 
 
 def test_an_unknown_earlier_response_is_a_404_that_says_so() -> None:

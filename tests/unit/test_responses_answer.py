@@ -9,8 +9,8 @@ import pytest
 from moeserve.frontend.dialects import responses
 from moeserve.frontend.dialects.internal import Delta, ModelFacts, TokenText, ToolCallPart, Usage
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
+from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.http import internal_error
-from moeserve.frontend.response_store import Item, Shelf
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type
@@ -27,22 +27,10 @@ TOOLS = [
 ]
 
 
-class Kept:
-    """Notes what is kept, and accepts it or not."""
-
-    def __init__(self, accepts: bool = True) -> None:
-        self.accepts = accepts
-        self.calls: list[tuple[str, dict[str, Any], list[Item], str | None]] = []
-
-    def __call__(self, response_id: str, response: bytes, items: bytes, previous_id: str | None) -> bool:
-        self.calls.append((response_id, json.loads(response), json.loads(items), previous_id))
-        return self.accepts
-
-
-def formatter(kept: Kept | None = None, **changes: Any) -> ResponsesFormatter:
+def formatter(**changes: Any) -> ResponsesFormatter:
     body = json.dumps({"model": "tiny", "input": "hi", "tools": TOOLS, **changes}).encode()
-    request = responses.parse(body, FACTS, Shelf(1, 1, lambda: None))
-    return ResponsesFormatter("resp_ab", 17, request, TOKENIZER, "fp_x", kept or Kept())
+    request = responses.parse(body, FACTS, Earlier())
+    return ResponsesFormatter("resp_ab", 17, request, TOKENIZER, "fp_x")
 
 
 def events_of(data: bytes) -> list[dict[str, Any]]:
@@ -190,7 +178,7 @@ def test_sealed_reasoning_comes_back_as_it_was() -> None:
     reasoning = whole([Delta(0, reasoning="hm ü"), *TEXT], include=["reasoning.encrypted_content"])["output"][0]
     without_content = {name: value for name, value in reasoning.items() if name != "content"}
     body = json.dumps({"model": "tiny", "input": [without_content, {"role": "assistant", "content": "x"}]}).encode()
-    (prompt,) = responses.parse(body, FACTS, Shelf(1, 1, lambda: None)).prompts
+    (prompt,) = responses.parse(body, FACTS, Earlier()).prompts
     assert prompt.messages == [{"role": "assistant", "content": "x", "reasoning_content": "hm ü"}]  # type: ignore[union-attr]
 
 
@@ -258,28 +246,39 @@ def test_a_ping_is_a_comment() -> None:
     assert formatter().ping().startswith(b":")
 
 
-def test_a_complete_response_is_kept_with_its_input() -> None:
-    kept = Kept()
-    answer = answer_of(formatter(kept).complete([Delta(0, "x", finish_reason="stop")], USAGE))
-    assert kept.calls == [("resp_ab", answer, [{"type": "message", "role": "user", "content": "hi"}], None)]
+END = Delta(0, "x", finish_reason="stop")
+
+
+def test_a_complete_response_is_to_be_kept_with_its_input() -> None:
+    writer = formatter()
+    answer = answer_of(writer.complete([END], USAGE))
+    assert writer.kept is not None
+    assert json.loads(writer.kept.response) == answer
+    assert writer.kept.input_items() == [{"type": "message", "role": "user", "content": "hi"}]
     assert answer["store"] is True
-    streamed = Kept()
-    writer = formatter(streamed)
-    for data in (writer.start(0, USAGE), writer.delta(Delta(0, "x", finish_reason="stop"), USAGE)):
-        assert data
-    assert streamed.calls == []
-    writer.end(USAGE)
-    assert len(streamed.calls) == 1
+    streaming = formatter()
+    assert streaming.start(0, USAGE) + streaming.delta(END, USAGE)
+    assert streaming.kept is None
+    streaming.end(USAGE)
+    assert streaming.kept is not None
 
 
 def test_nothing_is_kept_that_is_not_to_be_or_has_failed() -> None:
-    kept = Kept()
-    answer = answer_of(formatter(kept, store=False).complete([Delta(0, "x", finish_reason="stop")], USAGE))
-    assert answer["store"] is False
-    formatter(kept).error(internal_error())
-    assert kept.calls == []
+    writer = formatter(store=False)
+    assert answer_of(writer.complete([END], USAGE))["store"] is False
+    assert writer.kept is None
+    failed = formatter()
+    failed.error(internal_error())
+    assert failed.kept is None
 
 
 def test_a_response_for_which_there_is_no_room_says_that_it_is_not_stored() -> None:
-    answer = answer_of(formatter(Kept(accepts=False)).complete([Delta(0, "x", finish_reason="stop")], USAGE))
-    assert answer["store"] is False
+    writer = formatter()
+    answer = answer_of(writer.complete([END], USAGE))
+    assert json.loads(writer.unkept()) == answer | {"store": False}
+    streaming = formatter()
+    begin = streaming.start(0, USAGE) + streaming.delta(END, USAGE)
+    events = events_of(begin + streaming.end(USAGE))
+    last = events_of(streaming.unkept())
+    assert [event["sequence_number"] for event in last] == [events[-1]["sequence_number"]]
+    assert last[0]["response"] == events[-1]["response"] | {"store": False}

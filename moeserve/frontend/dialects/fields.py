@@ -204,6 +204,18 @@ def _raw_fields(expected: type[msgspec.Struct]) -> type[msgspec.Struct]:
     return msgspec.defstruct(expected.__name__, [(name, msgspec.Raw, _NOTHING) for name in names])
 
 
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raise ApiError for more metadata than OpenAI's API takes."""
+    metadata = metadata or {}
+    if len(metadata) > limits.MAX_METADATA_ENTRIES:
+        raise invalid(f"`metadata` takes at most {limits.MAX_METADATA_ENTRIES} entries", "metadata")
+    longest_key, longest_value = limits.MAX_METADATA_KEY_CHARS, limits.MAX_METADATA_VALUE_CHARS
+    if any(len(key) > longest_key or len(value) > longest_value for key, value in metadata.items()):
+        raise invalid(
+            f"keys of `metadata` take at most {longest_key} characters, values at most {longest_value}", "metadata"
+        )
+
+
 def check_depth(value: Any) -> None:
     """Raise ApiError for a value that is nested so deeply that later readers of it might run out of stack.
 

@@ -14,10 +14,9 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat
-from moeserve.frontend.dialects.responses_items import Item, ItemReader
+from moeserve.frontend.dialects.responses_items import Earlier, Item, ItemReader, Named, is_reference
 from moeserve.frontend.dialects.responses_tools import ClientName, ToolSet, read_tool_choice, read_tools
 from moeserve.frontend.http import ApiError, invalid, unsupported
-from moeserve.frontend.response_store import Shelf
 from moeserve.plan import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -26,7 +25,6 @@ _SEALED_REASONING = "reasoning.encrypted_content"
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "background": (None, False),
     "context_management": (None, []),
-    "conversation": (None,),
     "include_stop_str_in_output": (None, False),
     "max_tokens": (None,),
     "n": (None, 1),
@@ -44,6 +42,10 @@ class TextOptions(msgspec.Struct):
 class ReasoningOptions(msgspec.Struct):
     effort: str | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
+
+
+class ConversationName(msgspec.Struct):
+    id: str
 
 
 class ResponsesBody(fields.SamplingBody, kw_only=True):
@@ -67,7 +69,7 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
     service_tier: str | None = None
     background: Any = None
     context_management: Any = None
-    conversation: Any = None
+    conversation: str | ConversationName | None = None
     include_stop_str_in_output: Any = None
     prompt: Any = None
     prompt_logprobs: Any = None
@@ -78,20 +80,22 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
 class Turn:
     """The part of a request that its answer needs.
 
-    repeated: the fields of the response object that are the request's. input: JSON of this request's own items. names:
-    how the client knows the tools, by the model's names for them.
+    repeated: the fields of the response object that are the request's. input: JSON of this request's own items, with
+    other items in place of references to them. names: how the client knows the tools, by the model's names for them.
     """
 
     repeated: dict[str, Any]
     input: msgspec.Raw
     names: dict[str, ClientName]
     previous_id: str | None
+    conversation_id: str | None
     store: bool
     seals_reasoning: bool
 
 
 class _Names(msgspec.Struct):
     previous_response_id: str | None = None
+    conversation: str | ConversationName | None = None
     input: str | list[_ItemName] | None = None
 
 
@@ -101,18 +105,23 @@ class _ItemName(msgspec.Struct):
     id: str | None = None
 
 
-def earlier_names(body: bytes) -> list[str]:
-    """Return the ids of the earlier responses and items that a request refers to; none of a body that is no request."""
+def earlier_names(body: bytes) -> Named | None:
+    """Return the ids by which a request refers to what was before; None for one that refers to nothing, or is none."""
     try:
         named = msgspec.json.decode(body, type=_Names)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return []
+        return None
     items = named.input if isinstance(named.input, list) else []
     referred = [item.id for item in items if item.type in ("item_reference", None) and item.role is None and item.id]
-    return list(dict.fromkeys([*filter(None, [named.previous_response_id]), *referred]))
+    found = Named(named.previous_response_id, _conversation_id(named.conversation), list(dict.fromkeys(referred)))
+    return None if found == Named(None, None, []) else found
 
 
-def parse(body: bytes, model: ModelFacts, earlier: Shelf) -> GenerateRequest:
+def _conversation_id(named: str | ConversationName | None) -> str | None:
+    return named.id if isinstance(named, ConversationName) else named
+
+
+def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     """Return the internal request; its `repeated` is a `Turn`. Raises ApiError with the status for the client."""
     asked, ignored = fields.decode_json(body, ResponsesBody)
     name = fields.check_model(asked.model, model)
@@ -146,11 +155,13 @@ def parse(body: bytes, model: ModelFacts, earlier: Shelf) -> GenerateRequest:
         output_format=output_format,
         ignored=(*ignored, *verbosity),
         dropped_tools=tuple(tools.dropped),
-        repeated=msgspec.json.encode(_turn(asked, items, tools, _repeated(asked, tools, sampling, form))),
+        repeated=msgspec.json.encode(
+            _turn(asked, _resolved(items, earlier), tools, _repeated(asked, tools, sampling, form))
+        ),
     )
 
 
-def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Shelf) -> ChatPrompt:
+def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Earlier) -> ChatPrompt:
     effort = fields.read_effort("reasoning.effort", asked.reasoning.effort if asked.reasoning else None)
     return ChatPrompt(
         messages=_read_messages(asked, items, earlier),
@@ -166,6 +177,7 @@ def _turn(asked: ResponsesBody, items: list[Item], tools: ToolSet, repeated: dic
         input=msgspec.Raw(msgspec.json.encode(items)),
         names=tools.names,
         previous_id=asked.previous_response_id,
+        conversation_id=_conversation_id(asked.conversation),
         store=asked.store is not False,
         seals_reasoning=_SEALED_REASONING in (asked.include or ()),
     )
@@ -178,14 +190,7 @@ def _check_labels(asked: ResponsesBody) -> None:
             raise invalid(f"`{name}` takes at most {limits.MAX_ECHOED_CHARS} characters", name)
     if asked.max_tool_calls is not None:
         fields.bounded("max_tool_calls", asked.max_tool_calls, 1, limits.MAX_TOKENS)
-    metadata = asked.metadata or {}
-    if len(metadata) > limits.MAX_METADATA_ENTRIES:
-        raise invalid(f"`metadata` takes at most {limits.MAX_METADATA_ENTRIES} entries", "metadata")
-    longest_key, longest_value = limits.MAX_METADATA_KEY_CHARS, limits.MAX_METADATA_VALUE_CHARS
-    if any(len(key) > longest_key or len(value) > longest_value for key, value in metadata.items()):
-        raise invalid(
-            f"keys of `metadata` take at most {longest_key} characters, values at most {longest_value}", "metadata"
-        )
+    fields.check_metadata(asked.metadata)
 
 
 def _logprobs(asked: ResponsesBody, model: ModelFacts) -> int | None:
@@ -201,32 +206,54 @@ def _own_items(asked: str | list[dict[str, Any]] | None) -> list[Item]:
     return asked
 
 
-def _read_messages(asked: ResponsesBody, items: list[Item], earlier: Shelf) -> list[dict[str, Any]]:
+def _read_messages(asked: ResponsesBody, items: list[Item], earlier: Earlier) -> list[dict[str, Any]]:
     """Return the messages of the instructions, of the earlier conversation, and of this request's items."""
-    past: list[Item] = []
-    if (previous_id := asked.previous_response_id) is not None:
-        found = earlier.conversation(previous_id)
-        if found is None:
-            raise ApiError(
-                404,
-                f"There is no response {previous_id[:80]!r}: it was never stored, was deleted, or had to make room. "
-                "Send the whole conversation in `input`.",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        past = found
+    past = _past(asked, earlier)
     if len(past) + len(items) > limits.MAX_MESSAGES:
         raise invalid(f"a conversation takes at most {limits.MAX_MESSAGES} items", "input")
     reader = ItemReader(earlier.item)
     if asked.instructions:
         reader.say("system", asked.instructions)
     for item in past:
-        reader.add(item, "previous_response_id")
+        reader.add(item, "previous_response_id" if asked.conversation is None else "conversation")
     for index, item in enumerate(items):
         reader.add(item, f"input[{index}]")
     if not reader.messages:
         raise invalid("`input` must hold at least one item", "input")
     return reader.messages
+
+
+def _past(asked: ResponsesBody, earlier: Earlier) -> list[Item]:
+    """Return the items of the conversation that the request goes on with, none without one."""
+    previous_id, conversation_id = asked.previous_response_id, _conversation_id(asked.conversation)
+    if previous_id is None and conversation_id is None:
+        return []
+    if previous_id is not None and conversation_id is not None:
+        raise invalid("A request has either `previous_response_id` or `conversation`", "conversation")
+    past = earlier.conversation()
+    if past is not None:
+        return past
+    if conversation_id is not None:
+        raise conversation_not_found(conversation_id, "conversation")
+    assert previous_id is not None
+    raise ApiError(
+        404,
+        f"There is no response {previous_id[:80]!r}: it was never stored, was deleted, or had to make room. "
+        "Send the whole conversation in `input`.",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
+
+
+def conversation_not_found(conversation_id: str, param: str = "conversation_id") -> ApiError:
+    """404: the caller has no such conversation."""
+    message = f"There is no conversation {conversation_id[:80]!r}: it was never made, was deleted, or had to make room"
+    return ApiError(404, message, param=param, code="conversation_not_found")
+
+
+def _resolved(items: list[Item], earlier: Earlier) -> list[Item]:
+    """Return the items, those in place of references that these stand for: what is kept is whole by itself."""
+    return [(earlier.item(item["id"]) or item) if is_reference(item) else item for item in items]
 
 
 def _read_format(text: TextOptions | None) -> tuple[OutputFormat | None, dict[str, Any]]:
@@ -261,6 +288,7 @@ def _repeated(asked: ResponsesBody, tools: ToolSet, sampling: SamplingParams, fo
     return {
         "instructions": asked.instructions,
         "previous_response_id": asked.previous_response_id,
+        "conversation": None if asked.conversation is None else {"id": _conversation_id(asked.conversation)},
         "store": asked.store is not False,
         "background": False,
         "tools": tools.repeated,

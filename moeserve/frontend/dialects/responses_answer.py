@@ -7,8 +7,7 @@ is sent whole goes the same way as a streamed one, so that both have the same it
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -16,16 +15,27 @@ import msgspec
 from moeserve.frontend.dialects.fields import WRITTEN_AT_ONCE, finite
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, ToolCallPart, Usage, Writing
 from moeserve.frontend.dialects.responses import Turn
-from moeserve.frontend.dialects.responses_items import Item, seal_reasoning
+from moeserve.frontend.dialects.responses_items import Item, item_id_of, seal_reasoning
 from moeserve.frontend.dialects.responses_tools import CUSTOM_INPUT, ClientName
 from moeserve.frontend.http import KEEP_ALIVE, ApiError
 from moeserve.frontend.text import TextTokenizer
 
-ID_PREFIX = "resp_"
 _LAST_NUMBER = 2**31 - 1
-# Keeps a response: its id, its JSON, the items of its input, the id of the response before it.
-# Returns True if there was room for it.
-Keep = Callable[[str, bytes, bytes, str | None], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A response and the items of its request, both as JSON. previous_id, conversation_id: what the request named."""
+
+    response_id: str
+    response: bytes
+    input: bytes
+    previous_id: str | None = None
+    conversation_id: str | None = None
+
+    def input_items(self) -> list[Item]:
+        items: list[Item] = msgspec.json.decode(self.input)
+        return items
 
 
 def error_event(error: ApiError) -> bytes:
@@ -45,6 +55,10 @@ class EventLog:
         data = msgspec.json.encode({"type": kind, **fields, "sequence_number": self._next})
         self._next += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
+
+    def take_back(self) -> None:
+        """Give the number of the last event to the next one: that is written in its place."""
+        self._next -= 1
 
     def delta(self, head: bytes, text: str, logprobs: list[msgspec.Raw] | None = None) -> bytes:
         """Return an event that carries a piece of text. head: from `delta_head`; logprobs: None leaves them out."""
@@ -173,7 +187,8 @@ def _custom_input(arguments: str) -> str:
 
 
 class ResponsesFormatter:
-    """Writes answers in this dialect. `keep` is called with a response that is to be stored, once it is complete."""
+    """Writes answers in this dialect. `kept` is the complete response that is to be stored; None before, and where none
+    is."""
 
     def __init__(
         self,
@@ -182,14 +197,12 @@ class ResponsesFormatter:
         request: GenerateRequest,
         tokenizer: TextTokenizer,
         fingerprint: str,
-        keep: Keep,
     ) -> None:
+        self.kept: KeptResponse | None = None
         self._turn = msgspec.json.decode(request.repeated, type=Turn)
         self._id = answer_id
-        self._item_suffix = answer_id.removeprefix(ID_PREFIX)
         self._head = {"id": answer_id, "object": "response", "created_at": created, "model": request.model}
         self._tokenizer = tokenizer
-        self._keep = keep
         self._log = EventLog()
         self._started = False
         self._done: list[Item] = []
@@ -197,6 +210,7 @@ class ResponsesFormatter:
         self._logprobs: list[msgspec.Raw] = []  # of tokens whose text has not come yet
         self._status = "completed"
         self._has_answer = False  # a message or a call
+        self._final: dict[str, Any] = {}
 
     def start(self, index: int, usage: Usage) -> bytes:
         self._started = True
@@ -215,7 +229,7 @@ class ResponsesFormatter:
         return events if delta.finish_reason is None else events + self._finish(delta.finish_reason)
 
     def end(self, usage: Usage) -> bytes:
-        return self._log.event(f"response.{self._status}", response=msgspec.Raw(self._final(usage)))
+        return self._log.event(f"response.{self._status}", response=msgspec.Raw(self._finished(usage)))
 
     def error(self, error: ApiError) -> bytes:
         begin = b"" if self._started else self.start(0, Usage())
@@ -232,7 +246,15 @@ class ResponsesFormatter:
                 yield
             self._logprobs += map(self._logprob, choice.tokens[start : start + WRITTEN_AT_ONCE])
         self.delta(replace(choice, tokens=[]), usage)
-        return self._final(usage)
+        return self._finished(usage)
+
+    def unkept(self) -> bytes:
+        """Return once more what `end` or `complete` has returned last, for a response that is not kept after all."""
+        data = msgspec.json.encode({**self._final, "store": False})
+        if not self._started:
+            return data
+        self._log.take_back()
+        return self._log.event(f"response.{self._status}", response=msgspec.Raw(data))
 
     def _say_text(self, text: str) -> bytes:
         """Return the events of text, with the log probabilities that have come up to it."""
@@ -281,14 +303,15 @@ class ResponsesFormatter:
         return item.close(status)
 
     def _item_id(self, prefix: str) -> str:
-        return f"{prefix}_{self._item_suffix}{len(self._done):02d}"
+        return item_id_of(prefix, self._id, len(self._done))
 
-    def _final(self, usage: Usage) -> bytes:
-        """Return the complete response, and keep it if the request says so."""
-        response = self._response(self._status, usage)
-        data = msgspec.json.encode(response)
-        if self._turn.store and not self._keep(self._id, data, bytes(self._turn.input), self._turn.previous_id):
-            return msgspec.json.encode({**response, "store": False})
+    def _finished(self, usage: Usage) -> bytes:
+        """Return the complete response, which is to be kept if the request says so."""
+        self._final = self._response(self._status, usage)
+        data = msgspec.json.encode(self._final)
+        if self._turn.store:
+            turn = self._turn
+            self.kept = KeptResponse(self._id, data, bytes(turn.input), turn.previous_id, turn.conversation_id)
         return data
 
     def _response(self, status: str, usage: Usage | None = None, error: dict[str, str] | None = None) -> dict[str, Any]:

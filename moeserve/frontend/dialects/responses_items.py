@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import base64
 import binascii
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
+
+import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_tools import CUSTOM_INPUT, model_name
@@ -19,7 +21,64 @@ Item = dict[str, Any]
 
 ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
+RESPONSE_PREFIX = "resp_"
 _SEAL = "moeserve.1."
+_ID_DIGITS = 24  # of a response, between its prefix and, in an item's id, the number of the item
+
+
+class Named(msgspec.Struct, frozen=True):
+    """The ids by which a request refers to a conversation, and to single items."""
+
+    previous_id: str | None
+    conversation_id: str | None
+    item_ids: list[str]
+
+
+class Earlier(msgspec.Struct, array_like=True, frozen=True):
+    """What a request refers to, as JSON: lists of the items of a conversation, oldest first, None where there is none
+    of that id, and single items by their ids."""
+
+    turns: list[bytes] | None = None
+    items: dict[str, bytes] = {}
+
+    def conversation(self) -> list[Item] | None:
+        """Return all items of the conversation; None where there is none."""
+        if self.turns is None:
+            return None
+        return [item for turn in self.turns for item in msgspec.json.decode(turn, type=list[Item])]
+
+    def item(self, item_id: str) -> Item | None:
+        """Return an item, None for an unknown one."""
+        found = self.items.get(item_id)
+        return None if found is None else msgspec.json.decode(found, type=Item)
+
+
+def item_id_of(prefix: str, response_id: str, number: int) -> str:
+    """Return the id of an item that a response puts out."""
+    return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)}{number:02d}"
+
+
+def response_of_item(item_id: str) -> str:
+    """Return the id of the response that has put out an item of that id, if any has."""
+    return RESPONSE_PREFIX + item_id.partition("_")[2][:_ID_DIGITS]
+
+
+def is_reference(item: Item) -> bool:
+    """Return whether an item stands for another one, by its id."""
+    return item.get("type") in ("item_reference", None) and "role" not in item and isinstance(item.get("id"), str)
+
+
+def listed_item(item: Item, item_id: str) -> Item:
+    """Return an item of a request as lists show it: it has an id, that one unless it had one, and a list as content."""
+    complete = {**item, "id": item.get("id") or item_id, "status": item.get("status") or "completed"}
+    if "role" in item:
+        kind = "output_text" if item["role"] == "assistant" else "input_text"
+        content = item.get("content")
+        complete["type"] = "message"
+        complete["content"] = [{"type": kind, "text": content}] if isinstance(content, str) else content
+        if kind == "output_text" and isinstance(content, str):
+            complete["content"][0]["annotations"] = []
+    return complete
 
 
 def seal_reasoning(text: str) -> str:
@@ -38,13 +97,14 @@ def _unseal(content: Any) -> str | None:
 
 
 class ItemReader:
-    """Collects messages from items. `find` returns an item that a reference names. Its methods raise ApiError."""
+    """Collects messages from items. Its methods raise ApiError."""
 
-    def __init__(self, find: Callable[[str], Item | None]) -> None:
+    def __init__(self, find: Callable[[str], Item | None], calls: Collection[str] = ()) -> None:
+        """find: returns an item that a reference names. calls: ids of calls that were before the first item."""
         self.messages: list[dict[str, Any]] = []
         self._find = find
         self._assistant: dict[str, Any] | None = None  # the message that the assistant's next items belong to
-        self._called: dict[str, str] = {}  # the names of the tools that were called, by the ids of the calls
+        self._called = dict.fromkeys(calls, "")  # the names of the tools that were called, by the ids of the calls
 
     def say(self, role: str, text: str) -> None:
         """Add a message of somebody else than the assistant."""
@@ -111,7 +171,7 @@ class ItemReader:
 
     def _add_reference(self, item_id: str, where: str) -> None:
         found = self._find(item_id)
-        if found is None:
+        if found is None or is_reference(found):
             raise invalid(
                 f"`{where}.id` is {item_id[:80]!r}, an item that is not kept here: send the item itself",
                 f"{where}.id",

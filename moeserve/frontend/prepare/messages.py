@@ -16,8 +16,8 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, Tool
+from moeserve.frontend.dialects.responses_items import Earlier, Named
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.response_store import LentTurn
 from moeserve.frontend.text import PromptText
 from moeserve.plan import CacheWish
 
@@ -25,7 +25,19 @@ SIZE_BYTES = 4
 
 # How a body is read and what becomes of it.
 Kind = Literal[
-    "chat", "completions", "messages", "responses", "warm", "prefix", "unpin", "tokenize", "detokenize", "count_message"
+    "chat",
+    "completions",
+    "messages",
+    "responses",
+    "warm",
+    "prefix",
+    "unpin",
+    "tokenize",
+    "detokenize",
+    "count_message",
+    "conversation",
+    "conversation_items",
+    "conversation_metadata",
 ]
 
 
@@ -34,8 +46,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
     owner: digest of the caller's key; nobody else's text is compared with this one. retention_share, tells_salts: see
     `CacheWish`. reports: the answer tells about the prompt cache. coding: in which the body came, up to `max_bytes` of
-    it. max_choices: of one request. earlier: the responses and items that the body refers to, None before they are
-    known.
+    it. max_choices: of one request. earlier: what the body refers to, None before that is known.
     """
 
     kind: Kind
@@ -47,7 +58,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
     coding: bytes | None = None
     max_bytes: int = 0
     max_choices: int = limits.MAX_PROMPTS * limits.MAX_N
-    earlier: list[LentTurn] | None = None
+    earlier: Earlier | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +94,9 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class NeedsEarlier:
-    """The request refers to responses or items of these names; ask again with them."""
+    """The request refers to what was kept by these names; ask again with that."""
 
-    names: list[str]
+    named: Named
 
 
 Reply = Prepared | Prefix | Body | NeedsEarlier | ApiError
@@ -122,7 +133,7 @@ class _BodyHead(msgspec.Struct, tag_field="reply", tag="body"):
 
 
 class _EarlierHead(msgspec.Struct, tag_field="reply", tag="earlier"):
-    names: list[str]
+    named: Named
 
 
 class _ErrorHead(msgspec.Struct, tag_field="reply", tag="error"):
@@ -172,7 +183,7 @@ def pack_reply(reply: Reply) -> list[bytes]:
         case Body():
             head, payload = _BodyHead(), [reply.content]
         case NeedsEarlier():
-            head = _EarlierHead(reply.names)
+            head = _EarlierHead(reply.named)
         case ApiError() as error:
             head = _ErrorHead(
                 error.status,
@@ -202,7 +213,7 @@ def unpack_reply(frame: bytes) -> Reply:
         case _BodyHead():
             return Body(bytes(payload))
         case _EarlierHead():
-            return NeedsEarlier(head.names)
+            return NeedsEarlier(head.named)
         case _ErrorHead():
             return ApiError(
                 head.status,

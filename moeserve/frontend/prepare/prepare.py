@@ -18,8 +18,9 @@ from llguidance import LLTokenizer
 
 from moeserve.frontend import limits
 from moeserve.frontend.constraints import Constraint, constraint_of, of_calls
-from moeserve.frontend.dialects import chat, completions, fields, messages, prefixes, responses, tokens
+from moeserve.frontend.dialects import chat, completions, conversations, fields, messages, prefixes, responses, tokens
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
+from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.http import ApiError, check_choices, context_length_exceeded, invalid, longest_output
 from moeserve.frontend.parsers.families import OutputShape
 from moeserve.frontend.prepare.borders import asks_cache, marked_lengths
@@ -29,7 +30,6 @@ from moeserve.frontend.prepare.messages import Ask, Body, NeedsEarlier, Prefix, 
 from moeserve.frontend.prepare.pieces import PieceMemory
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.prepare.watch import Stage, Watch
-from moeserve.frontend.response_store import LentTurn, Shelf
 from moeserve.frontend.text import PromptText, TextTokenizer, decode_prompt, prompt_tail
 from moeserve.plan import CacheWish
 
@@ -84,9 +84,9 @@ class Preparer:
             self._watch.enter(Stage.READ, len(body))
         match ask.kind:
             case "responses":
-                if ask.earlier is None and (names := responses.earlier_names(body)):
-                    return NeedsEarlier(names)
-                return self._generation(responses.parse(body, facts, _shelf(ask.earlier or [])), ask)
+                if ask.earlier is None and (named := responses.earlier_names(body)) is not None:
+                    return NeedsEarlier(named)
+                return self._generation(responses.parse(body, facts, ask.earlier or Earlier()), ask)
             case "prefix" | "unpin":
                 return self._prefix(ask, body)
             case "tokenize":
@@ -98,6 +98,12 @@ class Preparer:
             case "count_message":
                 prompt = messages.parse_count(body, facts)
                 return _json({"input_tokens": len(self._encode(prompt, facts, ask.owner))})
+            case "conversation":
+                return _json(conversations.parse_conversation(body))
+            case "conversation_items":
+                return _json(conversations.parse_items(body))
+            case "conversation_metadata":
+                return _json(conversations.parse_metadata(body))
             case kind:
                 return self._generation(READERS[kind](body, facts), ask)
 
@@ -254,13 +260,6 @@ def make_programs(
 def _owner(ask: Ask, cache_salt: str) -> bytes:
     """Return whose pieces a request may find: its own key's, narrowed by its salt."""
     return ask.owner + b"/" + cache_salt.encode("utf-8", "surrogatepass")
-
-
-def _shelf(turns: list[LentTurn]) -> Shelf:
-    """Return the earlier responses of a request."""
-    shelf = Shelf(limits.MAX_STORED_RESPONSES_PER_KEY, limits.MAX_STORED_BYTES_PER_KEY, lambda: None)
-    shelf.adopt(turns)
-    return shelf
 
 
 def _json(content: object) -> Body:

@@ -6,7 +6,7 @@ import asyncio
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,12 +56,16 @@ _PROCESS_ENDED = unavailable("The process that had this request ended: send it a
 _STATUS_WAITS = 1.5
 
 
+# Keeps an answer; takes and returns the bytes with which it ends.
+Keep = Callable[[Formatter, bytes], Awaitable[bytes]]
+
+
 @dataclass(frozen=True, slots=True)
 class Dialect:
     """The parts of one API: how its requests are prepared, the prefix of its answer ids, how it writes answers.
 
-    lend: gives the earlier responses that a request refers to. cut: the event that ends a stream of which only that is
-    known.
+    lend: gives what a request refers to. cut: the event that ends a stream of which only that is known. keep: is given
+    the last bytes of an answer, returns them, or others, once the answer is kept.
     """
 
     kind: Kind
@@ -69,6 +73,7 @@ class Dialect:
     formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
     lend: Lend | None = None
     cut: Callable[[ApiError], bytes] = ApiError.event
+    keep: Keep | None = None
 
 
 CHAT = Dialect("chat", "chatcmpl-", chat.ChatFormatter)
@@ -162,10 +167,12 @@ class GenerateRoute:
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
-                    await _Streaming(group, answer, formatter, progress, stream, turns).run()
+                    await _Streaming(group, answer, formatter, progress, stream, turns, self._dialect.keep).run()
                 else:
                     choices = await _whole(group, answer, progress, turns)
                     content = await _completed(formatter, choices, answer, services.long_answers)
+                    if self._dialect.keep is not None:
+                        content = await self._dialect.keep(formatter, content)
                     will.revoke()
                     await send_body(send, 200, content)
         except ApiError as error:
@@ -285,6 +292,7 @@ class _Streaming:
     progress: Progress
     stream: EventStream
     turns: Turns
+    keep: Keep | None
     _started: set[int] = field(default_factory=set, init=False)
     _num_deaths: int = field(default=0, init=False)
 
@@ -300,7 +308,8 @@ class _Streaming:
             await self._write(first)
             while self.answer.num_open:
                 await self._write(await self._next(limits.KEEP_ALIVE_S))
-            await self.stream.write(self.formatter.end(self.answer.usage), last=True)
+            end = self.formatter.end(self.answer.usage)
+            await self.stream.write(end if self.keep is None else await self.keep(self.formatter, end), last=True)
         except ApiError as error:
             await self.stream.write(self.formatter.error(error), last=True)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.dialects.chat import ChatBody
 from moeserve.frontend.dialects.completions import CompletionBody
+from moeserve.frontend.dialects.conversations import ConversationBody, ItemsBody, MetadataBody
 from moeserve.frontend.dialects.messages import MessagesBody
 from moeserve.frontend.dialects.prefixes import MESSAGE_FIELDS, PIN_FIELDS, WARM_FIELDS, PrefixBody, UnpinBody
 from moeserve.frontend.dialects.responses import ResponsesBody
@@ -14,6 +15,7 @@ from moeserve.frontend.dialects.tokens import DetokenizeBody, TokenizeBody
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, TEXT, Route
 from moeserve.frontend.routes.cache import CacheRoutes
+from moeserve.frontend.routes.conversations import ConversationRoutes
 from moeserve.frontend.routes.generate import GenerateRoute
 from moeserve.frontend.routes.live import LiveRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
@@ -31,6 +33,7 @@ class Endpoints:
     responses: ResponsesRoute
     warm: GenerateRoute
     kept: KeptResponseRoutes
+    conversations: ConversationRoutes
     tokens: TokenRoutes
     service: ServiceRoutes
     cache: CacheRoutes
@@ -96,6 +99,70 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         role="user",
         summary="List the input of a response",
         endpoint=lambda made: made.kept.input_items,
+    ),
+    Route(
+        method="POST",
+        path="/v1/conversations",
+        role="user",
+        summary="Make a conversation",
+        endpoint=lambda made: made.conversations.create,
+        body=ConversationBody,
+        example={"items": _HELLO},
+    ),
+    Route(
+        method="GET",
+        path="/v1/conversations/conv_{name}",
+        role="user",
+        summary="Find a conversation",
+        endpoint=lambda made: made.conversations.one,
+    ),
+    Route(
+        method="POST",
+        path="/v1/conversations/conv_{name}",
+        role="user",
+        summary="Give a conversation other metadata",
+        endpoint=lambda made: made.conversations.one,
+        body=MetadataBody,
+        required=("metadata",),
+        example={"metadata": {"topic": "weather"}},
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/conversations/conv_{name}",
+        role="user",
+        summary="Drop a conversation",
+        endpoint=lambda made: made.conversations.one,
+    ),
+    Route(
+        method="GET",
+        path="/v1/conversations/conv_{name}/items",
+        role="user",
+        summary="List the items of a conversation",
+        endpoint=lambda made: made.conversations.items,
+    ),
+    Route(
+        method="POST",
+        path="/v1/conversations/conv_{name}/items",
+        role="user",
+        summary="Add items to a conversation",
+        endpoint=lambda made: made.conversations.items,
+        body=ItemsBody,
+        required=("items",),
+        example={"items": _HELLO},
+    ),
+    Route(
+        method="GET",
+        path="/v1/conversations/conv_{name}/items/{item}",
+        role="user",
+        summary="Find an item of a conversation",
+        endpoint=lambda made: made.conversations.item,
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/conversations/conv_{name}/items/{item}",
+        role="user",
+        summary="Take an item out of a conversation",
+        endpoint=lambda made: made.conversations.item,
     ),
     Route(
         method="POST",
