@@ -108,6 +108,8 @@ def _context(ready: Ready) -> str:
     text = f"{ready.max_model_len:,} tokens per request"
     if ready.model_max_len is not None and ready.model_max_len > ready.max_model_len:
         text += f" (the model allows {ready.model_max_len:,})"
+    if ready.stretched_from is not None:
+        text += f"; beyond {ready.stretched_from:,} positions are stretched (LongRoPE)"
     return text
 
 

@@ -144,7 +144,8 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     Layers that see the last `window` tokens have `num_window_blocks` blocks of their own, on all ranks; both 0 without.
     `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
-    `model` says in a line what the model is, `arithmetic` how it multiplies.
+    `model` says in a line what the model is, `arithmetic` how it multiplies. `stretched_from`: the tokens beyond which
+    a request's angles change, None where contexts never change them.
     """
 
     device: str
@@ -164,6 +165,7 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     model: str | None = None
     pid: int | None = None
     arithmetic: str = ""
+    stretched_from: int | None = None
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):

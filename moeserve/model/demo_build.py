@@ -33,6 +33,8 @@ from moeserve.model.spec import ModelError, Progress, silent
 CALIBRATION_TOKENS = 2048
 # The first tokens of any text draw attention from all others and have extreme activations: they would make a centroid.
 SKIPPED_TOKENS = 16
+# The demo serves contexts of so many times the length that its model was trained with; see `stretched_rope`.
+CONTEXT_FACTOR = 4
 FFN = ("gate_proj", "up_proj", "down_proj")
 _LAYERS_PER_SHARD = 8
 _LAYER_NAMES = {
@@ -473,15 +475,33 @@ def common_config(shape: DenseShape) -> dict[str, Any]:
         "hidden_act": "silu",
         "hidden_size": shape.hidden_size,
         "initializer_range": 0.02,
-        "max_position_embeddings": shape.max_positions,
+        "max_position_embeddings": CONTEXT_FACTOR * shape.max_positions,
         "num_attention_heads": shape.num_heads,
         "num_hidden_layers": shape.num_layers,
         "num_key_value_heads": shape.num_kv_heads,
         "rms_norm_eps": shape.rms_norm_eps,
-        "rope_parameters": {"rope_type": "default", "rope_theta": shape.rope_theta},
+        "rope_parameters": stretched_rope(shape),
         "tie_word_embeddings": True,
         "use_cache": True,
         "vocab_size": shape.vocab_size,
+    }
+
+
+def stretched_rope(shape: DenseShape) -> dict[str, Any]:
+    """Return rope parameters whose angles are the model's own up to its context, and those of a larger base beyond it.
+
+    The larger base is that of NTK-aware scaling: the fastest channel keeps its angle, the slowest turns
+    `CONTEXT_FACTOR` times more slowly. `benchmarks.long_contexts` measures it.
+    """
+    last = shape.head_dim - 2
+    return {
+        "rope_type": "longrope",
+        "rope_theta": shape.rope_theta,
+        "original_max_position_embeddings": shape.max_positions,
+        "factor": float(CONTEXT_FACTOR),
+        "attention_factor": 1.0,
+        "short_factor": [1.0] * (shape.head_dim // 2),
+        "long_factor": [CONTEXT_FACTOR ** (channel / last) for channel in range(0, shape.head_dim, 2)],
     }
 
 
@@ -496,7 +516,7 @@ def _tokenizer_config(shape: DenseShape, vocabulary: Vocabulary) -> dict[str, An
         "unk_token": vocabulary.tokens[vocabulary.unk_id],
         "pad_token": vocabulary.tokens[vocabulary.pad_id],
         "clean_up_tokenization_spaces": False,
-        "model_max_length": shape.max_positions,
+        "model_max_length": CONTEXT_FACTOR * shape.max_positions,
         "chat_template": vocabulary.chat_template,
     }
 

@@ -54,6 +54,13 @@ def test_the_banner_says_where_how_and_with_what():
     assert "NVIDIA H200 found, not used" in text
 
 
+def test_the_banner_tells_from_which_length_on_positions_are_stretched():
+    stretched = msgspec.structs.replace(READY, max_model_len=32768, model_max_len=32768, stretched_from=8192)
+    text = ready_banner(stretched, url="http://x", model="demo", needs_key=False, gpus=[])
+    assert "context  32,768 tokens per request; beyond 8,192 positions are stretched (LongRoPE)" in text
+    assert "LongRoPE" not in ready_banner(READY, url="http://x", model="demo", needs_key=False, gpus=[])
+
+
 def test_the_banner_tells_of_recurrent_states_where_there_are_some():
     with_states = msgspec.structs.replace(READY, num_state_slots=8, num_snapshots=16, state_row_bytes=64 * 2**20)
     line = "states   1.5 GiB = 8 requests at once and 16 snapshots of prefixes, 64.0 MiB each"
