@@ -13,7 +13,7 @@ from datetime import date
 import torch
 import triton
 
-from moeserve.tune.measure import time_calls
+from benchmarks.kernels.measure import time_calls
 
 _QUERY = ("nvidia-smi", "--format=csv,noheader", "--query-gpu")
 _STATE = "clocks.sm,clocks.mem,power.draw,temperature.gpu,utilization.gpu"

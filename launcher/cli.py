@@ -52,7 +52,6 @@ class LazyGroup(click.Group):
         "top": ("launcher.top:top", "Watch a running server in the terminal."),
         "run-batch": ("launcher.run_batch:run_batch", "Answer a file of requests."),
         "bench": ("launcher.cli:bench", "Measure servers, and weights of fewer bits."),
-        "tune": ("launcher.cli:tune", "Measure the kernels of a model's experts on this GPU."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
         "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
         "cache": ("launcher.cli:cache", "See, check and empty a folder of KV on disk."),
@@ -78,15 +77,6 @@ def main() -> None:
 )
 def bench() -> None:
     """Measure servers under load, and what weights of fewer bits cost and gain."""
-
-
-@click.command(context_settings={"ignore_unknown_options": True, "help_option_names": []})
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
-def tune(arguments: tuple[str, ...]) -> None:
-    """Leave all arguments, --help included, to a command line that also runs where click is not installed."""
-    from moeserve.tune.__main__ import main as run
-
-    sys.exit(run(list(arguments)))
 
 
 @click.group(

@@ -61,9 +61,9 @@ def _measure(device: torch.device, out_dir: Path, time_limit: float) -> int:
 
     from benchmarks.gpu import Deadline, file_stem, gpu_name, gpu_state, hardware, is_lost, measure_ceilings, versions
     from benchmarks.kernels.checks import checks
+    from benchmarks.kernels.measure import time_calls
     from benchmarks.kernels.report import KernelReport, target_rows
     from benchmarks.kernels.run import Bench, run_bench
-    from moeserve.tune.measure import time_calls
 
     deadline = Deadline(time_limit)
     name, num_sms = gpu_name(device), torch.cuda.get_device_properties(device).multi_processor_count
@@ -85,9 +85,10 @@ def _sections(device: torch.device, num_sms: int) -> list[Section]:
     from benchmarks.kernels.cases import Section
     from benchmarks.kernels.experts import ALONE_NUM_TOKENS, SHAPES, combine_cases, moe_cases, quantised_cases
     from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
-    from moeserve.model.gpu.kernels import moe_configs
+    from kernels.gpu.moe import shared_memory_of
+    from kernels.gpu.moe_config import MoeConfigs
 
-    configs = partial(moe_configs, device=device)
+    configs = partial(MoeConfigs, shared_bytes=shared_memory_of(device))
     experts = [
         section
         for name in SHAPES

@@ -19,10 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+from benchmarks.kernels.attention_case import AttentionCase, Kind, PreparedAttention, prepare
 from benchmarks.kernels.cases import KernelCase, Peers, PlannedCase, Section
-from moeserve.model.gpu.kernels import tuned_attention
-from moeserve.tune.attention import AttentionCase, Kind, PreparedAttention, prepare
-from moeserve.tune.measure import Call
+from benchmarks.kernels.measure import Call
 
 # A compilation per shape takes seconds, so some shapes of one family have it: sequences, positions, new tokens.
 _FLEX_KV_HEADS = 4
@@ -56,7 +55,7 @@ def attention_sections(device: torch.device, num_sms: int) -> Iterator[Section]:
 
 
 def attention_case(case: AttentionCase, device: torch.device, num_sms: int) -> KernelCase:
-    prepared = prepare(case, device, num_sms, configs=tuned_attention(case.shape, device))
+    prepared = prepare(case, device, num_sms)
     peers = attention_peers(prepared)
     return KernelCase(
         [partial(prepared.run, index) for index in range(prepared.num_sets)],

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from moeserve.tune.measure import TOLERANCE, Call, Timing
+from benchmarks.kernels.measure import TOLERANCE, Call, Timing
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.gpu.moe import device_of, moe_experts_reference
-from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, Variant, WeightFormat, heuristic_config
+from benchmarks.kernels.attention_case import AttentionCase, AttentionTensors, Kind, PreparedAttention, prepare
+from benchmarks.kernels.experts_case import ACTIVATION, MoeCase, make_case
+from benchmarks.kernels.measure import Check, checked, relative_error, run_guarded, same_bits
+from kernels.gpu.moe import moe_experts_reference, shared_memory_of
+from kernels.gpu.moe_config import MoeConfig, MoeShape, Tile, WeightFormat, config_for
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv, norm_rope_write_kv_reference
 from kernels.gpu.sampling import filter_thresholds, filter_thresholds_reference, greedy, sample, sample_reference
-from moeserve.tune.attention import AttentionCase, AttentionTensors, Kind, PreparedAttention, prepare
-from moeserve.tune.experts import ACTIVATION, MoeCase, make_case
-from moeserve.tune.measure import Check, checked, relative_error, run_guarded, same_bits
 
 _EPS = 1e-6
 _WIDTHS = ((torch.bfloat16, ""), (torch.float8_e4m3fn, ", fp8 keys and values"))
@@ -30,7 +30,7 @@ _LENGTHS: dict[Kind, tuple[tuple[int, ...], tuple[int, ...]]] = {
 _EXPERTS = MoeShape(8, 64, 64, 2, "bfloat16")
 _TOKENS = 9
 _TILE = Tile(32, 32, 1, 4, 2)
-_VARIANTS: tuple[tuple[Variant, int], ...] = (("gemv", 1), ("gemv_split", 1), ("tiled", 16), ("persistent", 64))
+_BLOCK_MS = (16, 64)
 _FORMATS: tuple[tuple[WeightFormat, int], ...] = (("int8", 0), ("fp8", 0), ("int4", 32))
 
 
@@ -141,12 +141,13 @@ def _other_order(prepared: PreparedAttention, device: torch.device, num_sms: int
 
 
 def expert_checks(device: torch.device) -> Iterator[Check]:
-    """Check every variant and stored format; few experts, absent ones, no tokens, tokens in another order."""
+    """Check tiles of few and many rows and every stored format; few experts, absent ones, no tokens, other orders."""
     case = make_case(_EXPERTS, _TOKENS, device)
-    for variant, block_m in _VARIANTS:
-        config = MoeConfig(variant, block_m, _TILE, _TILE)
-        yield checked(f"experts, {variant}", partial(case.relative_error, config, _TOKENS))
-    config = heuristic_config(_EXPERTS, _TOKENS, device_of(device))
+    for block_m in _BLOCK_MS:
+        config = MoeConfig(block_m, _TILE, _TILE)
+        yield checked(f"experts, tiles of {block_m} rows", partial(case.relative_error, config, _TOKENS))
+    shared_bytes = shared_memory_of(device)
+    config = config_for(_EXPERTS, _TOKENS, shared_bytes)
     ids = case.expert_ids
     for name, chosen in (
         ("all tokens on two experts", torch.tensor([5, 2], device=device).expand_as(ids).contiguous()),
@@ -157,7 +158,7 @@ def expert_checks(device: torch.device) -> Iterator[Check]:
     yield checked("experts, other order", partial(_other_tokens, case, config))
     for weights, group_size in _FORMATS:
         shape = dataclasses.replace(_EXPERTS, weights=weights, group_size=group_size)
-        quantised, chosen_for = make_case(shape, _TOKENS, device), heuristic_config(shape, _TOKENS, device_of(device))
+        quantised, chosen_for = make_case(shape, _TOKENS, device), config_for(shape, _TOKENS, shared_bytes)
         yield checked(f"experts in {weights}", partial(quantised.relative_error, chosen_for, _TOKENS))
 
 

@@ -12,12 +12,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.cases import KernelCase, Peers, PlannedCase, compiled
-from kernels.gpu.moe import device_of
+from benchmarks.kernels.experts_case import (
+    MoeCase,
+    Routing,
+    make_case,
+    projection_call,
+    random_experts,
+    route,
+    sorted_pairs,
+)
+from benchmarks.kernels.measure import Call, cold_sets, relative_error, run_guarded
 from kernels.gpu.moe_config import MoeConfig, MoeShape
 from kernels.gpu.moe_kernels import combine
 from kernels.gpu.moe_weights import GpuExperts
-from moeserve.tune.experts import MoeCase, Routing, make_case, projection_call, random_experts, route, sorted_pairs
-from moeserve.tune.measure import Call, cold_sets, relative_error, run_guarded
 
 SHAPES = {
     "Qwen3-30B-A3B": MoeShape(128, 768, 2048, 8, "bfloat16"),
@@ -126,10 +133,9 @@ def _moe_case(sets: list[MoeCase], config: MoeConfig, peers: Peers) -> KernelCas
 
 def _products_case(case: MoeCase, config: MoeConfig) -> KernelCase:
     """Make one set: all weights are read, which are too many for the cache."""
-    shape, device = case.shape, device_of(case.x.device)
-    pairs = None if config.block_m == 1 else sorted_pairs(case, config.block_m)
-    gate_up = projection_call(case, config.variant, pairs, config.block_m, "gate_up", config.gate_up, device)
-    down = projection_call(case, config.variant, pairs, config.block_m, "down", config.down, device)
+    shape, pairs = case.shape, sorted_pairs(case, config.block_m)
+    gate_up = projection_call(case, pairs, config.block_m, "gate_up", config.gate_up)
+    down = projection_call(case, pairs, config.block_m, "down", config.down)
 
     def products() -> Tensor:
         gate_up()

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from benchmarks.gpu import Ceilings, Deadline
 from benchmarks.kernels.cases import Measurement, PlannedCase, Section, TimeCalls, measure
+from benchmarks.kernels.measure import Check
 from benchmarks.kernels.report import NOT_MEASURED, KernelReport, in_order, remark, row, target_rows, verdict_of
-from moeserve.tune.measure import Check
 
 
 @dataclass(frozen=True, slots=True)

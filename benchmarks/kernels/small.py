@@ -13,12 +13,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from benchmarks.kernels.cases import KernelCase, PlannedCase, compiled
+from benchmarks.kernels.measure import cold_sets, relative_error, run_guarded
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.norm import add_rms_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample, sample_reference
 from kernels.specs import GateSpec
-from moeserve.tune.measure import cold_sets, relative_error, run_guarded
 
 _WIDTH, _HEADS, _KV_HEADS, _DIM = 2048, 32, 4, 128
 _EXPERTS, _TOP_K, _EPS = 128, 8, 1e-6

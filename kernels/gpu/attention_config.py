@@ -1,21 +1,15 @@
-"""Configurations of the attention kernels: plain tables, rules for shapes that are not in them, and measured ones.
+"""Configurations of the attention kernels: plain tables, and rules for shapes that are not in them.
 
-A bad choice runs out of shared memory, so a configuration is shrunk until its pipeline fits. Measured configurations
-lie in files like the experts' (`kernels.gpu.moe_config`): a file holds the tiles of decodes, of short extends and of
-long prompts, and the limit of short extends, for one GPU, one shape and one minor version of Triton.
+A bad choice runs out of shared memory, so a configuration is shrunk until its pipeline fits. Nothing in the tables was
+measured on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import product
-from pathlib import Path
-from typing import Any, TypeVar
+from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
-
-from kernels.gpu.moe_config import Platform, TuningError, first_file, read_entries, write_entries
 
 # Shared memory of a thread block at compute capability 9.0, less room for reductions; 8.0 has 163 KiB.
 SHARED_MEMORY_BYTES = 200 * 1024
@@ -25,9 +19,8 @@ MIN_ROWS = 16
 SHORT_QUERIES = 64
 # The tokens of a short extend's tile, if so many rows fit into registers.
 EXTEND_TOKENS = 16
-MAX_CANDIDATES = 24
-# (head size up to, KV bytes per element) -> tile, warps, stages of the split kernel. Not tuned on a GPU yet. Compiled
-# for compute capability 9.0 none spills registers in 16 bits. A tile of 64 x 128 keys and values in bf16 has 32 KiB;
+# (head size up to, KV bytes per element) -> tile, warps, stages of the split kernel. Compiled for
+# compute capability 9.0 none spills registers in 16 bits. A tile of 64 x 128 keys and values in bf16 has 32 KiB;
 # each of three programs per SM has two tiles in flight.
 _SPLIT_TABLE = {
     (64, 4): (64, 4, 3),
@@ -100,7 +93,6 @@ class PrefillConfig:
     num_stages: int
 
 
-AnyConfig = SplitConfig | ExtendConfig | PrefillConfig
 Config = TypeVar("Config", SplitConfig, PrefillConfig)
 
 
@@ -121,12 +113,6 @@ class AttentionShape:
         """The number of query heads of a KV head."""
         return self.num_heads // self.kv_heads
 
-    def name(self) -> str:
-        """Return the shape's name in tuned files."""
-        dtypes = "-".join(str(dtype).removeprefix("torch.") for dtype in (self.dtype, self.kv_dtype))
-        heads = f"h{self.num_heads}-kv{self.kv_heads}-k{self.key_dim}-v{self.value_dim}"
-        return f"attention-{heads}-b{self.block_size}-{dtypes}"
-
     def split(self) -> SplitConfig:
         """Return the table's configuration for sequences with one new token."""
         return split_config(self.key_dim, self.value_dim, self.group, self.block_size, self.dtype, self.kv_dtype)
@@ -138,45 +124,6 @@ class AttentionShape:
     def prefill(self, max_query_len: int) -> PrefillConfig:
         """Return the table's configuration for sequences of up to `max_query_len` new tokens."""
         return prefill_config(self.key_dim, self.value_dim, self.block_size, self.dtype, self.kv_dtype, max_query_len)
-
-    def fits(self, config: SplitConfig | PrefillConfig) -> bool:
-        """Return True if a configuration fits shared memory and its sizes are powers of two from 16 on."""
-        sizes = (config.rows, config.tile)
-        if any(size < 16 or size != power_of_two(size) for size in sizes) or config.num_warps not in (1, 2, 4, 8):
-            return False
-        needed = shared_memory(config, self.key_dim, self.value_dim, self.dtype, self.kv_dtype)
-        return needed <= SHARED_MEMORY_BYTES
-
-
-class AttentionConfigs:
-    """Chooses configurations of one shape: measured ones if there are any, else the table's."""
-
-    def __init__(self, shape: AttentionShape, tuned: dict[str, AnyConfig] | None = None) -> None:
-        """tuned: measured configurations by "decode", "extend" and "prefill"; any may be missing."""
-        self.shape = shape
-        self._tuned = tuned or {}
-
-    @staticmethod
-    def find(shape: AttentionShape, platform: Platform, folders: Sequence[Path]) -> AttentionConfigs:
-        """Read the first file that fits, and log its name."""
-        return AttentionConfigs(
-            shape, first_file(folders, shape, platform, lambda path: read_attention(path, shape, platform))
-        )
-
-    def split(self) -> SplitConfig:
-        tuned = self._tuned.get("decode")
-        return tuned if isinstance(tuned, SplitConfig) else self.shape.split()
-
-    def extend(self) -> ExtendConfig:
-        tuned = self._tuned.get("extend")
-        return tuned if isinstance(tuned, ExtendConfig) else self.shape.extend()
-
-    def prefill(self, max_query_len: int) -> PrefillConfig:
-        """Return the configuration; only prompts beyond `SHORT_QUERIES` tokens have measured ones."""
-        tuned = self._tuned.get("prefill")
-        if isinstance(tuned, PrefillConfig) and max_query_len > SHORT_QUERIES:
-            return tuned
-        return self.shape.prefill(max_query_len)
 
 
 def split_config(
@@ -299,73 +246,3 @@ def head_blocks(key_dim: int, value_dim: int) -> HeadBlocks:
 def power_of_two(number: int) -> int:
     """Return the least power of two that is at least `number` >= 1."""
     return 1 << (number - 1).bit_length()
-
-
-def split_candidates(shape: AttentionShape) -> list[SplitConfig]:
-    """Return at most `MAX_CANDIDATES` configurations worth timing for decodes, the table's first."""
-    own = shape.split()
-    others = [
-        replace(own, tile=tile, num_warps=num_warps, num_stages=num_stages)
-        for tile, num_stages, num_warps in product((64, 32, 128), (2, 3, 4), (4, 8))
-        if tile <= max(shape.block_size, 64)
-    ]
-    others += [replace(own, programs_per_sm=programs) for programs in (1, 2, 3, 4)]
-    return [own, *(config for config in others if config != own and shape.fits(config))][:MAX_CANDIDATES]
-
-
-def extend_candidates(shape: AttentionShape) -> list[ExtendConfig]:
-    """Return at most `MAX_CANDIDATES` configurations for short extends; none if the table has none for them."""
-    own = shape.extend()
-    if not own.max_query_len:
-        return []
-    others = [
-        replace(own.split, rows=rows, tile=tile, num_warps=num_warps, num_stages=num_stages)
-        for tile, num_stages, num_warps, rows in product(
-            (64, 32, 128), (3, 2, 4), (4, 8), (own.split.rows, own.split.rows // 2)
-        )
-        if tile <= max(shape.block_size, 64)
-    ]
-    fitting = [own.split, *(split for split in others if split != own.split and shape.fits(split))]
-    return [replace(own, split=split) for split in fitting[:MAX_CANDIDATES]]
-
-
-def prefill_candidates(shape: AttentionShape) -> list[PrefillConfig]:
-    """Return at most `MAX_CANDIDATES` configurations for long prompts."""
-    own = shape.prefill(SHORT_QUERIES + 1)
-    others = [
-        PrefillConfig(rows, tile, num_warps, num_stages)
-        for rows, tile, num_stages, num_warps in product((128, 64, 32), (64, 32, 128), (2, 3, 4), (4, 8))
-    ]
-    return [own, *(config for config in others if config != own and shape.fits(config))][:MAX_CANDIDATES]
-
-
-def write_attention(
-    path: Path, shape: AttentionShape, platform: Platform, found: dict[str, tuple[AnyConfig, float]]
-) -> None:
-    """Write the fastest configurations and their microseconds. Raises OSError."""
-    entries = {name: {"microseconds": round(time, 1), **asdict(config)} for name, (config, time) in found.items()}
-    write_entries(path, shape, platform, entries)
-
-
-def read_attention(path: Path, shape: AttentionShape, platform: Platform) -> dict[str, AnyConfig]:
-    """Read a tuned file. Raises TuningError for a broken file, another key, or configurations that cannot run here."""
-    configs = read_entries(path, shape, platform, _parse)
-    if not all(_runs(config, shape) for config in configs.values()):
-        raise TuningError(f"{path} has configurations that cannot run here")
-    if not configs:
-        raise TuningError(f"{path} has no configuration")
-    return configs
-
-
-def _parse(name: str, fields: dict[str, Any]) -> tuple[str, AnyConfig]:
-    if name == "extend":
-        return name, ExtendConfig(SplitConfig(**fields["split"]), int(fields["max_query_len"]))
-    kinds: dict[str, type[SplitConfig] | type[PrefillConfig]] = {"decode": SplitConfig, "prefill": PrefillConfig}
-    return name, kinds[name](**fields)
-
-
-def _runs(config: AnyConfig, shape: AttentionShape) -> bool:
-    if isinstance(config, ExtendConfig):
-        return shape.fits(config.split) and 0 <= config.max_query_len <= SHORT_QUERIES
-    # Rows of a decode are query heads: with another number some heads would be left out.
-    return shape.fits(config) and (isinstance(config, PrefillConfig) or config.rows == shape.split().rows)

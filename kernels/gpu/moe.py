@@ -11,32 +11,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 import kernels.moe
 from kernels.gpu.moe_align import SortedPairs, max_row_tiles, num_chunks, padded_bins, sort_pairs
-from kernels.gpu.moe_config import Device, MoeConfig, WeightStorage
-from kernels.gpu.moe_kernels import (
-    combine,
-    down_gemv,
-    down_persistent,
-    down_products_gemv,
-    down_tiled,
-    gate_up_gemv,
-    gate_up_persistent,
-    gate_up_tiled,
-    has_descriptors,
-    persistent_runs,
-)
+from kernels.gpu.moe_config import MoeConfig, WeightStorage
+from kernels.gpu.moe_kernels import combine, down, gate_up
 from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, store_weights
 from kernels.packed_experts import ExpertPacking, ExpertShape
 from kernels.specs import Activation
 from kernels.weight_formats import Matrix, widened
 
-_INTERPRETED = Device(shared_bytes=227 << 10, num_multiprocessors=4, has_descriptors=True)
+# The bytes of shared memory of a program under Triton's interpreter: Hopper's.
+_INTERPRETED_SHARED_BYTES = 227 << 10
 # The alignment of every field of an expert in its slot, in bytes.
 _ALIGNMENT = 16
 
@@ -47,10 +37,9 @@ class TritonMoe:
     choose: returns the configuration for a number of tokens, see `kernels.gpu.moe_config.MoeConfigs`.
     """
 
-    def __init__(self, choose: Callable[[int], MoeConfig], workspace: MoeWorkspace, num_programs: int) -> None:
+    def __init__(self, choose: Callable[[int], MoeConfig], workspace: MoeWorkspace) -> None:
         self._choose = choose
         self._workspace = workspace
-        self._num_programs = num_programs
 
     def __call__(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor, experts: GpuExperts, activation: Activation
@@ -70,26 +59,14 @@ class TritonMoe:
     ) -> None:
         """See `moe_products`. The sum by `combine_products` has the bits of `partial`."""
         if len(x):
-            config = self._config(len(x), experts)
-            moe_products(
-                x, expert_ids, experts, activation, config, self._workspace, products, num_programs=self._num_programs
-            )
-
-    def _config(self, num_tokens: int, experts: GpuExperts) -> MoeConfig:
-        config = self._choose(num_tokens)
-        if config.variant == "persistent" and not (persistent_runs(experts.gate_up) and persistent_runs(experts.down)):
-            return replace(config, variant="tiled")
-        return config
+            moe_products(x, expert_ids, experts, activation, self._choose(len(x)), self._workspace, products)
 
     def _run(
         self, x: Tensor, ids: Tensor, weights: Tensor, experts: GpuExperts, activation: Activation, out: Tensor
     ) -> Tensor:
         if not len(x):
             return out
-        config = self._config(len(x), experts)
-        return moe_experts(
-            x, ids, weights, experts, activation, config, self._workspace, out, num_programs=self._num_programs
-        )
+        return moe_experts(x, ids, weights, experts, activation, self._choose(len(x)), self._workspace, out)
 
 
 def moe_experts(
@@ -101,14 +78,12 @@ def moe_experts(
     config: MoeConfig,
     workspace: MoeWorkspace,
     out: Tensor | None = None,
-    *,
-    num_programs: int = 1,
 ) -> Tensor:
     """Sum weight * expert(x) over k, in fp32, and store the sum in out [T, H], which is returned.
 
     x [T, H], rows contiguous; expert_ids [T, k] and expert_weights [T, k] fp32, contiguous. Absent experts (id -1, or
-    without a slot) add nothing. out: by default a new tensor like x; its dtype may be wider. num_programs: the programs
-    of the persistent variant, one per multiprocessor. Raises ValueError if the workspace is too small.
+    without a slot) add nothing. out: by default a new tensor like x; its dtype may be wider. Raises
+    ValueError if the workspace is too small.
     """
     num_pairs = expert_ids.numel()
     result = torch.empty_like(x) if out is None else out
@@ -118,13 +93,8 @@ def moe_experts(
         raise ValueError("rows of x, expert ids and expert weights must be contiguous")
     _check_gate(experts, activation)
     slots = experts.expert_slot
-    if config.variant == "gemv":
-        hidden = workspace.hidden_of(num_pairs)
-        gate_up_gemv(x, experts.gate_up, activation, expert_ids, slots, config.gate_up, hidden)
-        down_gemv(hidden, experts.down, expert_ids, expert_weights, slots, config.down, result)
-        return result
     products = workspace.results_of(num_pairs)
-    moe_products(x, expert_ids, experts, activation, config, workspace, products, num_programs=num_programs)
+    moe_products(x, expert_ids, experts, activation, config, workspace, products)
     combine(products, expert_weights, result, expert_ids, slots, experts.num_experts)
     return result
 
@@ -137,8 +107,6 @@ def moe_products(
     config: MoeConfig,
     workspace: MoeWorkspace,
     products: Tensor,
-    *,
-    num_programs: int = 1,
 ) -> None:
     """Write expert(x) for each chosen local expert to products [T, k, H]; leave the places of absent experts.
 
@@ -150,21 +118,12 @@ def moe_products(
     if x.stride(1) != 1 or not expert_ids.is_contiguous() or not products.is_contiguous():
         raise ValueError("rows of x, expert ids and products must be contiguous")
     _check_gate(experts, activation)
-    up, down, slots = experts.gate_up, experts.down, experts.expert_slot
+    up, block_m = experts.gate_up, config.block_m
     hidden = workspace.hidden_of(num_pairs)
-    block_m = config.block_m
-    if config.variant in ("gemv", "gemv_split"):
-        gate_up_gemv(x, up, activation, expert_ids, slots, config.gate_up, hidden)
-        down_products_gemv(hidden, down, expert_ids, slots, config.down, products)
-        return
     tiles = workspace.sorted_pairs(num_pairs, up.num_slots, block_m)
-    sort_pairs(expert_ids, up.num_slots, block_m, tiles, workspace.counts, slots)
-    if config.variant == "persistent":
-        gate_up_persistent(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden, num_programs)
-        down_persistent(hidden, down, tiles, block_m, config.down, products, num_programs)
-    else:
-        gate_up_tiled(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden)
-        down_tiled(hidden, down, tiles, block_m, config.down, products)
+    sort_pairs(expert_ids, up.num_slots, block_m, tiles, workspace.counts, experts.expert_slot)
+    gate_up(x, up, activation, top_k, tiles, block_m, config.gate_up, hidden)
+    down(hidden, experts.down, tiles, block_m, config.down, products)
 
 
 def _check_gate(experts: GpuExperts, activation: Activation) -> None:
@@ -257,14 +216,13 @@ class MoeWorkspace:
         return SortedPairs(self.pairs[:num_pairs], slot, first, rows, self.num_tiles)
 
 
-def device_of(device: torch.device) -> Device:
-    """Return the limits of a CUDA device for configurations; limits like Hopper's under Triton's interpreter."""
+def shared_memory_of(device: torch.device) -> int:
+    """Return the bytes of shared memory that a program may have on a CUDA device, or under Triton's interpreter."""
     if device.type != "cuda":
-        return _INTERPRETED
+        return _INTERPRETED_SHARED_BYTES
     properties = torch.cuda.get_device_properties(device)
     # The most that a program may opt into, if torch reports it; else the default limit.
-    shared = getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block)
-    return Device(shared, properties.multi_processor_count, has_descriptors(device))
+    return int(getattr(properties, "shared_memory_per_block_optin", properties.shared_memory_per_block))
 
 
 class SlotExperts:

@@ -34,7 +34,6 @@ ROOMS = {
         "wire",
         "model",
         "engine",
-        "tune",
         "bench",
         "frontend",
     ),

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from benchmarks.kernels.attention import MAX_KV_BYTES, attention_cases, ragged_lengths
+from benchmarks.kernels.attention_case import AttentionCase, prepare
 from kernels.gpu.attention_config import ExtendConfig, PrefillConfig, SplitConfig
-from moeserve.tune.attention import AttentionCase, prepare
 
 pytestmark = pytest.mark.kernel_change
 
@@ -60,7 +60,7 @@ def test_ragged_lengths_are_spread_and_repeat():
     ids=lambda case: case.name,
 )
 def test_a_prepared_case_computes_what_the_reference_does(case, device, monkeypatch):
-    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 2 * case.kv_bytes)
+    monkeypatch.setattr("benchmarks.kernels.measure.COLD_BYTES", 2 * case.kv_bytes)
     prepared = prepare(case, device, 8, config=CONFIGS[case.kind])
     assert prepared.num_sets == 2
     assert prepared.tensors.keys[:, :16].isnan().all()

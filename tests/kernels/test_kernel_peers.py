@@ -5,9 +5,9 @@ import torch
 from torch.nn.attention import SDPBackend
 
 from benchmarks.kernels.attention import _FLEX_SHAPES, attention_cases, attention_peers, contiguous_inputs, flex, sdpa
+from benchmarks.kernels.attention_case import AttentionCase, prepare
 from kernels.attention import paged_attention_reference
 from kernels.gpu.moe_config import Tile
-from moeserve.tune.attention import AttentionCase, prepare
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: the bench itself runs them")
 
@@ -22,7 +22,7 @@ TILE = Tile(32, 32, 1, 4, 2)
 
 
 def prepared_case(case, monkeypatch):
-    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 2 * case.kv_bytes)
+    monkeypatch.setattr("benchmarks.kernels.measure.COLD_BYTES", 2 * case.kv_bytes)
     return prepare(case, CPU, 8)
 
 

@@ -8,10 +8,10 @@ import torch
 
 from benchmarks.kernels.__main__ import _sections, main
 from benchmarks.kernels.attention import attention_case
+from benchmarks.kernels.attention_case import AttentionCase
 from benchmarks.kernels.cases import Measurement, PeerTime, Section
+from benchmarks.kernels.measure import Check, Timing
 from benchmarks.kernels.report import TARGETS, Target, in_order
-from moeserve.tune.attention import AttentionCase
-from moeserve.tune.measure import Check, Timing
 from tests.support.made_up_gpu import CEILINGS, Machine, planned, rows, run, tables, targets
 
 
@@ -198,7 +198,7 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
     monkeypatch.setattr("benchmarks.kernels.__main__._sections", lambda *_: [Section("Small", [planned("copy")])])
     monkeypatch.setattr("benchmarks.kernels.checks.checks", lambda *_: [Check("norm", 1e-4)])
     monkeypatch.setattr("benchmarks.gpu.measure_ceilings", lambda _: CEILINGS)
-    monkeypatch.setattr("moeserve.tune.measure.time_calls", machine.time_calls)
+    monkeypatch.setattr("benchmarks.kernels.measure.time_calls", machine.time_calls)
     monkeypatch.setattr("benchmarks.gpu.is_lost", lambda: False)
     assert main(["--out-dir", str(tmp_path), "--time-limit", "100"]) == 0
     path = tmp_path / "kernels-nvidia-h200.md"
@@ -211,7 +211,7 @@ def test_the_command_writes_a_file_named_after_the_gpu(tmp_path, monkeypatch, ca
 
 
 def test_an_attention_case_is_made_with_its_check(device, monkeypatch):
-    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 1)
+    monkeypatch.setattr("benchmarks.kernels.measure.COLD_BYTES", 1)
     case = attention_case(AttentionCase("extend", "extend", (40, 40), (3, 3), 4, 4, 32, 32, 16), device, 4)
     assert case.relative_error() < 1e-2
     assert case.notes["config"].startswith("ExtendConfig")

@@ -5,8 +5,8 @@ import re
 import pytest
 import torch
 
+from benchmarks.kernels.measure import TOLERANCE, WrongResultError, cold_sets, run_guarded
 from benchmarks.kernels.small import gate_cases, norm_cases, sampling_cases
-from moeserve.tune.measure import TOLERANCE, WrongResultError, cold_sets, run_guarded
 
 pytestmark = pytest.mark.kernel_change
 
@@ -30,7 +30,7 @@ def test_small_cases_compute_what_their_peers_do(number, device, monkeypatch):
     for size, small in SIZES.items():
         monkeypatch.setattr(f"benchmarks.kernels.small.{size}", small)
     monkeypatch.setattr("benchmarks.kernels.small._VOCAB", 500)
-    monkeypatch.setattr("moeserve.tune.measure.COLD_BYTES", 1)
+    monkeypatch.setattr("benchmarks.kernels.measure.COLD_BYTES", 1)
     case = all_cases(device)[number].make()
     if case.relative_error is not None:
         assert case.relative_error() < TOLERANCE

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from moeserve.tune.measure import time_calls
+from benchmarks.kernels.measure import time_calls
 
 
 class Device:

@@ -4,12 +4,12 @@ from importlib.util import find_spec
 
 import pytest
 
-from kernels.gpu.moe_config import Device, MoeConfigs, MoeShape, Platform
+from kernels.gpu.moe_config import MoeConfigs, MoeShape
 from moeserve.model.gpu.setup import LaunchVariants, StepLimits
 from moeserve.model.step_arrays import ExtendLimits, StepShape
 from tests.support.separate_process import output_of
 
-HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
+HOPPER_SHARED_BYTES = 227 << 10
 # Between them windows, sinks, latent attention, flat norms, layer norms, shared experts and models without experts.
 CASES = ("llama", "qwen2_moe", "gpt_oss", "deepseek_v3-yarn", "mixtral:int4:fp8_e4m3", "deepseek_v3-yarn:fp8:fp8_e4m3")
 CASES_OF_RANKS = ("mixtral", "mixtral:int4:fp8_e4m3")
@@ -27,16 +27,16 @@ MORE_CASES = (
 )
 
 
-def variants(tmp_path, limits, experts=True, sparse_layers=(True, True)):
-    configs = MoeConfigs(MoeShape(64, 768, 2048, 8, "bfloat16"), HOPPER, Platform("gpu", "3.9.0"), (tmp_path,))
+def variants(limits, experts=True, sparse_layers=(True, True)):
+    configs = MoeConfigs(MoeShape(64, 768, 2048, 8, "bfloat16"), HOPPER_SHARED_BYTES)
     extends = ExtendLimits(32, 8, 30)
     choice = configs.variant if experts else None
     return LaunchVariants(limits, lambda length: length <= 64, choice, extends, sparse_layers), configs
 
 
-def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
+def test_few_steps_launch_all_variants_of_every_number_of_tokens():
     limits = StepLimits(4096, 64, 8192)
-    of, configs = variants(tmp_path, limits)
+    of, configs = variants(limits)
     steps = of.steps()
     assert len(steps) < 16
     assert steps[0] == StepShape(0, (4096,), 1)
@@ -52,34 +52,34 @@ def test_few_steps_launch_all_variants_of_every_number_of_tokens(tmp_path):
 
 
 @pytest.mark.parametrize(("sparse_layers", "rows"), [((True, False), 4096), ((False, True), 1), ((True, True), None)])
-def test_experts_meet_all_rows_in_inner_layers_and_the_wanted_ones_in_the_last(tmp_path, sparse_layers, rows):
-    of, configs = variants(tmp_path, StepLimits(4096, 64, 8192), sparse_layers=sparse_layers)
+def test_experts_meet_all_rows_in_inner_layers_and_the_wanted_ones_in_the_last(sparse_layers, rows):
+    of, configs = variants(StepLimits(4096, 64, 8192), sparse_layers=sparse_layers)
     met = {found for found in of.of_step(StepShape(0, (4096,), 1)) if found[0] == "experts"}
     assert met == {("experts", configs.variant(number)) for number in ((rows,) if rows else (4096, 1))}
     assert all(("experts", configs.variant(number)) in of.all() for number in (1, 17, 63, 600, 4096))
     assert frozenset().union(*(of.of_step(step) for step in of.steps())) == of.all()
 
 
-def test_a_model_without_experts_has_a_decode_and_three_prompts_to_launch(tmp_path):
-    of, _ = variants(tmp_path, StepLimits(4096, 24, 8192), experts=False)
+def test_a_model_without_experts_has_a_decode_and_three_prompts_to_launch():
+    of, _ = variants(StepLimits(4096, 24, 8192), experts=False)
     shapes = [StepShape(0, (4096,), 1), StepShape(0, (64,), 1), StepShape(0, (32,), 1), StepShape(1, (), 1)]
     assert of.steps() == shapes
 
 
-def test_prompts_of_one_token_beyond_what_is_packed_are_known_to_be_prefilled(tmp_path):
-    of, _ = variants(tmp_path, StepLimits(32, 32, 8192), experts=False)
+def test_prompts_of_one_token_beyond_what_is_packed_are_known_to_be_prefilled():
+    of, _ = variants(StepLimits(32, 32, 8192), experts=False)
     assert of.of_step(StepShape(0, (1,) * 31, 31)) == {"extend", ("prefill", True)} <= of.all()
     assert of.steps() == [StepShape(0, (1,) * 32, 32), StepShape(1, (), 1)]
 
 
-def test_extends_and_prefills_of_one_step_are_both_known(tmp_path):
-    of, _ = variants(tmp_path, StepLimits(4096, 64, 8192), experts=False)
+def test_extends_and_prefills_of_one_step_are_both_known():
+    of, _ = variants(StepLimits(4096, 64, 8192), experts=False)
     assert of.of_step(StepShape(3, (4, 500, 4), 6)) == {"decode", "extend", ("prefill", False)}
     assert of.of_step(StepShape(3, (4, 500, 4), 6)) <= of.all()
 
 
-def test_steps_keep_within_the_limits(tmp_path):
-    of, _ = variants(tmp_path, StepLimits(300, 2, 100))
+def test_steps_keep_within_the_limits():
+    of, _ = variants(StepLimits(300, 2, 100))
     assert max(step.num_tokens for step in of.steps()) <= 200
     assert all(len(step.prompt_lens) <= 2 and max(step.prompt_lens, default=1) <= 100 for step in of.steps())
 

@@ -1,4 +1,4 @@
-"""The experts themselves, in all three variants, against a plain fp32 reference."""
+"""The experts themselves, against a plain fp32 reference."""
 
 import pytest
 import torch
@@ -18,14 +18,13 @@ from kernels.specs import Activation
 
 pytestmark = pytest.mark.kernel_change
 
-VARIANTS = ("gemv", "gemv_split", "tiled", "persistent")
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.2e-2}
 SILU = Activation()
 
 
-def config_of(variant, block_k=32, block_n=32, group_m=2):
+def config_of(block_k=32, block_n=32, group_m=2):
     tile = Tile(block_n, block_k, group_m, 4, 2)
-    return MoeConfig(variant, 16, tile, tile)
+    return MoeConfig(16, tile, tile)
 
 
 class Case:
@@ -65,7 +64,7 @@ class Case:
         whole = torch.full((len(x) + 2, x.shape[1]), torch.nan, dtype=out_dtype or x.dtype, device=x.device)
         out = whole[1:-1]
         args = (x, self.ids[rows].contiguous(), self.weights[rows].contiguous(), self.experts, activation)
-        assert moe_experts(*args, config, self.workspace, out, num_programs=3) is out
+        assert moe_experts(*args, config, self.workspace, out) is out
         assert whole[0].isnan().all()
         assert whole[-1].isnan().all()
         return out
@@ -79,12 +78,10 @@ class Case:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_all_variants_equal_the_reference_for_odd_sizes(device, variant, dtype):
-    Case(device, num_tokens=9, hidden=56, width=24, dtype=dtype).check(config_of(variant))
+def test_experts_equal_the_reference_for_odd_sizes(device, dtype):
+    Case(device, num_tokens=9, hidden=56, width=24, dtype=dtype).check(config_of())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize(
     "activation",
     [
@@ -97,64 +94,58 @@ def test_all_variants_equal_the_reference_for_odd_sizes(device, variant, dtype):
     ],
     ids=lambda activation: f"{activation.kind}-{activation.limit}",
 )
-def test_activations_and_biases(device, variant, activation):
+def test_activations_and_biases(device, activation):
     case = Case(device, num_tokens=3, hidden=32, width=32, bias=True, is_gated=activation.is_gated)
-    case.check(config_of(variant), activation)
+    case.check(config_of(), activation)
 
 
 def test_experts_refuse_an_activation_that_wants_other_matrices(device):
     with pytest.raises(ValueError, match="with a gate do not take relu2"):
-        Case(device).run(config_of("gemv"), Activation("relu2"))
+        Case(device).run(config_of(), Activation("relu2"))
     with pytest.raises(ValueError, match="without a gate do not take silu"):
-        Case(device, is_gated=False).run(config_of("gemv"))
+        Case(device, is_gated=False).run(config_of())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_experts_without_tokens_and_one_with_all_of_them(device, variant):
+def test_experts_without_tokens_and_one_with_all_of_them(device):
     case = Case(device, num_tokens=35, top_k=1, num_experts=4, hidden=32, width=32)
     case.ids.fill_(2)
-    case.check(config_of(variant))
+    case.check(config_of())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_one_token_and_none(device, variant):
-    Case(device, num_tokens=1).check(config_of(variant))
-    assert Case(device, num_tokens=0).run(config_of(variant)).shape == (0, 48)
+def test_one_token_and_none(device):
+    Case(device, num_tokens=1).check(config_of())
+    assert Case(device, num_tokens=0).run(config_of()).shape == (0, 48)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_absent_experts_add_nothing_and_a_token_without_any_gets_zeros(device, variant):
+def test_absent_experts_add_nothing_and_a_token_without_any_gets_zeros(device):
     case = Case(device, num_tokens=6, hidden=32, width=32)
     case.ids[1, 0] = -1
     case.ids[4] = -1
-    out = case.check(config_of(variant), out_dtype=torch.float32)
+    out = case.check(config_of(), out_dtype=torch.float32)
     assert (out[4] == 0).all()
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_experts_are_read_from_the_slots_that_hold_them(device, variant):
+def test_experts_are_read_from_the_slots_that_hold_them(device):
     case = Case(device, num_tokens=6, num_experts=4, hidden=32, width=32)
     expert_slot = torch.tensor([2, -1, 0, 3, -1, 1], dtype=torch.int32, device=device)
     case.experts = GpuExperts(case.experts.gate_up, case.experts.down, expert_slot)
     case.ids = torch.tensor([[0, 1], [2, 3], [5, 0], [4, 1], [3, -1], [5, 2]], device=device)
-    case.check(config_of(variant))
+    case.check(config_of())
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_a_token_has_the_same_bits_wherever_it_stands_in_whatever_batch(device, variant):
+def test_a_token_has_the_same_bits_wherever_it_stands_in_whatever_batch(device):
     case = Case(device, num_tokens=20, num_experts=2, hidden=32, width=32, dtype=torch.float16)
-    out = case.run(config_of(variant)).clone()
-    assert torch.equal(case.run(config_of(variant)), out)
+    out = case.run(config_of()).clone()
+    assert torch.equal(case.run(config_of()), out)
     order = torch.randperm(20, generator=torch.Generator().manual_seed(1)).to(device)
-    assert torch.equal(case.run(config_of(variant), rows=order), out[order])
-    assert torch.equal(case.run(config_of(variant), rows=order[:5]), out[order[:5]])
+    assert torch.equal(case.run(config_of(), rows=order), out[order])
+    assert torch.equal(case.run(config_of(), rows=order[:5]), out[order[:5]])
 
 
-@pytest.mark.parametrize("variant", ["tiled", "persistent"])
-def test_the_order_of_programs_changes_no_bit(device, variant):
+def test_the_order_of_programs_changes_no_bit(device):
     case = Case(device, num_tokens=24, num_experts=3)
-    out = case.run(config_of(variant, group_m=1)).clone()
-    assert torch.equal(case.run(config_of(variant, group_m=4)), out)
+    out = case.run(config_of(group_m=1)).clone()
+    assert torch.equal(case.run(config_of(group_m=4)), out)
 
 
 STORES = {
@@ -165,20 +156,16 @@ STORES = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(
-    ("store", "variant"),
-    [(store, variant) for store in STORES for variant in VARIANTS if (store, variant) != ("int4", "persistent")],
-)
-def test_quantised_experts_equal_their_expanded_reference(device, store, variant, dtype):
-    case = Case(device, num_tokens=5, hidden=64, width=32, dtype=dtype, bias=True, store=STORES[store])
-    case.check(config_of(variant))
-
-
-@pytest.mark.parametrize("variant", ["gemv", "tiled"])
 @pytest.mark.parametrize("store", STORES)
-def test_quantised_experts_without_a_gate(device, store, variant):
+def test_quantised_experts_equal_their_expanded_reference(device, store, dtype):
+    case = Case(device, num_tokens=5, hidden=64, width=32, dtype=dtype, bias=True, store=STORES[store])
+    case.check(config_of())
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_quantised_experts_without_a_gate(device, store):
     options = {"dtype": torch.float16, "is_gated": False, "store": STORES[store]}
-    Case(device, num_tokens=3, hidden=64, width=64, **options).check(config_of(variant), Activation("relu2"))
+    Case(device, num_tokens=3, hidden=64, width=64, **options).check(config_of(), Activation("relu2"))
 
 
 @pytest.mark.parametrize(("store", "limit"), [("int8", 0.01), ("fp8", 0.04), ("int4", 0.12)])
@@ -197,8 +184,7 @@ def test_int4_packs_both_halves_of_a_group_into_its_bytes():
     assert torch.equal(unpack_int4(packed, 32), values)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_experts_lie_further_apart_than_32_bits_reach(device, variant):
+def test_experts_lie_further_apart_than_32_bits_reach(device):
     # Slot 2 begins beyond 2^31 elements; pages that nobody touches take no memory.
     stride, hidden, width = (1 << 30) + 64, 32, 32
     matrices = []
@@ -210,7 +196,7 @@ def test_experts_lie_further_apart_than_32_bits_reach(device, variant):
     case = Case(device, num_tokens=4, top_k=1, num_experts=3, hidden=hidden, width=width, dtype=torch.float16)
     case.ids.fill_(2)
     case.experts = GpuExperts(*matrices)
-    out = case.run(config_of(variant)).float()
+    out = case.run(config_of()).float()
     only = GpuExperts(*(StoredMatrix(matrix.values[2:].clone()) for matrix in matrices))
     expected = moe_experts_reference(case.x, torch.zeros_like(case.ids), case.weights, only, SILU)
     assert (out - expected).norm() / expected.norm() < TOLERANCE[torch.float16]
@@ -222,9 +208,9 @@ def test_a_dispatch_chooses_by_number_of_tokens_and_gives_new_tensors(device):
 
     def choose(num_tokens):
         asked.append(num_tokens)
-        return config_of("gemv" if num_tokens < 5 else "persistent")
+        return config_of(block_n=16 if num_tokens < 5 else 32)
 
-    moe = TritonMoe(choose, case.workspace, 3)
+    moe = TritonMoe(choose, case.workspace)
     args = (case.weights, case.experts, SILU)
     expected = moe_experts_reference(case.x, case.ids, *args)
     torch.testing.assert_close(moe(case.x, case.ids, *args), expected, rtol=1e-4, atol=1e-5)
@@ -238,11 +224,9 @@ def test_what_is_larger_than_the_workspace_or_lies_wrong_is_refused(device):
     case = Case(device, num_tokens=4)
     many = (case.x.repeat(2, 1), case.ids.repeat(2, 1), case.weights.repeat(2, 1))
     with pytest.raises(ValueError, match="more than the workspace"):
-        moe_experts(*many, case.experts, SILU, config_of("tiled"), case.workspace)
+        moe_experts(*many, case.experts, SILU, config_of(), case.workspace)
     with pytest.raises(ValueError, match="contiguous"):
-        moe_experts(
-            case.x, case.ids.T.contiguous().T, case.weights, case.experts, SILU, config_of("tiled"), case.workspace
-        )
+        moe_experts(case.x, case.ids.T.contiguous().T, case.weights, case.experts, SILU, config_of(), case.workspace)
     with pytest.raises(ValueError, match="do not fit together"):
         GpuExperts(case.experts.gate_up, case.experts.gate_up)
     with pytest.raises(ValueError, match="take a scale"):

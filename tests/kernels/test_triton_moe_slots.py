@@ -22,11 +22,11 @@ def layout_of(weights=None, has_bias=True):
     return SlotLayout(shape, None if weights is None else WeightStorage(weights, 32 if weights == "int4" else 0))
 
 
-def slots_of(layout, device, variant="tiled", num_slots=NUM_EXPERTS):
+def slots_of(layout, device, num_slots=NUM_EXPERTS):
     """Experts over slots that are larger than they are, and the slots."""
     tile = Tile(32, 32, 1, 4, 2)
     sizes = (NUM_TOKENS, TOP_K, NUM_EXPERTS, HIDDEN, WIDTH, torch.float16, device)
-    moe = TritonMoe(lambda _: MoeConfig(variant, 16, tile, tile), MoeWorkspace.allocate(*sizes), 3)
+    moe = TritonMoe(lambda _: MoeConfig(16, tile, tile), MoeWorkspace.allocate(*sizes))
     arena = torch.full((num_slots, SLOT_BYTES), 0xFF, dtype=torch.uint8, device=device)
     return SlotExperts(layout, arena, NUM_EXPERTS, moe), arena
 
@@ -59,14 +59,11 @@ def batch(device, num_experts=NUM_EXPERTS):
     return x.to(device), ids.to(device), torch.rand(NUM_TOKENS, TOP_K, generator=random).to(device)
 
 
-@pytest.mark.parametrize("variant", ["gemv", "tiled", "persistent"])
 @pytest.mark.parametrize("weights", [None, "int8", "fp8", "int4"])
 @pytest.mark.parametrize("has_bias", [False, True], ids=["plain", "bias"])
-def test_packed_experts_compute_what_they_hold(device, weights, variant, has_bias):
-    if (weights, variant) == ("int4", "persistent"):
-        variant = "gemv"
+def test_packed_experts_compute_what_they_hold(device, weights, has_bias):
     layout = layout_of(weights, has_bias)
-    experts, arena = slots_of(layout, device, variant)
+    experts, arena = slots_of(layout, device)
     for expert, packed in enumerate(pack_all(layout, has_bias)):
         assert packed.shape == (layout.num_bytes,)
         fill(arena, expert, packed)
@@ -96,10 +93,9 @@ def test_an_expert_that_left_and_came_back_elsewhere_computes_the_same_bits(devi
     assert torch.equal(compute(experts, x, ids, gates), before)
 
 
-@pytest.mark.parametrize("variant", ["gemv", "gemv_split", "tiled", "persistent"])
-def test_products_made_in_parts_sum_to_the_same_bits(device, variant):
+def test_products_made_in_parts_sum_to_the_same_bits(device):
     layout = layout_of()
-    experts, arena = slots_of(layout, device, variant)
+    experts, arena = slots_of(layout, device)
     for expert, packed in enumerate(pack_all(layout)):
         fill(arena, expert, packed)
     x, ids, gates = batch(device)

@@ -23,7 +23,6 @@ CHECKED = (
     "moeserve/model",
     "moeserve/engine/experts",
     "moeserve/engine/ranks",
-    "moeserve/tune",
     "moeserve/device.py",
     "moeserve/engine/gpu_body.py",
     "moeserve/plan.py",

@@ -17,7 +17,7 @@ from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_atten
 from kernels.gpu.attention_config import split_config
 from kernels.gpu.attention_kernels import SplitWork
 from kernels.gpu.moe import MoeWorkspace, moe_experts
-from kernels.gpu.moe_config import Device, MoeShape, heuristic_config
+from kernels.gpu.moe_config import MoeShape, config_for
 from kernels.gpu.moe_gate import select_experts
 from kernels.gpu.moe_weights import GpuExperts, StoredMatrix
 from kernels.gpu.norm import add_rms_norm, layer_norm, rms_norm
@@ -34,7 +34,7 @@ AttentionCase = tuple[int, int, int, int, torch.dtype, torch.dtype]
 
 BF16, FP16, FP8, FP32 = torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float32
 KV_HEADS = 2
-HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
+HOPPER_SHARED_BYTES = 227 << 10
 META = torch.device("meta")
 STORED = {"bfloat16": BF16, "float32": FP32, "int8": torch.int8, "fp8": FP8}
 SILU = Activation()
@@ -82,7 +82,7 @@ def attention_table() -> Cases:
 
 
 def experts() -> Cases:
-    """Gate and experts at the shapes of Qwen3-30B-A3B and Mixtral; a name says variant, stored format and tokens."""
+    """Gate and experts at the shapes of Qwen3-30B-A3B and Mixtral; a name says stored format and tokens."""
     for shape, sizes in (
         (MoeShape(*QWEN, "bfloat16"), (1, 64, 256, 1024)),
         (MoeShape(*MIXTRAL, "bfloat16"), (64,)),
@@ -93,8 +93,7 @@ def experts() -> Cases:
         (MoeShape(*QWEN, "float32"), (64,)),
     ):
         for num_tokens in sizes:
-            variant = heuristic_config(shape, num_tokens, HOPPER).variant
-            yield f"{variant} {shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens)
+            yield f"{shape.weights} {num_tokens}", partial(launch_experts, shape, num_tokens)
 
 
 def activations() -> Cases:
@@ -174,7 +173,7 @@ def benchmarked() -> Cases:
             yield case.name, call
     for name, shape in SHAPES.items():
         for num_tokens in NUM_TOKENS:
-            config = heuristic_config(shape, num_tokens, HOPPER)
+            config = config_for(shape, num_tokens, HOPPER_SHARED_BYTES)
             if (name, config) not in seen:
                 seen.add((name, config))
                 yield f"{name} {num_tokens}", partial(launch_experts, shape, num_tokens)
@@ -267,7 +266,7 @@ def scoring(num_heads: int, flags: bool) -> Scoring:
 
 
 def launch_experts(shape: MoeShape, num_tokens: int, activation: Activation = SILU) -> None:
-    """Run gate and experts in the variant that the heuristic chooses."""
+    """Run gate and experts with the tiles that serving chooses."""
     width, hidden, top_k = shape.intermediate_size, shape.hidden_size, shape.top_k
     dtype = FP32 if shape.weights == "float32" else BF16
     rows = 2 * width if activation.is_gated else width
@@ -276,8 +275,8 @@ def launch_experts(shape: MoeShape, num_tokens: int, activation: Activation = SI
     x = torch.empty(num_tokens, hidden, dtype=dtype, device=META)
     logits = torch.empty(num_tokens, shape.num_experts, dtype=dtype, device=META)
     ids, weights = select_experts(logits, GateSpec(top_k, renormalise=True))
-    config = heuristic_config(shape, num_tokens, HOPPER)
-    moe_experts(x, ids, weights, matrices, activation, config, workspace, num_programs=132)
+    config = config_for(shape, num_tokens, HOPPER_SHARED_BYTES)
+    moe_experts(x, ids, weights, matrices, activation, config, workspace)
 
 
 def matrix(shape: MoeShape, rows: int, depth: int) -> StoredMatrix:

@@ -5,15 +5,12 @@ from __future__ import annotations
 import random
 from array import array
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from kernels.gpu.attention_config import AttentionConfigs
 from moeserve.model.decoder import Decoder
 from moeserve.model.gpu.batches import AttentionLimits, StepBatches
-from moeserve.model.gpu.kernels import attention_shape
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.state_pool import StatePool, pools_by_layer
 from moeserve.model.step_arrays import step_arrays
@@ -35,10 +32,8 @@ def two_requests() -> list[list[int]]:
 def gpu_logits(decoder: Decoder, requests: Sequence[list[int]], kv_dtype: torch.dtype | None = None) -> list[Tensor]:
     """[len(tokens), vocab_size] of each request on the CPU, computed in `STEPS` over pools full of NaN."""
     spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
-    shape = attention_shape(spec, BLOCK_SIZE, dtype, kv_dtype)
     # Prompts of five and three tokens are computed otherwise than those of one and two.
-    tuned = AttentionConfigs(shape, {"extend": replace(shape.extend(), max_query_len=2)})
-    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, device, tuned, kv_dtype)
+    limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, device, kv_dtype, max_extend=2)
     batches = StepBatches(limits, max_seqs=4)
     pools = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, device)
     for pair in pools.layers:

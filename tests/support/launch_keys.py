@@ -21,7 +21,7 @@ import kernels.gpu.ops
 import moeserve.model.gpu.batches
 import moeserve.model.gpu.kernels
 from experts.memory.file import round_to_page
-from kernels.gpu.moe_config import Device, WeightStorage
+from kernels.gpu.moe_config import WeightStorage
 from moeserve.engine.experts.gpu_memory import (
     GpuExpertSettings,
     GpuResidentModel,
@@ -44,7 +44,8 @@ from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
 # What configurations are chosen for.
-HOPPER = Device(shared_bytes=227 << 10, num_multiprocessors=132, has_descriptors=True)
+# Of an H200: bytes of shared memory that a program may have, and multiprocessors.
+HOPPER_SHARED_BYTES, HOPPER_SMS = 227 << 10, 132
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS, MAX_TOKENS = 16, 64, 256, 70, 1100
 # Lengths around every threshold, and some that no power of two divides.
@@ -137,8 +138,8 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
 
 def choose_for_hopper() -> None:
     """Rather than for the few processors that the interpreter makes up."""
-    moeserve.model.gpu.kernels.device_of = lambda _: HOPPER
-    moeserve.model.gpu.batches._num_sms = lambda _: HOPPER.num_multiprocessors
+    moeserve.model.gpu.kernels.shared_memory_of = lambda _: HOPPER_SHARED_BYTES
+    moeserve.model.gpu.batches._num_sms = lambda _: HOPPER_SMS
 
 
 @contextlib.contextmanager

@@ -4,9 +4,9 @@ import torch
 
 from benchmarks.gpu import Ceilings, Deadline
 from benchmarks.kernels.cases import KernelCase, PlannedCase
+from benchmarks.kernels.measure import Check, Timing
 from benchmarks.kernels.report import HEADER, KernelReport, target_rows
 from benchmarks.kernels.run import Bench, run_bench
-from moeserve.tune.measure import Check, Timing
 
 CEILINGS = Ceilings(copy=4e12, read=4.4e12, flops=8e14)
 

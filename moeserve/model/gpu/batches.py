@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kernels.gpu.attention import ExtendRun, Partials
-from kernels.gpu.attention_config import AttentionConfigs, AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
+from kernels.gpu.attention_config import AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
 from kernels.gpu.ops import Sequences
 from kernels.state_rows import StateRows
@@ -39,8 +39,9 @@ Works = dict[int | None, SplitWork]
 class AttentionLimits:
     """The sizes for attention's scratch and work lists.
 
-    dtype: of the activations. tuned: measured configurations, None for the built-in table. kv_dtype: of the KV pools,
-    None for `dtype`. windows_apart: True if layers with a window have blocks of their own.
+    dtype: of the activations. max_extend: the most new tokens of a short append-prefill, None for the table's
+    number. kv_dtype: of the KV pools, None for `dtype`. windows_apart: True if layers with a window have blocks of
+    their own.
     """
 
     spec: DecoderSpec
@@ -48,9 +49,9 @@ class AttentionLimits:
     max_model_len: int
     dtype: torch.dtype
     device: torch.device
-    tuned: AttentionConfigs | None = None
     kv_dtype: torch.dtype | None = None
     windows_apart: bool = False
+    max_extend: int | None = None
 
     @property
     def shape(self) -> AttentionShape:
@@ -61,17 +62,18 @@ class AttentionLimits:
         return _round_up(-(-self.max_model_len // self.block_size))
 
     @property
-    def configs(self) -> AttentionConfigs:
-        return AttentionConfigs(self.shape) if self.tuned is None else self.tuned
+    def extend(self) -> ExtendConfig:
+        config = self.shape.extend()
+        return config if self.max_extend is None else replace(config, max_query_len=self.max_extend)
 
     def works(self, max_seqs: int) -> Works:
         """Return a work list per window length for up to `max_seqs` sequences with one new token."""
-        config = self.configs.split()
+        config = self.shape.split()
         return {window: self._work(max_seqs, max_seqs, config, window) for window in set(self.spec.windows)}
 
     def extend_works(self, max_seqs: int) -> Works:
         """Return a work list per window length for short append-prefills; empty if no prompt is computed as such."""
-        config, limits = self.configs.extend(), self.extends(max_seqs)
+        config, limits = self.extend, self.extends(max_seqs)
         if limits is None:
             return {}
         return {
@@ -81,7 +83,7 @@ class AttentionLimits:
 
     def extends(self, max_seqs: int) -> ExtendLimits | None:
         """Return the limits of short append-prefills in steps of up to `max_seqs` sequences; None if there are none."""
-        config, group = self.configs.extend(), self.shape.group
+        config, group = self.extend, self.shape.group
         if not config.max_query_len:
             return None
         tokens = config.tokens_per_tile(group)
@@ -91,7 +93,7 @@ class AttentionLimits:
         return ExtendLimits(config.max_query_len, tokens, tiles)
 
     def prefill(self, max_query_len: int) -> PrefillConfig:
-        return self.configs.prefill(max_query_len)
+        return self.shape.prefill(max_query_len)
 
     def partials(self, *works: Works) -> Partials:
         """Allocate scratch for the largest of these work lists."""

@@ -1,38 +1,19 @@
-"""The GPU kernels of a model: shapes of its attention and experts, measured configurations if there are any, and
-scratch."""
+"""The GPU kernels of a model: shapes of its attention and experts, their configurations, and scratch."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
-import triton
 
-from kernels.gpu.attention_config import AttentionConfigs, AttentionShape
-from kernels.gpu.moe import MoeWorkspace, TritonMoe, device_of
-from kernels.gpu.moe_config import PACKAGED, MoeConfigs, MoeShape, Platform, WeightFormat, WeightStorage
+from kernels.gpu.attention_config import AttentionShape
+from kernels.gpu.moe import MoeWorkspace, TritonMoe, shared_memory_of
+from kernels.gpu.moe_config import MoeConfigs, MoeShape, WeightFormat, WeightStorage
 from kernels.gpu.moe_weights import FORMAT_OF
-from moeserve.config import ConfigError, cache_root
+from moeserve.config import ConfigError
 from moeserve.model.spec import DecoderSpec, MlaSpec
 
 _QUANTISED: dict[str, WeightFormat] = {"int8": "int8", "fp8": "fp8", "int4": "int4"}
 # The numbers of values that may share an int4 scale; the first that the model's sizes allow is used.
 _GROUP_SIZES = (128, 64, 32)
-
-
-def tuned_folder() -> Path:
-    """Return the folder into which `moeserve tune` writes for this user."""
-    return cache_root() / "tuned"
-
-
-def platform_of(device: torch.device) -> Platform:
-    """Return the key of tuned files; without a GPU, a name that no GPU has."""
-    return Platform(torch.cuda.get_device_name(device) if device.type == "cuda" else "interpreter", triton.__version__)
-
-
-def moe_configs(shape: MoeShape, device: torch.device) -> MoeConfigs:
-    """Return the configurations for a shape; the user's tuned files go before those of the package."""
-    return MoeConfigs(shape, device_of(device), platform_of(device), (tuned_folder(), PACKAGED))
 
 
 def triton_moe(
@@ -52,7 +33,7 @@ def triton_moe(
         dtype,
         device,
     )
-    return TritonMoe(configs, workspace, device_of(device).num_multiprocessors)
+    return TritonMoe(configs, workspace)
 
 
 def rows_at_once(num_rows: int, max_rows: int) -> int:
@@ -89,7 +70,7 @@ def expert_configs(spec: DecoderSpec, storage: WeightStorage, device: torch.devi
     if moe is None:
         return None
     sizes = (moe.num_experts, moe.intermediate_size, spec.hidden_size, moe.gate.top_k)
-    return moe_configs(MoeShape(*sizes, storage.format, storage.group_size), device)
+    return MoeConfigs(MoeShape(*sizes, storage.format, storage.group_size), shared_memory_of(device))
 
 
 def attention_shape(
@@ -112,8 +93,3 @@ def attention_shape(
 def kv_dtype_of(name: str) -> torch.dtype | None:
     """Return the dtype of keys and values that `--kv-cache-dtype` names; None for the dtype of the activations."""
     return torch.float8_e4m3fn if name == "fp8_e4m3" else None
-
-
-def tuned_attention(shape: AttentionShape, device: torch.device) -> AttentionConfigs:
-    """Return the measured configurations; the user's tuned files go before those of the package."""
-    return AttentionConfigs.find(shape, platform_of(device), (tuned_folder(), PACKAGED))

@@ -14,7 +14,6 @@ from kernels.gpu.moe_config import MoeConfigs
 from moeserve.device import KvBudget, StateDemand, kv_memory, share_kv
 from moeserve.model.decoder import Decoder
 from moeserve.model.gpu.batches import AttentionLimits, DecodeTensors, StepBatches
-from moeserve.model.gpu.kernels import attention_shape, tuned_attention
 from moeserve.model.gpu.runner import DecodeSteps, GpuModelRunner, HeardDecoder, Peers
 from moeserve.model.gpu.setup import (
     BeginStep,
@@ -94,9 +93,8 @@ def make_runner(
     pool = KVPool(spec.kv_layers, kv.num_blocks, size, kv_dtype, device, kv.num_window_blocks)
     state_pool = _state_pool(decoder, kv.num_state_rows)
     pools = pools_by_layer(spec, pool.layers, state_pool)
-    tuned = tuned_attention(attention_shape(spec, size, dtype, kv_dtype), device)
     apart = kv.num_window_blocks > 0
-    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, tuned, kv_dtype, apart)
+    limits = AttentionLimits(spec, size, kv.max_model_len, dtype, device, kv_dtype, apart)
     batches = StepBatches(limits, settings.max_num_seqs)
     if decoder.device.type == "cuda":
         steps = StepLimits(settings.max_num_batched_tokens, settings.max_num_seqs, kv.max_model_len)

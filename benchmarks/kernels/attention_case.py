@@ -1,17 +1,18 @@
-"""Attention of one shape over random keys and values, and the search for its fastest configurations."""
+"""Attention of one shape over random keys and values that can be timed and checked."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
+from benchmarks.kernels.measure import cold_sets, relative_error, run_guarded
 from kernels.attention import paged_attention_reference
 from kernels.gpu.attention import (
     PagedContext,
@@ -20,25 +21,15 @@ from kernels.gpu.attention import (
     prefill_attention,
     split_attention,
 )
-from kernels.gpu.attention_config import (
-    SHORT_QUERIES,
-    AnyConfig,
-    AttentionConfigs,
-    AttentionShape,
-    ExtendConfig,
-    PrefillConfig,
-    SplitConfig,
-    extend_candidates,
-    prefill_candidates,
-    split_candidates,
-)
+from kernels.gpu.attention_config import AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
-from moeserve.tune.measure import Report, TimeUs, cold_sets, is_right, median_us, relative_error, run_guarded
 
 # Prompts are bound by their products, so that they need not be quite so cold.
 _MAX_PREFILL_SETS = 8
 # What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
 # KV head, and a prefill as many as fill tiles of one head.
+AnyConfig = SplitConfig | ExtendConfig | PrefillConfig
+# X
 Kind = Literal["decode", "extend", "prefill"]
 
 
@@ -165,24 +156,24 @@ def prepare(
     num_sms: int,
     *,
     config: AnyConfig | None = None,
-    configs: AttentionConfigs | None = None,
     tensors: AttentionTensors | None = None,
 ) -> PreparedAttention:
     """Prepare a case on random tensors unless `tensors` are given.
 
-    config: of the case's kind; by default chosen by `configs`, or else by the built-in table.
+    config: of the case's kind; by default the table's.
     """
     tensors = tensors or random_tensors(case, device)
-    chosen = config or _chosen(case, configs or AttentionConfigs(case.shape))
+    chosen = config or _chosen(case)
     if isinstance(chosen, PrefillConfig):
         return _prefill(case, tensors, chosen)
     return _split(case, tensors, chosen, num_sms)
 
 
-def _chosen(case: AttentionCase, configs: AttentionConfigs) -> AnyConfig:
+def _chosen(case: AttentionCase) -> AnyConfig:
+    shape = case.shape
     if case.kind == "decode":
-        return configs.split()
-    return configs.extend() if case.kind == "extend" else configs.prefill(max(case.query_lens))
+        return shape.split()
+    return shape.extend() if case.kind == "extend" else shape.prefill(max(case.query_lens))
 
 
 def _prefill(case: AttentionCase, tensors: AttentionTensors, config: PrefillConfig) -> PreparedAttention:
@@ -280,110 +271,3 @@ def _pool(case: AttentionCase, num_blocks: int, dim: int, tables: list[Tensor], 
                 last = int(table[seq, length // case.block_size]) * case.block_size
                 pool[:, last + used : last + case.block_size] = math.nan
     return pool
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """Equal sequences: cached positions and new tokens of each."""
-
-    num_seqs: int
-    num_cached: int
-    num_new: int
-
-
-@dataclass(frozen=True, slots=True)
-class Batches:
-    """The batch that is timed for each kind."""
-
-    decode: Batch = Batch(64, 4095, 1)
-    extend: Batch = Batch(64, 4096, 8)
-    prefill: Batch = Batch(2, 0, 4096)
-
-
-def tune_attention(
-    shape: AttentionShape,
-    device: torch.device,
-    num_sms: int,
-    *,
-    time_us: TimeUs = median_us,
-    report: Report = lambda line: None,
-    batches: Batches | None = None,
-) -> Iterator[tuple[str, AnyConfig, float]]:
-    """Yield the fastest right configuration of each kind with its time: "decode", "prefill" and, where the table packs
-    any extends, "extend". Takes memory for one batch. Raises RuntimeError if no candidate runs.
-
-    The longest extend that is packed is measured too: the most new tokens for which packing beats a prefill.
-    """
-    batches = batches or Batches()
-    tuner = _Search(shape, device, num_sms, time_us, report)
-    yield "decode", *tuner.fastest("decode", batches.decode, split_candidates(shape))
-    packings = extend_candidates(shape)
-    if packings:
-        config, time = tuner.fastest("extend", batches.extend, packings)
-        assert isinstance(config, ExtendConfig)
-        yield "extend", replace(config, max_query_len=tuner.longest_packed(config, batches.extend)), time
-    yield "prefill", *tuner.fastest("prefill", batches.prefill, prefill_candidates(shape))
-
-
-class _Search:
-    def __init__(
-        self, shape: AttentionShape, device: torch.device, num_sms: int, time_us: TimeUs, report: Report
-    ) -> None:
-        self._shape, self._device, self._num_sms = shape, device, num_sms
-        self._time_us, self._report = time_us, report
-
-    def fastest(self, kind: Kind, batch: Batch, configs: Sequence[AnyConfig]) -> tuple[AnyConfig, float]:
-        """Return the fastest candidate that runs and is right, with its time. Only the compiler knows which fit."""
-        case = _case(self._shape, kind, batch)
-        tensors = random_tensors(case, self._device)
-        timed: list[tuple[float, AnyConfig, PreparedAttention]] = []
-        for config in configs:
-            try:
-                prepared = prepare(case, self._device, self._num_sms, config=config, tensors=tensors)
-                timed.append((self._time(prepared), config, prepared))
-            except Exception as error:
-                self._report(f"skipped {config}: {type(error).__name__}")
-        for time, config, prepared in sorted(timed, key=lambda entry: entry[0]):
-            if is_right(str(config), partial(prepared.relative_error, 0), self._report):
-                self._report(
-                    f"{kind} of {batch.num_new} tokens over {batch.num_cached} x {batch.num_seqs}: {time:.1f} us"
-                )
-                return config, time
-        raise RuntimeError(f"no candidate of {kind} attention runs on this device")
-
-    def longest_packed(self, config: ExtendConfig, batch: Batch) -> int:
-        """The most new tokens, by powers of two, up to which packing them beats a prefill; 0 if it never does."""
-        longest, num_new = 0, 2
-        while num_new <= SHORT_QUERIES:
-            of_length = replace(batch, num_new=num_new)
-            packed = self._time_of("extend", of_length, config)
-            prefilled = self._time_of("prefill", of_length, self._shape.prefill(num_new))
-            self._report(f"{num_new} new tokens: packed {packed:.1f} us, as a prefill {prefilled:.1f} us")
-            if packed >= prefilled:
-                break
-            longest, num_new = num_new, 2 * num_new
-        return longest
-
-    def _time_of(self, kind: Kind, batch: Batch, config: AnyConfig) -> float:
-        return self._time(prepare(_case(self._shape, kind, batch), self._device, self._num_sms, config=config))
-
-    def _time(self, prepared: PreparedAttention) -> float:
-        """Time runs over different keys and values, or over more than the cache holds, so that the cache is cold."""
-        return self._time_us([partial(prepared.run, index) for index in range(prepared.num_sets)])
-
-
-def _case(shape: AttentionShape, kind: Kind, batch: Batch) -> AttentionCase:
-    return AttentionCase(
-        kind,
-        kind,
-        (batch.num_cached + batch.num_new,) * batch.num_seqs,
-        (batch.num_new,) * batch.num_seqs,
-        shape.num_heads,
-        shape.kv_heads,
-        shape.key_dim,
-        shape.value_dim,
-        shape.block_size,
-        shape.kv_dtype,
-        shape.dtype,
-        latent=shape.kv_heads == 1 and shape.key_dim > shape.value_dim,
-    )

@@ -31,11 +31,6 @@ _MARGIN = 2
 _CANARY = 77.0
 # The relative error (L2) of 16-bit kernels is to be below it.
 TOLERANCE = 1e-2
-# Runs calls, each on other data, often enough and gives the median of their microseconds.
-TimeUs = Callable[[Sequence[Callable[[], object]]], float]
-Report = Callable[[str], None]
-# How long a candidate is measured, in seconds.
-CANDIDATE_SECONDS = 0.03
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,16 +195,3 @@ def checked(name: str, error: Callable[[], float]) -> Check:
 def same_bits(found: Tensor, expected: Tensor) -> float:
     """Return 0 if they have the same bits, else 1."""
     return float(not torch.equal(found, expected))
-
-
-def median_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Time in CUDA graphs, as steps run: a candidate of several launches does not pay for launching them."""
-    return time_calls(calls, seconds=CANDIDATE_SECONDS)[0].microseconds
-
-
-def is_right(name: str, error: Callable[[], float], report: Report) -> bool:
-    """Return whether a candidate computes what the reference does, and report one that does not."""
-    check = checked(name, error)
-    if not check.passed:
-        report(f"WRONG: {check.name}, relative error {check.error:.1e}")
-    return check.passed
