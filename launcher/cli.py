@@ -56,6 +56,7 @@ class LazyGroup(click.Group):
         "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
         "cache": ("launcher.cli:cache", "See, check and empty a folder of KV on disk."),
         "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
+        "pull": ("launcher.pull:pull", "Fetch a model of the hub before it is served."),
         "verify": ("launcher.verify:verify_command", "Compare a model folder with its recorded hashes."),
         "demo": ("launcher.cli:demo", "Build variants of the demo model."),
         "version": ("launcher.cli:version", "Print the versions of moeserve and of what it runs on."),

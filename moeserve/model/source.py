@@ -18,6 +18,7 @@ import msgspec
 
 from moeserve.config import show_size
 from moeserve.model.cache import is_recorded, verify
+from moeserve.model.checksums import check_sums
 from moeserve.model.demo import ensure_demo
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
@@ -239,13 +240,47 @@ def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Pat
         info, trouble = _look_up(name, revision)
         if info is None:
             return _cached(name, kind, revision, cache, f"the hub cannot be reached ({trouble})")
-        sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
-        files = _files_of(name, sizes) if kind is None else choose_files(name, kind, sizes)
-        missing = _missing_bytes(name, {file: sizes[file] for file in files}, info, cache)
-        _check_disk(name, missing, cache)
-        bars = _progress_bar_class(report, missing) if missing else None
-        folder = _fetch(name, revision, cache, bars, None if kind is None else files)
+        folder, files = _fetch_missing(name, kind, revision, info, cache, report)
         return folder if kind is None else folder / files[0]
+
+
+def pull_model(
+    model: str, *, revision: str | None = None, cache_dir: Path | None = None, progress: Progress | None = None
+) -> Path:
+    """Fetch what is missing of a hub model and compare all its files with the hub's checksums.
+
+    model: `owner/name`, `owner/name:KIND` or `owner/name:FILE.gguf`. Return the folder, or the first GGUF file. Resume
+    an interrupted download. Raise ModelError, also where only the cache could be asked.
+    """
+    from huggingface_hub import constants
+
+    report, cache = progress or silent, cache_dir or Path(constants.HF_HUB_CACHE)
+    name, kind = split_name(model)
+    if _is_path(name):
+        raise ModelError(f"{model} is a path on this machine: name a model of the hub, as owner/name.")
+    if constants.HF_HUB_OFFLINE:
+        raise ModelError("HF_HUB_OFFLINE is set, so nothing can be fetched.")
+    report("look up model", 0, 0)
+    with _as_model_errors(name, revision, cache):
+        info, trouble = _look_up(name, revision)
+        if info is None:
+            raise ModelError(f"The hub cannot be reached ({trouble}), so model {model} cannot be fetched.")
+        folder, files = _fetch_missing(name, kind, revision, info, cache, report)
+        chosen = set(files)
+        check_sums(folder, [file for file in info.siblings or [] if file.rfilename in chosen], report)
+    return check_folder(folder) if kind is None else folder / files[0]
+
+
+def _fetch_missing(
+    name: str, kind: str | None, revision: str | None, info: "ModelInfo", cache: Path, report: Progress
+) -> tuple[Path, list[str]]:
+    """Return the folder and the names of the model's files, which lie there now."""
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    files = _files_of(name, sizes) if kind is None else choose_files(name, kind, sizes)
+    missing = _missing_bytes(name, {file: sizes[file] for file in files}, info, cache)
+    _check_disk(name, missing, cache)
+    bars = _progress_bar_class(report, missing) if missing else None
+    return _fetch(name, revision, cache, bars, None if kind is None else files), files
 
 
 def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]:

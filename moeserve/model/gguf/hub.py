@@ -9,12 +9,13 @@ from moeserve.model.spec import ModelError
 
 # The kind of quantisation at the end of a file's name, before the number of its part.
 _KIND = re.compile(r"(?:^|[-._/])((?:UD-)?(?:I?Q\d\w*|TQ\d\w*|BF16|F16|F32|MXFP4\w*))(?:-\d{5}-of-\d{5})?\.gguf$", re.I)
+_PART = re.compile(r"-\d{5}-of-")
 # Encoders of images, and heads that predict further tokens, which lie beside models.
 _NO_MODEL = re.compile(r"(?:^|/)(?:mmproj|mtp)[-_.]", re.I)
 
 
 def split_name(model: str) -> tuple[str, str | None]:
-    """Return repository and kind of `owner/name:Q4_K_M`; None for a name without a kind."""
+    """Return repository and kind of `owner/name:Q4_K_M`, or the file in place of the kind; None for a name without."""
     repository, colon, kind = model.partition(":")
     return repository, kind if colon else None
 
@@ -30,12 +31,20 @@ def kinds_of(names: Iterable[str]) -> dict[str, list[str]]:
 
 
 def choose_files(repository: str, kind: str, names: Iterable[str]) -> list[str]:
-    """Return the files of the model of a kind. Raise ModelError, which lists the kinds that there are."""
+    """Return the files of the model of a kind, or of the model that a file belongs to, whose name stands for the kind.
+
+    Raise ModelError, which lists the kinds that there are.
+    """
+    names = list(names)
     kinds = kinds_of(names)
+    if kind.lower().endswith(".gguf"):
+        if kind not in names:
+            raise ModelError(f"Model {repository} has no file {kind}{_listed(kinds)}.")
+        return sorted(name for name in names if _PART.sub("-of-", name) == _PART.sub("-of-", kind))
     if kind.upper() not in kinds:
         raise ModelError(f"Model {repository} has no GGUF file of kind {kind}{_listed(kinds)}.")
     files = kinds[kind.upper()]
-    models = {re.sub(r"-\d{5}-of-", "-of-", name) for name in files}
+    models = {_PART.sub("-of-", name) for name in files}
     if len(models) > 1:
         raise ModelError(
             f"Model {repository} has {len(models)} GGUF models of kind {kind}: download one and name its path."
