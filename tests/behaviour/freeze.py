@@ -115,7 +115,9 @@ def differences(frozen: dict[str, Any], found: dict[str, Any], parts: Sequence[s
     machines = [{key: of["machine"][key] for key in ("cpu", "arithmetic")} for of in (frozen, found)]
     same_machine = machines[0] == machines[1]
     if not same_machine:
-        notes.append(f"tokens only, no bits: recorded on {frozen['machine']}, this is {found['machine']}")
+        notes.append(
+            f"tokens only, no bits and no bfloat16: recorded on {frozen['machine']}, this is {found['machine']}"
+        )
     other_weights = {name for name, digest in found["weights"].items() if frozen["weights"].get(name) != digest}
     notes += [f"tokens only of {name}: this machine draws other weights" for name in sorted(other_weights)]
     if found["has_gpu"] and any(part.startswith("gpu/") for part in parts):
@@ -127,6 +129,9 @@ def differences(frozen: dict[str, Any], found: dict[str, Any], parts: Sequence[s
             wrong.append(f"{case}: {'not recorded yet' if case not in expected else 'gave nothing'}")
             continue
         exact = same_machine and other_weights.isdisjoint(case.split("/"))
+        if not exact and case.endswith("/bfloat16"):
+            # What 16 bits round to depends on the order of sums, and tokens follow.
+            continue
         line = first_difference(expected[case], found["cases"][case], exact)
         if line is not None:
             wrong.append(f"{case}: {line}")

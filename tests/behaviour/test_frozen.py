@@ -49,7 +49,8 @@ def test_other_arithmetic_or_weights_leave_tokens_to_compare() -> None:
     def found(arithmetic: str, weights: str, bits: str) -> dict[str, object]:
         record = RECORD | {"bits": [bits, "cc"]}
         machine = {"cpu": "AVX2", "arithmetic": arithmetic, "versions": "torch"}
-        cases = {"cpu/qwen/cold": record, "plans/fcfs-0": {"plans": ["aa"]}}
+        rounded = record if arithmetic == "1" else record | {"tokens": [[1, 2], [4]]}
+        cases = {"cpu/qwen/cold": record, "cpu/qwen/bfloat16": rounded, "plans/fcfs-0": {"plans": ["aa"]}}
         return {"machine": machine, "weights": {"qwen": weights}, "has_gpu": False, "cases": cases}
 
     frozen = found("1", "w", "aa bb")
