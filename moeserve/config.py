@@ -8,6 +8,7 @@ understood too. This module needs the standard library alone.
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import os
 import re
@@ -42,6 +43,9 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "harmony", "mistral", "think")
 _LIMIT = re.compile(r"([a-z0-9]+):([0-9]*\.?[0-9]+)(ms|s)")
 _SECONDS = {"ms": 1e-3, "s": 1.0}
+DRAFT_METHODS = ("none", "ngram", "suffix", "auto")
+# vLLM's methods that need weights of their own.
+_DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -52,8 +56,8 @@ class ConfigError(ValueError):
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
-    `extra` may hold `choices`, `kind="size"` (bytes) or `kind="limits"` (see `parse_limits`), `minimum`, `maximum`,
-    `metavar` and `secret`.
+    `extra` may hold `choices`, `kind="size"` (bytes), `kind="limits"` (see `parse_limits`) or `kind="drafts"` (see
+    `parse_speculative`), `minimum`, `maximum`, `metavar` and `secret`.
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -267,6 +271,14 @@ class ServeConfig:
         group="Memory and scheduling",
         minimum=0,
     )
+    speculative_config: str = setting(
+        "none",
+        "Draft tokens that steps verify, in vLLM's JSON or a method alone: none, ngram and suffix (guesses out of "
+        "known text, verified whenever there are some), auto (as many as are likely to pay); see drafts.md.",
+        group="Memory and scheduling",
+        kind="drafts",
+        metavar="JSON",
+    )
     expert_memory: int | None = setting(
         None,
         "Most bytes of expert weights in the memory of each rank, or of its GPU; other experts are loaded when needed, "
@@ -471,6 +483,11 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         shown = "the given value" if metadata.get("secret") else repr(given)
         raise ConfigError(f"{source}: {shown} is not {_NOUNS[value_type(setting)]}") from None
+    if metadata.get("kind") == "drafts":
+        try:
+            parse_speculative(str(value))
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
     if metadata.get("kind") == "limits":
         try:
             if "ttft" not in parse_limits(str(value), ("ttft", "tpot")):
@@ -518,6 +535,45 @@ def parse_limits(text: str, names: Sequence[str]) -> dict[str, float]:
             raise ValueError(f"{match[1]} is given twice")
         limits[match[1]] = float(match[2]) * _SECONDS[match[3]]
     return limits
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Which draft tokens are made, and how many a chunk may have.
+
+    `method`: one of DRAFT_METHODS. `prompt_lookup_min`: the least tokens that match before a guess out of known text.
+    """
+
+    method: str = "none"
+    num_speculative_tokens: int = 16
+    prompt_lookup_min: int = 3
+
+
+_DRAFT_BOUNDS = {"num_speculative_tokens": (1, 64), "prompt_lookup_min": (3, 32)}
+
+
+def parse_speculative(text: str) -> SpeculativeConfig:
+    """Return the drafts that `{"method": "suffix", "num_speculative_tokens": 8}`, or `suffix`, asks for.
+
+    Raise ValueError, one sentence, for what is not served.
+    """
+    text = text.strip()
+    try:
+        given = json.loads(text) if text.startswith("{") else {"method": text}
+    except (ValueError, RecursionError):
+        raise ValueError(f"{text[:80]!r} is not JSON") from None
+    method = given.pop("method", "auto")
+    if method in _DRAFT_MODELS:
+        raise ValueError(f"the method {method} needs a draft model, and only {', '.join(DRAFT_METHODS)} are served")
+    if method not in DRAFT_METHODS:
+        raise ValueError(f"{str(method)[:80]!r} is not one of {', '.join(DRAFT_METHODS)}")
+    for name, value in given.items():
+        if name not in _DRAFT_BOUNDS:
+            raise ValueError(f"{name[:80]!r} is not one of method, {', '.join(_DRAFT_BOUNDS)}")
+        least, most = _DRAFT_BOUNDS[name]
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} is a whole number from {least} to {most}")
+    return SpeculativeConfig(method, **given)
 
 
 def _as_bool(given: Any) -> bool:

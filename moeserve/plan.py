@@ -144,6 +144,9 @@ class Request:
     soon as no plan in flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`), None while
     they are not known.
 
+    `draft_tokens` are guesses of the tokens that follow `token_ids`, made with the last commit; where there is a
+    grammar, `draft_masks` are the masks after each of them. Guesses in flight do not count as scheduled tokens.
+
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
     `suspect_until`: the request may have ended that life, until it has computed so many tokens; 0 without suspicion.
@@ -186,6 +189,8 @@ class Request:
     num_disk_tokens: int | None = None
     _is_always_plain: bool = field(init=False)
     mask: bytes | None = None
+    draft_tokens: array[int] = field(default_factory=lambda: array("i"))
+    draft_masks: tuple[bytes, ...] = ()
     earlier_output: InitVar[array[int] | None] = None
 
     def __post_init__(self, earlier_output: array[int] | None) -> None:
@@ -276,8 +281,12 @@ class Chunk:
     `sampling` is None for a chunk that does not reach the end of the request's tokens. `block_table` is the request's
     own array, which only grows while the plan is in flight. `extras` is None for most chunks.
 
-    `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which chunk number `drawn_by`
-    among that plan's sampled chunks will sample, and `token_ids` holds a zero in its place.
+    The last `num_drafts` of `token_ids` are guesses. The chunk then has one token before them, and each of its rows is
+    sampled as if it were the last row of a chunk without guesses (`row_chunks`). The sampled tokens count up to the
+    first guess that is wrong; keys and values of wrong guesses are overwritten later.
+
+    `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which is number `drawn_by` among
+    the tokens that that plan will sample, and `token_ids` holds a zero in its place.
 
     `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
     context beyond which its model uses other angles (`moeserve.model.rope`).
@@ -296,13 +305,19 @@ class Chunk:
     state: StateUse | None = None
     first_angle: int = 0
     window: WindowTable | None = None
+    num_drafts: int = 0
 
     @property
     def num_logit_rows(self) -> int:
         """The number of last tokens that need logits: all tokens for log probabilities of the prompt."""
         if self.extras is not None and self.extras.prompt_targets:
             return len(self.token_ids)
-        return 0 if self.sampling is None else 1
+        return self.num_sampled_rows
+
+    @property
+    def num_sampled_rows(self) -> int:
+        """The number of last tokens after which a token is sampled."""
+        return 0 if self.sampling is None else 1 + self.num_drafts
 
 
 @dataclass(slots=True)
@@ -315,6 +330,9 @@ class ChunkExtras:
     sampled (EOS before `min_tokens`); where there is a mask, it is without them already.
     `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log probabilities are requested;
     None without a request.
+
+    In a chunk with drafts `history` and `mask` are those of its first row. `draft_masks` are the masks of the rows
+    after it, and only the first `num_banned_rows` rows are sampled without `banned_token_ids`.
     """
 
     history: array[int] | None = None
@@ -323,6 +341,34 @@ class ChunkExtras:
     prompt_targets: array[int] | None = None
     num_top_logprobs: int = 0
     mask: bytes | None = None
+    draft_masks: tuple[bytes, ...] = ()
+    num_banned_rows: int = 1
+
+
+def row_chunks(chunk: Chunk) -> list[Chunk]:
+    """Return, for each row of a chunk that is sampled, the chunk that it would be sampled for if nothing were guessed.
+
+    Block tables, states and windows are not looked at when a token is sampled, so the chunks of drafts lack them.
+    """
+    if not chunk.num_drafts:
+        return [chunk]
+    token_ids, extras = chunk.token_ids, chunk.extras
+    rows = []
+    for row in range(1 + chunk.num_drafts):
+        of_row = None if extras is None else _row_extras(extras, row, token_ids[1 : row + 1])
+        tokens = token_ids[row : row + 1]
+        rows.append(Chunk(chunk.request_id, tokens, chunk.start + row, chunk.block_table, chunk.sampling, of_row))
+    return rows
+
+
+def _row_extras(extras: ChunkExtras, row: int, guessed: array[int]) -> ChunkExtras:
+    """Return the further inputs of one row of a chunk with drafts. guessed: the drafts up to the row."""
+    return ChunkExtras(
+        history=None if extras.history is None else extras.history + guessed,
+        num_prompt_tokens=extras.num_prompt_tokens,
+        banned_token_ids=extras.banned_token_ids if row < extras.num_banned_rows else (),
+        mask=extras.draft_masks[row - 1] if row and extras.draft_masks else extras.mask,
+    )
 
 
 @dataclass(slots=True)
@@ -370,12 +416,22 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class ChunkResult:
-    """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone."""
+    """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone.
+
+    `further` are the tokens sampled after drafts that were right, with their log probabilities: draft i is right if it
+    is the i-th token of the result.
+    """
 
     token_id: int | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
+    further: tuple[tuple[int, TokenLogprobs | None], ...] = ()
+
+    @property
+    def tokens(self) -> list[tuple[int, TokenLogprobs | None]]:
+        """All sampled tokens in order, with their log probabilities."""
+        return [] if self.token_id is None else [(self.token_id, self.logprobs), *self.further]
 
 
 @dataclass(slots=True)

@@ -308,6 +308,7 @@ class _WireChunkResult(msgspec.Struct, array_like=True, frozen=True):
     logprobs: _WireLogprobs | None
     prompt_logprobs: list[_WireLogprobs] | None
     error: str | None
+    further: list[tuple[int, _WireLogprobs | None]] = []
 
 
 class _WireResult(msgspec.Struct, array_like=True, frozen=True):
@@ -336,6 +337,7 @@ def _pack_result(chunk: ChunkResult) -> _WireChunkResult:
         None if chunk.logprobs is None else _pack_logprobs(chunk.logprobs),
         None if prompt is None else [_pack_logprobs(logprobs) for logprobs in prompt],
         chunk.error,
+        [(token, None if found is None else _pack_logprobs(found)) for token, found in chunk.further],
     )
 
 
@@ -346,6 +348,7 @@ def _unpack_result(wire: _WireChunkResult) -> ChunkResult:
         None if wire.logprobs is None else _unpack_logprobs(wire.logprobs),
         None if prompt is None else [_unpack_logprobs(logprobs) for logprobs in prompt],
         wire.error,
+        tuple((token, None if found is None else _unpack_logprobs(found)) for token, found in wire.further),
     )
 
 

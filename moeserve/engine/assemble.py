@@ -24,7 +24,7 @@ from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.moe import moe_experts_partial
 from kernels.ops import CpuOps, Experts, Ops
-from moeserve.config import ConfigError, ServeConfig
+from moeserve.config import ConfigError, ServeConfig, parse_speculative
 from moeserve.device import KvBudget, current_gpu, step_budget
 from moeserve.engine.experts.memory import CpuResidentModel, open_experts
 from moeserve.engine.experts.observe import SentCounter
@@ -45,6 +45,7 @@ from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
+from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
@@ -491,5 +492,16 @@ def build_scheduler(
         states=StatePolicy(num_slots) if num_slots else None,
         slo=slo,
         rope_switch=rope_switch,
+        drafting=_drafting(config, num_slots),
     )
     return scheduler, caches
+
+
+def _drafting(config: ServeConfig, num_state_slots: int) -> Drafting | None:
+    """Return what makes draft tokens, None for none. Raise ConfigError if the model cannot verify them."""
+    speculative = parse_speculative(config.speculative_config)
+    if speculative.method == "none":
+        return None
+    if num_state_slots:
+        raise ConfigError("--speculative-config: the recurrent states of this model cannot go back to a token before.")
+    return Drafting(speculative)

@@ -13,10 +13,11 @@ from __future__ import annotations
 import os
 import threading
 import time
+from array import array
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -53,11 +54,16 @@ class _LexerFullError(GrammarError):
 
 @dataclass(frozen=True, slots=True)
 class MadeMask:
-    """A request's next mask (see `ChunkExtras.mask`), or the error that ends the request."""
+    """A request's next mask (see `ChunkExtras.mask`), or the error that ends the request.
+
+    draft_tokens: those of the request's that the grammar allows. draft_masks: the mask after each of them.
+    """
 
     request: Request
     mask: bytes = b""
     error: str | None = None
+    draft_tokens: array[int] = field(default_factory=lambda: array("i"))
+    draft_masks: tuple[bytes, ...] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -221,15 +227,17 @@ class GrammarMasks:
         assert matcher is not None
         output = request.token_ids[request.num_prompt_tokens + held.num_consumed :].tolist()
         held.num_consumed += len(output)
-        sampling = request.sampling
-        banned = sampling.stop_token_ids if request.num_output_tokens < sampling.min_tokens else ()
+        sampling, drafts = request.sampling, request.draft_tokens
+        # The number of masks from the first on without the tokens that would end the request.
+        num_banned = max(0, sampling.min_tokens - request.num_output_tokens)
+        banned = (sampling.stop_token_ids, num_banned)
         is_quick = not held.is_slow and len(output) <= _QUICK_TOKENS
 
         def advanced(job: Job) -> None:
             self._num_quick -= is_quick
             self._advanced(held, job)
 
-        job = Job(request.terms.tenant, lambda: _next_mask(matcher, output, banned, num_bytes), advanced)
+        job = Job(request.terms.tenant, lambda: _next_masks(matcher, output, drafts, banned, num_bytes), advanced)
         self._num_quick += is_quick
         if is_quick:
             self._quick.put(job)
@@ -241,12 +249,16 @@ class GrammarMasks:
         kept = held.kept
         if held.request not in self._held or kept is None:
             return
-        held.is_slow |= job.cpu_seconds > _QUICK_SECONDS
-        grown = _BYTES_PER_MASK_SECOND * max(0.0, job.cpu_seconds - _STEADY_SECONDS)
+        made = job.result
+        num_masks = len(made) if isinstance(made, list) else 1
+        held.is_slow |= job.cpu_seconds > _QUICK_SECONDS * num_masks
+        grown = _BYTES_PER_MASK_SECOND * max(0.0, job.cpu_seconds - _STEADY_SECONDS * num_masks)
         self._kept.grow(kept, int(grown), _MAX_GROWN_BYTES)
-        if isinstance(job.result, bytes):
-            self._awaited.remove(held.request)
-            self._made.append(MadeMask(held.request, job.result))
+        if isinstance(made, list):
+            request = held.request
+            self._awaited.remove(request)
+            drafts = request.draft_tokens[: len(made) - 1]
+            self._made.append(MadeMask(request, made[0], draft_tokens=drafts, draft_masks=tuple(made[1:])))
         elif isinstance(job.error, _LexerFullError) and not held.is_alone:
             # Requests that share a lexer fill it together, but no request may fail because of another one.
             self._kept.discard(held.grammar)
@@ -294,10 +306,33 @@ def _load(tokens: Future[LLTokenizer], tokenizer_json: Path, eos_token_ids: Sequ
         tokens.set_exception(error)
 
 
-def _next_mask(matcher: LLMatcher, output: list[int], banned: Sequence[int], num_bytes: int) -> bytes:
-    """Let a matcher consume the newest tokens and return its mask, of at most `num_bytes`. Raise GrammarError."""
+def _next_masks(
+    matcher: LLMatcher, output: list[int], drafts: Sequence[int], banned: tuple[Sequence[int], int], num_bytes: int
+) -> list[bytes]:
+    """Let a matcher consume the newest tokens. Return its mask, then those after each draft that the grammar allows.
+
+    banned: tokens that the first masks are to forbid, and the number of these masks. num_bytes: the most of a mask.
+    Raise GrammarError if the first mask cannot be made.
+    """
     if output:
         matcher.consume_tokens(output)
+    tokens, num_masks = banned
+    masks = [_mask_of(matcher, tokens if num_masks else (), num_bytes)]
+    if drafts and _allows(masks[0], drafts[0]):
+        # An error of a matcher stays, and a wrong draft must not leave one.
+        ahead = matcher.deep_copy()
+        for number, draft in enumerate(drafts, 1):
+            if not _allows(masks[-1], draft) or not ahead.try_consume_tokens([draft]):
+                break
+            try:
+                masks.append(_mask_of(ahead, tokens if number < num_masks else (), num_bytes))
+            except GrammarError:
+                break
+    return masks
+
+
+def _mask_of(matcher: LLMatcher, banned: Sequence[int], num_bytes: int) -> bytes:
+    """Return a matcher's mask, of at most `num_bytes`. Raise GrammarError."""
     mask: bytes = b"" if matcher.is_error() else matcher.compute_bitmask()[:num_bytes]
     if matcher.is_error():
         kind = _LexerFullError if matcher.get_error().startswith("lexer error") else GrammarError
@@ -314,6 +349,10 @@ def _without(mask: bytes, banned: Sequence[int]) -> bytes:
         if token // 8 < len(kept):
             kept[token // 8] &= ~(1 << token % 8)
     return mask if _is_empty(kept) else bytes(kept)
+
+
+def _allows(mask: bytes, token: int) -> bool:
+    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
 def _is_empty(mask: bytes | bytearray) -> bool:

@@ -18,7 +18,7 @@ from kernels.sampling import Draw
 from kernels.transfer import to_device, to_host
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.token_masks import forbid, masks_of
-from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs
+from moeserve.plan import Chunk, ChunkResult, SamplingParams, TokenLogprobs, row_chunks
 
 NOT_FINITE = "the model produced logits that are not finite"
 # Rows of logits that are scored together for a prompt's log probabilities.
@@ -43,11 +43,28 @@ class SampledStep:
         drawn = iter(() if self.drawn is None else self.drawn.results())
         results = []
         for number, chunk in enumerate(self.chunks):
-            result = next(drawn) if chunk.sampling is not None else ChunkResult()
+            rows = [next(drawn) for _ in range(chunk.num_sampled_rows)]
+            result = _while_right(chunk, rows) if rows else ChunkResult()
             if number in self.prompt_logprobs:
                 result.prompt_logprobs = self.prompt_logprobs[number].all()
             results.append(result)
         return results
+
+
+def _while_right(chunk: Chunk, rows: Sequence[ChunkResult]) -> ChunkResult:
+    """Return the result of a sampled chunk from those of its rows, up to the first draft that is wrong.
+
+    A row that is not finite ends it too: the next step computes it again, and fails.
+    """
+    result, further = rows[0], []
+    token_id = result.token_id
+    for draft, row in zip(chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :], rows[1:], strict=True):
+        if token_id != draft or row.token_id is None:
+            break
+        token_id = row.token_id
+        further.append((token_id, row.logprobs))
+    result.further = tuple(further)
+    return result
 
 
 def sample_step(
@@ -64,10 +81,10 @@ def sample_step(
     logits at a time. previous: the tokens that the previous step drew, int64 on the device, needed if the history of a
     chunk lacks one of them.
     """
-    drawing = [chunk for chunk in chunks if chunk.sampling is not None]
+    drawing = [row for chunk in chunks if chunk.sampling is not None for row in row_chunks(chunk)]
     drawn = None
     if drawing:
-        last = [place[-1] for chunk, place in zip(chunks, places, strict=True) if chunk.sampling is not None]
+        last = [row for chunk, place in zip(chunks, places, strict=True) for row in _sampled_rows(chunk, place)]
         of_rows = states if logits is None else logits
         if len(last) < len(of_rows):
             of_rows = of_rows[to_device(array("q", last), of_rows.device)]
@@ -80,6 +97,10 @@ def sample_step(
             scored = states[place.start : place.start + len(targets)]
             prompt_logprobs[number] = ScoredTokens(decoder.logits, scored, targets, chunk.extras.num_top_logprobs)
     return SampledStep(chunks, drawn, prompt_logprobs)
+
+
+def _sampled_rows(chunk: Chunk, place: range) -> range:
+    return place[len(place) - chunk.num_sampled_rows :]
 
 
 def draw_tokens(ops: Ops, logits: Tensor, chunks: Sequence[Chunk], previous: Tensor | None = None) -> Drawn:

@@ -25,6 +25,7 @@ class PlanDraft:
         "_has_all_decodes",
         "_least",
         "_limits",
+        "_num_sampled",
         "_sampled",
         "budgets",
         "duplicates",
@@ -42,8 +43,9 @@ class PlanDraft:
         self.budgets = [budget] * num_ranks
         self.sizes = [StepSize() for _ in range(num_ranks)]
         self.duplicates: list[tuple[int, list[int]]] = []
-        # By rank, the places of its sampled chunks by request id.
+        # By rank, the places of requests' tokens among all that are sampled; and their number.
         self._sampled: list[dict[str, int]] = [{} for _ in range(num_ranks)]
+        self._num_sampled = [0] * num_ranks
         # The prediction of the step's seconds and, by rank, their limit and the rows that fit whatever they take.
         self._cost = CostModel()
         self._limits = [inf] * num_ranks
@@ -58,8 +60,13 @@ class PlanDraft:
         self.plans[rank].zeroed_blocks.extend(blocks)
         self.plans[rank].zeroed_windows.extend(windows)
 
-    def add(self, request: Request, count: int, state: StateUse | None, window: WindowTable | None) -> None:
-        """Plan the next `count` known tokens of a request that has leased blocks for them."""
+    def add(
+        self, request: Request, count: int, state: StateUse | None, window: WindowTable | None, num_drafts: int = 0
+    ) -> None:
+        """Plan the next `count` known tokens of a request that has leased blocks for them.
+
+        num_drafts: the number of its draft tokens to follow the last known token, which is the only one then.
+        """
         start = request.num_planned_tokens
         end = start + count
         token_ids = request.token_ids
@@ -67,8 +74,11 @@ class PlanDraft:
         assert lease is not None
         request.num_scheduled_tokens += count
         sampling = request.sampling if end == len(token_ids) else None
-        extras = None if request.is_plain else _chunk_extras(request, start, end)
+        extras = None if request.is_plain else _chunk_extras(request, start, end, num_drafts)
         chunk = Chunk(request.request_id, token_ids[start:end], start, lease.block_ids, sampling, extras)
+        if num_drafts:
+            chunk.token_ids += request.draft_tokens[:num_drafts]
+            chunk.num_drafts = num_drafts
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
 
@@ -115,7 +125,7 @@ class PlanDraft:
     def add_unsampled(
         self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
     ) -> None:
-        """Plan the token of a request that sampled chunk number `drawn_by` of the previous plan will give."""
+        """Plan the token of a request that is number `drawn_by` among those that the previous plan will sample."""
         lease = request.lease
         assert lease is not None
         start = request.num_planned_tokens
@@ -133,7 +143,9 @@ class PlanDraft:
         if self._has_all_decodes:
             self.prompts[request.request_id] = request
         if chunk.sampling is not None:
-            self._sampled[rank][chunk.request_id] = len(self._sampled[rank])
+            if not chunk.num_drafts:
+                self._sampled[rank][chunk.request_id] = self._num_sampled[rank]
+            self._num_sampled[rank] += chunk.num_sampled_rows
         self.budgets[rank] -= count
         size = self.sizes[rank]
         size.rows += count
@@ -147,7 +159,10 @@ class PlanDraft:
         return [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(self.plans, results, strict=True)]
 
     def sampled_place(self, request: Request) -> int | None:
-        """Return the request's place among the sampled chunks of its rank's plan; None if it has none there."""
+        """Return the place of the request's token among those that its rank's plan samples.
+
+        None if it has none there, or may have several.
+        """
         return self._sampled[request.rank].get(request.request_id)
 
 
@@ -164,7 +179,7 @@ def _unsampled_extras(request: Request) -> ChunkExtras | None:
     )
 
 
-def _chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
+def _chunk_extras(request: Request, start: int, end: int, num_drafts: int) -> ChunkExtras | None:
     """Return the further inputs of the chunk `token_ids[start:end]` of a request that is not plain; None for none."""
     sampling = request.sampling
     targets = None
@@ -181,4 +196,6 @@ def _chunk_extras(request: Request, start: int, end: int) -> ChunkExtras | None:
         prompt_targets=targets,
         num_top_logprobs=sampling.prompt_logprobs or 0,
         mask=request.mask if is_sampled else None,
+        draft_masks=request.draft_masks[:num_drafts],
+        num_banned_rows=min(1 + num_drafts, sampling.min_tokens - request.num_output_tokens) if is_banned else 1,
     )

@@ -37,6 +37,10 @@ class RequestMemory:
         """
         return self._cache.num_available_to(request.namespace, enough) if sparing else self._cache.num_available
 
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Return the most blocks that so many further tokens of a request can begin."""
+        return -(-num_tokens // self._block_size)
+
     def share(self, request: Request) -> None:
         """Set the terms of the request's account, by which its prefixes are evicted."""
         self._cache.share(request.namespace, request.terms.weight, request.terms.cached)

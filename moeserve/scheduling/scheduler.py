@@ -8,6 +8,7 @@ resuming are all this one idea.
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,9 @@ from moeserve.plan import (
     StepResult,
     TokenLogprobs,
 )
+from moeserve.scheduling.cost_model import StepSize
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
+from moeserve.scheduling.drafting import DraftCounters, Drafting
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
 from moeserve.scheduling.open_prompts import OpenPrompts
 from moeserve.scheduling.pacing import Load, Pace, Slo
@@ -66,9 +69,13 @@ class Scheduler:
         states: StatePolicy | None = None,
         slo: Slo | None = None,
         rope_switch: int | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
-        of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`)."""
+        of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
+        draft tokens; recurrent states cannot go back to a row, so it is None where there are `states`."""
+        if drafting is not None and states is not None:
+            raise ValueError("recurrent states cannot go back, so their requests get no drafts")
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -86,6 +93,7 @@ class Scheduler:
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
         self._rope_switch = rope_switch
+        self._drafting = drafting
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
@@ -118,6 +126,11 @@ class Scheduler:
     @property
     def is_idle(self) -> bool:
         return not self._requests and not self._in_flight
+
+    @property
+    def draft_counters(self) -> DraftCounters | None:
+        """The totals of draft tokens; None without drafting."""
+        return None if self._drafting is None else self._drafting.counters
 
     @property
     def num_empty_slots(self) -> int:
@@ -160,13 +173,18 @@ class Scheduler:
         changes, self._mask_changes = self._mask_changes, []
         return changes
 
-    def provide(self, request: Request, mask: bytes) -> None:
+    def provide(
+        self, request: Request, mask: bytes, draft_tokens: array[int] | None = None, draft_masks: Sequence[bytes] = ()
+    ) -> None:
         """Receive the tokens that a request's grammar allows next. Without them no step computes the request.
 
-        With its first mask it takes its place in the queue, by its arrival. A request that has finished is left alone.
+        draft_tokens: the drafts that the grammar allows, with the mask after each; None for none. With its
+        first mask the request takes its place in the queue, by its arrival. One that has finished is left alone.
         """
         if not request.finished:
             request.mask = mask
+            if draft_tokens is not None:
+                request.draft_tokens, request.draft_masks = draft_tokens, tuple(draft_masks)
             if self._unmasked.pop(request.request_id, None) is not None:
                 self._waiting.add(request)
 
@@ -268,18 +286,17 @@ class Scheduler:
         self._make_room()
         # A request that is not tried in this step may find memory by now.
         self._lacking = {}
+        num_drafts = self._num_drafts(draft)
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running:
-            if request.yields or request.lacks_mask or self._awaits_trial(request):
-                continue
-            if request.num_scheduled_tokens and not self._run_ahead:
+            if not self._may_go_on(request):
                 continue
             num_pending = _num_pending(request)
             if num_pending > 1:
                 prompts.append(request)
             elif num_pending == 1:
-                self._plan_chunk(request, 1, draft)
-            elif num_pending == 0:
+                self._plan_decode(request, num_drafts.get(request.request_id, 0), draft)
+            elif num_pending == 0 and request.request_id not in num_drafts:
                 self._plan_unsampled(request, draft)
         draft.end_decodes(self._pace.step_bound(draft.requests))
         awaited = next(self._waiting.candidates(), None) if prompts else None
@@ -313,40 +330,60 @@ class Scheduler:
         draft = self._committed = self._in_flight.popleft()
         for rank, blocks in draft.duplicates:
             self._memories[rank].free(blocks)
+        if self._drafting is not None:
+            self._drafting.begin_commit()
         outputs: list[RequestOutput] = []
         for request in draft.requests:
-            chunk, computed = next(rows[request.rank])
-            num_tokens = len(chunk.token_ids)
-            request.num_scheduled_tokens -= num_tokens
-            error = computed.error
-            if error is None and computed.token_id is None and chunk.sampling is not None:
-                error = "no token was sampled"
-            goes_on = error is None and not request.finished
-            if goes_on:
-                request.num_computed_tokens += num_tokens
-                if request.num_computed_tokens >= request.suspect_until:
-                    request.suspect_until = 0
-                self._publish(request)
-            if chunk.state is not None:
-                self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
-            if request.finished:
-                request.failed |= error is not None
-                self._release(request)
-            elif error is not None:
-                outputs.append(self._end(request, FinishReason.ERROR, error))
-            else:
-                output = _append_sampled(request, chunk, computed)
-                if output is not None:
-                    self.counters.generation_tokens += output.token_id is not None
-                    if request.miss is not None:
-                        output.miss, request.miss = request.miss, None
-                    if output.finish_reason is not None:
-                        self._end(request, output.finish_reason)
-                    elif output.token_id is not None and request.mask is not None:
-                        request.mask = None
-                        self._mask_changes.append(request)
-                    outputs.append(output)
+            outputs += self._commit_chunk(request, *next(rows[request.rank]))
         return outputs
+
+    def _commit_chunk(self, request: Request, chunk: Chunk, computed: ChunkResult) -> list[RequestOutput]:
+        """Apply the result of a chunk, and return what there is to report of its request."""
+        num_certain = len(chunk.token_ids) - chunk.num_drafts
+        request.num_scheduled_tokens -= num_certain
+        error = computed.error
+        if error is None and computed.token_id is None and chunk.sampling is not None:
+            error = "no token was sampled"
+        outputs: list[RequestOutput] = []
+        goes_on = error is None and not request.finished
+        if goes_on:
+            num_known = len(request.token_ids)
+            outputs = _append_sampled(request, chunk, computed)
+            num_new = len(request.token_ids) - num_known
+            request.num_computed_tokens += num_certain + max(0, num_new - 1)
+            if request.num_computed_tokens >= request.suspect_until:
+                request.suspect_until = 0
+            self._publish(request)
+            self._learn(request, chunk, num_new)
+        if chunk.state is not None:
+            self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
+        if request.finished:
+            request.failed |= error is not None
+            self._release(request)
+        elif error is not None:
+            outputs.append(self._end(request, FinishReason.ERROR, error))
+        elif outputs:
+            self._report(request, outputs)
+        return outputs
+
+    def _learn(self, request: Request, chunk: Chunk, num_new: int) -> None:
+        """Let drafting see the tokens that a chunk has brought."""
+        if self._drafting is not None:
+            if chunk.num_drafts:
+                self._drafting.counters.count(chunk, num_new - 1)
+            self._drafting.read(request, request.token_ids[len(request.token_ids) - num_new :])
+
+    def _report(self, request: Request, outputs: list[RequestOutput]) -> None:
+        """Complete the outputs of a chunk, and end its request if the last one says so."""
+        last = outputs[-1]
+        self.counters.generation_tokens += sum(output.token_id is not None for output in outputs)
+        if request.miss is not None:
+            outputs[0].miss, request.miss = request.miss, None
+        if last.finish_reason is not None:
+            self._end(request, last.finish_reason)
+        elif last.token_id is not None and request.mask is not None:
+            request.mask = None
+            self._mask_changes.append(request)
 
     def tell_time(self, now: float) -> None:
         """Set the time by which retained prefixes expire and waits are measured, in seconds; it must not go back.
@@ -362,6 +399,8 @@ class Scheduler:
         """Learn from the seconds that the last committed step took."""
         if self._committed is not None:
             self._pace.count_step(self._committed.size, seconds)
+            if self._drafting is not None and not self._committed.prompts:
+                self._drafting.count_step(self._committed.size, seconds)
             self._committed = None
 
     def load(self, num_tokens: int | None = None) -> Load:
@@ -499,6 +538,68 @@ class Scheduler:
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
         """Return the requests whose prompts are computed in this step or in one in flight."""
         return [request for step in (draft, *self._in_flight) for request in step.prompts.values()]
+
+    def _may_go_on(self, request: Request) -> bool:
+        """Return whether the next step may name a running request."""
+        if request.yields or request.lacks_mask or self._awaits_trial(request):
+            return False
+        return self._run_ahead or not request.num_scheduled_tokens
+
+    def _num_drafts(self, draft: PlanDraft) -> dict[str, int]:
+        """Return by request how many of its drafts the step should verify, where there are any.
+
+        A request whose token the previous plan will sample is among them if it should wait for that token, because its
+        drafts can only follow it.
+        """
+        if self._drafting is None:
+            return {}
+        num_drafts: dict[str, int] = {}
+        decodes: list[list[Request]] = [[] for _ in self._memories]
+        for request in self._running:
+            if 0 <= _num_pending(request) <= 1 and self._may_go_on(request):
+                decodes[request.rank].append(request)
+        for rank, requests in enumerate(decodes):
+            size = StepSize(len(requests), float(sum(len(request.token_ids) for request in requests)))
+            rooms = [self._room_for_drafts(request) for request in requests]
+            # Half of what the step has room for is left to prompts.
+            most = (draft.budgets[rank] - len(requests)) // 2
+            lengths = self._drafting.lengths(requests, rooms, size, most)
+            num_drafts |= {r.request_id: n for r, n in zip(requests, lengths, strict=True) if n}
+        return num_drafts
+
+    def _room_for_drafts(self, request: Request) -> int:
+        """Return how many drafts the request's next chunk may have.
+
+        No row is needed whose token would be one too many, or would need other angles. Drafts take no block that a
+        running request may need for its next token.
+        """
+        if not request.draft_tokens or request.wants_prompt_logprobs:
+            return 0
+        num_known = len(request.token_ids)
+        room = request.sampling.max_tokens - request.num_output_tokens - 1
+        if self._rope_switch is not None and not request.first_angle:
+            room = min(room, self._rope_switch - num_known)
+        if request.sampling.grammar is not None:
+            room = min(room, len(request.draft_masks))
+        memory = self._memories[request.rank]
+        num_slots = memory.num_empty_slots(request) - _num_pending(request)
+        if num_slots < min(room, len(request.draft_tokens)):
+            num_spare = memory.num_available_blocks(request, sparing=True) - len(self._running)
+            if num_spare < memory.num_blocks_for(len(request.draft_tokens)):
+                room = min(room, num_slots)
+        return max(0, room)
+
+    def _plan_decode(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
+        """Plan the only token that a request lacks, with drafts after it if there is memory for them."""
+        memory = self._memories[request.rank]
+        new = memory.grow(request, 1 + num_drafts, sparing=True) if num_drafts else None
+        if new is None:
+            self._plan_chunk(request, 1, draft)
+            return
+        if new:
+            draft.zero(request.rank, new, memory.windows_of(new))
+        draft.add(request, 1, None, memory.window_table(request), num_drafts)
+        self._note_planned(request, 1 + num_drafts)
 
     def _plan_chunk(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
         """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
@@ -647,6 +748,8 @@ class Scheduler:
         self._tenants.leave(request)
         request.finished, request.failed = True, error is not None
         self._pace.count_end(request, reason)
+        if self._drafting is not None:
+            self._drafting.forget(request)
         if request.sampling.grammar is not None:
             self._mask_changes.append(request)
         self._open_prompts.remove(request)
@@ -676,26 +779,32 @@ def _num_pending(request: Request) -> int:
     return len(request.token_ids) - request.num_planned_tokens
 
 
-def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> RequestOutput | None:
-    """Append the token that was sampled after a chunk of the request, and note whether it is the last one.
+def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> list[RequestOutput]:
+    """Append the tokens that were sampled after a chunk of the request, up to one that is the last of the request.
 
-    Return None if there is nothing to report, as in the middle of a prompt.
+    Return nothing if there is nothing to report, as in the middle of a prompt.
     """
     prompt_logprobs = computed.prompt_logprobs
     if prompt_logprobs is not None:
         # After a preemption the request computes some of them again that were reported before.
         prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
         request.num_prompt_logprobs += len(prompt_logprobs)
-    token_id = computed.token_id
-    if chunk.sampling is None or token_id is None:
-        return RequestOutput(request, prompt_logprobs=prompt_logprobs) if prompt_logprobs else None
-    request.token_ids.append(token_id)
-    output = RequestOutput(request, token_id, None, computed.logprobs, prompt_logprobs)
-    if token_id in chunk.sampling.stop_token_ids:
-        output.finish_reason = FinishReason.STOP
-    elif request.num_output_tokens >= chunk.sampling.max_tokens:
-        output.finish_reason = FinishReason.LENGTH
-    return output
+    sampling = chunk.sampling
+    if sampling is None or computed.token_id is None:
+        return [RequestOutput(request, prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
+    outputs = []
+    for token_id, logprobs in computed.tokens:
+        request.token_ids.append(token_id)
+        output = RequestOutput(request, token_id, None, logprobs)
+        outputs.append(output)
+        if token_id in sampling.stop_token_ids:
+            output.finish_reason = FinishReason.STOP
+            break
+        if request.num_output_tokens >= sampling.max_tokens:
+            output.finish_reason = FinishReason.LENGTH
+            break
+    outputs[0].prompt_logprobs = prompt_logprobs
+    return outputs
 
 
 @dataclass(slots=True)

@@ -19,7 +19,17 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
-from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult, TokenLogprobs
+from moeserve.plan import (
+    Chunk,
+    ChunkResult,
+    FinishReason,
+    Request,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+    row_chunks,
+)
 from radix_cache import PrefixCache
 from radix_cache.nodes import Node
 
@@ -84,13 +94,25 @@ class KvOracle:
     for which `fails`, asked once, is true writes poison and returns an error.
     """
 
-    def __init__(self, cache: PrefixCache, vocab_size: int, *, run_ahead: bool = False, num_slots: int = 0) -> None:
-        """num_slots: for states, 0 for a model without."""
+    def __init__(
+        self,
+        cache: PrefixCache,
+        vocab_size: int,
+        *,
+        run_ahead: bool = False,
+        num_slots: int = 0,
+        most_drafts: int = 0,
+    ) -> None:
+        """num_slots: for states, 0 for a model without. most_drafts: of a chunk."""
+        self._most_ahead = -(-most_drafts // cache.block_size)
         self._cache = cache
         self._num_slots = num_slots
         self._rows = [SPOILT] * (num_slots + cache.snapshots.num_rows)
         self._run_ahead = run_ahead
         self._last_drawn: list[int] = []
+        # Slots that a wrong draft has filled, which are written once more; of window blocks too.
+        self._stale: set[tuple[int, int]] = set()
+        self._stale_windows: set[tuple[int, int]] = set()
         self._size = cache.block_size
         self._vocab_size = vocab_size
         self._kv: list[list[Cell | None]] = [[None] * self._size for _ in range(cache.num_blocks)]
@@ -136,8 +158,10 @@ class KvOracle:
                 num_holders[block] = num_holders.get(block, 0) + 1
         for block in plan.zeroed_blocks:
             self._kv[block] = [None] * self._size
+            self._stale -= {(block, offset) for offset in range(self._size)}
         for block in plan.zeroed_windows:
             self._window_kv[block] = [None] * self._size
+            self._stale_windows -= {(block, offset) for offset in range(self._size)}
         for chunk in plan.chunks:
             if chunk.drawn_by is not None:
                 chunk.token_ids[0] = self._last_drawn[chunk.drawn_by]
@@ -153,8 +177,12 @@ class KvOracle:
                 results.append(self._compute(chunk))
         for chunk, is_faulty in zip(plan.chunks, faults, strict=True):
             self._take_in(chunk, is_faulty)
-        drawn = [result for chunk, result in zip(plan.chunks, results, strict=True) if chunk.sampling is not None]
-        self._last_drawn = [FAILED if result.token_id is None else result.token_id for result in drawn]
+        self._last_drawn = []
+        for chunk, result in zip(plan.chunks, results, strict=True):
+            # Nothing follows on what is drawn after drafts before the commit.
+            drawn = [FAILED if result.token_id is None else result.token_id] + [FAILED] * chunk.num_drafts
+            self._last_drawn += drawn[: chunk.num_sampled_rows]
+            self._note_stale(chunk, len(result.further))
         self.num_computed_tokens += plan.num_tokens
         return StepResult(plan.step, results)
 
@@ -178,8 +206,9 @@ class KvOracle:
                 assert self._rows[snapshot.row] == prefix[:stop], f"snapshot {snapshot.row} is of another prefix"
 
     def _check_chunk(self, chunk: Chunk, record: Record) -> None:
-        end = chunk.start + len(chunk.token_ids)
+        end = chunk.start + len(chunk.token_ids) - chunk.num_drafts
         history = record.history
+        drafts = chunk.token_ids[end - chunk.start :]
         assert chunk.request_id == record.request.request_id
         assert len(chunk.token_ids) > 0
         if chunk.drawn_by is not None:
@@ -187,13 +216,20 @@ class KvOracle:
             assert end == len(history) + 1 + self._num_drawn(chunk.request_id)
             assert chunk.token_ids.tolist() == [0]
             before = self._in_flight[-1].plan
-            sampled = [other for other in before.chunks if other.sampling is not None]
+            sampled = [other for other in before.chunks for _ in range(other.num_sampled_rows)]
             assert sampled[chunk.drawn_by].request_id == chunk.request_id
+            assert not sampled[chunk.drawn_by].num_drafts
             assert record.sampling.max_tokens > len(history) + 1 - len(record.prompt)
         else:
-            assert chunk.token_ids == history[chunk.start : end]
+            assert chunk.token_ids == history[chunk.start : end] + drafts
             assert (chunk.sampling is not None) == (end == len(history))
-        assert len(chunk.block_table) == -(-end // self._size), "blocks that nothing needs, or too few"
+        if chunk.num_drafts:
+            assert end - chunk.start == 1
+            assert chunk.drawn_by is None
+            assert len(history) - len(record.prompt) + 1 + len(drafts) <= record.sampling.max_tokens
+        num_blocks = -(-(end + len(drafts)) // self._size)
+        # A wrong draft may have taken a block before the request needs it.
+        assert num_blocks <= len(chunk.block_table) <= num_blocks + self._most_ahead, "too few blocks, or too many"
         assert len(set(chunk.block_table)) == len(chunk.block_table)
         if self._cache.windows is not None:
             assert chunk.window is not None
@@ -213,6 +249,18 @@ class KvOracle:
                 assert chunk.extras.num_prompt_tokens == len(record.prompt)
             mask = mask_of(history[len(record.prompt) :]) if chunk.sampling.grammar is not None else None
             assert (chunk.extras.mask if chunk.extras else None) == mask
+        if chunk.num_drafts:
+            for row, of_row in enumerate(row_chunks(chunk)):
+                self._check_row(of_row, record, history + drafts[:row])
+
+    def _check_row(self, chunk: Chunk, record: Record, history: array[int]) -> None:
+        """A row after drafts is sampled as the chunk that would be planned with this history."""
+        sampling, output, extras = record.sampling, history[len(record.prompt) :], chunk.extras
+        assert (chunk.start, chunk.token_ids, chunk.sampling) == (len(history) - 1, history[-1:], sampling)
+        banned = sampling.stop_token_ids if len(output) < sampling.min_tokens else ()
+        assert (extras.banned_token_ids if extras else ()) == banned
+        assert (extras.history if extras else None) == (history if sampling.penalises else None)
+        assert (extras.mask if extras else None) == (mask_of(output) if sampling.grammar is not None else None)
 
     def _check_rows(self, plan: StepPlan) -> None:
         """Slots have one user; a row in flight is neither written by a later plan nor read before its commit."""
@@ -273,19 +321,33 @@ class KvOracle:
             block = chunk.block_table[position // self._size]
             offset = position % self._size
             assert num_holders[block] == 1, "a slot that another request reads would be written"
-            assert self._kv[block][offset] is None, "a slot is written twice, or was not cleared"
+            is_free = self._kv[block][offset] is None or (block, offset) in self._stale
+            assert is_free, "a slot is written twice, or was not cleared"
+            self._stale.discard((block, offset))
             cell = POISON if is_faulty else (token, position, namespace)
             self._kv[block][offset] = cell
             if chunk.window is not None:
-                window = self._window_kv[chunk.window.blocks[position // self._size - chunk.window.first]]
-                assert window[offset] is None, "a slot of a window block is written twice, or was not cleared"
+                block = chunk.window.blocks[position // self._size - chunk.window.first]
+                window = self._window_kv[block]
+                is_free = window[offset] is None or (block, offset) in self._stale_windows
+                assert is_free, "a slot of a window block is written twice, or was not cleared"
+                self._stale_windows.discard((block, offset))
                 window[offset] = cell
+
+    def _note_stale(self, chunk: Chunk, num_right: int) -> None:
+        """Note the slots of a chunk's drafts that were wrong, or whose request had its last token before them."""
+        end = chunk.start + len(chunk.token_ids)
+        for position in range(end - chunk.num_drafts + num_right, end):
+            place, offset = divmod(position, self._size)
+            self._stale.add((chunk.block_table[place], offset))
+            if chunk.window is not None:
+                self._stale_windows.add((chunk.window.blocks[place - chunk.window.first], offset))
 
     def _check_prefix(self, chunk: Chunk, record: Record) -> None:
         end = chunk.start + len(chunk.token_ids)
         namespace = record.request.namespace
         held = [cell for block in chunk.block_table for cell in self._kv[block]][:end]
-        tokens = record.history[:end]
+        tokens = record.history[: end - chunk.num_drafts] + chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
         if chunk.drawn_by is not None and record.request.finished:
             if chunk.token_ids[0] == FAILED:
                 return
@@ -306,12 +368,21 @@ class KvOracle:
                 TokenLogprobs(-1.0 - position, ((target, -1.0 - position),))
                 for position, target in enumerate(extras.prompt_targets, chunk.start + 1)
             ]
-        if chunk.sampling is not None:
-            end = chunk.start + len(chunk.token_ids)
-            cells = [cell for block in chunk.block_table for cell in self._kv[block]][:end]
-            prefix = array("i", [cell[0] for cell in cells if cell is not None])
-            banned = extras.banned_token_ids if extras is not None else ()
-            result.token_id = draw(prefix, chunk.sampling.seed, self._vocab_size, banned)
-            if chunk.sampling.logprobs is not None:
-                result.logprobs = TokenLogprobs(-0.5)
+        sampling = chunk.sampling
+        if sampling is not None:
+            cells = [cell for block in chunk.block_table for cell in self._kv[block]]
+            further = []
+            for number, row in enumerate(row_chunks(chunk)):
+                end = row.start + len(row.token_ids)
+                prefix = array("i", [cell[0] for cell in cells[:end] if cell is not None])
+                token = draw(prefix, sampling.seed, self._vocab_size, row.extras.banned_token_ids if row.extras else ())
+                logprobs = None if sampling.logprobs is None else TokenLogprobs(-0.5)
+                if number == 0:
+                    result.token_id, result.logprobs = token, logprobs
+                else:
+                    further.append((token, logprobs))
+                # The next row counts only if it goes on with what was drawn.
+                if number < chunk.num_drafts and chunk.token_ids[number + 1] != token:
+                    break
+            result.further = tuple(further)
         return result

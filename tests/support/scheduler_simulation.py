@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 
 from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
+from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import RequestOutput, Scheduler
@@ -42,6 +43,8 @@ class Simulation:
         num_window_blocks: int = 0,
         window: int = 0,
         stored: StoredBlocks | None = None,
+        drafting: Drafting | None = None,
+        most_drafts: int = 0,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -57,7 +60,10 @@ class Simulation:
             )
             for _ in range(num_ranks)
         ]
-        self.oracles = [KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead, num_slots=num_slots) for cache in self.caches]
+        self.oracles = [
+            KvOracle(cache, VOCAB_SIZE, run_ahead=run_ahead, num_slots=num_slots, most_drafts=most_drafts)
+            for cache in self.caches
+        ]
         self.cache, self.oracle = self.caches[0], self.oracles[0]
         self.scheduler = Scheduler(
             self.caches,
@@ -69,6 +75,7 @@ class Simulation:
             states=states,
             rope_switch=rope_switch,
             slo=slo,
+            drafting=drafting,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -155,7 +162,10 @@ class Simulation:
         self._unmasked = [request for request in asked if request.request_id in self.late and not request.finished]
         for request in asked:
             if request not in self._unmasked and not request.finished:
-                self.scheduler.provide(request, mask_of(request.token_ids[request.num_prompt_tokens :]))
+                output = request.token_ids[request.num_prompt_tokens :]
+                drafts = request.draft_tokens
+                after = [mask_of(output + drafts[: number + 1]) for number in range(len(drafts))]
+                self.scheduler.provide(request, mask_of(output), drafts, after)
 
     def _schedule(self) -> list[StepPlan] | None:
         self._provide_masks()

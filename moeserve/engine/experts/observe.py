@@ -205,12 +205,15 @@ class ExpertRecording(RanksObserver):
 
 
 def _sampled_token(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:
-    """Return the token at `place` among the sampled chunks of the step before; UNKNOWN_TOKEN where sampling failed."""
+    """Return the token at `place` among the sampled tokens of the step before; UNKNOWN_TOKEN where sampling failed."""
     assert before is not None
     plan, result = before
-    sampled = [found for chunk, found in zip(plan.chunks, result.chunks, strict=True) if chunk.sampling is not None]
-    token_id = sampled[place].token_id
-    return array("i", [UNKNOWN_TOKEN if token_id is None else token_id])
+    row = 0
+    for chunk, found in zip(plan.chunks, result.chunks, strict=True):
+        if row == place and chunk.sampling is not None and found.token_id is not None:
+            return array("i", [found.token_id])
+        row += chunk.num_sampled_rows
+    return array("i", [UNKNOWN_TOKEN])
 
 
 def plan_recording(config: ServeConfig, model_dir: Path, spec: ModelSpec) -> RecordingPlan | None:

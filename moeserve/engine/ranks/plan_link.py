@@ -44,13 +44,16 @@ class _WireExtras(msgspec.Struct, array_like=True, frozen=True):
     num_top_logprobs: int | None = None
     banned_token_ids: bool | tuple[int, ...] | None = None
     prompt_targets: bytes | None = None
+    draft_masks: list[bytes] | None = None
+    num_banned_rows: int | None = None
 
 
 class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     """Trailing fields that are None are left out.
 
     `request`: the request's number on this link; `request_id` comes with a new number. `sampling`: True if unchanged.
-    `first_angle`: None for 0. `state`: slot, load and save. `window`: the number of its first block, and the change.
+    `first_angle` and `num_drafts`: None for 0. `state`: slot, load and save. `window`: the number of its first block,
+    and the change.
     """
 
     request: int
@@ -64,6 +67,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     state: tuple[int, int | None, int | None] | None = None
     window: tuple[int, _Change] | None = None
     request_id: str | None = None
+    num_drafts: int | None = None
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
@@ -148,6 +152,7 @@ class PlanSender:
                 None if state is None else (state.slot, state.load, state.save),
                 None if chunk.window is None else _describe_window(chunk.window, sent),
                 chunk.request_id if is_new else None,
+                chunk.num_drafts or None,
             ]
         )
 
@@ -172,7 +177,9 @@ def _describe_extras(extras: ChunkExtras, sent: _Sent) -> list[Any]:
     sent.num_prompt_tokens, sent.num_top_logprobs = numbers
     targets = None if extras.prompt_targets is None else extras.prompt_targets.tobytes()
     changed = [None if new == old else new for new, old in zip(numbers, known, strict=True)]
-    return _shortened([extras.history is not None, history, mask, *changed, banned, targets])
+    num_banned_rows = None if extras.num_banned_rows == 1 else extras.num_banned_rows
+    rows = [list(extras.draft_masks) or None, num_banned_rows]
+    return _shortened([extras.history is not None, history, mask, *changed, banned, targets, *rows])
 
 
 def _describe_window(window: WindowTable, sent: _Sent) -> tuple[int, _Change]:
@@ -274,6 +281,7 @@ class PlanReceiver:
             None if wire.state is None else StateUse(*wire.state),
             wire.first_angle or 0,
             None if wire.window is None else _window(*wire.window, known),
+            wire.num_drafts or 0,
         )
 
 
@@ -294,6 +302,8 @@ def _extras(wire: _WireExtras, known: _Received) -> ChunkExtras:
         None if wire.prompt_targets is None else unpack_token_ids(wire.prompt_targets),
         known.num_top_logprobs,
         known.mask if wire.mask is not None else None,
+        tuple(wire.draft_masks or ()),
+        1 if wire.num_banned_rows is None else wire.num_banned_rows,
     )
 
 

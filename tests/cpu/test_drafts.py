@@ -1,0 +1,128 @@
+"""With draft tokens, on real models, requests get the same tokens and the same bits of log probabilities as without.
+
+The requests are random in all that sampling knows: greedy or not, penalties, biases, grammars, stop tokens, fewest
+tokens, log probabilities, choices of one prompt; the batches, chunks and memory are random too. Prompts repeat
+themselves, so that drafts are often right and often wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from benchmarks.token_engine import Completion, TokenEngine
+from moeserve.config import ServeConfig
+from moeserve.frontend.constraints import constraint_of
+from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.plan import SamplingParams
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_model import EOS
+from tests.support.tiny_models import build
+
+NUM_REQUESTS = 240
+TOGETHER = 12
+BASE = ServeConfig(kv_cache_memory=2**21, block_size=4, max_model_len=256)
+GRAMMARS = [
+    constraint_of(OutputFormat("regex", "(ab|abc|[0-9]{2}-)+")).grammar,
+    constraint_of(
+        OutputFormat(
+            "json_schema",
+            {
+                "type": "object",
+                "properties": {"long_name": {"type": "integer"}, "other_name": {"enum": ["one", "two"]}},
+                "required": ["long_name", "other_name"],
+                "additionalProperties": False,
+            },
+        )
+    ).grammar,
+]
+
+
+def sampling_of(random: Random, *, grammars: Sequence[str]) -> SamplingParams:
+    """Return random parameters, half of them of a request that repeats itself."""
+    grammar = random.choice([*grammars, None, None, None]) if grammars else None
+    return SamplingParams(
+        max_tokens=random.randrange(1, 48),
+        temperature=random.choice([0.0, 0.0, 0.3, 1.3]),
+        top_k=random.choice([0, 0, 2, 40]),
+        top_p=random.choice([1.0, 0.9]),
+        min_p=random.choice([0.0, 0.0, 0.05]),
+        presence_penalty=random.choice([0.0, 0.0, 0.5]),
+        frequency_penalty=random.choice([0.0, 0.0, 0.3, -0.5]),
+        repetition_penalty=random.choice([1.0, 1.0, 1.2]),
+        logit_bias=random.choice([None, None, {97: 4.0, 98: 4.0}]),
+        seed=random.randrange(100),
+        logprobs=random.choice([0, 2]),
+        prompt_logprobs=random.choice([None, None, None, 0]),
+        min_tokens=random.choice([0, 0, 7]),
+        stop_token_ids=(EOS,) if grammar is not None else random.choice([(), (97, 101), (EOS, 7)]),
+        grammar=grammar,
+    )
+
+
+def prompts_of(random: Random) -> list[int]:
+    piece = [random.randrange(97, 103) for _ in range(random.randrange(3, 9))]
+    return [random.randrange(97, 123), *piece * random.randrange(1, 6), *piece[: random.randrange(len(piece))], 98]
+
+
+def requests_of(random: Random, *, grammars: Sequence[str]) -> list[tuple[list[int], SamplingParams]]:
+    requests: list[tuple[list[int], SamplingParams]] = []
+    while len(requests) < NUM_REQUESTS:
+        prompt, sampling = prompts_of(random), sampling_of(random, grammars=grammars)
+        for choice in range(random.choice([1, 1, 3])):
+            requests.append((prompt, replace(sampling, seed=sampling.seed + choice)))
+    return requests
+
+
+def complete(engine: TokenEngine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Completion]:
+    completions = []
+    for first in range(0, len(requests), TOGETHER):
+        prompts, samplings = zip(*requests[first : first + TOGETHER], strict=True)
+        completions += engine.generate(prompts, samplings)
+    engine.scheduler.check_idle()
+    return completions
+
+
+def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
+    return [(c.token_ids, c.logprobs, c.finish_reason) for c in completions]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "method", "changes"),
+    [
+        ("grammars", "suffix", {}),
+        ("grammars", "auto", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
+        ("grammars", "ngram", {"enable_prefix_caching": False}),
+        ("short of memory", "suffix", {"kv_cache_memory": 80 * 2**10}),
+        ("gpt_oss", "suffix", {}),
+        ("deepseek_v3-yarn", "suffix", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
+    ],
+)
+def test_random_requests_have_the_same_bits_with_drafts_and_without(
+    kind: str, method: str, changes: dict[str, object], tmp_path: Path
+) -> None:
+    grammars: Sequence[str] = ()
+    if kind in ("grammars", "short of memory"):
+        write_tiny_checkpoint(tmp_path)
+        grammars = GRAMMARS
+    else:
+        build(kind, **({"sliding_window": 9} if kind == "gpt_oss" else {})).save_pretrained(tmp_path)
+    requests = requests_of(Random(f"{kind} {method}"), grammars=grammars)
+    plain = TokenEngine(tmp_path, BASE)
+    expected = complete(plain, requests)
+    plain.close()
+    config = replace(BASE, speculative_config=method, **changes)  # type: ignore[arg-type]
+    engine = TokenEngine(tmp_path, config)
+    assert answers(complete(engine, requests)) == answers(expected)
+    counters = engine.scheduler.draft_counters
+    assert counters is not None
+    if method != "auto":
+        assert counters.tokens > sum(counters.accepted) > NUM_REQUESTS / 4
+    if kind == "short of memory":
+        assert engine.scheduler.counters.preemptions > 0
+    engine.close()
