@@ -16,6 +16,7 @@ from moeserve.engine.inbox import Inbox
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
+from moeserve.scheduling.drafting import DraftCounters
 from moeserve.scheduling.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler, TooLateError
 from moeserve.scheduling.steps import Steps
 from moeserve.wire import (
@@ -347,6 +348,18 @@ class EngineStats:
             rejections=dict(self._rejections),
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
-            features=features,
+            features=features | _draft_samples(self._scheduler.draft_counters),
             load=self._scheduler.load(),
         )
+
+
+def _draft_samples(counters: DraftCounters | None) -> FeatureSamples:
+    """Return the metrics of draft tokens, none without drafting."""
+    if counters is None:
+        return {}
+    return {
+        "moeserve_draft_chunks": [[counters.chunks]],
+        "moeserve_draft_tokens": [[counters.tokens]],
+        "moeserve_draft_accepted_tokens": [[sum(counters.accepted)]],
+        "moeserve_draft_accepted_tokens_per_pos": [[str(p), count] for p, count in enumerate(counters.accepted)],
+    }

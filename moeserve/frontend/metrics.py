@@ -257,6 +257,14 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
         "Snapshots of recurrent states that gave way to others",
         (),
     ),
+    "moeserve_draft_chunks": (CounterMetricFamily, "Chunks with draft tokens", ()),
+    "moeserve_draft_tokens": (CounterMetricFamily, "Draft tokens that steps verified", ()),
+    "moeserve_draft_accepted_tokens": (CounterMetricFamily, "Draft tokens that were right", ()),
+    "moeserve_draft_accepted_tokens_per_pos": (
+        CounterMetricFamily,
+        "Draft tokens that were right by their place in the chunk",
+        ("position",),
+    ),
     "moeserve_expert_recorded_tokens": (CounterMetricFamily, "Tokens whose routing was recorded", ()),
     "moeserve_expert_balancedness": (
         GaugeMetricFamily,

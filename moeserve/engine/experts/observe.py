@@ -64,10 +64,15 @@ class RecordingPlan:
 
 @dataclass(frozen=True, slots=True)
 class _UncountedStep:
-    """A computed step of one rank. before: the previous step, which sampled the tokens that `plan` leaves open."""
+    """A computed step of one rank.
+
+    num_kept: the rows of each chunk without its wrong drafts. before: the previous step, which sampled the tokens that
+    `plan` leaves open.
+    """
 
     rank: int
     plan: StepPlan
+    num_kept: list[int]
     routing: SupportsBytes
     placement: Placement | None
     before: tuple[StepPlan, StepResult] | None
@@ -111,7 +116,8 @@ class ExpertRecording(RanksObserver):
         placement = self._placements.pop(plans[0].step)
         for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
             if plan.chunks and result.routing is not None:
-                self._pending.append(_UncountedStep(rank, plan, result.routing, placement, self._before.get(rank)))
+                before, num_kept = self._before.get(rank), _num_kept(plan, result)
+                self._pending.append(_UncountedStep(rank, plan, num_kept, result.routing, placement, before))
                 self._num_rows += plan.num_tokens
             self._before[rank] = plan, result
         self._num_steps += 1
@@ -195,13 +201,33 @@ class ExpertRecording(RanksObserver):
             num_rows = len(token_ids)
             logit_rows.extend(range(num_rows - chunk.num_logit_rows, num_rows))
         ids = unpack(bytes(step.routing), self.shape, len(token_ids), logit_rows)
+        if sum(step.num_kept) < len(token_ids):
+            ids, token_ids = _without_wrong_drafts(step, ids, token_ids)
         self.add(rank, ids, token_ids, step.placement)
         if self.trace is not None:
             rows = [
-                RequestRows(chunk.request_id, len(chunk.token_ids), chunk.start, (rank, chunk.block_table[0]))
-                for chunk in plan.chunks
+                RequestRows(chunk.request_id, count, chunk.start, (rank, chunk.block_table[0]))
+                for chunk, count in zip(plan.chunks, step.num_kept, strict=True)
             ]
             self.trace.add(ids, token_ids, rows)
+
+
+def _num_kept(plan: StepPlan, result: StepResult) -> list[int]:
+    """Return the number of rows of each chunk whose tokens are, or become, tokens of the request."""
+    chunks = zip(plan.chunks, result.chunks, strict=True)
+    return [len(chunk.token_ids) - chunk.num_drafts + len(found.further) for chunk, found in chunks]
+
+
+def _without_wrong_drafts(
+    step: _UncountedStep, ids: NDArray[np.int16], token_ids: array[int]
+) -> tuple[NDArray[np.int16], array[int]]:
+    """Return the experts [L, T, k] and the tokens [T] of the rows that count."""
+    kept: list[int] = []
+    first = 0
+    for chunk, count in zip(step.plan.chunks, step.num_kept, strict=True):
+        kept.extend(range(first, first + count))
+        first += len(chunk.token_ids)
+    return ids[:, kept], array("i", (token_ids[row] for row in kept))
 
 
 def _sampled_token(place: int, before: tuple[StepPlan, StepResult] | None) -> array[int]:

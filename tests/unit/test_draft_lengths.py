@@ -1,0 +1,77 @@
+"""Pure parts of drafts: where a text repeats itself, how likely guesses are right, and how many pay."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moeserve.config import SpeculativeConfig, parse_speculative
+from moeserve.scheduling.draft_lengths import Acceptance, best_lengths
+from moeserve.scheduling.suffix_index import LEAST_MATCH, LONGEST_MATCH, SuffixIndex
+
+
+def brute_force(text: list[int]) -> tuple[int, int]:
+    """Return the position after the longest earlier match of the end of a text, the latest among equals."""
+    found, longest = 0, LEAST_MATCH - 1
+    for position in range(len(text) - 1, 0, -1):
+        length = 0
+        while length < min(position, LONGEST_MATCH) and text[position - 1 - length] == text[-1 - length]:
+            length += 1
+        if length > longest:
+            found, longest = position, length
+    return (found, longest) if found else (0, 0)
+
+
+@given(st.lists(st.sampled_from([1, 2, 3, 40_000, 70_000]), min_size=1, max_size=18), st.integers(1, 7))
+def test_the_longest_and_latest_match_is_found(tokens: list[int], at_once: int) -> None:
+    # No more positions are alike than are looked at.
+    text, index = array("i", tokens), SuffixIndex()
+    while index.extend(text, at_once):
+        pass
+    assert index.num_tokens == len(text) - 1
+    assert index.find(text, text) == brute_force(tokens)
+
+
+def test_certain_guesses_are_verified_and_unlikely_ones_are_not() -> None:
+    def seconds(rows: int) -> float:
+        return 1.0 + 0.2 * rows
+
+    assert best_lengths([[0.99, 0.98, 0.97]], 1, 8, seconds) == [3]
+    assert best_lengths([[0.1, 0.05]], 1, 8, seconds) == [0]
+    assert best_lengths([[0.1], [0.9, 0.8], []], 3, 8, seconds) == [0, 2, 0]
+    assert best_lengths([[0.99, 0.98, 0.97]], 1, 2, seconds) == [2]
+
+
+def test_nothing_is_verified_where_rows_cost_in_full_or_costs_are_not_known() -> None:
+    assert best_lengths([[0.99] * 8], 1, 8, float) == [0]
+    assert best_lengths([[0.99] * 8], 1, 8, lambda rows: 0.0) == [0]
+
+
+def test_rates_are_learnt_by_match_and_by_request() -> None:
+    acceptance = Acceptance()
+    good, bad = acceptance.of_request(), acceptance.of_request()
+    for _ in range(50):
+        acceptance.count(good, "own", 20, is_right=True)
+        acceptance.count(bad, "own", 3, is_right=False)
+    assert acceptance.chances(good, "own", 20, 1)[0] > 0.9
+    assert acceptance.chances(bad, "own", 3, 1) == [] or acceptance.chances(bad, "own", 3, 1)[0] < 0.1
+    assert acceptance.chances(acceptance.of_request(), "own", 20, 1)[0] > 0.8
+
+
+def test_the_setting_is_vllms_json_or_a_method() -> None:
+    assert parse_speculative("auto") == SpeculativeConfig("auto")
+    given_json = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 4}'
+    assert parse_speculative(given_json) == SpeculativeConfig("ngram", 5, 4)
+    for text, word in [
+        ("mtp", "draft model"),
+        ("guess", "not one of"),
+        ("{", "not JSON"),
+        ('{"num_speculative_tokens": 0}', "from 1 to 64"),
+        ('{"model": "x"}', "not one of"),
+        ('{"method": ["ngram"]}', "not one of"),
+    ]:
+        with pytest.raises(ValueError, match=word):
+            parse_speculative(text)
