@@ -10,6 +10,12 @@ namespace moeserve {
 
 constexpr int64_t kTileKeys = 64;
 constexpr int kVectors = int(kTileKeys / kLanes);
+
+// Sums of `rows` rows over so many parts of columns at a time stay in the registers.
+constexpr int parts_at_once(int rows) {
+  constexpr int all = int(kTileKeys) / kPartLanes;
+  return kPartLanes == kLanes || rows == 1 ? all : rows <= 3 ? 4 : 2;  // 12 of the 16 registers of 8 floats.
+}
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
 // Running softmax of some rows: the largest score, the sum of weights and the weighted sum of values.
@@ -54,62 +60,71 @@ static inline void transpose_keys(const float* const* rows, int64_t count, int64
   }
 }
 
-template <int Rows>
-void score(const float* queries, int64_t dim, const float* keys, float* scores) {
-  Floats sums[Rows][kVectors] = {};
+// scores[r] = queries[r] . keys for `Parts` parts of keys.
+template <int Rows, int Parts>
+void score_columns(const float* queries, int64_t dim, const float* keys, float* scores) {
+  Part sums[Rows][Parts] = {};
   for (int64_t d = 0; d < dim; ++d) {
-    Floats key[kVectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) key[v] = load(keys + d * kTileKeys + v * kLanes);
+    Part key[Parts];
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p) key[p] = load_part(keys + d * kTileKeys + p * kPartLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
-      const Floats q = splat(queries[r * dim + d]);
-#pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[r][v] += q * key[v];
+      const Part q = splat_part(queries[r * dim + d]);
+#pragma GCC unroll 8
+      for (int p = 0; p < Parts; ++p) sums[r][p] = fma_part(q, key[p], sums[r][p]);
     }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(scores + r * kTileKeys + v * kLanes, sums[r][v]);
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p) store_part(scores + r * kTileKeys + p * kPartLanes, sums[r][p]);
   }
 }
 
-// sums[r] += weights[r] . values over `Vectors` vectors of channels.
-template <int Rows, int Vectors>
+template <int Rows>
+void score(const float* queries, int64_t dim, const float* keys, float* scores) {
+  constexpr int parts = parts_at_once(Rows);
+  for (int first = 0; first < kTileKeys; first += parts * kPartLanes)
+    score_columns<Rows, parts>(queries, dim, keys + first, scores + first);
+}
+
+// sums[r] += weights[r] . values over `Parts` parts of channels.
+template <int Rows, int Parts>
 void add_values(const float* weights, const float* const* values, int64_t count, int64_t channel, int64_t value_dim,
                 float* sums) {
-  Floats local[Rows][Vectors];
+  Part local[Rows][Parts];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) local[r][v] = load(sums + r * value_dim + channel + v * kLanes);
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p) local[r][p] = load_part(sums + r * value_dim + channel + p * kPartLanes);
   }
   for (int64_t k = 0; k < count; ++k) {
     const float* row = values[k] + channel;
-    Floats value[Vectors];
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) value[v] = load(row + v * kLanes);
+    Part value[Parts];
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p) value[p] = load_part(row + p * kPartLanes);
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
-      const Floats weight = splat(weights[r * kTileKeys + k]);
-#pragma GCC unroll 4
-      for (int v = 0; v < Vectors; ++v) local[r][v] += weight * value[v];
+      const Part weight = splat_part(weights[r * kTileKeys + k]);
+#pragma GCC unroll 8
+      for (int p = 0; p < Parts; ++p) local[r][p] = fma_part(weight, value[p], local[r][p]);
     }
   }
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
-#pragma GCC unroll 4
-    for (int v = 0; v < Vectors; ++v) store(sums + r * value_dim + channel + v * kLanes, local[r][v]);
+#pragma GCC unroll 8
+    for (int p = 0; p < Parts; ++p) store_part(sums + r * value_dim + channel + p * kPartLanes, local[r][p]);
   }
 }
 
 template <int Rows>
 void add_all_values(const float* weights, const float* const* values, int64_t count, int64_t value_dim, float* sums) {
+  constexpr int parts = parts_at_once(Rows);
   int64_t channel = 0;
-  for (; channel + kVectors * kLanes <= value_dim; channel += kVectors * kLanes)
-    add_values<Rows, kVectors>(weights, values, count, channel, value_dim, sums);
-  for (; channel < value_dim; channel += kLanes)
+  for (; channel + parts * kPartLanes <= value_dim; channel += parts * kPartLanes)
+    add_values<Rows, parts>(weights, values, count, channel, value_dim, sums);
+  for (; channel < value_dim; channel += kPartLanes)
     add_values<Rows, 1>(weights, values, count, channel, value_dim, sums);
 }
 

@@ -32,36 +32,61 @@ static inline Columns load_columns(const Bf16* from) {
   return {(Floats)(words << 16), (Floats)(words & 0xffff0000u)};
 }
 
+constexpr int kColumnParts = kPanelColumns / kPartLanes;
+
+static inline void load_parts(const float* from, Part (&parts)[kColumnParts]) {
+#pragma GCC unroll 4
+  for (int p = 0; p < kColumnParts; ++p) parts[p] = load_part(from + p * kPartLanes);
+}
+
+static inline void load_parts(const Bf16* from, Part (&parts)[kColumnParts]) {
+#pragma GCC unroll 2
+  for (int p = 0; p < kColumnParts / 2; ++p) {
+    PartWords words;
+    std::memcpy(&words, from + 2 * p * kPartLanes, sizeof(words));
+    parts[p] = (Part)(words << 16);
+    parts[p + kColumnParts / 2] = (Part)(words & 0xffff0000u);
+  }
+}
+
 // Adds the products at depth k.
 template <int Rows, typename Weight>
-static inline void step(const float* const (&row)[Rows], const Weight* panel, int64_t k, Floats (&low)[Rows],
-                        Floats (&high)[Rows]) {
+static inline void step(const float* const (&row)[Rows], const Weight* panel, int64_t k,
+                        Part (&sums)[Rows][kColumnParts]) {
   __builtin_prefetch((const char*)(panel + k * kPanelColumns) + 2048);
-  const Columns weight = load_columns(panel + k * kPanelColumns);
+  Part weight[kColumnParts];
+  load_parts(panel + k * kPanelColumns, weight);
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
-    const Floats x = splat(row[r][k]);
-    low[r] += x * weight.low;
-    high[r] += x * weight.high;
+    const Part x = splat_part(row[r][k]);
+#pragma GCC unroll 4
+    for (int p = 0; p < kColumnParts; ++p) sums[r][p] = fma_part(x, weight[p], sums[r][p]);
   }
 }
 
 // sums[r] = rows[r] . panel, for rows of `depth` floats.
 template <int Rows, typename Weight>
 static inline void multiply(const float* const* rows, const Weight* panel, int64_t depth, Columns* sums) {
-  Floats low[Rows], high[Rows];
+  Part local[Rows][kColumnParts];
   const float* row[Rows];
+#pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
-    low[r] = high[r] = Floats{};
+#pragma GCC unroll 4
+    for (int p = 0; p < kColumnParts; ++p) local[r][p] = Part{};
     row[r] = rows[r];
   }
   int64_t k = 0;
   for (; k + 4 <= depth; k += 4) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + i, low, high);
+    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + i, local);
   }
-  for (; k < depth; ++k) step<Rows>(row, panel, k, low, high);
-  for (int r = 0; r < Rows; ++r) sums[r] = {low[r], high[r]};
+  for (; k < depth; ++k) step<Rows>(row, panel, k, local);
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 4
+    for (int p = 0; p < kColumnParts; ++p)
+      store_part(reinterpret_cast<float*>(sums + r) + p * kPartLanes, local[r][p]);
+  }
 }
 
 // The same for a number of rows that is known at run time: 1 ... kTileRows.

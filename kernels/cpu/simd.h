@@ -7,6 +7,10 @@
 #include <cstring>
 #include <limits>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 // Counts parts of work that are done, so that a long call is told from a call that hangs. It never goes back.
 extern "C" int64_t moeserve_progress;
 
@@ -31,6 +35,43 @@ static inline void store(float* to, Floats value) { std::memcpy(to, &value, size
 
 // Written out, because adding to zero would be an addition: it turns -0 into +0.
 static inline Floats splat(float v) { return Floats{v, v, v, v, v, v, v, v, v, v, v, v, v, v, v, v}; }
+
+// The floats of one register. Loops that sum in registers are written with it: the compiler keeps wider vectors in memory.
+#if defined(__AVX512F__)
+constexpr int kPartLanes = 16;
+#else
+constexpr int kPartLanes = 8;
+#endif
+typedef float Part __attribute__((vector_size(kPartLanes * sizeof(float))));
+typedef uint32_t PartWords __attribute__((vector_size(kPartLanes * sizeof(float))));
+
+static inline Part load_part(const float* from) {
+  Part value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+static inline void store_part(float* to, Part value) { std::memcpy(to, &value, sizeof(value)); }
+
+static inline Part splat_part(float v) {
+#if defined(__AVX512F__)
+  return splat(v);
+#else
+  return Part{v, v, v, v, v, v, v, v};
+#endif
+}
+
+// a * b + c, rounded once. Written out, because for some machines the compiler rounds twice in short chains.
+static inline Part fma_part(Part a, Part b, Part c) {
+#if defined(__AVX512F__)
+  return (Part)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (Part)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  for (int i = 0; i < kPartLanes; ++i) c[i] = std::fma(a[i], b[i], c[i]);
+  return c;
+#endif
+}
 
 static inline Floats select(Ints condition, Floats yes, Floats no) {
   return (Floats)((condition & (Ints)yes) | (~condition & (Ints)no));
