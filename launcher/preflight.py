@@ -13,6 +13,7 @@ from moeserve.device import refuse_gpu_settings
 from moeserve.engine.experts.settings import check_expert_memory
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
 from moeserve.frontend.accepting import connections_within
+from moeserve.kv_events import parse_kv_events
 
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -65,6 +66,8 @@ def check_settings(config: ServeConfig) -> None:
     if config.device != "cuda":
         refuse_gpu_settings(config, "--device cuda")
     check_expert_memory(config)
+    if not config.enable_prefix_caching and parse_kv_events(config.kv_events_config).is_on:
+        raise ConfigError("--kv-events-config needs --enable-prefix-caching: events tell what is cached.")
     if not config.rebalance_interval:
         refuse_changed(config, ("rebalance_threshold",), "--rebalance-interval")
     if config.rebalance_interval and not config.record_experts:

@@ -19,6 +19,8 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
+from moeserve.kv_events import parse_kv_events
+
 # The packaging reads it too. Skip versions 0.18.2 to 0.19: with such a version transformers mistakes the distribution
 # that has the import name `kernels` for its optional kernel loader.
 VERSION = "0.1.0"
@@ -56,8 +58,8 @@ class ConfigError(ValueError):
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
-    `extra` may hold `choices`, `kind="size"` (bytes), `kind="limits"` (see `parse_limits`) or `kind="drafts"` (see
-    `parse_speculative`), `minimum`, `maximum`, `metavar` and `secret`.
+    `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "limits"
+    (see `parse_limits`), "drafts" (see `parse_speculative`), "kv_events" (see `parse_kv_events`).
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -279,6 +281,14 @@ class ServeConfig:
         kind="drafts",
         metavar="JSON",
     )
+    kv_events_config: str | None = setting(
+        None,
+        "JSON object that has the cached KV blocks published for routers, with the fields that vLLM's has; see "
+        "replicas.md.",
+        group="Memory and scheduling",
+        kind="kv_events",
+        metavar="JSON",
+    )
     expert_memory: int | None = setting(
         None,
         "Most bytes of expert weights in the memory of each rank, or of its GPU; other experts are loaded when needed, "
@@ -492,6 +502,11 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
         try:
             if "ttft" not in parse_limits(str(value), ("ttft", "tpot")):
                 raise ValueError("ttft is missing")
+        except ValueError as error:
+            raise ConfigError(f"{source}: {error}") from None
+    if metadata.get("kind") == "kv_events":
+        try:
+            parse_kv_events(str(value))
         except ValueError as error:
             raise ConfigError(f"{source}: {error}") from None
     if "choices" in metadata and value not in metadata["choices"]:

@@ -175,7 +175,8 @@ class Control(Message):
 
 class EngineReady(Message):
     """The answer to `Hello`, once the model is loaded. keeps_states: prefixes need snapshots of recurrent states.
-    arithmetic: how the model multiplies, for people."""
+    arithmetic: how the model multiplies, for people. kv_event_sources: where each rank publishes events about its
+    cached blocks; empty if it does not."""
 
     pid: int
     model_hash: str
@@ -194,6 +195,7 @@ class EngineReady(Message):
     num_experts: int = 0
     keeps_states: bool = False
     arithmetic: str = ""
+    kv_event_sources: list[dict[str, Any]] = []
 
 
 class Refused(Message):

@@ -2,6 +2,7 @@
 
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
+from radix_cache.facts import Evicted, Fact, Published
 from radix_cache.listing import CachedPrefix, Listing
 from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import APART, PUBLIC, Lease, Snapshot
@@ -17,6 +18,8 @@ __all__ = [
     "BudgetError",
     "CachedPrefix",
     "Chores",
+    "Evicted",
+    "Fact",
     "InvariantError",
     "Lease",
     "LeaseError",
@@ -24,6 +27,7 @@ __all__ = [
     "Miss",
     "MissReason",
     "PrefixCache",
+    "Published",
     "Restore",
     "Snapshot",
     "StoredBlock",

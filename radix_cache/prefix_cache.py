@@ -11,6 +11,7 @@ from math import inf
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
+from radix_cache.facts import Fact, Published, facts_of
 from radix_cache.invariants import check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
@@ -99,10 +100,12 @@ class PrefixCache:
         num_window_blocks: int = 0,
         window: int = 0,
         stored: StoredBlocks | None = None,
+        tells_facts: bool = False,
     ) -> None:
         """max_recorded_evictions: blocks, of all accounts together. snapshot_rows: None for models without recurrent
         states. num_window_blocks: 0 if all layers keep their KV in the same blocks. window: the number of tokens that
-        layers with window blocks see, the new token included. stored: None if no blocks are kept on disk."""
+        layers with window blocks see, the new token included. stored: None if no blocks are kept on disk. tells_facts:
+        see `take_facts`."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
@@ -115,7 +118,7 @@ class PrefixCache:
         self._allocator = BlockAllocator(num_blocks)
         self._stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
-        self._tree = RadixTree(block_size, max_recorded_evictions, rows)
+        self._tree = RadixTree(block_size, max_recorded_evictions, rows, [] if tells_facts else None)
         self._windows: WindowBlocks | None = None
         if num_window_blocks:
             excess = self._tree.victims.excess_of
@@ -671,6 +674,19 @@ class PrefixCache:
     def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
         """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
         return list_prefixes(self._tree, self.block_size, namespaces, limit)
+
+    def take_facts(self) -> list[Fact]:
+        """Return what was published and evicted since the last call, in order; nothing without `tells_facts`."""
+        facts = self._tree.facts
+        if not facts:
+            return []
+        taken = facts[:]
+        facts.clear()
+        return taken
+
+    def published(self) -> Iterator[Published]:
+        """Yield all that is cached, as if it had been published just now. O(blocks)."""
+        return facts_of(self._tree.roots.values())
 
     def is_branch(self, lease: Lease) -> bool:
         """Return whether other prompts are cached that go on in another way where the lease's published tokens end."""

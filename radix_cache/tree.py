@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Collection, Iterator
 
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS, EvictionRecord
+from radix_cache.facts import Evicted, Fact, Published
 from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, split_snapshots
@@ -34,7 +35,8 @@ class RadixTree:
     its own prefixes.
 
     Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, set by
-    `tell_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC.
+    `tell_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC. `facts`: what was added
+    and removed, for whoever takes them out of the list; None if nobody does.
     """
 
     __slots__ = (
@@ -43,6 +45,7 @@ class RadixTree:
         "_serial",
         "branches",
         "evictions",
+        "facts",
         "ledger",
         "now",
         "num_blocks",
@@ -54,12 +57,17 @@ class RadixTree:
     )
 
     def __init__(
-        self, block_size: int, max_recorded_evictions: int = MAX_RECORDED_EVICTIONS, snapshot_rows: range = range(0)
+        self,
+        block_size: int,
+        max_recorded_evictions: int = MAX_RECORDED_EVICTIONS,
+        snapshot_rows: range = range(0),
+        facts: list[Fact] | None = None,
     ) -> None:
         """max_recorded_evictions: blocks, of all accounts together."""
         self._block_bytes = 4 * block_size
         self._clock = 0
         self._serial = 0
+        self.facts = facts
         self.victims = Victims()
         self.ledger = RetentionLedger()
         self.evictions = EvictionRecord(4 * block_size, max_recorded_evictions)
@@ -147,6 +155,8 @@ class RadixTree:
             return node, canonical
         tokens, added = data[num_known * self._block_bytes :], blocks[num_known:]
         self.num_blocks += len(added)
+        if self.facts is not None:
+            self.facts.append(Published(namespace, node.blocks[-1] if node.blocks else None, added[:], tokens))
         self.victims.count(namespace, len(added))
         self.victims.use(namespace)
         num_other_refs = node.refs - 1 if node is start else node.refs
@@ -445,6 +455,8 @@ class RadixTree:
         keep = len(node.blocks) - count
         removed = node.blocks[keep:]
         self.num_blocks -= count
+        if self.facts is not None:
+            self.facts.append(Evicted(removed[:]))
         self.victims.count(node.namespace, -count)
         if node.keeps:
             self.ledger.shrink(node, count, lost=lost)

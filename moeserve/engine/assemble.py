@@ -457,11 +457,13 @@ def build_scheduler(
     rope_switch: int | None = None,
     slo: Slo | None = None,
     stored: StoredBlocks | None = None,
+    tells_facts: bool = False,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.tell_time`. stored: the blocks on disk, of a single rank; None if none are kept there.
+    `Scheduler.tell_time`. stored: the blocks on disk, of a single rank; None if none are kept there. tells_facts: see
+    `PrefixCache.take_facts`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -479,6 +481,7 @@ def build_scheduler(
             num_window_blocks=kv.num_window_blocks,
             window=kv.window,
             stored=stored,
+            tells_facts=tells_facts,
         )
         for _ in range(config.expert_parallel_size)
     ]

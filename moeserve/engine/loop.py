@@ -14,6 +14,7 @@ from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
 from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_events.publisher import KvEvents
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduling.drafting import DraftCounters
@@ -66,9 +67,11 @@ class Engine:
         experts: ExpertMonitor | None = None,
         step_progress: Callable[[], int] = lambda: 0,
         copier: BlockCopier | None = None,
+        events: KvEvents | None = None,
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
-        within a long step too. copier: carries out the scheduler's copies between memory and disk, if it has any."""
+        within a long step too. copier: carries out the scheduler's copies between memory and disk, if it has any.
+        events: None if nobody is told what is cached."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
@@ -82,6 +85,7 @@ class Engine:
         self._progress = 0
         self._step_progress = step_progress
         self._copier = copier
+        self._events = events
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Open requests are then left to the frontends, which see this process end."""
@@ -111,6 +115,8 @@ class Engine:
             elif self._copier is not None and not self._scheduler.is_idle:
                 # Every open request waits for the disk.
                 self._exchange_copies(_COPY_SECONDS)
+            if self._events is not None:
+                self._events.send()
         self._commands.close()
         self._finish_writes()
 

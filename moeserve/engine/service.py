@@ -23,11 +23,13 @@ from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSo
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.opening import open_kv_disk
+from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
+from moeserve.kv_events import parse_kv_events
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
@@ -128,6 +130,7 @@ def serve(
     if recording is not None:
         observers = (*observers, recording)
     disk = None if config.kv_disk_path is None else open_kv_disk(context, rank)
+    kv_events = parse_kv_events(config.kv_events_config)
     scheduler, caches = build_scheduler(
         config,
         model.kv,
@@ -136,23 +139,32 @@ def serve(
         rope_switch=model.rope_switch,
         slo=service_slo(config),
         stored=None if disk is None else disk.stored,
+        tells_facts=kv_events.is_on,
     )
-    ready = _ready(context, model, keeps_states=caches[0].keeps_states)
     sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    publisher = KvEventPublisher(kv_events, config.block_size, len(caches), sockets) if kv_events.is_on else None
+    event_sources = [] if publisher is None else publisher.sources
+    ready = _ready(context, model, keeps_states=caches[0].keeps_states, kv_event_sources=event_sources)
     socket = EngineSocket(sockets, context.engine_address, context.incarnation)
     tokenizer_json = Path(context.model_dir) / "tokenizer.json"
     masks = GrammarMasks(tokenizer_json, model.spec.vocab_size, model.eos_token_ids)
     steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
     monitor = _monitor(context, model.spec, recording, sources)
     copier = None if disk is None else BlockCopier(disk.files, disk.memory)
-    engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, rank.progress.count, copier)
+    events = None if publisher is None else KvEvents(caches, publisher)
+    progress = rank.progress.count
+    engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events)
     heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
     heartbeat.start()
+    if publisher is not None:
+        publisher.start()
     report(_ready_event(ready, model))
     try:
         engine.run(stop)
     finally:
         heartbeat.stop()
+        if publisher is not None:
+            publisher.stop()
         masks.close()
         if recording is not None:
             _save(recording)
@@ -160,7 +172,9 @@ def serve(
         sockets.term()
 
 
-def _ready(context: RunContext, model: ServedModel, *, keeps_states: bool) -> EngineReady:
+def _ready(
+    context: RunContext, model: ServedModel, *, keeps_states: bool, kv_event_sources: list[dict[str, Any]]
+) -> EngineReady:
     config = context.config
     num_ranks = config.expert_parallel_size
     return EngineReady(
@@ -181,6 +195,7 @@ def _ready(context: RunContext, model: ServedModel, *, keeps_states: bool) -> En
         num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
         keeps_states=keeps_states,
         arithmetic=model.arithmetic,
+        kv_event_sources=kv_event_sources,
     )
 
 

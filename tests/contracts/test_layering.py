@@ -27,6 +27,7 @@ SERVICE_FOLDERS = tuple(
         "engine/crashes",
         "engine/experts",
         "engine/kv_disk",
+        "engine/kv_events",
         "engine/ranks",
     )
 )

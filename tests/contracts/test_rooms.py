@@ -25,6 +25,7 @@ ROOMS = {
         "prediction",
     ),
     "moeserve": (
+        "kv_events",
         "config",
         "device",
         "machine",

@@ -1,0 +1,123 @@
+"""The setting `--kv-events-config`: whether and where the service publishes what its prefix caches hold.
+
+It is the JSON object that vLLM takes under the same name, with two fields of our own, `format` and `connect`. This
+module needs the standard library alone.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+_MAX_PORT = 65535
+_TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]*\]|[^:/\[\]]+):(\*|\d{1,5})")
+_LOOPBACK = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])")
+_FORMATS = ("map", "array")
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventsConfig:
+    """How events about cached KV blocks are published.
+
+    endpoint: of rank 0; rank r has the next ports, or a name of its own. replay_endpoint: None for no replay. topic:
+    the first frame of each message. buffer_steps: batches that can be replayed. hwm: messages that wait for one
+    subscriber. max_queue_size: batches that wait to be encoded. format: of an event, a map or, as before version 0.26
+    of vLLM, an array. connect: the publisher connects instead of binding.
+    """
+
+    enable_kv_cache_events: bool = False
+    publisher: str | None = "zmq"
+    endpoint: str = "tcp://127.0.0.1:5557"
+    replay_endpoint: str | None = None
+    buffer_steps: int = 10_000
+    hwm: int = 100_000
+    max_queue_size: int = 100_000
+    topic: str = ""
+    format: str = "map"
+    connect: bool = False
+
+    @property
+    def is_on(self) -> bool:
+        return self.enable_kv_cache_events and self.publisher == "zmq"
+
+    @property
+    def is_local(self) -> bool:
+        """False if other machines may reach the endpoints: events hold the prompts' tokens."""
+        return all(_is_local(endpoint) for endpoint in (self.endpoint, self.replay_endpoint) if endpoint is not None)
+
+    def source(self, endpoint: str, replay_endpoint: str | None) -> dict[str, Any]:
+        """Return what routers are told of a rank whose sockets have these addresses."""
+        return asdict(self) | {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+
+
+def parse_kv_events(text: str | None) -> KvEventsConfig:
+    """Return the setting; what it leaves out has the default. Raise ValueError, a clause each, for a wrong one."""
+    if text is None:
+        return KvEventsConfig()
+    try:
+        given = json.loads(text)
+    except ValueError:
+        raise ValueError("it is not JSON") from None
+    if not isinstance(given, dict):
+        raise ValueError("it is not a JSON object")
+    known = {field.name: field.type for field in fields(KvEventsConfig)}
+    for name, value in given.items():
+        if name not in known:
+            raise ValueError(f"{name!r} is not one of {', '.join(known)}")
+        if not _has_type(value, str(known[name])):
+            raise ValueError(f"{name} is {json.dumps(value)[:80]}, not {_NOUNS[str(known[name])]}")
+    config = KvEventsConfig(**given)
+    _check(config)
+    return config
+
+
+def endpoint_of(endpoint: str, rank: int) -> str:
+    """Return a rank's own address: the port (unless it is 0) plus its number, or a name that ends with it."""
+    tcp = _TCP.fullmatch(endpoint)
+    if tcp is None:
+        return f"{endpoint}_dp{rank}" if rank else endpoint
+    port = 0 if tcp[2] == "*" else int(tcp[2])
+    return f"tcp://{tcp[1]}:{port + rank if port else '*'}"
+
+
+_NOUNS = {
+    "bool": "true or false",
+    "int": "a whole number above 0",
+    "str": "a text",
+    "str | None": "a text or null",
+}
+
+
+def _has_type(value: object, kind: str) -> bool:
+    match kind:
+        case "bool":
+            return isinstance(value, bool)
+        case "int":
+            return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 10**9
+        case "str | None":
+            return value is None or isinstance(value, str)
+        case _:
+            return isinstance(value, str)
+
+
+def _check(config: KvEventsConfig) -> None:
+    """Raise ValueError for values that cannot be used."""
+    if config.publisher not in ("zmq", "null", None):
+        raise ValueError(f"publisher is {config.publisher!r}, not zmq or null")
+    if config.format not in _FORMATS:
+        raise ValueError(f"format is {config.format!r}, not map or array")
+    for name, endpoint in (("endpoint", config.endpoint), ("replay_endpoint", config.replay_endpoint)):
+        if endpoint is None or re.fullmatch(r"(ipc|inproc)://\S+", endpoint):
+            continue
+        tcp = _TCP.fullmatch(endpoint)
+        if tcp is None or (tcp[2] != "*" and int(tcp[2]) > _MAX_PORT):
+            raise ValueError(f"{name} is {endpoint[:80]!r}, not like tcp://127.0.0.1:5557 or ipc:///path")
+    if config.endpoint == config.replay_endpoint and endpoint_of(config.endpoint, 0) == config.endpoint:
+        raise ValueError("endpoint and replay_endpoint are the same")
+
+
+def _is_local(endpoint: str) -> bool:
+    tcp = _TCP.fullmatch(endpoint)
+    return tcp is None or _LOOPBACK.fullmatch(tcp[1]) is not None

@@ -1,0 +1,44 @@
+"""What happened to the blocks of a tree, in order: the facts from which the service tells routers what is cached."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from radix_cache.nodes import Node
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Blocks became part of the tree, one behind the other.
+
+    `parent`: the block before the first one, None at the beginning of a prompt; it may belong to PUBLIC. `tokens`: of
+    the blocks, as int32 bytes.
+    """
+
+    namespace: str
+    parent: int | None
+    blocks: array[int]
+    tokens: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Evicted:
+    """Blocks left the tree, in the order of their prefix. None of them has a child there."""
+
+    blocks: array[int]
+
+
+Fact = Published | Evicted
+
+
+def facts_of(roots: Iterable[Node]) -> Iterator[Published]:
+    """Yield the facts that lead from an empty tree to the one below `roots`, parents before their children."""
+    waiting = list(roots)
+    while waiting:
+        node = waiting.pop()
+        if node.parent is not None:
+            above = node.parent.blocks
+            yield Published(node.namespace, above[-1] if above else None, node.blocks[:], bytes(node.tokens))
+        waiting.extend(node.children.values())
