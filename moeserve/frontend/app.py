@@ -29,6 +29,7 @@ from moeserve.frontend.routes.conversations import ConversationRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
 from moeserve.frontend.routes.live import LiveRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
+from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
 from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.routes.table import ROUTES, Endpoints
@@ -98,6 +99,9 @@ def _endpoints(services: Services, store: Store) -> Endpoints:
         kept=KeptResponseRoutes(store),
         conversations=ConversationRoutes(services, store),
         tokens=TokenRoutes(services),
+        render_chat=RenderRoute(services, "chat"),
+        render_completions=RenderRoute(services, "completions"),
+        replica=ReplicaRoutes(services),
         service=ServiceRoutes(services),
         cache=CacheRoutes(services),
         experts=ExpertRoutes(services),

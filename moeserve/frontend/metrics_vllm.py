@@ -62,6 +62,9 @@ class VllmNames:
         blocks = stats.blocks_free + stats.blocks_cached + stats.blocks_leased
         for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
             yield self._gauge(name, "Share of the KV blocks that requests hold", stats.blocks_leased / max(1, blocks))
+        hit_rate = stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens)
+        yield self._gauge("gpu_prefix_cache_hit_rate", "Share of prompt tokens found in the prefix cache", hit_rate)
+        yield self._gauge("num_requests_swapped", "No request is ever swapped out", 0)
 
     def _renamed(self, family: Metric, name: str) -> Metric:
         renamed = Metric(name, family.documentation, family.type)

@@ -65,6 +65,7 @@ class Services:
         # Of answers that show long prompts or many log probabilities one works in a turn of the event loop.
         self.long_answers = asyncio.Lock()
         self.slo = service_slo(run.config)
+        self.stats: Stats | None = None
         self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
         self._draining = False
         self.created = int(time.time())
@@ -147,6 +148,7 @@ class Services:
         return self._seeds.getrandbits(63)
 
     def _on_stats(self, stats: Stats) -> None:
+        self.stats = stats
         self.metrics.on_stats(stats)
         self.live.on_stats(stats)
         if stats.load is not None:

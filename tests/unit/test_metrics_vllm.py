@@ -21,6 +21,8 @@ ASKED: dict[str, tuple[Mapping[str, str], float]] = {
     "vllm:num_requests_waiting": ({}, 2),
     "vllm:kv_cache_usage_perc": ({}, 0.25),
     "vllm:gpu_cache_usage_perc": ({}, 0.25),
+    "vllm:gpu_prefix_cache_hit_rate": ({}, 30 / 70),
+    "vllm:num_requests_swapped": ({}, 0),
     "vllm:prompt_tokens_total": ({}, 70),
     "vllm:generation_tokens_total": ({}, 50),
     "vllm:prefix_cache_queries_total": ({}, 70),

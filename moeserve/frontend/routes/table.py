@@ -19,6 +19,7 @@ from moeserve.frontend.routes.conversations import ConversationRoutes
 from moeserve.frontend.routes.generate import GenerateRoute
 from moeserve.frontend.routes.live import LiveRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
+from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
 from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes, TraceBody
 
@@ -35,6 +36,9 @@ class Endpoints:
     kept: KeptResponseRoutes
     conversations: ConversationRoutes
     tokens: TokenRoutes
+    render_chat: RenderRoute
+    render_completions: RenderRoute
+    replica: ReplicaRoutes
     service: ServiceRoutes
     cache: CacheRoutes
     experts: ExpertRoutes
@@ -188,6 +192,26 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         example={"messages": _HELLO},
     ),
     Route(
+        method="POST",
+        path="/v1/chat/completions/render",
+        role="user",
+        summary="Tell the tokens that a chat has",
+        endpoint=lambda made: made.render_chat,
+        body=ChatBody,
+        required=("model", "messages"),
+        example={"messages": _HELLO},
+    ),
+    Route(
+        method="POST",
+        path="/v1/completions/render",
+        role="user",
+        summary="Tell the tokens that prompts have",
+        endpoint=lambda made: made.render_completions,
+        body=CompletionBody,
+        required=("model", "prompt"),
+        example={"prompt": "Once upon a time"},
+    ),
+    Route(
         method="GET",
         path="/v1/models",
         role="user",
@@ -252,6 +276,40 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         role="user",
         summary="Tell the version",
         endpoint=lambda made: made.service.version,
+    ),
+    Route(
+        method="GET",
+        path="/kv_event_sources",
+        role="user",
+        summary="Tell where events about cached KV blocks are published",
+        endpoint=lambda made: made.replica.kv_event_sources,
+    ),
+    *(
+        Route(
+            method="GET",
+            path=path,
+            role="user",
+            summary="Describe the service to routers",
+            endpoint=lambda made: made.replica.server_info,
+        )
+        for path in ("/get_server_info", "/server_info")
+    ),
+    *(
+        Route(
+            method="GET",
+            path=path,
+            role="user",
+            summary="Describe the model to routers",
+            endpoint=lambda made: made.replica.model_info,
+        )
+        for path in ("/get_model_info", "/model_info")
+    ),
+    Route(
+        method="GET",
+        path="/v1/loads",
+        role="metrics",
+        summary="Tell the load to routers",
+        endpoint=lambda made: made.replica.loads,
     ),
     Route(
         method="POST",
