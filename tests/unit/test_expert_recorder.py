@@ -107,7 +107,8 @@ def test_the_routing_of_all_ranks_is_counted_with_its_tokens():
     ]
     recording, heard = new_recording(), [as_heard(first, [2]), b"", as_heard(second, [0])]
     recording.begin(plans)
-    recording.end(plans, [StepResult(plan.step, [], routing) for plan, routing in zip(plans, heard, strict=True)])
+    results = [[ChunkResult(3) for _ in plan.chunks] for plan in plans]
+    recording.end(plans, [StepResult(1, chunks, routing) for chunks, routing in zip(results, heard, strict=True)])
     statistics = recording.statistics()
     assert statistics.load().sum(axis=1) == pytest.approx([8, 8, 4], rel=1e-3)
     for token_id, chosen in ((4, first[0, 0]), (9, second[0, 0])):

@@ -14,10 +14,10 @@ from moeserve.scheduling.fair_queue import Tenant, Tenants, WaitingQueue
 class Line:
     """A queue whose requests are served whole, one after another; `arrivals` numbers them."""
 
-    def __init__(self, policy: str = "fcfs") -> None:
+    def __init__(self) -> None:
         self.tenants = Tenants()
         self.late = False
-        self.queue = WaitingQueue(policy, lambda _: 0, self.tenants, lambda _: self.late)
+        self.queue = WaitingQueue(self.tenants, lambda _: self.late)
         self.arrivals = 0
 
     def add(self, terms: Terms = DEFAULT_TERMS, tokens: int = 10, priority: int = 0) -> Request:
@@ -31,7 +31,7 @@ class Line:
     def serve(self, num_tokens: int | None = None) -> Request:
         """Serve the next request: `num_tokens` in all, its prompt unless given."""
         request = next(self.queue.candidates())
-        self.queue.take(request)
+        self.queue.remove(request)
         self.tenants.charge(request, num_tokens or request.num_prompt_tokens)
         self.tenants.leave(request)
         return request

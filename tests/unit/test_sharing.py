@@ -22,7 +22,7 @@ class Shop:
         self.tenants = Tenants()
         self.caches = [PrefixCache(20, 1) for _ in range(2)]
         self.sharing = Sharing(self.tenants, self.caches, 8)
-        self.waiting = WaitingQueue("fcfs", lambda _: 0, self.tenants)
+        self.waiting = WaitingQueue(self.tenants)
         self.running: list[Request] = []
         self.arrivals = 0
 
