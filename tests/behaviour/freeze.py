@@ -139,8 +139,9 @@ def differences(frozen: dict[str, Any], found: dict[str, Any], parts: Sequence[s
 
 
 def first_difference(frozen: Record, found: Record, exact: bool) -> str | None:
-    """exact: bits too, which are compared after tokens, so that a token that changed is said first."""
-    for field in ("plans", "tokens", "cached", *(["bits"] if exact else [])):
+    """exact: bits too, if they were recorded. They are compared after tokens, so that a token that changed is said
+    first."""
+    for field in ("plans", "tokens", "cached", *(["bits"] if exact and "bits" in frozen else [])):
         old, new = frozen.get(field, []), found.get(field, [])
         for number, (before, after) in enumerate(zip(old, new, strict=False)):
             line = None if before == after else _first_place(field, before, after)

@@ -45,6 +45,10 @@ def test_the_first_difference_is_told(changed: Record, told: str | None) -> None
     assert first_difference(RECORD, RECORD | changed, exact=True) == told
 
 
+def test_bits_that_were_not_recorded_are_not_compared() -> None:
+    assert first_difference({"tokens": [[1]]}, {"tokens": [[1]], "bits": ["aa"]}, exact=True) is None
+
+
 def test_other_arithmetic_or_weights_leave_tokens_to_compare() -> None:
     def found(arithmetic: str, weights: str, bits: str) -> dict[str, object]:
         record = RECORD | {"bits": [bits, "cc"]}
