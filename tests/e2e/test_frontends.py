@@ -141,8 +141,6 @@ def test_they_serve_the_same_engine(running: Service, both: list[Connection]) ->
     texts = [connection.post("/v1/completions", **SAMPLED)["choices"][0]["text"] for connection in both]
     assert texts[0] == texts[1]
     assert texts[0]
-    [run_dir] = running.run_root.iterdir()
-    assert len(list(run_dir.glob("frontend.*"))) == 2
     wait_until(lambda: answered_by(running) == {0, 1})
 
 
