@@ -162,8 +162,8 @@ class RadixTree:
         num_other_refs = node.refs - 1 if node is start else node.refs
         is_alone = not node.children and num_other_refs == 0 and node.retention is None
         if node.parent is not None and is_alone and node.namespace == namespace:
-            # No other lease ends here, so the run can grow in place: a decoding request stays one node. A run
-            # does not grow where a retention ends.
+            # No other lease ends here, so the run can grow in place: a decoding request stays one node. A run does
+            # not grow where a retention ends.
             node.tokens += tokens
             node.blocks.extend(added)
             if node.pins:

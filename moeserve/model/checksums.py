@@ -1,4 +1,4 @@
-"""Whether fetched files of a hub model are those that the hub lists."""
+"""Compare fetched files of a hub model with the checksums that the hub lists."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class DraftCounters:
 
 @dataclass(slots=True)
 class _Known:
-    """What drafting knows of a request: its indexed tokens, its rates, and its present guess."""
+    """The facts about one request that drafting keeps: indexed tokens, rates, and the place of its present guess."""
 
     rates: Rates
     index: SuffixIndex = field(default_factory=SuffixIndex)

@@ -35,7 +35,7 @@ class KvDisk:
 
 
 class About(msgspec.Struct, frozen=True):
-    """What a fingerprint stands for, for people."""
+    """The facts that a fingerprint stands for, written for people."""
 
     model: str
     arithmetic: str

@@ -194,7 +194,7 @@ class KvEventPublisher(threading.Thread):
 
     @property
     def sources(self) -> list[dict[str, Any]]:
-        """What routers are told of each rank."""
+        """The endpoints of each rank, as routers get them."""
         return [stream.source for stream in self._streams]
 
     @property

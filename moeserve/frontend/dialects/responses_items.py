@@ -35,8 +35,8 @@ class Named(msgspec.Struct, frozen=True):
 
 
 class Earlier(msgspec.Struct, array_like=True, frozen=True):
-    """What a request refers to, as JSON: lists of the items of a conversation, oldest first, None where there is none
-    of that id, and single items by their ids."""
+    """The parts of conversations that a request refers to, as JSON: lists of the items of a conversation, oldest first,
+    None where there is none of that id, and single items by their ids."""
 
     turns: list[bytes] | None = None
     items: dict[str, bytes] = {}

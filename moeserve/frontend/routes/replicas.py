@@ -27,7 +27,7 @@ _ANY_HOST = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
 
 
 class ReplicaRoutes:
-    """What a replica is, where it publishes events about its cached blocks, and its load."""
+    """Answers routers that ask for a replica's facts, its load, and where it publishes events about cached blocks."""
 
     def __init__(self, services: Services) -> None:
         self._services = services

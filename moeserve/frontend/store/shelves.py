@@ -1,4 +1,7 @@
-"""What one caller keeps: bounded in bytes and age, least recently used gone first. Everything here is synchronous."""
+"""A shelf holds the things that one caller keeps. It is bounded in bytes and age, and loses the least recently used.
+
+All methods are synchronous.
+"""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ class TransformersDecoder:
 
     @property
     def has_far_limits(self) -> bool:
-        """Whether the model changes its behaviour later in a text than the check's texts reach."""
+        """True if the model changes its behaviour later in a text than the check's texts reach."""
         return has_far_limits(self._code)
 
     def low_limits(self) -> AbstractContextManager[None]:
