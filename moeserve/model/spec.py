@@ -218,12 +218,14 @@ class QuantizationSpec:
     """Compressed weights of a checkpoint.
 
     block: rows and columns that share one scale, of mxfp4 and fp8. form: the dtype of most matrices that consist of
-    several tensors. zeros_less_one, has_order: of GPTQ; see `moeserve.model.packed.parts`.
+    several tensors. bits: of codes in words of 32 bits, 0 if there are none. zeros_less_one, has_order: of GPTQ; see
+    `moeserve.model.packed.parts`.
     """
 
-    kind: Literal["mxfp4", "fp8", "gptq", "awq"]
+    kind: Literal["mxfp4", "fp8", "gptq", "awq", "compressed-tensors", "modelopt"]
     block: tuple[int, int] = (1, 1)
     form: str = ""
+    bits: int = 0
     zeros_less_one: bool = False
     has_order: bool = False
 

@@ -48,16 +48,18 @@ class TensorInfo:
     packed: PackedPart | None = None
 
 
-# gptq: codes in words along columns, zero points along rows. awq: both along rows, in an order of its own.
-Layout = Literal["gptq", "awq"]
+# gptq: codes in words along columns, zero points along rows. awq: both along rows, in an order of its own. words: codes
+# in words along rows, zero points along columns. codes: integers of 8 bits. fp8: floats of 8 bits. nvfp4: pairs of
+# floats of 4 bits.
+Layout = Literal["gptq", "awq", "words", "codes", "fp8", "nvfp4"]
 
 
 @dataclass(frozen=True, slots=True)
 class PackedPart:
     """The tensors of a quantised matrix [N, K] by their roles, with their names in the files.
 
-    bits: of a code. group: columns that share a scale. zeros_less_one: zero points are stored less one. has_order:
-    columns belong to groups in an order that the matrix tells.
+    bits: of a code. group: columns that share a scale. rows: rows that share one. zeros_less_one: zero points are
+    stored less one. has_order: columns belong to groups in an order that the matrix tells.
     """
 
     layout: Layout
@@ -66,6 +68,7 @@ class PackedPart:
     group: int
     zeros_less_one: bool = False
     has_order: bool = False
+    rows: int = 1
 
 
 def read_headers(directory: Path) -> dict[str, TensorInfo]:

@@ -30,7 +30,7 @@ from moeserve.model.weights import load_decoder
 from moeserve.plan import SamplingParams
 from tests.support.checkpoints import TOKENS, change_tensors, reference_logits, spec_of
 from tests.support.paged_runner import PagedRunner
-from tests.support.quantised_files import Quantise, awq, gptq, quantise_checkpoint
+from tests.support.quantised_files import Quantise, awq, compressed, gptq, modelopt, quantise_checkpoint
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
@@ -52,6 +52,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "gptq-8-32-order-v2": gptq(8, 32, version="gptq_v2", desc_act=True),
     "awq-32": awq(32),
     "awq-64": awq(64),
+    "words-4-32": compressed("pack-quantized", dtype=np.float16),
+    "words-4-64-zeros": compressed("pack-quantized", group=64, symmetric=False, dtype=np.float16),
+    "words-4-32-order": compressed("pack-quantized", desc_act=True, dtype=np.float16),
+    "words-8-whole": compressed("pack-quantized", 8, -1),
+    "words-8-32-zeros": compressed("pack-quantized", 8, symmetric=False),
+    "codes-rows": compressed("int-quantized", 8, -1),
+    "codes-32-zeros": compressed("int-quantized", 8, 32, symmetric=False),
+    "fp8-rows": compressed("float-quantized", 8, -1),
+    "fp8-one": compressed("float-quantized", 8, -2),
+    "fp8-blocks": compressed("float-quantized", 8, 0),
+    "nvfp4": compressed("nvfp4-pack-quantized"),
+    "nvfp4-modelopt": modelopt(),
 }
 
 
@@ -84,7 +96,7 @@ def reference_of(plain: Path) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [*(("mixtral", layout) for layout in LAYOUTS), *((model, "gptq-4-32-order") for model in list(MODELS)[1:]),
-     ("qwen2_moe", "awq-64")],
+     ("qwen2_moe", "awq-64"), ("qwen2_moe", "fp8-blocks"), ("qwen2_moe", "nvfp4"), ("deepseek_v3-yarn", "codes-rows")],
 )  # fmt: skip
 def test_logits_are_those_of_the_values(model: str, layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -98,7 +110,9 @@ def test_logits_are_those_of_the_values(model: str, layout: str, tmp_path: Path)
         assert 0 < error.quantile(0.25) <= 0.1
 
 
-@pytest.mark.parametrize("layout", ["gptq-4-32", "gptq-4-32-order", "gptq-8-32", "awq-64"])
+@pytest.mark.parametrize(
+    "layout", ["gptq-4-32", "gptq-4-32-order", "gptq-8-32", "awq-64", "words-4-32", "codes-rows", "fp8-blocks", "nvfp4"]
+)
 def test_no_matrix_is_widened_in_memory(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, layout)
@@ -107,12 +121,12 @@ def test_no_matrix_is_widened_in_memory(layout: str, tmp_path: Path) -> None:
     rounding = rounding_of(BASE, spec, index)
     assert rounding.keeps_stored
     planned = weights_bytes(spec, dtype, index, rounding=rounding)
-    assert planned < weights_bytes(spec, dtype, index) / (2 if "8" in layout else 3)
+    assert planned < weights_bytes(spec, dtype, index) / (3 if "4" in layout else 2)
     decoder = load_decoder(folder, spec, dtype=dtype, rounding=rounding)
     assert all(experts._layout.shape.formats is not None for experts in decoder.experts)
 
 
-@pytest.mark.parametrize("layout", ["gptq-4-32-order", "awq-32"])
+@pytest.mark.parametrize("layout", ["gptq-4-32-order", "awq-32", "codes-32-zeros", "fp8-blocks", "nvfp4"])
 def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, layout)
@@ -190,9 +204,52 @@ def test_tensors_that_do_not_fit_get_one_sentence(change: Any, sentence: str, tm
         logits_of(folder, "exact")
 
 
+_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize(
+    ("layout", "change", "sentence"),
+    [
+        ("words-4-32", lambda t: t.pop(f"{_PROJ}.weight_packed"), "lacks model.layers.0.self_attn.q_proj.weight"),
+        ("words-4-32", lambda t: t.update({f"{_PROJ}.weight": torch.zeros(64, 64)}), "twice, quantised and not"),
+        ("words-4-64-zeros", lambda t: t.update({f"{_PROJ}.weight_zero_point": torch.zeros(3, 1).int()}), "do not fit"),
+        ("codes-rows", lambda t: t.update({f"{_PROJ}.weight_scale": torch.zeros(3, 1, 1)}), "do not fit each other"),
+        ("codes-rows", lambda t: t.update({f"{_PROJ}.weight_scale": torch.zeros(0, 1)}), "do not fit each other"),
+        ("codes-32-zeros", lambda t: t.update({f"{_PROJ}.weight_zero_point": torch.zeros(1, 1).char()}), "do not fit"),
+        ("nvfp4", lambda t: t.update({f"{_PROJ}.weight_global_scale": torch.zeros(2)}), "do not fit each other"),
+        (
+            "nvfp4",
+            lambda t: t[f"{_PROJ}.weight_scale"].view(torch.uint8).fill_(127),
+            "cannot be read: it holds what is no",
+        ),
+        (
+            "fp8-rows",
+            lambda t: t[f"{_PROJ}.weight"].view(torch.uint8).fill_(127),
+            "cannot be read: it holds what is no",
+        ),
+    ],
+)
+def test_compressed_tensors_that_do_not_fit_get_one_sentence(
+    layout: str, change: Any, sentence: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    write(folder, layout)
+    change_tensors(folder, change)
+    with pytest.raises(CheckpointError, match=sentence):
+        logits_of(folder, "exact")
+
+
 @pytest.mark.parametrize(
     ("config", "sentence"),
     [
+        ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "in the format 'marlin-24'"),
+        ({"quant_method": "compressed-tensors", "format": ["x"]}, "in the format 'list'"),
+        (compressed("pack-quantized", 3)[0], "Compressed weights of 3 bits"),
+        (compressed("pack-quantized")[0] | {"transform_config": {"config_groups": {}}}, "with a transform_config"),
+        (compressed("pack-quantized")[0] | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "a sparsity_config"),
+        (compressed("pack-quantized")[0] | {"config_groups": {"group_0": 4}}, "does not say how weights are kept"),
+        (compressed("pack-quantized")[0] | {"config_groups": {}}, "has no config_groups"),
+        ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt weights of the kind 'W4A8_AWQ'"),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
         ({"quant_method": "gptq", "bits": "4"}, "does not say how many bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the layout 'marlin'"),

@@ -100,6 +100,90 @@ def awq(group: int) -> tuple[dict[str, Any], Quantise]:
     return config, quantise
 
 
+def compressed(
+    form: str,
+    bits: int = 4,
+    group: int = 32,
+    *,
+    symmetric: bool = True,
+    desc_act: bool = False,
+    dtype: Any = np.float32,
+) -> tuple[dict[str, Any], Quantise]:
+    """Return the configuration and the writer of compressed-tensors. group: -1 for one scale a row, -2 for one in all,
+    0 for one of each block of 16 rows and 32 columns."""
+    weights = {"num_bits": bits, "type": "float" if form in ("float-quantized", "nvfp4-pack-quantized") else "int"}
+    config = {"quant_method": "compressed-tensors", "format": form, "config_groups": {"group_0": {"weights": weights}}}
+
+    def words(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        groups = np.arange(weight.shape[1]) // (weight.shape[1] if group == -1 else group)
+        if desc_act:
+            groups = groups[np.random.default_rng(weight.shape[1]).permutation(weight.shape[1])]
+        scales, zeros, codes = _asymmetric(weight, groups, bits, dtype)
+        if symmetric:
+            zeros = np.full_like(zeros, 2 ** (bits - 1))
+            scales = (2 * np.abs(scales.astype(np.float32))).astype(dtype)
+            codes = np.clip(np.round(weight / scales.astype(np.float32)[:, groups]) + zeros[:, groups], 0, 2**bits - 1)
+            codes = codes.astype(np.int64)
+        parts: dict[str, Array | Tensor] = {
+            "weight_packed": _pack(codes, bits, 1),
+            "weight_scale": torch.from_numpy(np.ascontiguousarray(scales)),
+            "weight_shape": np.array(weight.shape, np.int64),
+        }
+        if not symmetric:
+            parts["weight_zero_point"] = _pack(np.pad(zeros, ((0, -len(zeros) % (32 // bits)), (0, 0))), bits, 0)
+        if desc_act:
+            parts["weight_g_idx"] = groups.astype(np.int32)
+        return parts, scales.astype(np.float32)[:, groups] * (codes - zeros[:, groups]).astype(np.float32)
+
+    def plain(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        scales, wide = _scales_of(weight, group)
+        if form == "float-quantized":
+            small = torch.from_numpy(weight / wide * 400).to(torch.float8_e4m3fn)
+            return {"weight": small, "weight_scale": scales / 400}, small.float().numpy() * (wide / np.float32(400))
+        zeros = np.zeros_like(scales, np.int8) if symmetric else np.full(scales.shape, 7, np.int8)
+        offset = 0 if symmetric else 7
+        codes = np.clip(np.round(weight / wide * 120) + offset, -128, 127).astype(np.int8)
+        parts: dict[str, Array | Tensor] = {"weight": codes, "weight_scale": scales / np.float32(120)}
+        parts |= {} if symmetric else {"weight_zero_point": zeros}
+        return parts, (codes.astype(np.float32) - offset) * (wide / np.float32(120))
+
+    return config, {"pack-quantized": words, "nvfp4-pack-quantized": _nvfp4("weight_packed", True)}.get(form, plain)
+
+
+def modelopt() -> tuple[dict[str, Any], Quantise]:
+    return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, _nvfp4("weight", False)
+
+
+def _scales_of(weight: Array, group: int) -> tuple[Array, Array]:
+    """Return the largest magnitude of each part that shares a scale, as it is stored and for each weight."""
+    size = np.abs(weight).astype(np.float32)
+    if group == -2:
+        return size.max().reshape(1), np.broadcast_to(size.max(), weight.shape)
+    rows = 16 if group == 0 else 1
+    columns = {-1: weight.shape[1], 0: 32}.get(group, group)
+    parts = size.reshape(len(size) // rows, rows, -1, columns).max((1, 3))
+    return parts, parts.repeat(rows, 0).repeat(columns, 1)
+
+
+def _nvfp4(codes_name: str, divides: bool) -> Quantise:
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+
+    def quantise(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        of_all = np.float32(2.0 ** np.ceil(np.log2(np.abs(weight).max() / 6 / 448)))
+        groups = weight.reshape(len(weight), -1, 16)
+        scales = torch.from_numpy(np.abs(groups).max(2) / 6 / of_all).to(torch.float8_e4m3fn)
+        wide = scales.float().numpy()[..., None] * of_all
+        nearest = np.abs(np.abs(groups)[..., None] / np.maximum(wide, 1e-9)[..., None] - magnitudes).argmin(-1)
+        values = np.sign(groups) * magnitudes[nearest] * wide
+        codes = (nearest + 8 * (groups < 0)).astype(np.uint8).reshape(weight.shape)
+        parts: dict[str, Array | Tensor] = {codes_name: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
+        parts |= {"weight_global_scale": (1 / of_all).reshape(1)} if divides else {"weight_scale_2": of_all.reshape(())}
+        parts |= {"input_scale": np.ones((), np.float32)}
+        return parts, values.reshape(weight.shape)
+
+    return quantise
+
+
 def _asymmetric(weight: Array, groups: Array, bits: int, dtype: Any) -> tuple[Array, Array, Array]:
     """Return scales [N, G], zero points [N, G] and codes [N, K]."""
     most = 2**bits - 1

@@ -90,7 +90,49 @@ def _auto_round(config: Config) -> QuantizationSpec:
     raise UnsupportedModel(f"AutoRound weights in the layout {_shown(packing)} are not supported.")
 
 
+def _compressed(config: Config) -> QuantizationSpec:
+    """compressed-tensors. The tensors tell the form of each matrix, but not the bits of codes in words."""
+    form = config.get("format")
+    if not isinstance(form, str) or form not in _COMPRESSED_FORMS:
+        raise UnsupportedModel(f"Compressed tensors in the format {_shown(form)} are not supported.")
+    for name in ("sparsity_config", "transform_config"):
+        part = config.get(name)
+        if part and not (isinstance(part, Mapping) and part.get("format") == "dense"):
+            raise UnsupportedModel(f"Compressed tensors with a {name} are not supported.")
+    groups = config.get("config_groups")
+    if not isinstance(groups, Mapping) or not groups:
+        raise ModelError("The configuration's quantization_config has no config_groups.")
+    weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
+    if not all(isinstance(part, Mapping) for part in weights):
+        raise ModelError("A group of the configuration's quantization_config does not say how weights are kept.")
+    bits = {_bits(part, "num_bits", "Compressed") for part in weights if part and part.get("type", "int") == "int"}
+    if len(bits) > 1 and form != "int-quantized":
+        raise UnsupportedModel("Compressed tensors with codes of several widths are not supported.")
+    width = bits.pop() if bits else 0
+    return QuantizationSpec("compressed-tensors", form=_COMPRESSED_FORMS[form] or _INTEGERS[width or 4], bits=width)
+
+
+# The dtype of most matrices by the format of compressed tensors; empty where it goes by the bits of codes.
+_COMPRESSED_FORMS = {
+    "pack-quantized": "",
+    "int-quantized": "INT8_F32",
+    "float-quantized": "FP8_F32",
+    "naive-quantized": "FP8_F32",
+    "nvfp4-pack-quantized": "NVFP4_F32",
+    "mixed-precision": "",
+}
+_MODELOPT_FORMS = {"NVFP4": "NVFP4_F32", "FP8": "FP8_F32"}
+
+
+def _modelopt(config: Config) -> QuantizationSpec:
+    algorithm = config.get("quant_algo")
+    if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMS:
+        raise UnsupportedModel(f"ModelOpt weights of the kind {_shown(algorithm)} are not supported.")
+    return QuantizationSpec("modelopt", form=_MODELOPT_FORMS[algorithm])
+
+
 _METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "auto-round": _auto_round}
+_METHODS |= {"compressed-tensors": _compressed, "modelopt": _modelopt}
 
 
 def _bits(config: Config, name: str, method: str) -> int:

@@ -24,9 +24,17 @@ def joined_matrices(index: Index, quantization: QuantizationSpec | None) -> dict
     joined = {name: info for name, info in index.items() if not name.endswith(endings)}
     for name in index:
         if name.endswith(endings[0]):
-            stem = name.removesuffix(endings[0])
-            joined[f"{stem}.weight"] = find(_Module(stem, index), quantization)
+            module = _Module(name.removesuffix(endings[0]), index)
+            found = find(module, quantization)
+            if not any(stored == f"{module.stem}.weight" for stored, _ in _packed(found).tensors.values()):
+                module.check_alone()
+            joined[f"{module.stem}.weight"] = found
     return joined
+
+
+def _packed(info: TensorInfo) -> PackedPart:
+    assert info.packed is not None
+    return info.packed
 
 
 class _Module:
@@ -34,20 +42,28 @@ class _Module:
 
     def __init__(self, stem: str, index: Index) -> None:
         self.stem, self._index = stem, index
-        if f"{stem}.weight" in index:
-            raise CheckpointError(f"The checkpoint holds {stem}.weight twice, quantised and not.")
+
+    def check_alone(self) -> None:
+        """Raise CheckpointError if there is an unquantised matrix too."""
+        if self.has("weight"):
+            raise CheckpointError(f"The checkpoint holds {self.stem}.weight twice, quantised and not.")
 
     def has(self, role: str) -> bool:
         return f"{self.stem}.{role}" in self._index
 
-    def take(self, role: str, dtypes: tuple[str, ...], dims: int) -> tuple[str, TensorInfo]:
+    def dtype(self, role: str) -> str | None:
+        """Return the dtype of the tensor of a role, None without one."""
+        info = self._index.get(f"{self.stem}.{role}")
+        return None if info is None else info.dtype
+
+    def take(self, role: str, dtypes: tuple[str, ...], dims: int | None = None) -> tuple[str, TensorInfo]:
         name = f"{self.stem}.{role}"
         info = self._index.get(name)
         if info is None:
             raise CheckpointError(f"The checkpoint lacks {name}, which belongs to a quantised matrix.")
         if info.dtype not in dtypes:
             raise CheckpointError(f"{name} is stored as {info.dtype}, not as {' or '.join(dtypes)}.")
-        if len(info.shape) != dims or 0 in info.shape:
+        if dims is not None and (len(info.shape) != dims or 0 in info.shape):
             raise CheckpointError(f"{name} has shape {list(info.shape)}, which it cannot have.")
         return name, info
 
@@ -103,7 +119,93 @@ def _awq(module: _Module, _: QuantizationSpec) -> TensorInfo:
     return module.joined(_integers(4, scales[1], depth, group), (8 * num_words, depth), part)
 
 
+def _compressed(module: _Module, quantization: QuantizationSpec) -> TensorInfo:
+    """Find a matrix of compressed-tensors or of ModelOpt: the dtype of its codes tells its layout."""
+    codes = "weight_packed" if module.has("weight_packed") else "weight"
+    dtype = module.dtype(codes)
+    if dtype == "U8":
+        return _nvfp4(module, module.take(codes, ("U8",), 2))
+    if dtype == "I32":
+        return _words(module, module.take(codes, ("I32",), 2), quantization.bits)
+    found = module.take(codes, ("I8", "F8_E4M3"), 2)
+    num_rows, depth = found[1].shape
+    tensors = {"codes": found, "scales": module.take("weight_scale", _FLOATS)}
+    rows, group = _shared_scales(module, tensors["scales"][1].shape, num_rows, depth)
+    is_whole = group % 32 == 0
+    if dtype == "F8_E4M3":
+        part = PackedPart("fp8", tensors, 8, group, rows=rows)
+        return module.joined("FP8_F32" if is_whole else "F32", (num_rows, depth), part)
+    if module.has("weight_zero_point"):
+        tensors["zeros"] = module.take("weight_zero_point", ("I8",), 2)
+        module.check(tensors["zeros"][1].shape == tensors["scales"][1].shape)
+    form = "INT8_ZERO" if "zeros" in tensors else "INT8_F32"
+    return module.joined(
+        form if is_whole else "F32", (num_rows, depth), PackedPart("codes", tensors, 8, group, rows=rows)
+    )
+
+
+def _shared_scales(module: _Module, shape: tuple[int, ...], num_rows: int, depth: int) -> tuple[int, int]:
+    """Return the numbers of rows and of columns that share a scale."""
+    num_bands, num_groups = {0: (1, 1), 1: (*shape, 1), 2: shape}.get(len(shape), (0, 0))
+    module.check(num_bands > 0 and num_groups > 0)
+    rows, group = -(-num_rows // num_bands), depth // num_groups
+    module.check(depth % num_groups == 0 and -(-num_rows // rows) == num_bands)
+    return rows, group
+
+
+def _words(module: _Module, codes: tuple[str, TensorInfo], bits: int) -> TensorInfo:
+    num_rows, num_words = codes[1].shape
+    scales = module.take("weight_scale", _FLOATS, 2)
+    module.check(bits > 0 and scales[1].shape[0] == num_rows)
+    depth, num_groups = num_words * 32 // bits, scales[1].shape[1]
+    module.check(depth % num_groups == 0)
+    tensors, group = {"codes": codes, "scales": scales}, depth // num_groups
+    if module.has("weight_zero_point"):
+        tensors["zeros"] = module.take("weight_zero_point", ("I32",), 2)
+        module.check(tensors["zeros"][1].shape == (-(-num_rows * bits // 32), num_groups))
+    if module.has("weight_g_idx"):
+        tensors["groups"] = module.take("weight_g_idx", ("I32",), 1)
+        module.check(tensors["groups"][1].shape == (depth,))
+    has_order = num_groups > 1 and "groups" in tensors
+    part = PackedPart("words", tensors, bits, group, has_order=has_order)
+    return module.joined(_integers(bits, scales[1], depth, group), (num_rows, depth), part)
+
+
+def _nvfp4(module: _Module, codes: tuple[str, TensorInfo]) -> TensorInfo:
+    """The scales of groups of 16 are multiplied by one number of the matrix (ModelOpt), or divided by it."""
+    num_rows, depth = codes[1].shape[0], 2 * codes[1].shape[1]
+    tensors = {"codes": codes, "scales": module.take("weight_scale", ("F8_E4M3",), 2)}
+    module.check(depth % 64 == 0 and tensors["scales"][1].shape == (num_rows, depth // 16))
+    role, name = (
+        ("divisor", "weight_global_scale") if module.has("weight_global_scale") else ("factor", "weight_scale_2")
+    )
+    tensors[role] = module.take(name, _FLOATS)
+    module.check(tensors[role][1].shape in ((), (1,)))
+    return module.joined("NVFP4_F32", (num_rows, depth), PackedPart("nvfp4", tensors, 4, 16))
+
+
 _Finder = Callable[[_Module, QuantizationSpec], TensorInfo]
 _WORDS = (".qweight", ".qzeros", ".scales", ".g_idx")
+# Scales of activations and of keys and values are not used: activations have scales of their own here, and keys and
+# values are kept in full.
+_COMPRESSED = (
+    ".weight_scale",
+    ".weight_packed",
+    ".weight_shape",
+    ".weight_zero_point",
+    ".weight_g_idx",
+    ".weight_global_scale",
+    ".weight_scale_2",
+    ".input_scale",
+    ".input_global_scale",
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+)
 # By kind: the endings of the tensors of a matrix, first of the one that each matrix has, and how to find the others.
-_FINDERS: dict[str, tuple[tuple[str, ...], _Finder]] = {"gptq": (_WORDS, _gptq), "awq": (_WORDS, _awq)}
+_FINDERS: dict[str, tuple[tuple[str, ...], _Finder]] = {
+    "gptq": (_WORDS, _gptq),
+    "awq": (_WORDS, _awq),
+    "compressed-tensors": (_COMPRESSED, _compressed),
+    "modelopt": (_COMPRESSED, _compressed),
+}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.weight_formats import QuantizedRows, rows_of_codes, rows_of_pairs
+from kernels.weight_formats import QuantizedRows, rows_of_codes, rows_of_fp8, rows_of_nvfp4, rows_of_pairs
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import PackedPart
 
@@ -37,10 +37,14 @@ def _gptq(part: PackedPart, read: Read) -> QuantizedRows:
     words = read("codes").T.contiguous()
     if order is None and part.bits == 4:
         return rows_of_pairs(words.view(torch.uint8), scales, zeros)
-    codes = unpack(words, part.bits)
+    return _ordered_rows(unpack(words, part.bits), scales, zeros, part.bits, order)
+
+
+def _ordered_rows(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, order: Tensor | None) -> QuantizedRows:
+    """Return rows of codes [N, K] whose columns are put into an order first; None leaves them."""
     if order is not None:
         codes = codes[:, order]
-    if part.bits == 8:
+    if bits == 8:
         rows = rows_of_codes(codes, scales, zeros)
     else:
         rows = rows_of_pairs(codes[:, ::2] | codes[:, 1::2] << 4, scales, zeros)
@@ -100,11 +104,81 @@ def _unpack_awq(words: Tensor) -> Tensor:
     return codes.flatten(1)
 
 
+def _words(part: PackedPart, read: Read) -> QuantizedRows:
+    scales, zeros = read("scales"), _zeros_of_words(part, read)
+    order = _order_of_groups(part, read("groups")) if "groups" in part.tensors else None
+    words = read("codes")
+    if order is None and part.bits == 4:
+        return rows_of_pairs(words.contiguous().view(torch.uint8), scales, zeros)
+    return _ordered_rows(unpack(words, part.bits), scales, zeros, part.bits, order)
+
+
+def _zeros_of_words(part: PackedPart, read: Read) -> Tensor:
+    """Return the zero points [N, G] uint8; codes are stored above the middle of their range."""
+    num_rows, num_groups = part.tensors["scales"][1].shape
+    if "zeros" not in part.tensors:
+        return torch.full((num_rows, num_groups), 1 << part.bits - 1, dtype=torch.uint8)
+    return unpack(read("zeros").T, part.bits).T[:num_rows]
+
+
+def _words_numbers(part: PackedPart, read: Read) -> Tensor:
+    codes, scales = unpack(read("codes"), part.bits).float(), read("scales").float()
+    groups = read("groups").long() if "groups" in part.tensors else torch.arange(codes.shape[1]) // part.group
+    if bool(((groups < 0) | (groups >= scales.shape[1])).any()):
+        raise ValueError("its groups have no scales")
+    return scales[:, groups] * (codes - _zeros_of_words(part, read).float()[:, groups])
+
+
+def _codes(part: PackedPart, read: Read) -> QuantizedRows:
+    codes, scales = read("codes"), _of_rows(read("scales"), part)
+    if "zeros" not in part.tensors:
+        return rows_of_codes(codes, scales)
+    zeros = _of_rows(read("zeros"), part)
+    return rows_of_codes(codes.view(torch.uint8) ^ 128, scales, zeros.view(torch.uint8) ^ 128)
+
+
+def _codes_numbers(part: PackedPart, read: Read) -> Tensor:
+    codes, scales = read("codes").float(), _of_rows(read("scales"), part).float()
+    zeros = _of_rows(read("zeros"), part).float() if "zeros" in part.tensors else torch.zeros_like(scales)
+    scales, zeros = (numbers.repeat_interleave(part.group, 1) for numbers in (scales, zeros))
+    return scales * (codes - zeros)
+
+
+def _fp8(part: PackedPart, read: Read) -> QuantizedRows:
+    return rows_of_fp8(read("codes"), _of_rows(read("scales"), part))
+
+
+def _of_rows(scales: Tensor, part: PackedPart) -> Tensor:
+    """Return numbers [N, G] of scales that rows share."""
+    num_rows = part.tensors["codes"][1].shape[0]
+    bands = scales.reshape(-1, 1) if scales.dim() < 2 else scales
+    return bands.repeat_interleave(part.rows, 0)[:num_rows]
+
+
+def _nvfp4(part: PackedPart, read: Read) -> QuantizedRows:
+    return rows_of_nvfp4(read("codes"), read("scales"), _factor(part, read))
+
+
+def _nvfp4_numbers(part: PackedPart, read: Read) -> Tensor:
+    return _nvfp4(part, read).dequantise()
+
+
+def _factor(part: PackedPart, read: Read) -> Tensor:
+    return read("factor").float() if "factor" in part.tensors else read("divisor").float().reciprocal()
+
+
 def unpack(words: Tensor, bits: int) -> Tensor:
     """Return the codes of words [R, C] along rows, the lowest bits first: uint8 [R, 32 / bits * C]."""
     codes = words.contiguous().view(torch.uint8)
     return codes if bits == 8 else torch.stack([codes & 15, codes >> 4], -1).flatten(1)
 
 
-_READERS = {"gptq": _gptq, "awq": _awq}
-_NUMBERS = {"gptq": _gptq_numbers, "awq": _awq_numbers}
+_READERS = {"gptq": _gptq, "awq": _awq, "words": _words, "codes": _codes, "fp8": _fp8, "nvfp4": _nvfp4}
+_NUMBERS = {
+    "gptq": _gptq_numbers,
+    "awq": _awq_numbers,
+    "words": _words_numbers,
+    "codes": _codes_numbers,
+    "fp8": _codes_numbers,
+    "nvfp4": _nvfp4_numbers,
+}
