@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import inf
 from typing import Generic, Protocol, SupportsBytes, TypeVar
 
+from moeserve.thoughts import BudgetedThought, ThoughtBudget
 from radix_cache import Lease, Miss, Snapshot
 
 
@@ -147,6 +148,9 @@ class Request:
     `draft_tokens` are guesses of the tokens that follow `token_ids`, made with the last commit; where there is a
     grammar, `draft_masks` are the masks after each of them. Guesses in flight do not count as scheduled tokens.
 
+    `thought` follows the thought of a request that has a budget for it. `num_forced_tokens`: the tokens behind the last
+    sampled one, which ended the thought and were not sampled; they are computed together.
+
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
     `suspect_until`: the request may have ended that life, until it has computed so many tokens; 0 without suspicion.
@@ -191,10 +195,15 @@ class Request:
     mask: bytes | None = None
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: tuple[bytes, ...] = ()
+    budget: InitVar[ThoughtBudget | None] = None
+    thought: BudgetedThought | None = field(init=False, default=None)
+    num_forced_tokens: int = 0
     earlier_output: InitVar[array[int] | None] = None
 
-    def __post_init__(self, earlier_output: array[int] | None) -> None:
+    def __post_init__(self, budget: ThoughtBudget | None, earlier_output: array[int] | None) -> None:
         self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)
+        if budget is not None:
+            self.thought = BudgetedThought(budget, earlier_output or ())
         if earlier_output:
             self.token_ids = self.token_ids + earlier_output
             self.num_preemptions = 1
@@ -202,6 +211,17 @@ class Request:
         self._is_always_plain = not (
             sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None
         )
+
+    def append(self, token_id: int) -> None:
+        """Add the next token of the output."""
+        self.token_ids.append(token_id)
+        if self.thought is not None:
+            self.thought.push(token_id)
+
+    @property
+    def forced_next(self) -> tuple[int, ...]:
+        """The tokens that have to come next, whatever is sampled; none for most requests."""
+        return () if self.thought is None else self.thought.due
 
     @property
     def num_planned_tokens(self) -> int:

@@ -28,6 +28,7 @@ from moeserve.plan import (
     TokenLogprobs,
 )
 from moeserve.scheduling.pacing import Load
+from moeserve.thoughts import ThoughtBudget
 from radix_cache import Miss
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
@@ -132,7 +133,7 @@ class Generate(Message):
 
     A request that `resumes` was with an earlier life of the engine, and goes before all that were not. If that life has
     begun it, it continues: `output_token_ids` (int32 bytes) are its output so far, and `num_prompt_logprobs` log
-    probabilities of its prompt are known already.
+    probabilities of its prompt are known already. `thought`: the budget of its thoughts, None for no bound.
     """
 
     request_id: str
@@ -146,6 +147,7 @@ class Generate(Message):
     output_token_ids: bytes = b""
     num_prompt_logprobs: int = 0
     resumes: bool = False
+    thought: ThoughtBudget | None = None
 
 
 class Finish(Message):

@@ -225,6 +225,7 @@ class Engine:
             arrived_at=time.monotonic() if message.arrived_at is None else message.arrived_at,
             resumes=message.resumes,
             suspect_until=self._suspects.until(message.request_id),
+            budget=message.thought,
             earlier_output=output,
         )
 

@@ -1,9 +1,9 @@
 """The scheduler: which requests advance by how many tokens in the next step. No text, tensors, clock or sockets.
 
 There is no prefill phase and no decode phase. A request has `num_computed_tokens`; a step advances some requests by
-some tokens under a token budget: first the requests that lack one token, then prompts in chunks with the rest of the
-budget, where a long prompt lets far shorter ones of its tenant pass. Prefix hits, chunked prefill, preemption and
-resuming are all this one idea.
+some tokens under a token budget: first the requests that lack one token, then those whose thought was ended, then
+prompts in chunks with the rest of the budget, where a long prompt lets far shorter ones of its tenant pass. Prefix
+hits, chunked prefill, preemption and resuming are all this one idea.
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ _MAX_FOLLOWERS_TRIED = 64
 _FORESEEN = 16
 _BENEFIT_OF_DOUBT = 1.5
 _CLEARLY_LATE = 1.2
+# The log probability of a token that was not sampled, since no other one could come.
+_CERTAIN = TokenLogprobs(0.0)
 
 
 class Scheduler:
@@ -281,7 +283,7 @@ class Scheduler:
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
         if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.num_scheduled_tokens):
             self._on_trial = None
-        prompts: list[Request] = []
+        prompts, closings = list[Request](), list[Request]()
         self._num_places = self._pace.num_places()
         self._make_room()
         # A request that is not tried in this step may find memory by now.
@@ -293,11 +295,14 @@ class Scheduler:
                 continue
             num_pending = _num_pending(request)
             if num_pending > 1:
-                prompts.append(request)
+                (closings if num_pending <= 1 + request.num_forced_tokens else prompts).append(request)
             elif num_pending == 1:
                 self._plan_decode(request, num_drafts.get(request.request_id, 0), draft)
             elif num_pending == 0 and request.request_id not in num_drafts:
                 self._plan_unsampled(request, draft)
+        for request in closings:
+            if request.lease is not None:
+                self._plan_chunk(request, _num_pending(request), draft)
         draft.end_decodes(self._pace.step_bound(draft.requests))
         awaited = next(self._waiting.candidates(), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
@@ -350,11 +355,12 @@ class Scheduler:
             num_known = len(request.token_ids)
             outputs = _append_sampled(request, chunk, computed)
             num_new = len(request.token_ids) - num_known
-            request.num_computed_tokens += num_certain + max(0, num_new - 1)
+            num_accepted = max(0, num_new - request.num_forced_tokens - 1)
+            request.num_computed_tokens += num_certain + num_accepted
             if request.num_computed_tokens >= request.suspect_until:
                 request.suspect_until = 0
             self._publish(request)
-            self._learn(request, chunk, num_new)
+            self._learn(request, chunk, num_new, num_accepted)
         if chunk.state is not None:
             self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
         if request.finished:
@@ -366,11 +372,11 @@ class Scheduler:
             self._report(request, outputs)
         return outputs
 
-    def _learn(self, request: Request, chunk: Chunk, num_new: int) -> None:
+    def _learn(self, request: Request, chunk: Chunk, num_new: int, num_accepted: int) -> None:
         """Let drafting see the tokens that a chunk has brought."""
         if self._drafting is not None:
             if chunk.num_drafts:
-                self._drafting.counters.count(chunk, num_new - 1)
+                self._drafting.counters.count(chunk, num_accepted)
             self._drafting.read(request, request.token_ids[len(request.token_ids) - num_new :])
 
     def _report(self, request: Request, outputs: list[RequestOutput]) -> None:
@@ -570,7 +576,7 @@ class Scheduler:
     def _room_for_drafts(self, request: Request) -> int:
         """Return how many drafts the request's next chunk may have.
 
-        No row is needed whose token would be one too many, or would need other angles. Drafts take no block that a
+        No row is needed whose token would be one too many, follow the end of a thought, or need other angles. Drafts take no block that a
         running request may need for its next token.
         """
         if not request.draft_tokens or request.wants_prompt_logprobs:
@@ -581,6 +587,8 @@ class Scheduler:
             room = min(room, self._rope_switch - num_known)
         if request.sampling.grammar is not None:
             room = min(room, len(request.draft_masks))
+        if request.thought is not None:
+            room = min(room, request.thought.num_free - 1)
         memory = self._memories[request.rank]
         num_slots = memory.num_empty_slots(request) - _num_pending(request)
         if num_slots < min(room, len(request.draft_tokens)):
@@ -650,10 +658,13 @@ class Scheduler:
     def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
         """Plan the token that the previous plan will sample for a request, if the request is sure to continue with it.
 
-        Not for a grammar, which depends on that token; where penalties do, the device counts it. It never preempts:
-        after the commit the request has its turn like any other.
+        Not for a grammar, which depends on that token, and not where the end of a thought may have to follow it; where
+        penalties depend on it, the device counts it. It never preempts: after the commit the request has its turn like
+        any other.
         """
         if request.sampling.grammar is not None or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+            return
+        if request.thought is not None and request.thought.may_be_due_next:
             return
         if request.num_planned_tokens == self._rope_switch and not request.first_angle:
             return
@@ -782,29 +793,44 @@ def _num_pending(request: Request) -> int:
 def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> list[RequestOutput]:
     """Append the tokens that were sampled after a chunk of the request, up to one that is the last of the request.
 
-    Return nothing if there is nothing to report, as in the middle of a prompt.
+    Where the end of its thought is due, that follows instead. Return nothing if there is nothing to report, as in the
+    middle of a prompt.
     """
     prompt_logprobs = computed.prompt_logprobs
     if prompt_logprobs is not None:
         # After a preemption the request computes some of them again that were reported before.
         prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
         request.num_prompt_logprobs += len(prompt_logprobs)
-    sampling = chunk.sampling
-    if sampling is None or computed.token_id is None:
+    if chunk.sampling is None or computed.token_id is None:
         return [RequestOutput(request, prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
-    outputs = []
+    outputs: list[RequestOutput] = []
+    request.num_forced_tokens = 0
     for token_id, logprobs in computed.tokens:
-        request.token_ids.append(token_id)
-        output = RequestOutput(request, token_id, None, logprobs)
-        outputs.append(output)
-        if token_id in sampling.stop_token_ids:
-            output.finish_reason = FinishReason.STOP
+        if request.forced_next or _has_ended(outputs):
             break
-        if request.num_output_tokens >= sampling.max_tokens:
-            output.finish_reason = FinishReason.LENGTH
+        outputs.append(_append(request, token_id, logprobs))
+    for token_id in request.forced_next:
+        if _has_ended(outputs):
             break
+        request.num_forced_tokens += 1
+        outputs.append(_append(request, token_id, _CERTAIN if request.sampling.logprobs is not None else None))
     outputs[0].prompt_logprobs = prompt_logprobs
     return outputs
+
+
+def _has_ended(outputs: list[RequestOutput]) -> bool:
+    return bool(outputs) and outputs[-1].finish_reason is not None
+
+
+def _append(request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
+    """Append the next token of the request, and note whether it is the last one."""
+    request.append(token_id)
+    output = RequestOutput(request, token_id, None, logprobs)
+    if token_id in request.sampling.stop_token_ids:
+        output.finish_reason = FinishReason.STOP
+    elif request.num_output_tokens >= request.sampling.max_tokens:
+        output.finish_reason = FinishReason.LENGTH
+    return output
 
 
 @dataclass(slots=True)

@@ -29,6 +29,7 @@ ROOMS = {
         "config",
         "device",
         "machine",
+        "thoughts",
         "plan",
         "grammars",
         "scheduling",

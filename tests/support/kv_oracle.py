@@ -30,6 +30,7 @@ from moeserve.plan import (
     TokenLogprobs,
     row_chunks,
 )
+from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache
 from radix_cache.nodes import Node
 
@@ -52,19 +53,38 @@ def mask_of(output: array[int]) -> bytes:
     return crc32(output.tobytes()).to_bytes(4, "little")
 
 
-def undisturbed(prompt: list[int], sampling: SamplingParams, vocab_size: int) -> tuple[list[int], FinishReason]:
+def undisturbed(
+    prompt: list[int], sampling: SamplingParams, vocab_size: int, budget: ThoughtBudget | None = None
+) -> tuple[list[int], FinishReason]:
     """What a request yields that runs alone, in a plain loop without any scheduler."""
     tokens = array("i", prompt)
     output: list[int] = []
     while True:
         banned = sampling.stop_token_ids if len(output) < sampling.min_tokens else ()
-        token = draw(tokens, sampling.seed, vocab_size, banned)
+        token = _closing_token(output, budget)
+        if token is None:
+            token = draw(tokens, sampling.seed, vocab_size, banned)
         tokens.append(token)
         output.append(token)
         if token in sampling.stop_token_ids:
             return output, FinishReason.STOP
         if len(output) == sampling.max_tokens:
             return output, FinishReason.LENGTH
+
+
+def _closing_token(output: list[int], budget: ThoughtBudget | None) -> int | None:
+    """The next token of a thought whose budget is spent, by the output alone. The markers are one token each."""
+    if budget is None:
+        return None
+    if budget.is_open:
+        thought = output
+    elif output[:1] == [*budget.form.opening.starts]:
+        thought = output[1:]
+    else:
+        return None
+    (end,) = budget.form.ends[0].starts
+    num_over = len(thought) - budget.max_tokens
+    return None if num_over < 0 or end in thought else budget.closing[num_over]
 
 
 @dataclass
@@ -78,6 +98,7 @@ class Record:
     output: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    budget: ThoughtBudget | None = None
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 

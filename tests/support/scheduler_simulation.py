@@ -10,6 +10,7 @@ from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import RequestOutput, Scheduler
+from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache, StoredBlocks
 from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed
 
@@ -98,14 +99,26 @@ class Simulation:
         terms: Terms = DEFAULT_TERMS,
         resumed_from: float | None = None,
         suspect_until: int = 0,
+        budget: ThoughtBudget | None = None,
+        earlier_output: list[int] | None = None,
     ) -> Record:
         """resumed_from: when the request arrived in an earlier life of the engine; None for a new one."""
-        request = Request(request_id, array("i", prompt), sampling, namespace, priority, terms=terms)
+        earlier = array("i", earlier_output or [])
+        request = Request(
+            request_id,
+            array("i", prompt),
+            sampling,
+            namespace,
+            priority,
+            terms=terms,
+            budget=budget,
+            earlier_output=earlier,
+        )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from
         request.suspect_until = suspect_until
         self.scheduler.add(request)
-        record = Record(request, prompt, sampling, array("i", prompt))
+        record = Record(request, prompt, sampling, array("i", prompt) + earlier, earlier.tolist(), budget=budget)
         self.records[request_id] = record
         return record
 
@@ -141,7 +154,7 @@ class Simulation:
         self.scheduler.check_idle()
         self._check_memory()
         for record in self.records.values():
-            tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE)
+            tokens, reason = undisturbed(record.prompt, record.sampling, VOCAB_SIZE, record.budget)
             assert record.finish_reason is not None
             assert record.request.num_cached_tokens < len(record.prompt)
             assert record.output == tokens[: len(record.output)]
