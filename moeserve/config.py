@@ -13,7 +13,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from types import UnionType
@@ -45,6 +45,7 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "harmony", "mistral", "think")
 _LIMIT = re.compile(r"([a-z0-9]+):([0-9]*\.?[0-9]+)(ms|s)")
 _SECONDS = {"ms": 1e-3, "s": 1.0}
+REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 DRAFT_METHODS = ("none", "ngram", "suffix", "auto")
 # vLLM's methods that need weights of their own.
 _DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash")
@@ -59,7 +60,8 @@ def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
     `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "limits"
-    (see `parse_limits`), "drafts" (see `parse_speculative`), "kv_events" (see `parse_kv_events`).
+    (see `parse_limits`), "drafts" (see `parse_speculative`), "efforts" (see `parse_effort_budgets`), "kv_events" (see
+    `parse_kv_events`), "prose" (a text whose white space stays).
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -341,6 +343,27 @@ class ServeConfig:
         group="HTTP",
         choices=REASONING_PARSERS,
     )
+    reasoning_budget: int = setting(
+        -1,
+        "Most tokens of an answer's thoughts where the request does not say; -1 is no bound, 0 ends each at once.",
+        group="HTTP",
+        minimum=-1,
+    )
+    reasoning_budget_message: str | None = setting(
+        None,
+        "Text that is put before the end of the first thought whose budget is spent.",
+        group="HTTP",
+        kind="prose",
+        metavar="TEXT",
+    )
+    reasoning_effort_budgets: str = setting(
+        "{}",
+        "JSON object of budgets of thought by effort, for requests that name the effort and no budget, such as "
+        '{"low": 1024, "high": 16384}.',
+        group="HTTP",
+        kind="efforts",
+        metavar="JSON",
+    )
     num_frontends: int = setting(
         1, "HTTP processes that share the port and the engine.", group="HTTP", minimum=1, maximum=64
     )
@@ -493,20 +516,12 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     except (TypeError, ValueError, OverflowError):
         shown = "the given value" if metadata.get("secret") else repr(given)
         raise ConfigError(f"{source}: {shown} is not {_NOUNS[value_type(setting)]}") from None
-    if metadata.get("kind") == "drafts":
+    kind = metadata.get("kind")
+    if kind == "prose":
+        value = given
+    if kind in _CHECKS:
         try:
-            parse_speculative(str(value))
-        except ValueError as error:
-            raise ConfigError(f"{source}: {error}") from None
-    if metadata.get("kind") == "limits":
-        try:
-            if "ttft" not in parse_limits(str(value), ("ttft", "tpot")):
-                raise ValueError("ttft is missing")
-        except ValueError as error:
-            raise ConfigError(f"{source}: {error}") from None
-    if metadata.get("kind") == "kv_events":
-        try:
-            parse_kv_events(str(value))
+            _CHECKS[kind](str(value))
         except ValueError as error:
             raise ConfigError(f"{source}: {error}") from None
     if "choices" in metadata and value not in metadata["choices"]:
@@ -589,6 +604,35 @@ def parse_speculative(text: str) -> SpeculativeConfig:
         if type(value) is not int or not least <= value <= most:
             raise ValueError(f"{name} is a whole number from {least} to {most}")
     return SpeculativeConfig(method, **given)
+
+
+def parse_effort_budgets(text: str) -> dict[str, int]:
+    """Return the budgets of thought by effort that a JSON object holds. Raise ValueError, one sentence, for others."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{text[:80]!r} is not JSON") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{text[:80]!r} is not a JSON object")
+    for effort, budget in given.items():
+        if effort not in REASONING_EFFORTS:
+            raise ValueError(f"{effort[:80]!r} is not one of {', '.join(REASONING_EFFORTS)}")
+        if type(budget) is not int or budget < -1:
+            raise ValueError(f"the budget of {effort} is a whole number, -1 for no bound")
+    return given
+
+
+def _check_slo(text: str) -> None:
+    if "ttft" not in parse_limits(text, ("ttft", "tpot")):
+        raise ValueError("ttft is missing")
+
+
+_CHECKS: dict[str, Callable[[str], object]] = {
+    "drafts": parse_speculative,
+    "efforts": parse_effort_budgets,
+    "kv_events": parse_kv_events,
+    "limits": _check_slo,
+}
 
 
 def _as_bool(given: Any) -> bool:

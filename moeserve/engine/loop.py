@@ -208,7 +208,8 @@ class Engine:
     def _to_request(self, message: Generate) -> Request:
         """Return the scheduler's request. Raise DecodeError or ValueError."""
         prompt, output = unpack_token_ids(message.token_ids), unpack_token_ids(message.output_token_ids)
-        for token_ids in (prompt, output):
+        closing = (*message.thought.closing, *message.thought.closing_again) if message.thought is not None else ()
+        for token_ids in (prompt, output, closing):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._ready.vocab_size:
                 raise ValueError("token ids are out of vocabulary")
         if not prompt:

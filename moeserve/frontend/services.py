@@ -19,6 +19,7 @@ from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape, model_type_of
+from moeserve.frontend.parsers.thoughts import Thoughts
 from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply
 from moeserve.frontend.prepare.prepare import Preparer
@@ -56,6 +57,7 @@ class Services:
         self.number = number
         self.tokenizer = tokenizer
         self.shape = shape
+        self.thoughts = Thoughts(tokenizer, shape, run.config)
         self.metrics = Metrics(num_dropped_lines, lambda: self.engine.num_restarts, run.shared_metrics)
         self.live = LiveStats(self.metrics)
         self.engine = EngineClient(run, self._on_stats, news_fd)

@@ -140,6 +140,10 @@ class TextTokenizer:
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
 
+    def all_token_bytes(self) -> list[tuple[int, bytes]]:
+        """Return the id and the bytes of every token."""
+        return [(token_id, self._token_bytes(token_id)) for token_id in sorted(self._tokenizer.get_vocab().values())]
+
     def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
         """Return a decoder of the tokens that follow `context`."""
         return DecodeStream(ids=list(context), skip_special_tokens=skip_special_tokens)

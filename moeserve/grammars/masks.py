@@ -46,6 +46,8 @@ _STEADY_SECONDS = 50e-6
 _QUICK_SECONDS = 0.002
 # More new tokens than these, as after a restart, are consumed by the threads that compile.
 _QUICK_TOKENS = 64
+# The tokens of a character but its last one.
+_MOST_UNFINISHED = 3
 
 
 class _LexerFullError(GrammarError):
@@ -237,7 +239,11 @@ class GrammarMasks:
             self._num_quick -= is_quick
             self._advanced(held, job)
 
-        job = Job(request.terms.tenant, lambda: _next_masks(matcher, output, drafts, banned, num_bytes), advanced)
+        def advance() -> list[bytes]:
+            _consume(matcher, output, may_be_cut=request.thought is not None)
+            return _next_masks(matcher, drafts, banned, num_bytes)
+
+        job = Job(request.terms.tenant, advance, advanced)
         self._num_quick += is_quick
         if is_quick:
             self._quick.put(job)
@@ -306,16 +312,32 @@ def _load(tokens: Future[LLTokenizer], tokenizer_json: Path, eos_token_ids: Sequ
         tokens.set_exception(error)
 
 
+def _consume(matcher: LLMatcher, output: list[int], *, may_be_cut: bool) -> None:
+    """Let a matcher consume the newest tokens.
+
+    may_be_cut: the output may have the forced end of a thought inside a character. Grammars know whole characters
+    only, so the matcher forgets the tokens of an unfinished one.
+    """
+    while may_be_cut and (num_allowed := matcher.validate_tokens(output)) < len(output):
+        matcher.consume_tokens(output[:num_allowed])
+        output = output[num_allowed:]
+        for _ in range(_MOST_UNFINISHED):
+            if not matcher.rollback(1) or matcher.validate_tokens(output):
+                break
+        if matcher.is_error() or not matcher.validate_tokens(output):
+            break
+    if output:
+        matcher.consume_tokens(output)
+
+
 def _next_masks(
-    matcher: LLMatcher, output: list[int], drafts: Sequence[int], banned: tuple[Sequence[int], int], num_bytes: int
+    matcher: LLMatcher, drafts: Sequence[int], banned: tuple[Sequence[int], int], num_bytes: int
 ) -> list[bytes]:
-    """Let a matcher consume the newest tokens. Return its mask, then those after each draft that the grammar allows.
+    """Return a matcher's next mask, then those after each draft that the grammar allows.
 
     banned: tokens that the first masks are to forbid, and the number of these masks. num_bytes: the most of a mask.
     Raise GrammarError if the first mask cannot be made.
     """
-    if output:
-        matcher.consume_tokens(output)
     tokens, num_masks = banned
     masks = [_mask_of(matcher, tokens if num_masks else (), num_bytes)]
     if drafts and _allows(masks[0], drafts[0]):

@@ -576,8 +576,8 @@ class Scheduler:
     def _room_for_drafts(self, request: Request) -> int:
         """Return how many drafts the request's next chunk may have.
 
-        No row is needed whose token would be one too many, follow the end of a thought, or need other angles. Drafts take no block that a
-        running request may need for its next token.
+        No row is needed whose token would be one too many, would follow the end of a thought, or would need other
+        angles. Drafts take no block that a running request may need for its next token.
         """
         if not request.draft_tokens or request.wants_prompt_logprobs:
             return 0

@@ -29,6 +29,7 @@ from moeserve.model.sampler import adjusted_logits
 from moeserve.model.token_masks import masks_of
 from moeserve.plan import GRAMMAR_FAILED, Chunk, ChunkExtras, FinishReason, Request, SamplingParams, Terms
 from moeserve.scheduling.steps import Steps
+from moeserve.thoughts import Marker, ThoughtBudget, ThoughtForm
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS, VOCAB_SIZE, write_model_dir
 
@@ -234,9 +235,11 @@ def source(tmp_path: Path) -> Iterator[GrammarMasks]:
     source.close()
 
 
-def request_of(name: str, grammar: str, output: bytes = b"", **sampling: Any) -> Request:
+def request_of(
+    name: str, grammar: str, output: bytes = b"", budget: ThoughtBudget | None = None, **sampling: Any
+) -> Request:
     own = SamplingParams(10_000, grammar=grammar, stop_token_ids=(EOS,), **sampling)
-    return Request(name, array("i", PROMPT), own, earlier_output=array("i", list(output)))
+    return Request(name, array("i", PROMPT), own, budget=budget, earlier_output=array("i", list(output)))
 
 
 def made_of(source: GrammarMasks, *requests: Request) -> dict[str, MadeMask]:
@@ -299,6 +302,20 @@ def test_masks_follow_the_output_and_failures_end_their_request_alone(source: Gr
     assert made["3"].error is not None
     assert "satisfy" in made["3"].error
     assert allowed(made_of(source, go_on(one, b"ab"))["1"]) == [ord("c")]
+
+
+def test_the_forced_end_of_a_thought_may_cut_a_character(source: GrammarMasks) -> None:
+    grammar, euro = 'start: before "yes"\nbefore[suffix="!"]: /(?s:.*)/', "\U0001f642".encode()
+    form = ThoughtForm(Marker(1), (Marker(1),))
+    for cut in (1, 2, 3):
+        # As it comes token by token, and as another engine gets it.
+        one = request_of("one", grammar, budget=ThoughtBudget(form, 3, (ord("!"),)))
+        whole = request_of("whole", grammar, b"a" + euro[:cut] + b"!y", budget=ThoughtBudget(form, 3, (ord("!"),)))
+        made_of(source, one)
+        made_of(source, go_on(one, b"a" + euro[:cut]))
+        assert allowed(made_of(source, go_on(one, b"!y"))["one"]) == [ord("e")]
+        assert allowed(made_of(source, whole)["whole"]) == [ord("e")]
+        end(source, one, whole)
 
 
 def test_requests_that_share_a_grammar_do_not_use_its_limit_up_for_each_other(source: GrammarMasks) -> None:

@@ -280,6 +280,11 @@ def test_a_header_names_the_fields_that_were_ignored(server: Frontend, client: O
     fields = {"thinking_token_budget": 5, "user": "me", "strange\r\nname": 1}
     answer = server.http.post("/v1/completions", json={**body, **fields})
     assert answer.headers["x-moeserve-ignored"] == "strange??name,thinking_token_budget,user"
+    message = {"model": "tiny", "max_tokens": 4, "messages": [{"role": "user", "content": "hi"}]}
+    thinking = {"type": "enabled", "budget_tokens": 2048}
+    answer = server.http.post("/v1/messages", json={**message, "thinking": thinking})
+    assert answer.headers["x-moeserve-ignored"] == "thinking.budget_tokens"
+    assert [generate.thought for generate in server.engine.of(Generate)] == [None, None]
     assert len(server.http.post("/v1/completions", json={**body, "x" * 5000: 1}).headers["x-moeserve-ignored"]) == 200
     plain = server.http.post("/v1/completions", json=body).headers
     assert not {"x-moeserve-ignored", "x-moeserve-max-tokens"} & set(plain)

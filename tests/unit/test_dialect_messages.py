@@ -15,6 +15,7 @@ from moeserve.frontend.dialects.internal import (
     GenerateRequest,
     ModelFacts,
     OutputFormat,
+    ThoughtOptions,
     Tool,
     ToolChoice,
 )
@@ -214,6 +215,15 @@ def test_thinking_is_for_the_template_to_turn_on_or_off() -> None:
     assert variables(thinking={"type": "adaptive"}) == {"enable_thinking": True, "thinking": True}
     assert variables(thinking={"type": "disabled"}) == {"enable_thinking": False, "thinking": False}
     assert variables(output_config={"effort": "low"}) == {"reasoning_effort": "low"}
+
+
+def test_a_budget_of_thinking_bounds_it() -> None:
+    thinking = {"type": "enabled", "budget_tokens": 2048}
+    assert parse(thinking=thinking).thought == ThoughtOptions(2048, None, ("thinking.budget_tokens",))
+    assert parse(thinking={**thinking, "type": "disabled"}).thought == ThoughtOptions()
+    assert parse(output_config={"effort": "max"}).thought == ThoughtOptions(effort="max")
+    both = parse(thinking=thinking, thinking_token_budget=64, output_config={"effort": "low"}).thought
+    assert both == ThoughtOptions(64, "low", ("thinking_token_budget", "thinking.budget_tokens"))
 
 
 def test_sampling_and_the_checkpoints_defaults() -> None:

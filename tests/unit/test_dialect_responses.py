@@ -402,6 +402,7 @@ def test_options_reach_the_request_and_are_repeated() -> None:
     assert (request.max_tokens, request.sampling.temperature, request.sampling.top_p) == (7, 0.5, 0.25)
     assert (request.seed, request.stop, request.parallel_tool_calls) == (3, ("x",), False)
     assert prompt_of(request).variables == {"reasoning_effort": "high"}
+    assert request.thought.effort == "high"
     repeated = turn_of(request).repeated
     assert repeated["reasoning"] == {"effort": "high", "summary": None}
     assert (repeated["metadata"], repeated["prompt_cache_key"], repeated["truncation"]) == ({"a": "b"}, "k", "disabled")

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import chat, completions
-from moeserve.frontend.dialects.fields import UNSUPPORTED
+from moeserve.frontend.dialects.fields import BUDGETS, UNSUPPORTED
 from moeserve.frontend.dialects.formats import FormatFields
-from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts
+from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, ThoughtOptions
 from moeserve.frontend.http import ApiError
 
 FACTS = ModelFacts(
@@ -337,3 +337,20 @@ def test_a_conversation_of_too_many_parts_is_refused_before_they_are_read(
 def test_tools_are_bounded_in_bytes() -> None:
     tool = {"type": "function", "function": {"name": "f", "description": "x" * 100_000}}
     assert refuse("chat", tools=11 * [tool]).param == "tools"
+
+
+def test_a_budget_of_thought_has_three_names_and_the_smallest_counts(dialect: str) -> None:
+    assert parse(dialect).thought == ThoughtOptions()
+    for name in BUDGETS:
+        for value in (-1, 0, 7):
+            assert parse(dialect, **{name: value}).thought == ThoughtOptions(value, None, (name,))
+        with pytest.raises(ApiError) as caught:
+            parse(dialect, **{name: -2})
+        assert caught.value.param == name
+    assert parse(dialect, thinking_token_budget=-1, thinking_budget_tokens=5, reasoning_budget_tokens=9).thought == (
+        ThoughtOptions(5, None, BUDGETS)
+    )
+
+
+def test_an_effort_goes_with_the_request() -> None:
+    assert parse("chat", reasoning_effort="low").thought == ThoughtOptions(effort="low")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 from tokenizers import AddedToken
 
+from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.fields import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
+from moeserve.frontend.parsers.thoughts import Thoughts
 from moeserve.frontend.relay.answer import Answer, OutputText, build_generates, derive_seed
 from moeserve.frontend.text import TextTokenizer, decode_prompt
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
@@ -188,7 +190,8 @@ def answer_of(
     """All deltas of an answer, joined, one token an output."""
     prompt = prompt or [1]
     texts = [decode_prompt(TOKENIZER, prompt)]
-    answer = Answer(request(**{"prompts": CHAT, **changes}), [prompt], TOKENIZER, shape, texts)
+    thoughts = Thoughts(TOKENIZER, shape, ServeConfig())
+    answer = Answer(request(**{"prompts": CHAT, **changes}), [prompt], TOKENIZER, shape, texts, thoughts)
     whole = Delta(0)
     ids = list(text.encode()) if isinstance(text, str) else text
     for token_id in ids:
@@ -205,8 +208,7 @@ def test_reasoning_text_and_calls_are_told_apart_and_counted() -> None:
     whole, answer = answer_of(f"<think>hm</think>Look.\n{CALL}", THINKER, tools=WEATHER)
     assert (whole.reasoning, whole.text, whole.finish_reason) == ("hm", "Look.", "tool_calls")
     assert [(call.name, call.arguments) for call in whole.calls] == [("weather", '{"a": 1}')]
-    # The token that completes `<think>` counts, and so do "hm" and `</think>`.
-    assert answer.usage.reasoning_tokens == 1 + len("hm</think>")
+    assert answer.usage.reasoning_tokens == len("hm")
 
 
 def test_an_answer_cut_by_length_says_so_even_with_a_call() -> None:

@@ -347,15 +347,6 @@ def test_calls_may_end_reasoning_where_their_markers_are_tokens() -> None:
     assert parse(["<think>a <tool_call> b</think>c"], "hermes", "think") == Parsed("a <tool_call> b", "c")
 
 
-def test_the_parser_knows_when_it_reads_reasoning() -> None:
-    reader = parser("hermes", "think")
-    states = []
-    for piece in ("<think>", "hm", "</think>", "Yes"):
-        reader.push(piece)
-        states.append(reader.is_reasoning)
-    assert states == [True, True, False, False]
-
-
 # Cuts and time.
 
 PIECES = st.one_of(

@@ -13,6 +13,7 @@ from moeserve.thoughts import Marker, ThoughtBudget, ThoughtForm
 from tests.support.examples import examples
 from tests.support.kv_oracle import undisturbed
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
+from tests.unit.test_drafts import MOST_DRAFTS, KnowingDrafting
 
 OPEN, CLOSE = 10, 11
 FORM = ThoughtForm(Marker(1, {OPEN: 1}), (Marker(1, {CLOSE: 1}),))
@@ -72,6 +73,19 @@ def test_another_life_of_the_engine_goes_on_wherever_the_first_one_ended() -> No
         assert record.output == whole, num_known
 
 
+def test_right_drafts_behind_the_end_of_a_thought_are_dropped() -> None:
+    outputs = []
+    for share_right in (None, 1.0):
+        drafting = None if share_right is None else KnowingDrafting(Random(1), share_right)
+        run = Simulation(num_blocks=32, block_size=4, drafting=drafting, most_drafts=MOST_DRAFTS)
+        asks = [(SamplingParams(max_tokens=30, seed=number), budget(number, 20)) for number in range(8)]
+        records = [run.add(f"{sampling.seed}", PROMPT, sampling, budget=asked) for sampling, asked in asks]
+        run.run()
+        run.check_all_done()
+        outputs.append([record.output for record in records])
+    assert outputs[0] == outputs[1]
+
+
 @examples(3)
 @given(st.integers(0, 2**32 - 1))
 def test_budgets_hold_with_preemptions_grammars_ranks_and_steps_ahead(seed: int) -> None:
@@ -85,6 +99,8 @@ def test_budgets_hold_with_preemptions_grammars_ranks_and_steps_ahead(seed: int)
         depth=random.randrange(2) if ahead else 0,
         run_ahead=ahead,
         num_ranks=random.choice([1, 1, 2]),
+        drafting=random.choice([None, KnowingDrafting(Random(seed), 0.9)]),
+        most_drafts=MOST_DRAFTS,
     )
     for number in range(8):
         prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(1, 12))]

@@ -96,6 +96,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         background=bool(chat.background),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
         cache=read_cache(chat),
+        thought=fields.read_thought(chat, chat.reasoning_effort),
         tools=prompt.tools,
         tool_choice=_tool_choice(chat, prompt.tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False and not is_legacy,

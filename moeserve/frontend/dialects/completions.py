@@ -66,6 +66,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         background=bool(completion.background),
         cache_salt=fields.read_cache_salt(completion.cache_salt),
         cache=fields.read_cache(completion),
+        thought=fields.read_thought(completion),
         best=best,
         include_stop=bool(completion.include_stop_str_in_output),
         skip_special_tokens=completion.skip_special_tokens is not False,

@@ -13,7 +13,14 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.cache_options import read_cache_options
 from moeserve.frontend.dialects.formats import FormatFields
-from moeserve.frontend.dialects.internal import CacheOptions, GenerateRequest, ModelFacts, TokenText, Usage
+from moeserve.frontend.dialects.internal import (
+    CacheOptions,
+    GenerateRequest,
+    ModelFacts,
+    ThoughtOptions,
+    TokenText,
+    Usage,
+)
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams, TokenLogprobs
@@ -58,6 +65,9 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
     "web_search_options": _ABSENT,
 }
 
+# The names that clients know for a budget of thought, vLLM's and llama.cpp's.
+BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
+
 # Fields of known clients that do not change the answer here; others are counted under one name.
 HARMLESS = frozenset(
     {
@@ -74,6 +84,9 @@ HARMLESS = frozenset(
         "store",
         "user",
         "verbosity",
+        # Of a model that does not think.
+        *BUDGETS,
+        "thinking.budget_tokens",
     }
 )
 
@@ -124,6 +137,9 @@ class SamplingBody(FormatFields, kw_only=True):
     skip_special_tokens: bool | None = None
     prompt_logprobs: int | bool | None = None
     truncate_prompt_tokens: int | None = None
+    thinking_token_budget: int | None = None
+    reasoning_budget_tokens: int | None = None
+    thinking_budget_tokens: int | None = None
 
 
 _B = TypeVar("_B", bound=msgspec.Struct)
@@ -369,6 +385,21 @@ def read_effort(name: str, effort: str | None) -> str | None:
     if effort is not None and effort not in EFFORTS:
         raise invalid(f"`{name}` must be one of {', '.join(sorted(EFFORTS))}", name)
     return effort
+
+
+def read_thought(body: SamplingBody, effort: str | None = None, **own: int | None) -> ThoughtOptions:
+    """Return what a body asks of thoughts; of several budgets the smallest counts. Raises ApiError.
+
+    own: budgets in fields of the dialect's own, checked already, by their paths.
+    """
+    given = {name: getattr(body, name) for name in BUDGETS}
+    asked = {
+        name: int(bounded(name, value, -1, limits.MAX_TOKENS)) for name, value in given.items() if value is not None
+    }
+    asked |= {name: value for name, value in own.items() if value is not None}
+    if not asked:
+        return ThoughtOptions(effort=effort)
+    return ThoughtOptions(min((budget for budget in asked.values() if budget >= 0), default=-1), effort, tuple(asked))
 
 
 def read_cache(body: SamplingBody) -> CacheOptions:

@@ -117,6 +117,19 @@ class CacheOptions:
     report: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class ThoughtOptions:
+    """The wishes of a client for the thoughts of an answer.
+
+    max_tokens: their budget, -1 for no bound, None where the client leaves it open. effort: the name of one. fields:
+    the request's fields that set `max_tokens`.
+    """
+
+    max_tokens: int | None = None
+    effort: str | None = None
+    fields: tuple[str, ...] = ()
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateRequest:
     """A client's request, in no dialect.
@@ -153,6 +166,7 @@ class GenerateRequest:
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
     cache: CacheOptions = CacheOptions()
+    thought: ThoughtOptions = ThoughtOptions()
     best: int | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True

@@ -20,6 +20,7 @@ from moeserve.frontend.dialects.internal import (
     GenerateRequest,
     ModelFacts,
     OutputFormat,
+    ThoughtOptions,
     Tool,
     ToolChoice,
 )
@@ -163,6 +164,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         background=bool(asked.background),
         cache_salt=fields.read_cache_salt(asked.cache_salt),
         cache=_cache(asked, breakpoints),
+        thought=_thought(asked),
         tools=prompt.tools,
         tool_choice=_tool_choice(asked, prompt.tools),
         parallel_tool_calls=not (asked.tool_choice and asked.tool_choice.disable_parallel_tool_use),
@@ -394,6 +396,12 @@ def _variables(asked: MessagesBody) -> dict[str, Any]:
     if asked.output_config and asked.output_config.effort:
         variables["reasoning_effort"] = asked.output_config.effort
     return variables
+
+
+def _thought(asked: MessagesBody) -> ThoughtOptions:
+    thinking, config = asked.thinking, asked.output_config
+    budget = thinking.budget_tokens if thinking is not None and thinking.type != "disabled" else None
+    return fields.read_thought(asked, config.effort if config else None, **{"thinking.budget_tokens": budget})
 
 
 def _shows_thinking(asked: MessagesBody) -> bool:

@@ -149,6 +149,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
         priority=fields.read_priority(asked),
         cache_salt=fields.read_cache_salt(asked.cache_salt),
         cache=fields.read_cache(asked),
+        thought=fields.read_thought(asked, asked.reasoning.effort if asked.reasoning else None),
         tools=tuple(tools.tools),
         tool_choice=read_tool_choice(asked.tool_choice, tools),
         parallel_tool_calls=asked.parallel_tool_calls is not False,

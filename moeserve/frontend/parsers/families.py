@@ -112,13 +112,17 @@ class OutputShape:
         """Return whether answers of the request are parsed."""
         if not isinstance(request.prompts[0], ChatPrompt):
             return False
-        return self.is_harmony or self.reasoning != "none" or self._looks_for_calls(request)
+        return self.is_harmony or self.reasoning != "none" or self.looks_for_calls(request)
+
+    def thinks(self, request: GenerateRequest) -> bool:
+        """Return whether answers of the request may hold thoughts that are told apart."""
+        return self.reasoning != "none" and isinstance(request.prompts[0], ChatPrompt)
 
     def parser(self, request: GenerateRequest, start: Start, special_texts: Collection[str]) -> OutputParser:
         """Return a parser for one choice. special_texts: of the tokenizer's special tokens."""
         return OutputParser(
             reasoning=REASONING.get(self.reasoning),
-            calls=CALLS.get(self.calls) if self._looks_for_calls(request) else None,
+            calls=CALLS.get(self.calls) if self.looks_for_calls(request) else None,
             is_harmony=self.is_harmony,
             start=start,
             schemas={tool.name: tool.parameters for tool in request.tools},
@@ -151,7 +155,7 @@ class OutputShape:
         forced = choice.mode == "required"
         if forced and self.calls == "none":
             raise invalid("`tool_choice` asks for a call, but this server reads none from its model", "tool_choice")
-        looks = self._looks_for_calls(request)
+        looks = self.looks_for_calls(request)
         tools = [tool for tool in request.tools if not choice.names or tool.name in choice.names] if looks else []
         holds_calls = bool(tools) and (forced or has_format or bool(choice.names) or any(t.strict for t in tools))
         if not holds_calls and not (has_format and (self.is_harmony or self.reasoning != "none")):
@@ -168,7 +172,8 @@ class OutputShape:
             has_format=has_format,
         )
 
-    def _looks_for_calls(self, request: GenerateRequest) -> bool:
+    def looks_for_calls(self, request: GenerateRequest) -> bool:
+        """Return whether answers of the request may hold calls."""
         return self.calls != "none" and bool(request.tools) and request.tool_choice.mode != "none"
 
 

@@ -14,7 +14,8 @@ from moeserve.frontend.parsers.parsed import Sink
 
 MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
 _HEAD = Markers(*MARKERS)
-_BODY = Markers("<|start|>", "<|channel|>", "<|end|>", "<|call|>", "<|return|>")
+BODY_ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
+_BODY = Markers(*BODY_ENDS)
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 

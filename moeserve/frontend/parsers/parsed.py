@@ -79,7 +79,6 @@ class Sink:
         self, hidden: Collection[str] = (), parallel: bool = True, new_id: Callable[[], str] = new_call_id
     ) -> None:
         self.num_calls = 0
-        self.is_reasoning = False
         self._hidden = frozenset(hidden)
         self._parallel = parallel
         self._new_id = new_id
@@ -103,14 +102,12 @@ class Sink:
             self._text.add(marker)
 
     def begin_reasoning(self) -> None:
-        self.is_reasoning = True
         self._reasoning.border()
 
     def think(self, text: str) -> None:
         self._reasoning.add(text)
 
     def end_reasoning(self) -> None:
-        self.is_reasoning = False
         self._reasoning.border()
         self._text.border()
 

@@ -60,11 +60,6 @@ class OutputParser:
         self._run()
 
     @property
-    def is_reasoning(self) -> bool:
-        """True if the parser expects the text that comes next to be reasoning."""
-        return self._sink.is_reasoning
-
-    @property
     def num_calls(self) -> int:
         """The calls told so far."""
         return self._sink.num_calls

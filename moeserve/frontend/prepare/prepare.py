@@ -111,6 +111,8 @@ class Preparer:
         if ask.reports or request.cache.report:
             # In a stream the report comes with the usage.
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
+        if request.thought.fields and not self._shape.thinks(request):
+            request = replace(request, ignored=tuple(sorted({*request.ignored, *request.thought.fields})))
         check_choices(request.num_choices, ask.max_choices)
         facts, owner = ask.model, _owner(ask, request.cache_salt)
         encode = partial(self._encode, facts=facts, owner=owner)

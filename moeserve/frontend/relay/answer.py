@@ -21,6 +21,7 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.parser import OutputParser
+from moeserve.frontend.parsers.thoughts import Thoughts
 from moeserve.frontend.relay.cache_report import describe_miss
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
 from moeserve.plan import (
@@ -32,6 +33,7 @@ from moeserve.plan import (
     Terms,
     TokenLogprobs,
 )
+from moeserve.thoughts import Thought, ThoughtBudget
 from moeserve.wire import Generate, Output, pack_token_ids
 from radix_cache import Miss
 
@@ -50,10 +52,12 @@ def build_generates(
     wishes: Sequence[CacheWish | None] | None = None,
     terms: Terms = DEFAULT_TERMS,
     arrived_at: float | None = None,
+    thought: ThoughtBudget | None = None,
 ) -> list[Generate]:
     """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit.
 
-    A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at: see `Generate`.
+    A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at, thought: see
+    `Generate`.
     """
     priority = BACKGROUND_PRIORITY if terms.background else request.priority
     generates: list[Generate] = []
@@ -67,7 +71,9 @@ def build_generates(
             place = len(generates) if request.seed is None else sample
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, place))
             own_id = f"{request_id}-{len(generates)}"
-            generates.append(Generate(own_id, packed, sampling, namespace, priority, wish, terms, arrived_at))
+            generates.append(
+                Generate(own_id, packed, sampling, namespace, priority, wish, terms, arrived_at, thought=thought)
+            )
     return generates
 
 
@@ -92,13 +98,16 @@ class Answer:
         tokenizer: TextTokenizer,
         shape: OutputShape = PLAIN,
         prompt_texts: Sequence[PromptText] = (),
+        thoughts: Thoughts | None = None,
     ) -> None:
-        """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them."""
+        """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them.
+        thoughts: of the model, to be counted."""
         self.finishes: list[tuple[int, int]] = []
         self.num_open = request.num_choices
         self._n, self._best, self._echoes = request.n, request.best, request.echo
         self._prompts = prompts
         self._tokenizer = tokenizer
+        self._thoughts = thoughts
         self._wants_output = request.max_tokens != 0
         self._usage = Usage(prompt_tokens=sum(map(len, prompts)))
         # First samples, which tell how much of their prompt was cached, until they have told it.
@@ -117,11 +126,12 @@ class Answer:
     ) -> OutputText:
         prompt = self._prompts[choice // request.n]
         shown_prompt = self._shown_prompts[choice]
-        parser, markers = None, frozenset[str]()
+        parser, thought, markers = None, None, frozenset[str]()
         if shape.applies(request):
             start = shape.start_of(request, prompt_tail(tokenizer, prompt))
             parser = shape.parser(request, start, tokenizer.special_texts)
             markers = shape.markers
+            thought = None if self._thoughts is None else self._thoughts.follow(request, start)
         return OutputText(
             choice,
             tokenizer,
@@ -133,6 +143,7 @@ class Answer:
             offset=shown_prompt.num_chars if shown_prompt is not None else 0,
             shown=tokenizer.special_ids(markers) if request.skip_special_tokens else tokenizer.special_token_ids,
             parser=parser,
+            thought=thought,
         )
 
     @property
@@ -249,22 +260,30 @@ class OutputText:
         offset: int = 0,
         shown: frozenset[int] = NO_IDS,
         parser: OutputParser | None = None,
+        thought: Thought | None = None,
     ) -> None:
-        """shown: the special tokens whose text shows, or is for `parser`. offset: of the text, in characters."""
+        """shown: the special tokens whose text shows, or is for `parser`. offset: of the text, in characters. thought:
+        counts the tokens of reasoning."""
         self.index = index
         self.num_tokens = 0
-        self.num_reasoning_tokens = 0
         self.keep_tokens: int | None = None
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._matcher = StopMatcher(stops, includes=include_stop)
         self._include_stop = include_stop
         self._parser = parser
+        self._thought = thought
         self._min_tokens = min_tokens
         self._wants_logprobs = wants_logprobs
         self._decoded = offset  # characters of the tokens so far
         self._emitted = offset  # characters that the client has seen, or could see but for parsing
         self._starts: list[int] = []
         self._held: deque[TokenText] = deque()
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The tokens inside thoughts so far, of those that count."""
+        num_tokens = 0 if self._thought is None else self._thought.num_tokens
+        return num_tokens if self.keep_tokens is None else min(num_tokens, self.keep_tokens)
 
     def push(self, output: Output) -> Delta:
         """Return the delta of an output's tokens, which is empty after a stop string."""
@@ -277,6 +296,8 @@ class OutputText:
             self._starts.append(self._decoded)
             if self._wants_logprobs:
                 self._held.append(TokenText(token_id, self._decoded, logprob))
+            if self._thought is not None:
+                self._thought.push(token_id)
             text = self._detokenizer.push(token_id)
             may_stop = len(self._starts) > self._min_tokens
             if self._parser is None:
@@ -324,12 +345,9 @@ class OutputText:
     def _parse(self, parser: OutputParser, text: str, may_stop: bool, delta: Delta, *, ended: bool = False) -> str:
         """Return the text that is shown now; add the reasoning and the calls of newly decoded text to `delta`."""
         self._decoded += len(text)
-        was_reasoning = parser.is_reasoning
         parsed = [parser.push(text)] if text else []
         if ended:
             parsed.append(parser.finish())
-        else:
-            self.num_reasoning_tokens += was_reasoning or parser.is_reasoning
         pieces = []
         for part in parsed:
             delta.reasoning += part.reasoning
@@ -354,7 +372,6 @@ class OutputText:
             before = len(shown) - (len(matcher.matched) if self._include_stop else 0)
             self._emitted = self._decoded - (waiting - before) + (len(shown) - before)
             self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
-            self.num_reasoning_tokens = min(self.num_reasoning_tokens, self.keep_tokens)
         return shown
 
     def _release(self) -> list[TokenText]:

@@ -160,6 +160,7 @@ _OF_FIELDS: dict[str, Schema] = {
     "max_tool_calls": _span(1),
     "min_tokens": _span(0),
     "truncate_prompt_tokens": _span(-1) | {"not": {"const": 0}},
+    **dict.fromkeys(fields.BUDGETS, _span(-1)),
     "priority": _span(-limits.MAX_PRIORITY, limits.MAX_PRIORITY),
     "cache_salt": {"minLength": 1, "maxLength": limits.MAX_CACHE_SALT_CHARS},
     "prompt_cache_key": {"maxLength": cache_options.MAX_KEY_CHARS},

@@ -37,9 +37,10 @@ from moeserve.frontend.relay.answer import Answer, build_generates
 from moeserve.frontend.relay.cache_report import asks_for_report
 from moeserve.frontend.relay.request_group import EngineGone, RequestGroup, RequestRejected
 from moeserve.frontend.services import Lend, Services, engine_unavailable
-from moeserve.frontend.text import TextTokenizer
+from moeserve.frontend.text import TextTokenizer, prompt_tail
 from moeserve.frontend.wills import Will
 from moeserve.plan import FinishReason, Terms
+from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import Generate, Output, Rejected
 
 _BACKGROUND = b'"background"'  # a body without it asks for nothing in the background
@@ -151,9 +152,17 @@ class GenerateRoute:
             wishes=prepared.wishes,
             terms=terms,
             arrived_at=state["arrival"],
+            thought=self._thought_budget(prepared),
         )
         send = _tell_cut(send, request, generates)
-        answer = Answer(request, prepared.prompts, services.tokenizer, services.shape, prepared.prompt_texts)
+        answer = Answer(
+            request,
+            prepared.prompts,
+            services.tokenizer,
+            services.shape,
+            prepared.prompt_texts,
+            thoughts=services.thoughts,
+        )
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         turns: Turns = services.long_answers if request.shows_prompts else nullcontext()
         formatter = self._dialect.formatter(
@@ -181,6 +190,14 @@ class GenerateRoute:
             raise
         finally:
             progress.end(answer, state["log"])
+
+    def _thought_budget(self, prepared: Prepared) -> ThoughtBudget | None:
+        """Return the bound for the thoughts of an answer. Only chats have thoughts, and a chat has one prompt."""
+        services, request = self._services, prepared.request
+        if not services.shape.thinks(request):
+            return None
+        start = services.shape.start_of(request, prompt_tail(services.tokenizer, prepared.prompts[0]))
+        return services.thoughts.budget(request, start)
 
     async def _submit(self, stack: AsyncExitStack, generates: list[Generate], facts: ModelFacts) -> RequestGroup:
         """Send the requests to the engine and wait until it has admitted all of them."""
@@ -218,7 +235,7 @@ def leave_refusal(will: Will, scope: Scope, error: ApiError) -> None:
 
 def _header_list(names: Sequence[str]) -> bytes:
     """Return names that a client wrote as the value of a header."""
-    return re.sub(r"[^\w,-]", "?", ",".join(dict.fromkeys(names)), flags=re.ASCII)[:_MAX_HEADER_CHARS].encode()
+    return re.sub(r"[^\w.,-]", "?", ",".join(dict.fromkeys(names)), flags=re.ASCII)[:_MAX_HEADER_CHARS].encode()
 
 
 def _tell_cut(send: Send, request: GenerateRequest, generates: list[Generate]) -> Send:

@@ -1,0 +1,185 @@
+"""Budgets of thought over whole services with a tiny random model that the template has think: exact in every dialect,
+whatever else a request asks for, with drafts, on two ranks, and over the death of the model process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.support.service import Service, children_of, descendants, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_model import TEMPLATE
+
+END = "</think>"
+MESSAGE = "So."
+THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>\n{% endif")
+SETTINGS = ("--max-model-len", "2048", "--reasoning-effort-budgets", '{"low": 6, "high": 11}')
+TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+NUM_REQUESTS = 120
+FAMILIES = {
+    "plain": ("--speculative-config", "suffix"),
+    "message": ("--reasoning-budget-message", MESSAGE, "--reasoning-budget", "9"),
+    "ranks": ("--expert-parallel-size", "2", "--engine-timeout", "60"),
+}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def running(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Service]]:
+    model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"), THINKING_TEMPLATE)
+    with service(model, tmp_path_factory.mktemp("s"), *SETTINGS, *FAMILIES[request.param]) as started:
+        yield request.param, started
+
+
+@dataclass(frozen=True)
+class Ask:
+    """A request, the budget that it should have, and how many tokens it may have."""
+
+    path: str
+    body: dict[str, Any]
+    budget: int | None
+    max_tokens: int
+
+    def inside(self, message: str) -> int:
+        """The tokens inside a thought that nothing but the budget or the length ends. A token is a byte."""
+        if self.budget is None:
+            return self.max_tokens
+        whole = self.budget + len(message)
+        # A cut end is no end.
+        return whole if self.max_tokens >= whole + len(END) else self.max_tokens
+
+
+def draw(random: Random, default: int | None) -> Ask:
+    """A random request in a random dialect."""
+    path = random.choice(["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+    max_tokens = random.choice([1, 5, 12, 20, 40])
+    body: dict[str, Any] = {"model": "m", "seed": random.randrange(99), "temperature": 1.0, "ignore_eos": True}
+    body["stream"] = random.random() < 0.4
+    said = [{"role": "user", "content": "say " + "abc" * random.randrange(9)}]
+    budget = random.choice([None, 0, 1, 2, 7, 15, 30])
+    field = random.choice(["thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"])
+    effort, efforts = random.choice(["low", "high", "medium"]), {"low": 6, "high": 11, "medium": default}
+    by_effort = budget is None and random.random() < 0.6
+    if budget is not None:
+        body[field] = budget
+    match path:
+        case "/v1/chat/completions":
+            body |= {"messages": said, "max_tokens": max_tokens, "n": random.choice([1, 1, 3])}
+            body |= {"reasoning_effort": effort} if by_effort else {}
+            body |= {"logprobs": True} if random.random() < 0.3 else {}
+            body |= {"stream_options": {"include_usage": True}} if body["stream"] else {}
+            if random.random() < 0.3:
+                body["tools"] = [{"type": "function", "function": {"name": "weather", "parameters": TOOL}}]
+                body["tool_choice"] = random.choice(["auto", "required"])
+            elif random.random() < 0.3:
+                form = {"name": "form", "schema": TOOL}
+                body["response_format"] = {"type": "json_schema", "json_schema": form}
+        case "/v1/messages":
+            body |= {"messages": said, "max_tokens": max_tokens}
+            body |= {"output_config": {"effort": effort}} if by_effort else {}
+            if budget and random.random() < 0.5:
+                body["thinking"] = {"type": "enabled", "budget_tokens": body.pop(field)}
+        case _:
+            body |= {"input": said, "max_output_tokens": max_tokens, "store": False}
+            body |= {"reasoning": {"effort": effort}} if by_effort else {}
+    if budget is None:
+        budget = efforts[effort] if by_effort else default
+    return Ask(path, body, budget, max_tokens)
+
+
+def reasoning_tokens(answer: Any) -> int | None:
+    """The count of an answer or of one of its events, None if it has none."""
+    usage = answer.get("usage") or (answer.get("response") or {}).get("usage") or {}
+    details = usage.get("completion_tokens_details") or usage.get("output_tokens_details") or {}
+    found = details.get("reasoning_tokens", details.get("thinking_tokens"))
+    return None if found is None else int(found)
+
+
+def send(running: Service, ask: Ask) -> list[Any]:
+    """The answer, or the events of its stream."""
+    response = running.http.post(ask.path, json=ask.body)
+    assert response.status_code == 200, (ask, response.text)
+    assert "x-moeserve-ignored" not in response.headers
+    if not ask.body["stream"]:
+        return [response.json()]
+    # Only line feeds end lines of a stream.
+    lines = response.content.decode().split("\n")
+    return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+
+
+def check(running: Service, ask: Ask, message: str) -> None:
+    answers = send(running, ask)
+    told = [count for answer in answers if (count := reasoning_tokens(answer)) is not None]
+    assert told, (ask, answers[-1])
+    assert told[-1] == ask.body.get("n", 1) * ask.inside(message), ask
+
+
+def kill_engine(running: Service) -> None:
+    """Kill the process that computes."""
+    engine = next(iter(descendants(children_of(running.process.pid)["worker"])), None)
+    if engine is not None:
+        os.kill(engine, signal.SIGKILL)
+
+
+def test_budgets_are_exact_in_every_dialect(running: tuple[str, Service]) -> None:
+    name, served = running
+    message, default = (MESSAGE, 9) if name == "message" else ("", None)
+    asks = [draw(Random(f"{name} {number}"), default) for number in range(NUM_REQUESTS)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda ask: check(served, ask, message), asks))
+
+
+def test_the_thought_is_that_of_a_free_model_up_to_its_budget_and_the_answer_begins_behind_it(
+    running: tuple[str, Service],
+) -> None:
+    name, served = running
+    message = MESSAGE if name == "message" else ""
+
+    def said(**fields: Any) -> bytes:
+        body = {"model": "m", "messages": [{"role": "user", "content": "go"}], "seed": 3, "ignore_eos": True}
+        answer = served.http.post("/v1/chat/completions", json=body | {"logprobs": True, **fields}).json()
+        tokens = answer["choices"][0]["logprobs"]["content"]
+        return b"".join(bytes(token["bytes"]) or b"?" for token in tokens)
+
+    free = said(max_tokens=40, thinking_token_budget=-1)
+    for budget in (0, 1, 5, 13):
+        bound = said(max_tokens=40, thinking_token_budget=budget)
+        ended = free[:budget] + (message + END).encode()
+        assert bound[: len(ended)] == ended
+
+
+def test_a_thought_goes_on_and_ends_exactly_when_the_model_process_dies(running: tuple[str, Service]) -> None:
+    name, served = running
+    if name == "ranks":
+        pytest.skip("its worker is a group of ranks, whose death the tests of ranks show")
+    message = MESSAGE if name == "message" else ""
+    budget = 300
+    body = {"model": "m", "messages": [{"role": "user", "content": "long"}], "seed": 1, "ignore_eos": True}
+    body |= {"max_tokens": 400, "thinking_token_budget": budget, "stream": True, "logprobs": True}
+    body["stream_options"] = {"include_usage": True}
+    undisturbed = send(served, Ask("/v1/chat/completions", body, budget, 400))
+    events: list[Any] = []
+    with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
+        begun, is_killed = b"", False
+        for data in response.iter_bytes():
+            *lines, begun = (begun + data).split(b"\n")
+            events += [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
+            if not is_killed and sum(len(event["choices"]) for event in events) > 20:
+                kill_engine(served)
+                is_killed = True
+
+    def tokens(answer: list[Any]) -> list[list[int]]:
+        choices = [choice for event in answer for choice in event["choices"] if choice.get("logprobs")]
+        return [token["bytes"] for choice in choices for token in choice["logprobs"]["content"]]
+
+    assert tokens(events) == tokens(undisturbed)
+    assert events[-1]["usage"]["resumed"] is True
+    assert reasoning_tokens(events[-1]) == budget + len(message)
+    wait_until(lambda: served.http.get("/ready").status_code == 200)
