@@ -128,21 +128,25 @@ class TextTokenizer:
 
     def _token_bytes(self, token_id: int) -> bytes:
         """Return the bytes of one token; empty for an id without a token (padding rows of the vocabulary)."""
+        token = self._tokenizer.id_to_token(token_id)
+        return b"" if token is None else self._bytes_of(token_id, token)
+
+    def _bytes_of(self, token_id: int, token: str) -> bytes:
+        """Return the bytes of a token that the vocabulary spells so."""
         if token_id in self._added_texts:
             return self._added_texts[token_id].encode()
-        token = self._tokenizer.id_to_token(token_id)
-        if token is None:
-            return b""
         if self._byte_level:
-            table = byte_alphabet()
-            return bytes(table[char] for char in token) if all(char in table for char in token) else token.encode()
-        if re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
+            try:
+                return bytes(map(byte_alphabet().__getitem__, token))
+            except KeyError:
+                return token.encode()
+        if token[:3] == "<0x" and re.fullmatch(r"<0x[0-9A-Fa-f]{2}>", token):
             return bytes([int(token[3:5], 16)])
         return token.replace("\u2581", " ").encode()
 
     def all_token_bytes(self) -> list[tuple[int, bytes]]:
         """Return the id and the bytes of every token."""
-        return [(token_id, self._token_bytes(token_id)) for token_id in sorted(self._tokenizer.get_vocab().values())]
+        return [(token_id, self._bytes_of(token_id, token)) for token, token_id in self._tokenizer.get_vocab().items()]
 
     def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
         """Return a decoder of the tokens that follow `context`."""

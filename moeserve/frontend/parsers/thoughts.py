@@ -16,7 +16,7 @@ from moeserve.frontend.parsers.parser import Reasoning, Start
 from moeserve.frontend.text import TextTokenizer
 from moeserve.thoughts import Marker, Thought, ThoughtBudget, ThoughtForm
 
-# The bytes of tokens, by token id.
+# Token ids with the bytes of the tokens, of which none is empty.
 Vocabulary = Sequence[tuple[int, bytes]]
 
 _HARMONY_OPENING = "<|channel|>analysis"
@@ -74,7 +74,7 @@ class Thoughts:
 
 
 def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -> dict[bool, ThoughtForm]:
-    tokens = tokenizer.all_token_bytes()
+    tokens = [(token_id, data) for token_id, data in tokenizer.all_token_bytes() if data]
     if shape.is_harmony:
         header = make_markers(_HARMONY_HEADER, tokens)
         (opening,) = make_markers([_HARMONY_OPENING], tokens)
@@ -99,22 +99,21 @@ def make_markers(texts: Iterable[str], tokens: Vocabulary, *, only_blanks_before
 
 
 def _marker(marker: bytes, tokens: Vocabulary, only_blanks_before: bool) -> Marker:
-    length, first = len(marker), marker[:1]
+    length, first = len(marker), marker[0]
     made = Marker(length)
-    rests: dict[int, list[int]] = {}
+    rests: dict[int, list[tuple[int, bytes]]] = {}
     for num_bytes in range(1, length):
-        rests.setdefault(marker[num_bytes], []).append(num_bytes)
+        rests.setdefault(marker[num_bytes], []).append((num_bytes, marker[num_bytes:]))
     for token_id, data in tokens:
-        if not data:
-            continue
-        for num_bytes in rests.get(data[0], ()):
-            rest = marker[num_bytes:]
+        for num_bytes, rest in rests.get(data[0], ()):
             if rest.startswith(data) or data.startswith(rest):
                 made.steps.setdefault(num_bytes, {})[token_id] = min(length, num_bytes + len(data))
+        if first not in data:
+            continue
         place = data.find(marker)
         if place < 0:
             place = data.rfind(first)
-            if place < 0 or not marker.startswith(data[place:]):
+            if not marker.startswith(data[place:]):
                 continue
         if place == 0:
             made.starts[token_id] = min(length, len(data))
@@ -125,4 +124,4 @@ def _marker(marker: bytes, tokens: Vocabulary, only_blanks_before: bool) -> Mark
 
 def _is_blank(data: bytes) -> bool:
     """Return whether bytes show no text but white space."""
-    return not data or data.decode("utf-8", "replace").isspace()
+    return not data or data.isspace() or (data[0] >= 0x80 and data.decode("utf-8", "replace").isspace())
