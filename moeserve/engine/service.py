@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,12 @@ from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
-from moeserve.kv_events import parse_kv_events
+from moeserve.kv_events import KvEventsConfig, parse_kv_events
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.wire import EngineReady, RunContext
+from radix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
 
@@ -141,39 +143,41 @@ def serve(
         stored=None if disk is None else disk.stored,
         tells_facts=kv_events.is_on,
     )
-    sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    publisher = KvEventPublisher(kv_events, config.block_size, len(caches), sockets) if kv_events.is_on else None
-    event_sources = [] if publisher is None else publisher.sources
-    ready = _ready(context, model, keeps_states=caches[0].keeps_states, kv_event_sources=event_sources)
-    socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-    tokenizer_json = Path(context.model_dir) / "tokenizer.json"
-    masks = GrammarMasks(tokenizer_json, model.spec.vocab_size, model.eos_token_ids)
-    steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
-    monitor = _monitor(context, model.spec, recording, sources)
-    copier = None if disk is None else BlockCopier(disk.files, disk.memory)
-    events = None if publisher is None else KvEvents(caches, publisher)
-    progress = rank.progress.count
-    engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events)
-    heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
-    heartbeat.start()
-    if publisher is not None:
-        publisher.start()
-    report(_ready_event(ready, model))
-    try:
-        engine.run(stop)
-    finally:
-        heartbeat.stop()
-        if publisher is not None:
-            publisher.stop()
-        masks.close()
+    with ExitStack() as ends:
+        sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        ends.callback(sockets.term)
+        socket = EngineSocket(sockets, context.engine_address, context.incarnation)
+        ends.callback(socket.close)
+        masks = GrammarMasks(Path(context.model_dir) / "tokenizer.json", model.spec.vocab_size, model.eos_token_ids)
+        ends.callback(masks.close)
+        events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
+        ready = _ready(context, model, caches[0], [] if events is None else events.sources)
+        steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
+        monitor = _monitor(context, model.spec, recording, sources)
+        copier = None if disk is None else BlockCopier(disk.files, disk.memory)
+        progress = rank.progress.count
+        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events)
         if recording is not None:
-            _save(recording)
-        socket.close()
-        sockets.term()
+            ends.callback(_save, recording)
+        heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
+        heartbeat.start()
+        ends.callback(heartbeat.stop)
+        report(_ready_event(ready, model))
+        engine.run(stop)
+
+
+def _start_events(
+    config: KvEventsConfig, caches: Sequence[PrefixCache], sockets: zmq.Context[zmq.Socket[bytes]], ends: ExitStack
+) -> KvEvents:
+    """Publish what the caches hold from now on, until `ends`. Raise ConfigError if an address cannot be had."""
+    publisher = KvEventPublisher(config, caches[0].block_size, len(caches), sockets)
+    publisher.start()
+    ends.callback(publisher.stop)
+    return KvEvents(caches, publisher)
 
 
 def _ready(
-    context: RunContext, model: ServedModel, *, keeps_states: bool, kv_event_sources: list[dict[str, Any]]
+    context: RunContext, model: ServedModel, cache: PrefixCache, kv_event_sources: list[dict[str, Any]]
 ) -> EngineReady:
     config = context.config
     num_ranks = config.expert_parallel_size
@@ -193,7 +197,7 @@ def _ready(
         weights_bytes=model.weights_bytes,
         kv_bytes=num_ranks * model.kv_bytes,
         num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
-        keeps_states=keeps_states,
+        keeps_states=cache.keeps_states,
         arithmetic=model.arithmetic,
         kv_event_sources=kv_event_sources,
     )

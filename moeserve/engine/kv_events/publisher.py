@@ -47,6 +47,11 @@ class KvEvents:
         self._publisher = publisher
         self._behind: set[int] = set()
 
+    @property
+    def sources(self) -> list[dict[str, Any]]:
+        """The endpoints of each rank, as routers get them."""
+        return self._publisher.sources
+
     def send(self) -> None:
         """Hand over the facts of all ranks, without waiting.
 
