@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from itertools import takewhile
+from typing import Any
 
 import httpx2
 import pytest
@@ -147,14 +149,19 @@ def test_requests_that_come_in_the_pause_wait_for_its_end(running: Service, undi
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda number: number.name)
 def test_no_number_of_unrelated_ends_ends_a_stream(running: Service, number: signal.Signals) -> None:
     whole = "".join(event["choices"][0]["text"] for event in running.stream(max_tokens=1500, temperature=0))
-    events, pieces = running.stream(max_tokens=1500, temperature=0), []
+    events, pieces = running.stream(max_tokens=1500, tells_resumed=True, temperature=0), list[str]()
     for _ in range(4):
         # Beyond where it was, so that it is no suspect of the last end any more.
-        pieces += [next(events)["choices"][0]["text"] for _ in range(20)]
+        pieces += texts_of([next(events) for _ in range(20)])
         hit_and_wait(running, number)
+        pieces += texts_of(takewhile(lambda event: "resumed" not in event, events))
     pieces += [event["choices"][0]["text"] for event in events if event.get("choices")]
     assert "".join(pieces) == whole
     assert_nothing_is_left(running)
+
+
+def texts_of(events: Iterable[dict[str, Any]]) -> list[str]:
+    return [event["choices"][0]["text"] for event in events]
 
 
 def test_an_abort_in_the_pause_leaves_nothing_behind(running: Service) -> None:

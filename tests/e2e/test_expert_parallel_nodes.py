@@ -115,9 +115,10 @@ def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
     with two_nodes(model, tmp_path, key) as (first, other):
         first.wait_until_ready()
         wait_until(lambda: "ranks 1 to 1: computes for node 0" in other.said.read_text())
+        # Two groups, two ranks and their copies, two janitors, the HTTP process and three that prepare text. Copies are
+        # made beside the first answers.
+        wait_until(lambda: len(descendants(first.process.pid) | descendants(other.process.pid)) == 12)
         processes = descendants(first.process.pid) | descendants(other.process.pid)
-        # Two groups, two ranks and their copies, two janitors, the HTTP process and three that prepare text.
-        assert len(processes) == 12
         assert texts_of(first.http) == expected
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0

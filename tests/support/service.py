@@ -65,8 +65,11 @@ class Service:
                 return
         raise AssertionError(self.errors.read_text())
 
-    def stream(self, max_tokens: int, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Events of a streamed completion as they arrive; an error event too. Raises at a stream that is cut off."""
+    def stream(self, max_tokens: int, *, tells_resumed: bool = False, **fields: Any) -> Iterator[dict[str, Any]]:
+        """Events of a streamed completion as they arrive; an error event too. Raises at a stream that is cut off.
+
+        tells_resumed: `{"resumed": True}` comes where another engine goes on with the answer.
+        """
         body = {"model": "m", "prompt": "hello", "max_tokens": max_tokens, "stream": True, "ignore_eos": True}
         body |= fields
         with self.http.stream("POST", "/v1/completions", json=body) as response:
@@ -78,6 +81,8 @@ class Service:
                 for line in lines:
                     if line == b"data: [DONE]":
                         return
+                    if tells_resumed and line == b": resumed":
+                        yield {"resumed": True}
                     if line.startswith(b"data: "):
                         yield json.loads(line.removeprefix(b"data: "))
 
