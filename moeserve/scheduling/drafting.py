@@ -7,13 +7,15 @@ the same tokens are likely to follow. A wrong guess costs a row of a step and ne
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from moeserve.config import SpeculativeConfig
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths
+from moeserve.scheduling.plan_draft import PlanDraft
+from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.scheduling.suffix_index import LONGEST_MATCH, SuffixIndex
 
 # Tokens that are indexed in a step, of all requests together.
@@ -68,11 +70,14 @@ class Drafting:
         """Begin to receive the tokens of a step."""
         self._allowance = _INDEXED_PER_STEP
 
-    def read(self, request: Request, new_tokens: Sequence[int]) -> None:
+    def read(self, request: Request, new_tokens: Sequence[int], chunk: Chunk, num_accepted: int) -> None:
         """Learn from the newest tokens of a request, and guess the next.
 
-        new_tokens: the end of its tokens, empty while its prompt is computed.
+        new_tokens: the end of its tokens, empty while its prompt is computed. chunk: brought them, and its first
+        `num_accepted` drafts were right.
         """
+        if chunk.num_drafts:
+            self.counters.count(chunk, num_accepted)
         known = self._known.get(request.request_id)
         if known is None:
             known = self._known[request.request_id] = _Known(self._acceptance.of_request())
@@ -111,6 +116,32 @@ class Drafting:
         attended = size.attended / max(1, size.rows)
         return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
 
+    def plan(
+        self,
+        requests: Iterable[Request],
+        draft: PlanDraft,
+        memories: Sequence[RequestMemory],
+        num_running: int,
+        rope_switch: int | None,
+    ) -> dict[str, int]:
+        """Return by request how many of its drafts a step should verify, where there are any.
+
+        requests: those that lack one token, or none with the one that is being sampled. memories: by rank.
+        num_running: the requests of all ranks that may need a block. rope_switch: see `Scheduler`.
+        """
+        num_drafts: dict[str, int] = {}
+        decodes: list[list[Request]] = [[] for _ in memories]
+        for request in requests:
+            decodes[request.rank].append(request)
+        for rank, (own, memory) in enumerate(zip(decodes, memories, strict=True)):
+            size = StepSize(len(own), float(sum(len(request.token_ids) for request in own)))
+            rooms = [_room_for_drafts(request, memory, num_running, rope_switch) for request in own]
+            # Half of what the step has room for is left to prompts.
+            most = (draft.budgets[rank] - len(own)) // 2
+            lengths = self.lengths(own, rooms, size, most)
+            num_drafts |= {r.request_id: n for r, n in zip(own, lengths, strict=True) if n}
+        return num_drafts
+
     def _guess(self, request: Request, known: _Known) -> array[int]:
         """Return the tokens that are likely to follow, and note where they are from."""
         tokens = request.token_ids
@@ -125,6 +156,30 @@ class Drafting:
             if stop in guess:
                 guess = guess[: guess.index(stop)]
         return guess
+
+
+def _room_for_drafts(request: Request, memory: RequestMemory, num_running: int, rope_switch: int | None) -> int:
+    """Return how many drafts the request's next chunk may have.
+
+    No row is needed whose token would be one too many, would follow the end of a thought, or would need other angles.
+    Drafts take no block that a running request may need for its next token.
+    """
+    if not request.draft_tokens or request.wants_prompt_logprobs:
+        return 0
+    num_known = len(request.token_ids)
+    room = request.sampling.max_tokens - request.num_output_tokens - 1
+    if rope_switch is not None and not request.first_angle:
+        room = min(room, rope_switch - num_known)
+    if request.sampling.grammar is not None:
+        room = min(room, len(request.draft_masks))
+    if request.thought is not None:
+        room = min(room, request.thought.num_free - 1)
+    num_slots = memory.num_empty_slots(request) - (num_known - request.num_planned_tokens)
+    if num_slots < min(room, len(request.draft_tokens)):
+        num_spare = memory.num_available_blocks(request, sparing=True) - num_running
+        if num_spare < memory.num_blocks_for(len(request.draft_tokens)):
+            room = min(room, num_slots)
+    return max(0, room)
 
 
 def _within(wanted: list[int], most: int) -> list[int]:

@@ -23,7 +23,6 @@ from moeserve.plan import (
     StepResult,
     TokenLogprobs,
 )
-from moeserve.scheduling.cost_model import StepSize
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
@@ -360,7 +359,8 @@ class Scheduler:
             if request.num_computed_tokens >= request.suspect_until:
                 request.suspect_until = 0
             self._publish(request)
-            self._learn(request, chunk, num_new, num_accepted)
+            if self._drafting is not None:
+                self._drafting.read(request, request.token_ids[len(request.token_ids) - num_new :], chunk, num_accepted)
         if chunk.state is not None:
             self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
         if request.finished:
@@ -371,13 +371,6 @@ class Scheduler:
         elif outputs:
             self._report(request, outputs)
         return outputs
-
-    def _learn(self, request: Request, chunk: Chunk, num_new: int, num_accepted: int) -> None:
-        """Let drafting see the tokens that a chunk has brought."""
-        if self._drafting is not None:
-            if chunk.num_drafts:
-                self._drafting.counters.count(chunk, num_accepted)
-            self._drafting.read(request, request.token_ids[len(request.token_ids) - num_new :])
 
     def _report(self, request: Request, outputs: list[RequestOutput]) -> None:
         """Complete the outputs of a chunk, and end its request if the last one says so."""
@@ -559,43 +552,8 @@ class Scheduler:
         """
         if self._drafting is None:
             return {}
-        num_drafts: dict[str, int] = {}
-        decodes: list[list[Request]] = [[] for _ in self._memories]
-        for request in self._running:
-            if 0 <= _num_pending(request) <= 1 and self._may_go_on(request):
-                decodes[request.rank].append(request)
-        for rank, requests in enumerate(decodes):
-            size = StepSize(len(requests), float(sum(len(request.token_ids) for request in requests)))
-            rooms = [self._room_for_drafts(request) for request in requests]
-            # Half of what the step has room for is left to prompts.
-            most = (draft.budgets[rank] - len(requests)) // 2
-            lengths = self._drafting.lengths(requests, rooms, size, most)
-            num_drafts |= {r.request_id: n for r, n in zip(requests, lengths, strict=True) if n}
-        return num_drafts
-
-    def _room_for_drafts(self, request: Request) -> int:
-        """Return how many drafts the request's next chunk may have.
-
-        No row is needed whose token would be one too many, would follow the end of a thought, or would need other
-        angles. Drafts take no block that a running request may need for its next token.
-        """
-        if not request.draft_tokens or request.wants_prompt_logprobs:
-            return 0
-        num_known = len(request.token_ids)
-        room = request.sampling.max_tokens - request.num_output_tokens - 1
-        if self._rope_switch is not None and not request.first_angle:
-            room = min(room, self._rope_switch - num_known)
-        if request.sampling.grammar is not None:
-            room = min(room, len(request.draft_masks))
-        if request.thought is not None:
-            room = min(room, request.thought.num_free - 1)
-        memory = self._memories[request.rank]
-        num_slots = memory.num_empty_slots(request) - _num_pending(request)
-        if num_slots < min(room, len(request.draft_tokens)):
-            num_spare = memory.num_available_blocks(request, sparing=True) - len(self._running)
-            if num_spare < memory.num_blocks_for(len(request.draft_tokens)):
-                room = min(room, num_slots)
-        return max(0, room)
+        decodes = [r for r in self._running if 0 <= _num_pending(r) <= 1 and self._may_go_on(r)]
+        return self._drafting.plan(decodes, draft, self._memories, len(self._running), self._rope_switch)
 
     def _plan_decode(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
         """Plan the only token that a request lacks, with drafts after it if there is memory for them."""
