@@ -474,6 +474,26 @@ class PrefixCache:
         """Count the tokens that `match` would find in the cache now. Change nothing, not even their recency."""
         return self._serving_depth(namespace, self._reusable(tokens, 0)) * self.block_size
 
+    def continuation(self, lease: Lease, tail: array[int], most: int) -> array[int]:
+        """Return up to `most` tokens that are cached behind the lease's published tokens and `tail`.
+
+        Of several continuations that the lease's namespace may see, it is the one that was released last, as far as few
+        are beside it. Change nothing.
+        """
+        if lease.owner is not self:
+            raise _not_leased()
+        found, start = bytearray(), len(tail) * tail.itemsize
+        expected, node = tail.tobytes(), lease.node
+        while len(found) < start + most * tail.itemsize:
+            child = self._tree.latest_child(node, expected[len(found) :], lease.namespace)
+            if child is None:
+                break
+            found += child.tokens
+            node = child
+        tokens = array("i")
+        tokens.frombytes(found[start : start + most * tail.itemsize])
+        return tokens
+
     def share(self, namespace: str, weight: float, most: float) -> None:
         """Set an account's weight among all accounts for evictions, and its limit `most`; both are 1 until then.
 

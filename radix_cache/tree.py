@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterator
+from itertools import islice
 
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS, EvictionRecord
 from radix_cache.facts import Evicted, Fact, Published
@@ -19,6 +20,7 @@ from radix_cache.snapshots import SnapshotTable, split_snapshots
 from radix_cache.victims import Victims
 
 _DROPPED_AT_ONCE = 128  # blocks, about half a millisecond's work
+_NEWEST_CHILDREN = 32  # of a node, among which `latest_child` looks
 
 
 class RadixTree:
@@ -140,6 +142,17 @@ class RadixTree:
             blocks.extend(child.blocks)
             node = child
         return node
+
+    def latest_child(self, node: Node, data: bytes, namespace: str) -> Node | None:
+        """Return the child whose run begins with `data`, or is the beginning of it, and that was released last.
+
+        Only the newest children that the namespace may see are looked at. Return None if none of them fits.
+        """
+        newest = islice(reversed(node.children.values()), _NEWEST_CHILDREN)
+        seen = (child for child in newest if child.namespace in (node.namespace, namespace))
+        fitting = (child for child in seen if child.tokens.startswith(data[: len(child.tokens)]))
+        # Of equals the newest comes first, and stays.
+        return max(fitting, key=lambda child: child.last_used, default=None)
 
     def insert(self, start: Node, data: bytes, blocks: array[int], namespace: str) -> tuple[Node, array[int]]:
         """Insert `data` (int32 ids, whole blocks, one id in `blocks` each) below `start`, which one lease references.

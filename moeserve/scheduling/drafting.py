@@ -1,27 +1,27 @@
 """Draft tokens: guesses of how requests go on, and how many of them each step verifies.
 
-A guess is read off tokens that are known: where the last tokens of a request occurred before in its prompt or output,
-the same tokens are likely to follow. A wrong guess costs a row of a step and never changes a token.
+A guess is read off tokens that are known (`moeserve.scheduling.draft_sources`). A wrong guess costs a row of a step and
+never changes a token.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from moeserve.config import SpeculativeConfig
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths
+from moeserve.scheduling.draft_sources import CachedText, Guess, OwnText
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
-from moeserve.scheduling.suffix_index import LONGEST_MATCH, SuffixIndex
 
 # Tokens that are indexed in a step, of all requests together.
 _INDEXED_PER_STEP = 4096
-# The sources of guesses.
-OWN_TEXT = "own"
+# Guesses are compared by this number of their first tokens.
+_COMPARED = 4
 
 
 @dataclass(slots=True)
@@ -43,18 +43,19 @@ class DraftCounters:
 
 @dataclass(slots=True)
 class _Known:
-    """The facts about one request that drafting keeps: indexed tokens, rates, and the place of its present guess."""
+    """The facts about one request that drafting keeps: its rates, its texts and its present guesses, the best first."""
 
     rates: Rates
-    index: SuffixIndex = field(default_factory=SuffixIndex)
-    source: str = OWN_TEXT
-    num_matched: int = 0
+    own: OwnText = field(default_factory=OwnText)
+    cached: CachedText = field(default_factory=CachedText)
+    guesses: list[Guess] = field(default_factory=list)
 
 
 class Drafting:
     """Guesses the next tokens of requests, learns how good guesses are, and chooses how many to verify.
 
-    The guess of a request is its `draft_tokens`.
+    The best guess for a request is its `draft_tokens`. All guesses are judged by the tokens that follow, so a source is
+    learnt whether or not a step verifies its guesses.
     """
 
     def __init__(self, config: SpeculativeConfig) -> None:
@@ -70,27 +71,28 @@ class Drafting:
         """Begin to receive the tokens of a step."""
         self._allowance = _INDEXED_PER_STEP
 
-    def read(self, request: Request, new_tokens: Sequence[int], chunk: Chunk, num_accepted: int) -> None:
+    def read(
+        self, request: Request, memory: RequestMemory, new_tokens: Sequence[int], chunk: Chunk, num_accepted: int
+    ) -> None:
         """Learn from the newest tokens of a request, and guess the next.
 
-        new_tokens: the end of its tokens, empty while its prompt is computed. chunk: brought them, and its first
-        `num_accepted` drafts were right.
+        memory: of its rank. new_tokens: the end of its tokens, empty while its prompt is computed. chunk: brought them,
+        and its first `num_accepted` drafts were right.
         """
         if chunk.num_drafts:
             self.counters.count(chunk, num_accepted)
         known = self._known.get(request.request_id)
         if known is None:
             known = self._known[request.request_id] = _Known(self._acceptance.of_request())
-        self._allowance -= known.index.extend(request.token_ids, self._allowance)
+        self._allowance -= known.own.extend(request.token_ids, self._allowance)
         if not new_tokens:
             return
-        for number, (guess, token) in enumerate(zip(request.draft_tokens, new_tokens, strict=False)):
-            is_right = guess == token
-            self._acceptance.count(known.rates, known.source, known.num_matched + number, is_right=is_right)
-            if not is_right:
-                break
+        for guess in known.guesses:
+            self._judge(known, guess, new_tokens)
+        known.cached.follow(new_tokens)
+        known.guesses = sorted(self._guesses(request, known, memory), key=lambda g: self._worth(known, g), reverse=True)
         request.draft_masks = ()
-        request.draft_tokens = self._guess(request, known)
+        request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -112,7 +114,7 @@ class Drafting:
         chances = []
         for request, count in zip(requests, wanted, strict=True):
             known = self._known[request.request_id]
-            chances.append(self._acceptance.chances(known.rates, known.source, known.num_matched, count))
+            chances.append(self._chances(known, known.guesses[0], count) if count else [])
         attended = size.attended / max(1, size.rows)
         return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
 
@@ -142,13 +144,28 @@ class Drafting:
             num_drafts |= {r.request_id: n for r, n in zip(own, lengths, strict=True) if n}
         return num_drafts
 
-    def _guess(self, request: Request, known: _Known) -> array[int]:
-        """Return the tokens that are likely to follow, and note where they are from."""
-        tokens = request.token_ids
-        position, known.num_matched = known.index.find(tokens, tokens[-LONGEST_MATCH:])
-        if known.num_matched < self._config.prompt_lookup_min:
-            return array("i")
-        return self._until_stop(request, tokens[position : position + self._config.num_speculative_tokens])
+    def _judge(self, known: _Known, guess: Guess, new_tokens: Sequence[int]) -> None:
+        """Learn whether the tokens of a guess are those that have followed, up to the first that is not."""
+        num_right = guess.num_right(new_tokens)
+        for number in range(min(num_right + 1, len(guess.tokens), len(new_tokens))):
+            is_right = number < num_right
+            self._acceptance.count(known.rates, guess.source, guess.num_matched + number, is_right=is_right)
+
+    def _guesses(self, request: Request, known: _Known, memory: RequestMemory) -> list[Guess]:
+        """Return the guesses of all sources, without those that have none."""
+        config, most = self._config, self._config.num_speculative_tokens
+        found = [known.own.guess(request.token_ids, config.prompt_lookup_min, most)]
+        if config.method != "ngram":
+            found.append(known.cached.guess(request, memory, most))
+        kept = [replace(guess, tokens=self._until_stop(request, guess.tokens)) for guess in found if guess is not None]
+        return [guess for guess in kept if guess.tokens]
+
+    def _worth(self, known: _Known, guess: Guess) -> float:
+        """Return how many of a guess's first tokens are likely to be right."""
+        return sum(self._chances(known, guess, min(_COMPARED, len(guess.tokens))))
+
+    def _chances(self, known: _Known, guess: Guess, count: int) -> list[float]:
+        return self._acceptance.chances(known.rates, guess.source, guess.num_matched, count)
 
     def _until_stop(self, request: Request, guess: array[int]) -> array[int]:
         """Cut a guess before a token that ends the request: no row is needed after it."""

@@ -49,6 +49,12 @@ class RequestMemory:
         """Count the request's tokens that are cached now."""
         return self._cache.peek(request.token_ids, request.namespace)
 
+    def continuation(self, request: Request, most: int) -> array[int]:
+        """Return up to `most` tokens that followed the request's tokens the last time, as far as they are cached."""
+        lease = request.lease
+        assert lease is not None
+        return self._cache.continuation(lease, request.token_ids[lease.num_published_tokens :], most)
+
     def num_missing_blocks(self, request: Request) -> int:
         """Count the blocks that the request lacks for its tokens."""
         lease = request.lease

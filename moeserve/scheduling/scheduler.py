@@ -360,7 +360,8 @@ class Scheduler:
                 request.suspect_until = 0
             self._publish(request)
             if self._drafting is not None:
-                self._drafting.read(request, request.token_ids[len(request.token_ids) - num_new :], chunk, num_accepted)
+                new_tokens = request.token_ids[num_known:]
+                self._drafting.read(request, self._memories[request.rank], new_tokens, chunk, num_accepted)
         if chunk.state is not None:
             self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
         if request.finished:

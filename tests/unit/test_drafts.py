@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from itertools import product
 from random import Random
 
@@ -10,6 +9,7 @@ import pytest
 
 from moeserve.config import SpeculativeConfig
 from moeserve.plan import Request, SamplingParams
+from moeserve.scheduling.draft_sources import Guess
 from moeserve.scheduling.drafting import Drafting
 from tests.support.kv_oracle import draw
 from tests.support.parameters import pairs
@@ -26,7 +26,7 @@ class KnowingDrafting(Drafting):
         super().__init__(SpeculativeConfig("suffix", MOST_DRAFTS))
         self._random, self._share_right = random, share_right
 
-    def _guess(self, request: Request, known: object) -> array[int]:
+    def _guesses(self, request: Request, known: object, memory: object) -> list[Guess]:
         tokens, sampling = request.token_ids[:], request.sampling
         num_known = len(tokens)
         for _ in range(self._random.randrange(MOST_DRAFTS + 1)):
@@ -34,7 +34,8 @@ class KnowingDrafting(Drafting):
             banned = sampling.stop_token_ids if is_banned else ()
             token = draw(tokens, sampling.seed, VOCAB_SIZE, banned)
             tokens.append(token if self._random.random() < self._share_right else (token + 1) % VOCAB_SIZE)
-        return tokens[num_known:]
+        guess = self._until_stop(request, tokens[num_known:])
+        return [Guess("own", 9, guess)] if guess else []
 
 
 @pytest.mark.parametrize(("block_size", "depth", "share_right"), pairs([1, 3, 4, 16], [0, 1], [0.0, 0.7, 1.0]))
@@ -74,3 +75,21 @@ def test_drafts_that_are_right_take_fewer_steps() -> None:
         steps[share_right] = len(simulation.plans)
     assert steps[0.0] == 40
     assert steps[1.0] < 20
+
+
+def test_what_followed_a_prompt_is_drafted_for_its_own_namespace_alone() -> None:
+    steps = []
+    simulation = Simulation(
+        num_blocks=64,
+        block_size=4,
+        drafting=Drafting(SpeculativeConfig("suffix", MOST_DRAFTS)),
+        most_drafts=MOST_DRAFTS,
+    )
+    for name, namespace in [("first", "a"), ("again", "a"), ("other", "b")]:
+        num_before = len(simulation.plans)
+        simulation.add(name, [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=40, seed=7), namespace=namespace)
+        simulation.run()
+        steps.append(len(simulation.plans) - num_before)
+    simulation.check_all_done()
+    assert steps[0] == steps[2]
+    assert steps[1] < steps[0] / 3

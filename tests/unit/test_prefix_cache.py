@@ -7,6 +7,8 @@ from collections.abc import Callable
 from functools import reduce
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from radix_cache import InvariantError, Lease, LeaseError, PrefixCache
 
@@ -395,3 +397,36 @@ def test_agents_arriving_together_compute_their_shared_prompt_once() -> None:
     for lease in leases:
         cache.release(lease)
     cache.check_invariants()
+
+
+@given(st.data())
+def test_continuations_are_texts_that_followed_in_the_own_or_the_public_namespace(data: st.DataObject) -> None:
+    cache = PrefixCache(256, 2)
+    texts = st.lists(st.sampled_from([1, 2, 70_000]), min_size=1, max_size=9)
+    cached: dict[str, list[list[int]]] = {"": [], "a": [], "b": [], "public": []}
+    for name in data.draw(st.lists(st.sampled_from([*cached]), max_size=9)):
+        text = data.draw(texts)
+        remember(cache, array("i", text), name)
+        cached[name].append(text[: len(text) // 2 * 2])
+    name, text, most = data.draw(st.sampled_from(["", "a"])), data.draw(texts), data.draw(st.integers(1, 6))
+    lease = run(cache, array("i", text), name)
+    found = cache.continuation(lease, array("i", text[len(text) // 2 * 2 :]), most).tolist()
+    end = len(text)
+    behind = [other[end:] for other in cached[name] + cached["public"] if other[:end] == text and other[end:]]
+    assert len(found) <= most
+    assert not found or any(other[: len(found)] == found for other in behind)
+    if any(other[:end] == text and other[end:] for other in cached[name]) and not cached["public"]:
+        assert found
+    cache.release(lease)
+    cache.check_invariants()
+
+
+def test_a_continuation_is_the_one_that_was_released_last() -> None:
+    cache = PrefixCache(64, SIZE)
+    for last in (20, 30, 40):
+        remember(cache, tokens(8) + tokens(8, last))
+    lease = run(cache, tokens(9))
+    assert cache.continuation(lease, array("i", []), 6) == tokens(6, 40)
+    assert cache.continuation(lease, array("i", [20, 21]), 3) == tokens(3, 22)
+    assert cache.continuation(lease, array("i", [20, 21, 22, 23, 24]), 9) == tokens(3, 25)
+    assert not cache.continuation(lease, array("i", [21]), 3)
