@@ -1,193 +1,212 @@
-"""`python -m benchmarks.drafts`: tokens per second with draft tokens, over those without, on a whole service.
+"""`python -m benchmarks.drafts`: what draft tokens gain on this machine's CPU, by kind of text and number of streams.
 
-One service per method of `--speculative-config` runs beside the others, idle but in its turn. For each workload and
-number of streams every service answers the same requests at once, `--rounds` times in turn, the order rotated; all
-prompts are cached before. Printed is the median over rounds of each method's tokens per second, the ratio to the first
-method's in the same round, and the share of drafts that were accepted. Texts are compared: drafts never change any.
-
-- edit: a file of this repository is written out again with one name changed
-- echo: a JSON document is written out again
-- schema: JSON by a schema whose keys are long
-- story: text that repeats little, drawn at temperature 1
+The demo generates the same texts without drafts, with all drafts (`suffix`) and with those that are likely to pay
+(`auto`), in turns which goes first. One scheduler per method serves all of it, so `auto` learns as it does in a
+service. Prompts are computed before the clock runs. The tokens must be the same with every method.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
+import statistics
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from statistics import median
-from typing import Any
+from random import Random
 
 import click
+from tokenizers import Tokenizer
 
-from moeserve.bench.client import Endpoint, exchange
+from benchmarks.constrained import SCHEMA
+from moeserve.config import ServeConfig
+from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.memory_plan import plan_model
+from moeserve.frontend.constraints import constraint_of
+from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
+from moeserve.plan import Request, SamplingParams
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.steps import LocalExecutor, Steps
 
-_ROOT = Path(__file__).resolve().parent.parent
-_READY = re.compile(r"ready on http://127\.0\.0\.1:(\d+)")
-_COUNTER = re.compile(r"^moeserve_draft_(tokens|accepted_tokens)_total(?:{[^}]*})? (\S+)$", re.MULTILINE)
-# Characters of a file in a prompt: some 500 tokens.
-_EXCERPT = 1600
-_Body = dict[str, Any]
+METHODS = ("none", "suffix", "auto")
+ROOT = Path(__file__).parent.parent
+# Files of the repository whose text is edited, a stream each, over and over.
+_EDITED = sorted(Path(ROOT / "radix_cache").glob("*.py"))
+_SHOWN_CHARS = 1200  # of a file in a prompt
+_TRACE = [
+    "You are an agent. List the files of the project.",
+    "Read the configuration and say which port it names.",
+    "The test fails with an index error. Explain the cause.",
+    "Write a function that returns the median of a list.",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
-    """The answers of one service to the requests of a round, in their order, and its tokens per second."""
+class Kind:
+    """A kind of text: its prompts, how it is sampled, and whether the same requests have been served once before."""
 
-    texts: list[str]
-    pace: float
-
-
-@contextmanager
-def service(model: Path, folder: Path, method: str) -> Iterator[Endpoint]:
-    """Run a service with a method of drafts; yield its address."""
-    command = [sys.executable, "-m", "launcher.cli", "serve", str(model), "--port", "0", "--served-model-name", "m"]
-    command += [
-        "--kv-cache-memory",
-        "1GiB",
-        "--max-num-seqs",
-        "16",
-        "--speculative-config",
-        method,
-        "--slo",
-        "ttft:600s",
-    ]
-    with (
-        (folder / f"{method}.log").open("w") as errors,
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=dict(os.environ)) as process,
-    ):
-        try:
-            assert process.stdout is not None
-            port = next((found[1] for line in process.stdout if (found := _READY.search(line))), None)
-            if port is None:
-                raise click.ClickException((folder / f"{method}.log").read_text()[-2000:])
-            yield Endpoint.parse(f"http://127.0.0.1:{port}")
-        finally:
-            process.terminate()
+    prompt: Callable[[int], str]
+    sampling: SamplingParams
+    is_second_run: bool = False
 
 
-def _chat(content: str, tokens: int, **fields: object) -> _Body:
-    messages = [{"role": "user", "content": content}]
-    base = {"model": "m", "messages": messages, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
-    return base | fields
+def code_edit(number: int) -> str:
+    """Return a file, and the beginning of the same file after an edit of its first line."""
+    text = _EDITED[number % len(_EDITED)].read_text()[:_SHOWN_CHARS]
+    return (
+        f'{text}\n\n# The same file with another first line:\n\n"""Edited.\n'
+        + text[text.index("\n") : _SHOWN_CHARS // 4]
+    )
 
 
-def edit(number: int, tokens: int) -> _Body:
-    files = sorted((_ROOT / "radix_cache").glob("*.py"))
-    text = files[number % len(files)].read_text(encoding="utf-8")[: _EXCERPT + 40 * number]
-    return _chat(f"Write this file out again, with `self` named `this`:\n```python\n{text}\n```", tokens)
+def json_echo(number: int) -> str:
+    """Return settings of the service as JSON, and the beginning of the same JSON."""
+    settings = list(asdict(ServeConfig()).items())
+    draw = Random(number)
+    text = json.dumps([{"name": name, "value": str(value)} for name, value in draw.sample(settings, 20)], indent=1)
+    return f"Input:\n{text}\nOutput, the same:\n{text[: len(text) // 4]}"
 
 
-def echo(number: int, tokens: int) -> _Body:
-    records = [
-        {"id": f"{number}-{place}", "path": path.name, "bytes": path.stat().st_size, "kind": "test"}
-        for place, path in enumerate(sorted((_ROOT / "tests/unit").glob("*.py"))[number : number + 24])
-    ]
-    return _chat(f"Return this JSON unchanged:\n```json\n{json.dumps(records, indent=1)}\n```", tokens)
+def noise(number: int) -> str:
+    draw = Random(number)
+    return " ".join("".join(draw.choices("abcdefghijklmnop", k=draw.randrange(2, 9))) for _ in range(60))
 
 
-def schema(number: int, tokens: int) -> _Body:
-    keys = [f"measured_seconds_of_phase_{number}_{place}" for place in range(40)]
-    form = {
-        "type": "object",
-        "properties": {key: {"type": "integer", "minimum": 0, "maximum": 99} for key in keys},
-        "required": keys,
-        "additionalProperties": False,
+def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
+    greedy = SamplingParams(num_tokens, temperature=0.0)
+    grammar = constraint_of(OutputFormat("json_schema", SCHEMA)).grammar
+    forced = SamplingParams(num_tokens, temperature=0.0, stop_token_ids=eos, grammar=grammar)
+    random = SamplingParams(num_tokens, temperature=1.5)
+    return {
+        "code edit": Kind(code_edit, greedy),
+        "JSON echo": Kind(json_echo, greedy),
+        "agent's second run": Kind(lambda n: f"{_TRACE[n % 4]}\nStep {n}:", greedy, is_second_run=True),
+        "forced JSON": Kind(lambda n: f"List the staff of hospital {n} as JSON.", forced),
+        "unguessable": Kind(noise, random),
     }
-    asked = {"type": "json_schema", "json_schema": {"name": "phases", "schema": form, "strict": True}}
-    return _chat(f"Invent measurements of run {number}.", tokens, response_format=asked, ignore_eos=False)
 
 
-def story(number: int, tokens: int) -> _Body:
-    return _chat(f"Tell a story with the number {number} in it.", tokens, temperature=1, seed=number)
+@dataclass(slots=True)
+class Service:
+    """A method's scheduler over the one model. Counts are of measured runs."""
+
+    scheduler: Scheduler
+    steps: Steps
+    num_served: int = 0
+
+    def serve(self, prompts: Sequence[array[int]], sampling: SamplingParams, namespace: str) -> list[list[int]]:
+        """Return the answers to prompts that are served together."""
+        found: dict[str, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            self.num_served += 1
+            own = replace(sampling, seed=number)
+            found[f"{self.num_served}"] = []
+            self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace))
+        while True:
+            self.scheduler.tell_time(began := time.monotonic())
+            outputs = self.steps.advance()
+            if outputs is None:
+                break
+            for output in outputs:
+                if output.error is not None:
+                    raise click.ClickException(output.error)
+                if output.token_id is not None:
+                    found[output.request.request_id].append(output.token_id)
+            self.scheduler.take_started()
+            self.scheduler.count_step(time.monotonic() - began)
+        return list(found.values())
+
+    @property
+    def drafted(self) -> tuple[int, int]:
+        """The draft tokens so far, and how many were right."""
+        counters = self.scheduler.draft_counters
+        return (0, 0) if counters is None else (counters.tokens, sum(counters.accepted))
 
 
-WORKLOADS = {"edit": edit, "echo": echo, "schema": schema, "story": story}
+@dataclass(slots=True)
+class Measured:
+    """The runs of one method, kind and number of streams: tokens per second of each, and draft tokens of all."""
+
+    paces: list[float] = field(default_factory=list)
+    num_drafts: int = 0
+    num_accepted: int = 0
+
+    @property
+    def acceptance(self) -> str:
+        return f"{self.num_accepted / self.num_drafts:.2f} of {self.num_drafts}" if self.num_drafts else "none"
 
 
-async def _answer_all(endpoint: Endpoint, bodies: list[_Body]) -> Round:
-    async def one(body: _Body) -> tuple[str, int]:
-        response = await exchange(endpoint, "POST", "/v1/chat/completions", json.dumps(body).encode(), {}, 300)
-        if response.status != 200:
-            raise click.ClickException(response.body.decode()[:500])
-        answer = json.loads(response.body)
-        return answer["choices"][0]["message"]["content"], answer["usage"]["completion_tokens"]
+class Bench:
+    """One model, and a service per method."""
 
-    begin = time.perf_counter()
-    answers = await asyncio.gather(*map(one, bodies))
-    return Round([text for text, _ in answers], sum(count for _, count in answers) / (time.perf_counter() - begin))
+    def __init__(self, folder: Path, most_streams: int) -> None:
+        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        configs = {method: ServeConfig(max_num_seqs=most_streams, speculative_config=method) for method in METHODS}
+        config = configs["none"]
+        rank = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
+        self.eos = tuple(rank.model.eos_token_ids)
+        self._masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self.eos)
+        executor = LocalExecutor(rank.runner)
+        self._services = {}
+        for method in METHODS:
+            scheduler, _ = build_scheduler(configs[method], rank.model.kv, rope_switch=rank.model.rope_switch)
+            self._services[method] = Service(scheduler, Steps(scheduler, executor, rank.depth, masks=self._masks))
 
+    def close(self) -> None:
+        self._masks.close()
 
-def accepted_share(endpoint: Endpoint, before: dict[str, float]) -> tuple[str, dict[str, float]]:
-    """Return the share of drafts accepted since `before`, and the totals of now."""
-    page = asyncio.run(exchange(endpoint, "GET", "/metrics", b"", {}, 60)).body.decode()
-    now = {name: float(value) for name, value in _COUNTER.findall(page)}
-    made = now.get("tokens", 0.0) - before.get("tokens", 0.0)
-    accepted = now.get("accepted_tokens", 0.0) - before.get("accepted_tokens", 0.0)
-    return (f"{accepted:.0f} of {made:.0f}" if made else "-"), now
+    def run(self, kind: Kind, streams: int, namespace: str, first: int, found: dict[str, Measured]) -> None:
+        """Serve a kind of text with every method, beginning with number `first`, and add to what was measured."""
+        prompts = [array("i", self._tokenizer.encode(kind.prompt(number)).ids) for number in range(streams)]
+        answers = []
+        for turn in range(len(METHODS)):
+            method = METHODS[(first + turn) % len(METHODS)]
+            service, measured = self._services[method], found[method]
+            num_before = kind.sampling.max_tokens if kind.is_second_run else 1
+            service.serve(prompts, replace(kind.sampling, max_tokens=num_before), namespace)
+            drafts, accepted = service.drafted
+            began = time.perf_counter()
+            answers.append(service.serve(prompts, kind.sampling, namespace))
+            seconds = time.perf_counter() - began
+            measured.paces.append(sum(map(len, answers[-1])) / seconds)
+            now_drafts, now_accepted = service.drafted
+            measured.num_drafts += now_drafts - drafts
+            measured.num_accepted += now_accepted - accepted
+        if any(answer != answers[0] for answer in answers):
+            raise click.ClickException("Draft tokens have changed the tokens of an answer.")
 
 
 @click.command()
-@click.option("--model", type=click.Path(exists=True, path_type=Path), help="Default: the demo.")
-@click.option("--method", "methods", multiple=True, default=("none", "suffix", "auto"), show_default=True)
-@click.option("--streams", multiple=True, default=(1, 4, 16), show_default=True, type=click.IntRange(1, 16))
-@click.option("--workload", "names", multiple=True, default=tuple(WORKLOADS), type=click.Choice(list(WORKLOADS)))
-@click.option("--tokens", default=160, show_default=True, help="Tokens of each answer.")
-@click.option("--rounds", default=3, show_default=True, type=click.IntRange(1))
-def main(
-    model: Path | None,
-    methods: tuple[str, ...],
-    streams: tuple[int, ...],
-    names: tuple[str, ...],
-    tokens: int,
-    rounds: int,
-) -> None:
-    click.echo("| workload | streams | " + " | ".join(f"{m}: tokens/s, ratio, accepted" for m in methods) + " |")
-    click.echo("|---|---|" + "---|" * len(methods))
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        source = model or ensure_demo()
-        services = {method: stack.enter_context(service(source, Path(folder), method)) for method in methods}
-        totals: dict[str, dict[str, float]] = {method: {} for method in methods}
-        for name in names:
-            for count in streams:
-                bodies = [WORKLOADS[name](number, tokens) for number in range(count)]
-                cells = compare(services, bodies, rounds, totals)
-                click.echo(f"| {name} | {count} | " + " | ".join(cells) + " |")
-
-
-def compare(
-    services: dict[str, Endpoint], bodies: list[_Body], rounds: int, totals: dict[str, dict[str, float]]
-) -> list[str]:
-    """Return a table's cell of each service. Raise ClickException if texts differ. Mutates `totals`."""
-    for endpoint in services.values():
-        asyncio.run(_answer_all(endpoint, [body | {"max_tokens": 1} for body in bodies]))
-    paces: dict[str, list[float]] = {method: [] for method in services}
-    methods = list(services)
-    for number in range(rounds):
-        texts: dict[str, list[str]] = {}
-        for method in methods[number % len(methods) :] + methods[: number % len(methods)]:
-            found = asyncio.run(_answer_all(services[method], bodies))
-            paces[method].append(found.pace)
-            texts[method] = found.texts
-        if len({tuple(each) for each in texts.values()}) > 1:
-            raise click.ClickException("drafts changed a text")
-    cells = []
-    for method, endpoint in services.items():
-        share, totals[method] = accepted_share(endpoint, totals[method])
-        ratio = median(own / base for own, base in zip(paces[method], paces[methods[0]], strict=True))
-        cells.append(f"{median(paces[method]):.0f}, {ratio:.2f}, {share}")
-    return cells
+@click.option("--streams", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
+@click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="To generate in each stream.")
+@click.option("--seconds", type=click.IntRange(1), default=360, show_default=True, help="No round begins after these.")
+def main(streams: tuple[int, ...], tokens: int, seconds: int) -> None:
+    """Print the tokens per second of drafts over those without, and the share of right drafts."""
+    bench = Bench(ensure_demo(), max(streams))
+    table = kinds(tokens, bench.eos)
+    found = {(name, count): {method: Measured() for method in METHODS} for name in table for count in streams}
+    # The first round only lets caches, kernels and rates of the methods become warm.
+    bench.run(table["code edit"], max(streams), "warm", 0, {method: Measured() for method in METHODS})
+    began, longest, number = time.monotonic(), 0.0, 0
+    while not number or time.monotonic() - began + longest < seconds:
+        round_began = time.monotonic()
+        for (name, count), measured in found.items():
+            bench.run(table[name], count, f"{number} {name} {count}", number, measured)
+        longest, number = max(longest, time.monotonic() - round_began), number + 1
+        click.echo(f"round {number}: {time.monotonic() - round_began:.0f} s", err=True)
+    bench.close()
+    click.echo(f"Medians of {number} rounds, {tokens} tokens in each stream.\n")
+    click.echo("| text | streams | tokens/s without | suffix | right | auto | right |\n|---|---|---|---|---|---|---|")
+    for (name, count), measured in found.items():
+        base = measured["none"].paces
+        cells = [name, str(count), f"{statistics.median(base):.1f}"]
+        for method in METHODS[1:]:
+            ratios = [pace / plain for pace, plain in zip(measured[method].paces, base, strict=True)]
+            cells += [f"x{statistics.median(ratios):.2f}", measured[method].acceptance]
+        click.echo("| " + " | ".join(cells) + " |")
 
 
 if __name__ == "__main__":

@@ -501,9 +501,9 @@ def build_scheduler(
 
 
 def _drafting(config: ServeConfig, num_state_slots: int) -> Drafting | None:
-    """Return what makes draft tokens, None for none. Raise ConfigError if the model cannot verify them."""
+    """Return what makes draft tokens, None for none. Raise ConfigError if the model cannot verify those asked for."""
     speculative = parse_speculative(config.speculative_config)
-    if speculative.method == "none":
+    if speculative.method == "none" or (speculative.method == "auto" and num_state_slots):
         return None
     if num_state_slots:
         raise ConfigError("--speculative-config: the recurrent states of this model cannot go back to a token before.")
