@@ -148,15 +148,18 @@ class Bench:
         config = configs["none"]
         rank = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
         self.eos = tuple(rank.model.eos_token_ids)
-        self._masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self.eos)
         executor = LocalExecutor(rank.runner)
-        self._services = {}
+        self._services, self._masks = {}, list[GrammarMasks]()
         for method in METHODS:
             scheduler, _ = build_scheduler(configs[method], rank.model.kv, rope_switch=rank.model.rope_switch)
-            self._services[method] = Service(scheduler, Steps(scheduler, executor, rank.depth, masks=self._masks))
+            most = scheduler.most_forced_drafts
+            masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self.eos, most_drafts=most)
+            self._masks.append(masks)
+            self._services[method] = Service(scheduler, Steps(scheduler, executor, rank.depth, masks=masks))
 
     def close(self) -> None:
-        self._masks.close()
+        for masks in self._masks:
+            masks.close()
 
     def run(self, kind: Kind, streams: int, namespace: str, first: int, found: dict[str, Measured]) -> None:
         """Serve a kind of text with every method, beginning with number `first`, and add to what was measured."""

@@ -40,7 +40,12 @@ class TokenEngine:
         self.experts = rank.memory
         model = rank.model
         self.scheduler, _ = build_scheduler(config, model.kv, rope_switch=model.rope_switch)
-        self.masks = GrammarMasks(directory / "tokenizer.json", model.spec.vocab_size, model.eos_token_ids)
+        self.masks = GrammarMasks(
+            directory / "tokenizer.json",
+            model.spec.vocab_size,
+            model.eos_token_ids,
+            most_drafts=self.scheduler.most_forced_drafts,
+        )
         self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth, masks=self.masks)
         self._count = 0
 

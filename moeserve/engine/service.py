@@ -148,7 +148,12 @@ def serve(
         ends.callback(sockets.term)
         socket = EngineSocket(sockets, context.engine_address, context.incarnation)
         ends.callback(socket.close)
-        masks = GrammarMasks(Path(context.model_dir) / "tokenizer.json", model.spec.vocab_size, model.eos_token_ids)
+        masks = GrammarMasks(
+            Path(context.model_dir) / "tokenizer.json",
+            model.spec.vocab_size,
+            model.eos_token_ids,
+            most_drafts=scheduler.most_forced_drafts,
+        )
         ends.callback(masks.close)
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
         ready = _ready(context, model, caches[0], [] if events is None else events.sources)

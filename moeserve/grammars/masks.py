@@ -58,7 +58,8 @@ class _LexerFullError(GrammarError):
 class MadeMask:
     """A request's next mask (see `ChunkExtras.mask`), or the error that ends the request.
 
-    draft_tokens: those of the request's that the grammar allows. draft_masks: the mask after each of them.
+    draft_tokens: those of the request's that the grammar allows, then `num_forced` tokens that it forces. draft_masks:
+    the mask after each of them.
     """
 
     request: Request
@@ -66,6 +67,19 @@ class MadeMask:
     error: str | None = None
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: tuple[bytes, ...] = ()
+    num_forced: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ahead:
+    """A matcher's next mask and what may follow it: draft tokens, the last `num_forced` of them forced by the grammar.
+
+    masks: the next one, then one after each draft token.
+    """
+
+    masks: list[bytes]
+    draft_tokens: array[int]
+    num_forced: int
 
 
 @dataclass(eq=False, slots=True)
@@ -110,11 +124,14 @@ class GrammarMasks:
         *,
         max_bytes: int = _KEPT_BYTES,
         num_cores: int | None = None,
+        most_drafts: int = 0,
     ) -> None:
         """vocab_size: of the logits, which may be wider than the tokenizer, or narrower. A thread reads the file;
         without it, requests that have a grammar fail. max_bytes: of compiled grammars that are kept. num_cores: those
-        of this process unless given; up to half of them make masks, and up to a quarter compile."""
+        of this process unless given; up to half of them make masks, and up to a quarter compile. most_drafts: tokens
+        that a grammar forces are offered as drafts until a request has this number of them."""
         self._num_mask_bytes = 4 * -(-vocab_size // 32)
+        self._most_drafts = most_drafts
         self._tokens: Future[LLTokenizer] = Future()
         arguments = (self._tokens, tokenizer_json, eos_token_ids)
         threading.Thread(target=_load, args=arguments, name="tokens", daemon=True).start()
@@ -225,7 +242,7 @@ class GrammarMasks:
 
     def _advance(self, held: _Held) -> None:
         """Have a thread consume the output that the matcher lacks, and make the mask."""
-        request, matcher, num_bytes = held.request, held.matcher, self._num_mask_bytes
+        request, matcher, limits = held.request, held.matcher, (self._num_mask_bytes, self._most_drafts)
         assert matcher is not None
         output = request.token_ids[request.num_prompt_tokens + held.num_consumed :].tolist()
         held.num_consumed += len(output)
@@ -239,9 +256,9 @@ class GrammarMasks:
             self._num_quick -= is_quick
             self._advanced(held, job)
 
-        def advance() -> list[bytes]:
+        def advance() -> _Ahead:
             _consume(matcher, output, may_be_cut=request.thought is not None)
-            return _next_masks(matcher, drafts, banned, num_bytes)
+            return _look_ahead(matcher, drafts, banned, *limits)
 
         job = Job(request.terms.tenant, advance, advanced)
         self._num_quick += is_quick
@@ -256,15 +273,14 @@ class GrammarMasks:
         if held.request not in self._held or kept is None:
             return
         made = job.result
-        num_masks = len(made) if isinstance(made, list) else 1
+        num_masks = len(made.masks) if isinstance(made, _Ahead) else 1
         held.is_slow |= job.cpu_seconds > _QUICK_SECONDS * num_masks
         grown = _BYTES_PER_MASK_SECOND * max(0.0, job.cpu_seconds - _STEADY_SECONDS * num_masks)
         self._kept.grow(kept, int(grown), _MAX_GROWN_BYTES)
-        if isinstance(made, list):
-            request = held.request
-            self._awaited.remove(request)
-            drafts = request.draft_tokens[: len(made) - 1]
-            self._made.append(MadeMask(request, made[0], draft_tokens=drafts, draft_masks=tuple(made[1:])))
+        if isinstance(made, _Ahead):
+            self._awaited.remove(held.request)
+            mask, *after = made.masks
+            self._made.append(MadeMask(held.request, mask, None, made.draft_tokens, tuple(after), made.num_forced))
         elif isinstance(job.error, _LexerFullError) and not held.is_alone:
             # Requests that share a lexer fill it together, but no request may fail because of another one.
             self._kept.discard(held.grammar)
@@ -330,27 +346,46 @@ def _consume(matcher: LLMatcher, output: list[int], *, may_be_cut: bool) -> None
         matcher.consume_tokens(output)
 
 
-def _next_masks(
-    matcher: LLMatcher, drafts: Sequence[int], banned: tuple[Sequence[int], int], num_bytes: int
-) -> list[bytes]:
-    """Return a matcher's next mask, then those after each draft that the grammar allows.
+def _look_ahead(
+    matcher: LLMatcher, drafts: Sequence[int], banned: tuple[Sequence[int], int], num_bytes: int, most: int
+) -> _Ahead:
+    """Return a matcher's next mask, then those after each draft that the grammar allows and each token it forces next.
 
     banned: tokens that the first masks are to forbid, and the number of these masks. num_bytes: the most of a mask.
-    Raise GrammarError if the first mask cannot be made.
+    most: the number of drafts up to which forced tokens are added. Raise GrammarError if the first mask cannot be made.
     """
     tokens, num_masks = banned
     masks = [_mask_of(matcher, tokens if num_masks else (), num_bytes)]
-    if drafts and _allows(masks[0], drafts[0]):
-        # An error of a matcher stays, and a wrong draft must not leave one.
-        ahead = matcher.deep_copy()
-        for number, draft in enumerate(drafts, 1):
-            if not _allows(masks[-1], draft) or not ahead.try_consume_tokens([draft]):
-                break
-            try:
-                masks.append(_mask_of(ahead, tokens if number < num_masks else (), num_bytes))
-            except GrammarError:
-                break
-    return masks
+    if not (most or (drafts and _allows(masks[0], drafts[0]))):
+        return _Ahead(masks, array("i"), 0)
+    # An error of a matcher stays, and a wrong draft must not leave one.
+    ahead = matcher.deep_copy()
+    followed = _follow(ahead, drafts, banned, num_bytes, masks)
+    num_forced = 0
+    if len(followed) < most and not ahead.is_error():
+        forced = _follow(ahead, ahead.compute_ff_tokens()[: most - len(followed)], banned, num_bytes, masks)
+        followed, num_forced = followed + forced, len(forced)
+    return _Ahead(masks, followed, num_forced)
+
+
+def _follow(
+    ahead: LLMatcher, guesses: Sequence[int], banned: tuple[Sequence[int], int], num_bytes: int, masks: list[bytes]
+) -> array[int]:
+    """Let a matcher consume guesses as long as the last of `masks` allows them, and add the mask after each.
+
+    Return the guesses that it has consumed. A token that ends the request is none of them.
+    """
+    tokens, num_masks = banned
+    followed: array[int] = array("i")
+    for guess in guesses:
+        if guess in tokens or not _allows(masks[-1], guess) or not ahead.try_consume_tokens([guess]):
+            break
+        try:
+            masks.append(_mask_of(ahead, tokens if len(masks) < num_masks else (), num_bytes))
+        except GrammarError:
+            break
+        followed.append(guess)
+    return followed
 
 
 def _mask_of(matcher: LLMatcher, banned: Sequence[int], num_bytes: int) -> bytes:

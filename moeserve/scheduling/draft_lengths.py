@@ -66,12 +66,12 @@ class Acceptance:
         own.count(source, num_matched, is_right=is_right)
         self._of_all.count(source, num_matched, is_right=is_right)
 
-    def chances(self, own: Rates, source: str, num_matched: int, num_tokens: int) -> list[float]:
+    def chances(self, own: Rates, source: str, num_matched: int, num_tokens: int, chance: float = 1.0) -> list[float]:
         """Return, for each of `num_tokens` guesses in a row, how likely it and all before it are right.
 
-        The list ends where that is less than LEAST_LIKELY.
+        chance: that of the guess before the first one. The list ends where it is less than LEAST_LIKELY.
         """
-        chances, chance = list[float](), 1.0
+        chances = list[float]()
         for number in range(num_matched, num_matched + num_tokens):
             expected = self._of_all.rate(source, number)
             chance *= own.rate(source, number, expected, _WEIGHT_OF_SERVICE)

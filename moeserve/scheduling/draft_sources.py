@@ -1,4 +1,7 @@
-"""Where guesses of a request's next tokens come from: its own text, and what the prefix cache has behind it."""
+"""Where guesses of a request's next tokens come from: its own text, and what the prefix cache has behind it.
+
+What grammars force comes from `moeserve.grammars.masks`.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +16,8 @@ from moeserve.scheduling.suffix_index import LONGEST_MATCH, SuffixIndex
 # The sources: the request's prompt and output; cached text that begins with all of the request's tokens.
 OWN_TEXT = "own"
 CACHED_TEXT = "cached"
+# What the request's grammar forces behind its tokens, or behind a guess of another source.
+FORCED = "forced"
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from moeserve.config import SpeculativeConfig
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths
-from moeserve.scheduling.draft_sources import CachedText, Guess, OwnText
+from moeserve.scheduling.draft_sources import FORCED, CachedText, Guess, OwnText
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 
@@ -43,12 +43,16 @@ class DraftCounters:
 
 @dataclass(slots=True)
 class _Known:
-    """The facts about one request that drafting keeps: its rates, its texts and its present guesses, the best first."""
+    """The facts about one request that drafting keeps: its rates, its texts and its present guesses, the best first.
+
+    The last `num_forced` of its draft tokens are forced by its grammar, those before them are of the best guess.
+    """
 
     rates: Rates
     own: OwnText = field(default_factory=OwnText)
     cached: CachedText = field(default_factory=CachedText)
     guesses: list[Guess] = field(default_factory=list)
+    num_forced: int = 0
 
 
 class Drafting:
@@ -66,6 +70,11 @@ class Drafting:
         self._cost = CostModel()
         self._allowance = 0
         self.counters = DraftCounters()
+
+    @property
+    def most_forced(self) -> int:
+        """The number of drafts up to which tokens that a grammar forces are added; `ngram` has them from text alone."""
+        return 0 if self._config.method == "ngram" else self._config.num_speculative_tokens
 
     def begin_commit(self) -> None:
         """Begin to receive the tokens of a step."""
@@ -89,10 +98,23 @@ class Drafting:
             return
         for guess in known.guesses:
             self._judge(known, guess, new_tokens)
+        self._judge_forced(request, known, new_tokens)
         known.cached.follow(new_tokens)
         known.guesses = sorted(self._guesses(request, known, memory), key=lambda g: self._worth(known, g), reverse=True)
-        request.draft_masks = ()
+        known.num_forced, request.draft_masks = 0, ()
         request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
+
+    def receive(
+        self, request: Request, draft_tokens: array[int], draft_masks: Sequence[bytes], num_forced: int
+    ) -> None:
+        """Replace a request's drafts by those of them that its grammar allows and the `num_forced` that it forces next.
+
+        draft_masks: after each of them. A request without tokens of its own yet gets no drafts.
+        """
+        known = self._known.get(request.request_id)
+        if known is not None:
+            known.num_forced = num_forced
+            request.draft_tokens, request.draft_masks = draft_tokens, tuple(draft_masks)
 
     def forget(self, request: Request) -> None:
         """Forget a request that has ended."""
@@ -114,7 +136,12 @@ class Drafting:
         chances = []
         for request, count in zip(requests, wanted, strict=True):
             known = self._known[request.request_id]
-            chances.append(self._chances(known, known.guesses[0], count) if count else [])
+            num_guessed = min(count, len(request.draft_tokens) - known.num_forced)
+            own = self._chances(known, known.guesses[0], num_guessed) if num_guessed else []
+            if len(own) == num_guessed < count:
+                first = own[-1] if own else 1.0
+                own += self._acceptance.chances(known.rates, FORCED, 0, count - num_guessed, first)
+            chances.append(own)
         attended = size.attended / max(1, size.rows)
         return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
 
@@ -150,6 +177,12 @@ class Drafting:
         for number in range(min(num_right + 1, len(guess.tokens), len(new_tokens))):
             is_right = number < num_right
             self._acceptance.count(known.rates, guess.source, guess.num_matched + number, is_right=is_right)
+
+    def _judge_forced(self, request: Request, known: _Known, new_tokens: Sequence[int]) -> None:
+        """Learn whether forced tokens came, where the guess before them was right."""
+        num_guessed = len(request.draft_tokens) - known.num_forced
+        if known.num_forced and array("i", new_tokens[:num_guessed]) == request.draft_tokens[:num_guessed]:
+            self._judge(known, Guess(FORCED, 0, request.draft_tokens[num_guessed:]), new_tokens[num_guessed:])
 
     def _guesses(self, request: Request, known: _Known, memory: RequestMemory) -> list[Guess]:
         """Return the guesses of all sources, without those that have none."""

@@ -134,6 +134,11 @@ class Scheduler:
         return None if self._drafting is None else self._drafting.counters
 
     @property
+    def most_forced_drafts(self) -> int:
+        """The number of drafts up to which tokens that a grammar forces are worth being provided."""
+        return 0 if self._drafting is None else self._drafting.most_forced
+
+    @property
     def num_empty_slots(self) -> int:
         """The number of slots that requests hold and no plan fills yet."""
         return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
@@ -175,17 +180,23 @@ class Scheduler:
         return changes
 
     def provide(
-        self, request: Request, mask: bytes, draft_tokens: array[int] | None = None, draft_masks: Sequence[bytes] = ()
+        self,
+        request: Request,
+        mask: bytes,
+        draft_tokens: array[int] | None = None,
+        draft_masks: Sequence[bytes] = (),
+        num_forced: int = 0,
     ) -> None:
         """Receive the tokens that a request's grammar allows next. Without them no step computes the request.
 
-        draft_tokens: the drafts that the grammar allows, with the mask after each; None for none. With its
-        first mask the request takes its place in the queue, by its arrival. One that has finished is left alone.
+        draft_tokens: the drafts that the grammar allows, the last `num_forced` of which it forces, with the mask after
+        each; None for none. With its first mask the request takes its place in the queue, by its arrival. One that has
+        finished is left alone.
         """
         if not request.finished:
             request.mask = mask
-            if draft_tokens is not None:
-                request.draft_tokens, request.draft_masks = draft_tokens, tuple(draft_masks)
+            if draft_tokens is not None and self._drafting is not None:
+                self._drafting.receive(request, draft_tokens, draft_masks, num_forced)
             if self._unmasked.pop(request.request_id, None) is not None:
                 self._waiting.add(request)
 

@@ -304,6 +304,29 @@ def test_masks_follow_the_output_and_failures_end_their_request_alone(source: Gr
     assert allowed(made_of(source, go_on(one, b"ab"))["1"]) == [ord("c")]
 
 
+def test_tokens_that_a_grammar_forces_follow_the_drafts_that_it_allows(tmp_path: Path) -> None:
+    tokenizer = write_model_dir(tmp_path) / "tokenizer.json"
+    for most, drafts, expected, num_forced in [
+        (0, b"", b"", 0),
+        (0, b"xyzq", b"xyz", 0),
+        (4, b"", b"", 0),
+        (4, b"a", b"abc", 2),
+        (2, b"a", b"ab", 1),
+        (4, b"xq", b"xyz", 2),
+        (9, b"q", b"", 0),
+    ]:
+        source = GrammarMasks(tokenizer, VOCAB_SIZE, [EOS], num_cores=2, most_drafts=most)
+        request = request_of("1", 'start: "ab" "c" ("d" | "e") | "xyz" ("1" | "2")')
+        request.draft_tokens = array("i", list(drafts))
+        made = made_of(source, request)["1"]
+        assert (bytes(made.draft_tokens.tolist()), made.num_forced) == (expected, num_forced)
+        after = [allowed(MadeMask(request, mask)) for mask in made.draft_masks]
+        # Each mask allows the draft behind it.
+        assert all(draft in mask for draft, mask in zip(made.draft_tokens[1:], after, strict=False))
+        assert len(after) == len(made.draft_tokens)
+        source.close()
+
+
 def test_the_forced_end_of_a_thought_may_cut_a_character(source: GrammarMasks) -> None:
     grammar, euro = 'start: before "yes"\nbefore[suffix="!"]: /(?s:.*)/', "\U0001f642".encode()
     form = ThoughtForm(Marker(1), (Marker(1),))
