@@ -15,7 +15,9 @@ from random import Random
 import pytest
 
 from benchmarks.token_engine import Completion, TokenEngine
-from moeserve.config import ServeConfig
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import KvBudget
+from moeserve.engine.assemble import build_scheduler
 from moeserve.frontend.constraints import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.plan import SamplingParams
@@ -131,3 +133,13 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
     if kind == "short of memory":
         assert engine.scheduler.counters.preemptions > 0
     engine.close()
+
+
+@pytest.mark.parametrize("method", ["none", "auto", "ngram", "suffix"])
+def test_models_with_recurrent_states_get_no_drafts_and_refuse_those_that_are_asked_for(method: str) -> None:
+    config, kv = ServeConfig(speculative_config=method), KvBudget(64, 256, num_state_slots=256, num_snapshots=4)
+    if method in ("none", "auto"):
+        assert build_scheduler(config, kv)[0].draft_counters is None
+    else:
+        with pytest.raises(ConfigError, match="recurrent states"):
+            build_scheduler(config, kv)
