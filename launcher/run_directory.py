@@ -12,6 +12,7 @@ import hashlib
 import os
 import secrets
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -62,6 +63,8 @@ def _janitor(directory: Path) -> Iterator[None]:
         finally:
             assert janitor.stdin is not None
             janitor.stdin.close()
+            # One that was stopped, as with a whole control group, would be waited for in vain.
+            janitor.send_signal(signal.SIGCONT)
             with suppress(subprocess.TimeoutExpired):
                 janitor.wait(_SECONDS_FOR_JANITOR)
             janitor.kill()

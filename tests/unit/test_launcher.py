@@ -4,8 +4,10 @@ import fcntl
 import io
 import os
 import re
+import signal
 import socket
 import stat
+import subprocess
 import tempfile
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -21,6 +23,7 @@ from launcher.preflight import LaunchError, gpu_names, usable_cores
 from launcher.processes import Failed, Loading, Ready, child_environment, decode_status
 from launcher.run_directory import hash_model, remove_stale, run_directory
 from launcher.serve import notify_systemd, pat_watchdog
+from tests.support.service import descendants
 
 READY = Ready(
     device="cpu",
@@ -117,6 +120,19 @@ def test_the_run_directory_is_private_and_removed():
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
             assert path.parent == Path(base)
         assert list(Path(base).iterdir()) == []
+
+
+def test_a_janitor_that_was_stopped_ends_by_itself(monkeypatch):
+    codes, kill = [], subprocess.Popen.kill
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: codes.append(process.returncode) or kill(process))
+    with tempfile.TemporaryDirectory(dir="/tmp") as base:
+        others = descendants(os.getpid())
+        with run_directory({"XDG_RUNTIME_DIR": base}):
+            [janitor] = descendants(os.getpid()) - others
+            os.kill(janitor, signal.SIGSTOP)
+            assert os.WIFSTOPPED(os.waitpid(janitor, os.WUNTRACED)[1])
+        assert list(Path(base).iterdir()) == []
+    assert codes == [0]
 
 
 def test_a_run_directory_too_deep_for_sockets_goes_elsewhere(tmp_path):
