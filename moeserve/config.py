@@ -276,7 +276,7 @@ class ServeConfig:
         minimum=0,
     )
     speculative_config: str = setting(
-        "none",
+        "auto",
         "Draft tokens that steps verify, in vLLM's JSON or a method alone: none, ngram and suffix (guesses out of "
         "known text, verified whenever there are some), auto (as many as are likely to pay); see drafts.md.",
         group="Memory and scheduling",

@@ -495,16 +495,19 @@ def build_scheduler(
         states=StatePolicy(num_slots) if num_slots else None,
         slo=slo,
         rope_switch=rope_switch,
-        drafting=_drafting(config, num_slots),
+        drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
     )
     return scheduler, caches
 
 
-def _drafting(config: ServeConfig, num_state_slots: int) -> Drafting | None:
-    """Return what makes draft tokens, None for none. Raise ConfigError if the model cannot verify those asked for."""
+def _drafting(config: ServeConfig, *, has_states: bool, run_ahead: bool) -> Drafting | None:
+    """Return what makes draft tokens, None for none. Raise ConfigError if the model cannot verify them.
+
+    `auto` makes none where they cannot be verified, and where steps are planned ahead, where nothing was measured.
+    """
     speculative = parse_speculative(config.speculative_config)
-    if speculative.method == "none" or (speculative.method == "auto" and num_state_slots):
+    if speculative.method == "none" or (speculative.method == "auto" and (has_states or run_ahead)):
         return None
-    if num_state_slots:
+    if has_states:
         raise ConfigError("--speculative-config: the recurrent states of this model cannot go back to a token before.")
     return Drafting(speculative)
