@@ -134,6 +134,13 @@ class ServeConfig:
         group="Experts",
         choices=("auto", "allgather", "alltoall"),
     )
+    combine_dtype: str = setting(
+        "float32",
+        "Of a row's parts on their way home from other ranks; bfloat16 halves these bytes and rounds the parts, which "
+        "are added in float32.",
+        group="Experts",
+        choices=("float32", "bfloat16"),
+    )
     placement: str = setting(
         "contiguous",
         "Which ranks hold which experts; the last three learn it from the statistics.",

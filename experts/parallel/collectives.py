@@ -124,15 +124,16 @@ class Collectives:
         return self.all_to_all(torch.cat([rows] * self.num_ranks), sizes, sizes)
 
     def reduce_scatter(self, parts: Tensor) -> Tensor:
-        """Sum the parts that all ranks have for this rank: `parts` [num_ranks * N, ...] -> [N, ...].
+        """Sum the parts that all ranks have for this rank: `parts` [num_ranks * N, ...] -> [N, ...] fp32.
 
-        The sum runs in rank order, so that a row has the same bits at any position. The reduce-scatters of gloo and
-        NCCL guarantee no order; at the sizes of a step gloo's is also slower than this all-to-all.
+        Parts travel in their own dtype and are added in fp32. The sum runs in rank order, so that a row has the same
+        bits at any position. The reduce-scatters of gloo and NCCL guarantee no order; at the sizes of a step gloo's is
+        also slower than this all-to-all.
         """
         num_rows = parts.shape[0] // self.num_ranks
         sizes = [num_rows] * self.num_ranks
         of_ranks = self.all_to_all(parts, sizes, sizes).view(self.num_ranks, num_rows, *parts.shape[1:])
-        total = of_ranks[0]
+        total = of_ranks[0].float()
         for part in of_ranks[1:]:
             total = total.add_(part)
         return total

@@ -40,15 +40,17 @@ class ExpertParallel(Generic[Experts]):
         compute: Compute[Experts],
         local_of: Callable[[int], Compute[Experts]] | None = None,
         for_devices: bool = False,
+        combine_dtype: torch.dtype = torch.float32,
     ) -> None:
         """moe_layers: the number in the decoder of each layer of the placement. last_layer: the decoder's last layer.
 
         compute: computes the local experts, each in a slot of its own, in the order of the placement. local_of: returns
         the function that computes a decoder layer's local experts instead; it finds experts by their ids in the model.
-        for_devices: exchange rows as suits a GPU; they stay on the device of the collectives. All ranks have to agree
-        on it.
+        for_devices: exchange rows as suits a GPU; they stay on the device of the collectives. combine_dtype: of the
+        parts of rows on their way home. All ranks have to agree on both.
         """
         self._collectives = collectives
+        self._combine_dtype = combine_dtype
         self._last_layer = last_layer
         self._num_rows: Sequence[int] = ()
         self._num_logit_rows: Sequence[int] = ()
@@ -154,7 +156,7 @@ class ExpertParallel(Generic[Experts]):
                 return x
             arrived = self._exchange.dispatch(x, expert_ids, weights, num_rows, self._tables[placed_layer])
             partial = compute(arrived.rows, arrived.slots, arrived.weights, experts, activation)
-            return self._exchange.combine(partial, arrived, num_rows).to(x.dtype)
+            return self._exchange.combine(partial.to(self._combine_dtype), arrived, num_rows).to(x.dtype)
 
         return dispatch
 
@@ -222,7 +224,7 @@ class ExpertParallel(Generic[Experts]):
                 if experts:
                     computed = (arrived.rows, arrived.slots, arrived.weights)
                     partial = self._compute(*computed, experts[layer], activation)
-                exchange.combine(partial, arrived, num_rows)
+                exchange.combine(partial.to(self._combine_dtype), arrived, num_rows)
                 self._collectives.waits.wait_for_device()
                 if round_number >= warm_up:
                     seconds[round_number - warm_up, number] = time.perf_counter() - started

@@ -1,8 +1,9 @@
 """Two ways for rows to reach the ranks that own their experts and to come back, behind the same two functions.
 
 `dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings their results home. Each
-rank sums its experts' weighted results for a row before it sends the sum back; the home rank adds these parts in rank
-order, in fp32. So both ways give the same bits. A row's bits depend on no other row, only on the placement and, if
+rank sums its experts' weighted results for a row in fp32 before it sends the sum back, rounded to the dtype of
+`combine`'s parts if that is narrower; the home rank adds the parts in rank order, in fp32. So both ways give the same
+bits. A row's bits depend on no other row, only on the placement and, if
 experts have replicas, on the row's home rank, which selects the replica.
 """
 
@@ -47,7 +48,7 @@ class Exchange(Protocol):
         """Send x [T, H], expert_ids [T, k] int64, weights [T, k] fp32. num_rows[r]: the T of rank r, known to all."""
 
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
-        """partial [M, H] fp32, one row per arrived row -> [T, H] fp32."""
+        """partial [M, H] fp32 or narrower, one row per arrived row; rows travel in its dtype -> [T, H] fp32."""
 
 
 class AllToAll:
@@ -93,9 +94,9 @@ class AllToAll:
             self._collectives.all_to_all(torch.cat((partial[:before], partial[after:])), back, num_home).split(num_home)
         )
         parts[me] = partial[before:after]
-        out = partial.new_zeros((num_rows[me], partial.shape[1]))
+        out = partial.new_zeros((num_rows[me], partial.shape[1]), dtype=torch.float32)
         for rows, part in zip(arrived.of_home, parts, strict=True):
-            out.index_add_(0, rows, part)
+            out.index_add_(0, rows, part.float())
         return out
 
 
@@ -132,10 +133,10 @@ class DeviceAllToAll:
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
         num_to = [len(rows) for rows in arrived.of_home]
         parts = self._collectives.all_to_all(partial, arrived.num_from, num_to).split(num_to)
-        out = partial.new_zeros((num_rows[self._collectives.rank], partial.shape[1]))
+        out = partial.new_zeros((num_rows[self._collectives.rank], partial.shape[1]), dtype=torch.float32)
         for rows, part in zip(arrived.of_home, parts, strict=True):
             # Each rank has a row at most once, so no two additions collide.
-            out.index_add_(0, rows, part)
+            out.index_add_(0, rows, part.float())
         return out
 
     def _exchange_counts(self, num_to: Tensor) -> tuple[list[int], list[int]]:

@@ -174,7 +174,7 @@ def load_rank(
     if spec.moe is not None and config.record_experts:
         tap = RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
         observers.append(tap)
-    group = None if collectives is None else _make_group(plan, body, collectives)
+    group = None if collectives is None else _make_group(config, plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
     rounding = {} if plan.rounding.is_none else {"rounding": plan.rounding}
     decoder = _load_decoder(
@@ -252,7 +252,7 @@ def _open_body(
     return body
 
 
-def _make_group(plan: ModelPlan, body: Body, collectives: Collectives) -> Group:
+def _make_group(config: ServeConfig, plan: ModelPlan, body: Body, collectives: Collectives) -> Group:
     from experts.parallel.dispatch import ExpertParallel  # Imported late: it loads deepspeed.
 
     spec = plan.spec
@@ -265,6 +265,7 @@ def _make_group(plan: ModelPlan, body: Body, collectives: Collectives) -> Group:
         compute=body.compute_of(spec.moe_layers[0]),
         local_of=None if body.resident is None else body.compute_of,
         for_devices=plan.device == "cuda",
+        combine_dtype=getattr(torch, config.combine_dtype),
     )
     return Group(collectives, experts, GroupSteps(experts, collectives))
 

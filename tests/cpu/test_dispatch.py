@@ -24,13 +24,19 @@ def test_a_service_of_one_rank_loads_nothing_of_this() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "num_redundant", "dtype"),
-    [(2, 0, "float32"), (3, 0, "bfloat16"), (2, 4, "bfloat16"), (3, 6, "float32"), (4, 4, "float32")],
+    ("num_ranks", "num_redundant", "dtype", "combine"),
+    [
+        (2, 0, "float32", "float32"),
+        (3, 0, "bfloat16", "float32"),
+        (2, 4, "bfloat16", "bfloat16"),
+        (3, 6, "float32", "bfloat16"),
+        (4, 4, "float32", "float32"),
+    ],
 )
 def test_both_shapes_agree_with_local_experts_and_with_each_other(
-    tmp_path: Path, num_ranks: int, num_redundant: int, dtype: str
+    tmp_path: Path, num_ranks: int, num_redundant: int, dtype: str, combine: str
 ) -> None:
-    sizes = [str(num_ranks), str(num_redundant), dtype, str(tmp_path / "s")]
+    sizes = [str(num_ranks), str(num_redundant), dtype, combine, str(tmp_path / "s")]
     ranks = [
         popen(
             [sys.executable, "-m", "tests.support.dispatch_rank", str(rank), *sizes],

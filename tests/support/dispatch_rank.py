@@ -1,4 +1,7 @@
-"""One rank of a dispatch test: `python -m tests.support.dispatch_rank RANK RANKS REDUNDANT DTYPE RENDEZVOUS`."""
+"""One rank of a dispatch test.
+
+`python -m tests.support.dispatch_rank RANK RANKS REDUNDANT DTYPE COMBINE RENDEZVOUS`
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def gloo_policies() -> set[int]:
 
 def main() -> None:
     rank, num_ranks, num_redundant = map(int, sys.argv[1:4])
-    dtype = getattr(torch, sys.argv[4])
+    dtype, combine_dtype = (getattr(torch, name) for name in sys.argv[4:6])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     gate_up = torch.randn(NUM_EXPERTS, 2 * INTERMEDIATE, HIDDEN).div(8).to(dtype)
@@ -57,16 +60,22 @@ def main() -> None:
     held = [list(placement.experts_on(layer, rank)) for layer in range(2)]
     own = [pack_experts(gate_up[here], down[here]) for here in held]
     collectives = Collectives(rank, num_ranks)
-    collectives.open(Path(sys.argv[5]), timeout=30)
+    collectives.open(Path(sys.argv[6]), timeout=30)
     assert gloo_policies() == {os.SCHED_BATCH}
     # What a GPU does, with tensors that are on the CPU.
     ways = {
         for_devices: ExpertParallel(
-            collectives, placement, [0, 1], last_layer=1, compute=moe_experts_partial, for_devices=for_devices
+            collectives,
+            placement,
+            [0, 1],
+            last_layer=1,
+            compute=moe_experts_partial,
+            for_devices=for_devices,
+            combine_dtype=combine_dtype,
         )
         for for_devices in (False, True)
     }
-    tolerance = 1e-5 if dtype == torch.float32 else 0.05
+    tolerance = 1e-5 if dtype == combine_dtype == torch.float32 else 0.05
     for here in ((), own):
         for experts in ways.values():
             seconds = experts.measure(HIDDEN, TOP_K, dtype, here, Activation())
