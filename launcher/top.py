@@ -56,7 +56,7 @@ class Frame:
 
     def render(self) -> RenderableType:
         sample = self.samples[-1]
-        return Group(self._head(), Text(), self._lines(), Text(), self._blocks(sample["kv"]), *_experts(sample))
+        return Group(self._head(), Text(), self._lines(), Text(), self._blocks(sample), *_experts(sample))
 
     def _head(self) -> Text:
         about = self.about
@@ -103,8 +103,9 @@ class Frame:
     def _series(self, key: str) -> list[float | None]:
         return [sample[key] for sample in self.samples]
 
-    def _blocks(self, kv: dict[str, int]) -> Text:
-        """Return a bar of the KV blocks by state."""
+    def _blocks(self, sample: dict[str, Any]) -> Text:
+        """Return a bar of the KV blocks by state, and the tokens on disk if some are kept there."""
+        kv = sample["kv"]
         total = max(1, sum(kv.values()))
         widths = {state: round(_BAR_WIDTH * kv[state] / total) for state in ("leased", "cached")}
         bar = Text("KV blocks  ", style="dim")
@@ -113,6 +114,8 @@ class Frame:
         size = self.about.get("block_size", 1)
         for state, colour in (("leased", "green"), ("cached", "blue"), ("free", "dim")):
             bar.append(f"  {state} ", colour).append(f"{kv[state] * size:,}", "bold")
+        if (disk := sample["disk"]) is not None:
+            bar.append("  on disk ").append(f"{disk['blocks'] * size:,}", "bold")
         return bar.append(" tokens", "dim")
 
 

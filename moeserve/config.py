@@ -233,6 +233,14 @@ class ServeConfig:
         maximum=1,
         metavar="SHARE",
     )
+    kv_host_memory: int | None = setting(
+        None,
+        "Memory of the host for KV that a GPU evicts. No such tier is there yet, and on a CPU all KV is in the host's "
+        "memory anyway (--kv-cache-memory), so a value is refused.",
+        group="Memory and scheduling",
+        kind="size",
+        minimum=1,
+    )
     kv_disk_path: str | None = setting(
         None,
         "Folder where cached KV is kept too, so that prefixes outlive a restart or a crash; see prompt-cache.md.",

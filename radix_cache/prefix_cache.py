@@ -186,6 +186,12 @@ class PrefixCache:
         return self._tree.ledger.num_lost_blocks
 
     @property
+    def age(self) -> float:
+        """The time for which the prefix that would be evicted next was not used; 0 without any."""
+        leaf = self._tree.victims.next_leaf()
+        return 0.0 if leaf is None else max(0.0, self._tree.now - leaf.used_at)
+
+    @property
     def num_duplicates(self) -> int:
         """The number of blocks that `publish` has returned and `free` has not received yet."""
         return len(self._duplicates)

@@ -206,6 +206,11 @@ class Victims:
             return _excess(num_held, holding.weight, holding.used_at)
         return _excess(num_held, self._terms.get(account, _USUAL)[0], self.now)
 
+    def next_leaf(self) -> Node | None:
+        """Return the leaf that would be evicted next for nobody in particular, None without any."""
+        holding = self._first(Taker(None))
+        return None if holding is None else holding.first()
+
     def num_evictable(self, account: str) -> int:
         """Return the number of blocks of an account that no lease protects."""
         holding = self._holdings.get(account)

@@ -63,8 +63,9 @@ class CacheCommands:
     A command is a generator: the engine does other work between its slices, and it returns the answer.
     """
 
-    def __init__(self, caches: Sequence[PrefixCache], disk: DiskTier | None = None) -> None:
-        """disk: None if blocks are in memory alone."""
+    def __init__(self, caches: Sequence[PrefixCache], disk: DiskTier | None = None, block_bytes: int = 0) -> None:
+        """disk: None if blocks are in memory alone. block_bytes: of KV, in memory."""
+        self._block_bytes = block_bytes
         self._caches = caches
         self._disk = disk
         self._commands = {
@@ -126,9 +127,14 @@ class CacheCommands:
         in_memory = sum(cache.num_blocks - cache.num_free for cache in self._caches)
         return {
             "moeserve_kv_tier_blocks": [["device", in_memory], ["disk", stored.num_own]],
+            "moeserve_kv_tier_bytes": [["device", in_memory * self._block_bytes], ["disk", stored.num_of(None)[1]]],
+            "moeserve_kv_tier_age_seconds": [
+                ["device", round(max(cache.age for cache in self._caches), 1)],
+                ["disk", round(stored.oldest_age, 1)],
+            ],
+            "moeserve_kv_tier_hits": [["device", counters.device_hits], ["disk", counters.disk_hits]],
             "moeserve_kv_tier_hit_tokens": [["device", counters.device_hit_tokens], ["disk", counters.disk_hit_tokens]],
             "moeserve_kv_disk_bytes": [[stored.num_bytes]],
-            "moeserve_kv_disk_age_seconds": [[round(stored.oldest_age, 1)]],
             "moeserve_kv_disk_copied_bytes": [["read", counters.read_bytes], ["written", counters.written_bytes]],
             "moeserve_kv_disk_seconds": [
                 ["read", round(counters.read_seconds, 6)],

@@ -35,10 +35,11 @@ class Commands:
         experts: ExpertMonitor | None,
         answer: Callable[[bytes, ControlResult], None],
         disk: DiskTier | None = None,
+        block_bytes: int = 0,
     ) -> None:
         """experts: None for a model without experts. answer: called once for each command, with who sent it. disk: None
-        if blocks are in memory alone."""
-        self._cache_commands = CacheCommands(caches, disk)
+        if blocks are in memory alone. block_bytes: of KV, in memory."""
+        self._cache_commands = CacheCommands(caches, disk, block_bytes)
         self._experts = experts
         self._answer = answer
         self._queue: CommandQueue[_Command] = CommandQueue()

@@ -80,7 +80,8 @@ class Engine:
         self._frontends: list[bytes] = []
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
-        self._commands = Commands(caches, experts, self._send, scheduler.disk)
+        block_bytes = ready.kv_bytes // ready.num_blocks
+        self._commands = Commands(caches, experts, self._send, scheduler.disk, block_bytes)
         self._stats = EngineStats(scheduler, caches)
         self._progress = 0
         self._step_progress = step_progress

@@ -84,7 +84,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     Raise ConfigError or ModelError for a model or settings that cannot be served.
     """
     device = choose_device(config, cuda_absence)
-    check_kv_disk(config, device)
+    check_kv_tiers(config, device)
     spec, dtype = read_any_spec(directory, config, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
@@ -172,8 +172,12 @@ def _share_memory(
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
 
 
-def check_kv_disk(config: ServeConfig, device: str) -> None:
-    """Raise ConfigError if the settings for KV on disk contradict others."""
+def check_kv_tiers(config: ServeConfig, device: str) -> None:
+    """Raise ConfigError if the settings for KV in lower tiers contradict others, or cannot be met."""
+    if config.kv_host_memory is not None:
+        use = "--kv-host-memory is for KV that a GPU evicts to its host's memory"
+        on_cpu = f"{use}; on a CPU all KV is there already: --kv-cache-memory says how much."
+        raise ConfigError(on_cpu if device == "cpu" else f"{use}, and that tier is not there yet.")
     if config.kv_disk_path is None:
         refuse_changed(config, ("kv_disk_size", "kv_disk_age"), "--kv-disk-path")
     elif device != "cpu":

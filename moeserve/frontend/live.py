@@ -35,6 +35,14 @@ class KvBlocks(msgspec.Struct, frozen=True):
     leased: int
 
 
+class KvOnDisk(msgspec.Struct, frozen=True):
+    """hit_share: of the cached tokens that requests found since the start, the share that was on disk."""
+
+    blocks: int
+    bytes: int
+    hit_share: float | None
+
+
 class ExpertsNow(msgspec.Struct, frozen=True):
     """balance: mean over maximum of the recent load in the worst layer, over ranks where there are several, else over
     experts. resident: experts in memory, where not all are. hit_rate: of wanted experts, those that were in memory,
@@ -51,7 +59,7 @@ class Sample(msgspec.Struct, frozen=True):
     """`time` is in seconds since 1970. Rates are tokens per second since the sample before: `prompt_rate` of admitted
     prompts, `cached_rate` of these the ones found in the prefix cache. `step_seconds` is the mean of a step. Latencies
     and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
-    since the start."""
+    since the start. `disk`: None where KV is in memory alone."""
 
     time: float
     running: int
@@ -67,6 +75,7 @@ class Sample(msgspec.Struct, frozen=True):
     rejections: int
     preemptions: int
     experts: ExpertsNow
+    disk: KvOnDisk | None = None
 
 
 class _Point(msgspec.Struct, frozen=True):
@@ -158,7 +167,20 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         rejections=sum(stats.rejections.values()),
         preemptions=stats.preemptions,
         experts=_experts(last.stats.features, stats.features),
+        disk=_on_disk(stats.features),
     )
+
+
+def _on_disk(now: FeatureSamples) -> KvOnDisk | None:
+    """Return the figures of the disk tier, None without one."""
+    if "moeserve_kv_tier_blocks" not in now:
+        return None
+    blocks, size, tokens = (
+        {str(tier): float(value) for tier, value in now[f"moeserve_kv_tier_{name}"]}
+        for name in ("blocks", "bytes", "hit_tokens")
+    )
+    found = sum(tokens.values())
+    return KvOnDisk(int(blocks["disk"]), int(size["disk"]), round(tokens["disk"] / found, 4) if found else None)
 
 
 def _experts(before: FeatureSamples, now: FeatureSamples) -> ExpertsNow:

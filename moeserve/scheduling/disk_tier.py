@@ -56,10 +56,13 @@ class CopyResult:
 class DiskCounters:
     """Totals since the start. Bytes that were read, or written, with the seconds that this took.
 
-    device_hit_tokens, disk_hit_tokens: tokens that requests found in memory, and on disk. num_slower: prefixes that
+    device_hit_tokens, disk_hit_tokens: tokens that requests found in memory, and on disk. device_hits, disk_hits: how
+    often a request found some there. num_slower: prefixes that
     were computed because reading them was expected to take longer. num_overdue: readings that were given up.
     """
 
+    device_hits: int = 0
+    disk_hits: int = 0
     device_hit_tokens: int = 0
     disk_hit_tokens: int = 0
     read_bytes: int = 0
@@ -217,8 +220,11 @@ class DiskTier:
         found = max(0, min(stop, last) - max(start, last - num_tokens))
         if not request.num_preemptions:
             request.num_disk_tokens = (request.num_disk_tokens or 0) + found
-        self.counters.disk_hit_tokens += found
-        self.counters.device_hit_tokens += num_tokens - found
+        counters = self.counters
+        counters.disk_hit_tokens += found
+        counters.device_hit_tokens += num_tokens - found
+        counters.disk_hits += found > 0
+        counters.device_hits += num_tokens > found
 
     def _begin(self, restore: Restore, now: float) -> _Reading:
         job = CopyJob(restore.copies)

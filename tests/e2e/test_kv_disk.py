@@ -62,8 +62,15 @@ def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path
         running.process.kill()
         running.process.wait()
     with service(model, tmp_path / "2", *settings) as running:
-        assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 192})
+        answer = running.http.post(
+            "/v1/completions", json={"model": "m", "prompt": PROMPT, "max_tokens": 1, "cache_report": True}
+        )
+        report = answer.json()["usage"]["cache_report"]
+        assert (report["matched_tokens"], report["matched_tokens_details"]["disk"]) == (192, 192)
+        assert ask(running) == (cold, {"device": 192, "host": 0, "disk": 0})
         wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 192)
+        assert figure(running, 'moeserve_kv_tier_hits_total{tier="device"}') == 1
+        assert figure(running, 'moeserve_kv_tier_bytes{tier="device"}') > 0
         listed = running.http.get("/v1/cache").json()
         assert listed["disk"]["blocks"] >= 13
         assert ask(running, cache_salt="other")[1] == {"device": 0, "host": 0, "disk": 0}
@@ -115,6 +122,7 @@ def test_two_services_share_a_folder_within_its_size(model: Path, tmp_path: Path
     ("settings", "sentence"),
     [
         (("--expert-parallel-size", "2"), "--kv-disk-path is for a single rank so far"),
+        (("--kv-host-memory", "1GB"), "--kv-host-memory is for KV that a GPU evicts"),
         (("--no-enable-prefix-caching",), "--kv-disk-path keeps cached prefixes"),
         (("--kv-disk-path", "/dev/null/kv"), "The folder of --kv-disk-path, /dev/null/kv, cannot be used"),
     ],

@@ -396,18 +396,27 @@ def stats(**fields: Any) -> Stats:
     return Stats(**{**nothing, "rejections": {}, "step_seconds": 0.0, "load": None, **fields})
 
 
+TIERS = {
+    "moeserve_kv_tier_blocks": [["device", 50], ["disk", 40]],
+    "moeserve_kv_tier_bytes": [["device", 3e6], ["disk", 4e6]],
+    "moeserve_kv_tier_hit_tokens": [["device", 30], ["disk", 10]],
+}
+
+
 def test_the_dashboard_shows_the_figures_as_they_come(browser: Browser, server: Frontend) -> None:
     page = browser.page()
     page.open(server.url + "/dashboard")
     page.wait("document.querySelector('#state').textContent === 'live'")
     for running in (3, 5):
         while page.text("#requests .big") != str(running):
-            figures = stats(num_running=running, num_waiting=2, blocks_free=10, blocks_cached=20, blocks_leased=30)
+            blocks = {"blocks_free": 10, "blocks_cached": 20, "blocks_leased": 30}
+            figures = stats(num_running=running, num_waiting=2, **blocks, features=TIERS)
             server.engine.send(figures)
             page.wait("true")
     assert page.text("#requests .small") == "2 waiting"
     assert texts(page, "#kv li strong") == ["30 (480 tokens)", "20 (320 tokens)", "10 (160 tokens)"]
     assert page.text("#kv-used") == "83 %"
+    assert page.text("#kv-disk") == "on disk 640 tokens (4 MB) · 25 % of the cached tokens found"
     assert "running 5" in page.evaluate("document.querySelector('#requests svg').getAttribute('aria-label')")
     page.wait("document.querySelector('#experts .absent').textContent.includes('no experts')")
 

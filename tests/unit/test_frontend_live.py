@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.live import KvBlocks, LiveStats, quantiles
+from moeserve.frontend.live import KvBlocks, KvOnDisk, LiveStats, quantiles
 from moeserve.frontend.metrics import Metrics
 from moeserve.wire import Stats
 
@@ -60,6 +60,19 @@ def test_rates_are_per_second_since_the_sample_before(clock: Clock) -> None:
     assert sample.hit_rate == 0.75
     assert sample.kv == KvBlocks(free=5, cached=2, leased=1)
     assert sample.rejections == 3
+
+
+def test_kv_on_disk_is_told_where_there_is_some(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    tiers = {
+        "moeserve_kv_tier_blocks": [["device", 3], ["disk", 40]],
+        "moeserve_kv_tier_bytes": [["device", 300], ["disk", 4000]],
+        "moeserve_kv_tier_hit_tokens": [["device", 30], ["disk", 10]],
+    }
+    for features in ({}, {}, tiers):
+        figures.on_stats(stats(features=features))
+        clock.forward(1)
+    assert [sample.disk for sample in figures.samples] == [None, KvOnDisk(blocks=40, bytes=4000, hit_share=0.25)]
 
 
 def test_stats_that_come_faster_give_one_sample_a_second(clock: Clock) -> None:

@@ -266,11 +266,15 @@ class Usage:
         """The fields of the usage that no dialect has of its own, as far as there is something to say."""
         found: dict[str, Any] = {} if self.cache_report is None else {"cache_report": self.cache_report}
         if self.disk_tokens is not None:
-            device = self.cached_tokens - self.disk_tokens
-            found["cached_tokens_details"] = {"device": device, "host": 0, "disk": self.disk_tokens}
+            found["cached_tokens_details"] = by_tier(self.cached_tokens, self.disk_tokens)
         if self.resumed:
             found["resumed"] = True
         return found
+
+
+def by_tier(num_cached: int, num_on_disk: int) -> dict[str, int]:
+    """Return cached tokens by the tier that had them. KV of a CPU is in its own memory: no tier is on the host."""
+    return {"device": num_cached - num_on_disk, "host": 0, "disk": num_on_disk}
 
 
 # Yields now and then, and returns what was written.

@@ -162,7 +162,7 @@ class Answer:
         if choice in self._untold:
             self._note_cached(choice, output)
         if output.miss is not None and choice % self._n == 0:
-            self._add_report(choice // self._n, output.miss, output.num_cached_tokens or 0)
+            self._add_report(choice // self._n, output, output.miss)
         deltas = []
         if shown := self._shown_prompts[choice]:
             shown.push(output)
@@ -187,9 +187,10 @@ class Answer:
             deltas.append(delta)
         return deltas
 
-    def _add_report(self, prompt: int, miss: Miss, num_cached: int) -> None:
+    def _add_report(self, prompt: int, output: Output, miss: Miss) -> None:
         """Add the cache report of a prompt: usage has one, or for several prompts a list in their order."""
-        self._reports[prompt] = describe_miss(miss, self._prompts[prompt], num_cached, self._tokenizer)
+        found = output.num_cached_tokens or 0, output.num_disk_tokens
+        self._reports[prompt] = describe_miss(miss, self._prompts[prompt], *found, self._tokenizer)
         reports = [self._reports[prompt] for prompt in sorted(self._reports)]
         self._usage.cache_report = reports[0] if len(self._prompts) == 1 else reports
 

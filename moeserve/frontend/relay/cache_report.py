@@ -7,6 +7,7 @@ from typing import Any
 
 from starlette.types import Scope
 
+from moeserve.frontend.dialects.internal import by_tier
 from moeserve.frontend.text import TextTokenizer
 from radix_cache import Miss, MissReason
 
@@ -45,8 +46,12 @@ def asks_for_report(scope: Scope) -> bool:
     return any(name == _HEADER and value.strip().lower() not in _OFF for name, value in scope["headers"])
 
 
-def describe_miss(miss: Miss, prompt: Sequence[int], num_cached: int, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """Return the report of a prompt of which `num_cached` tokens were cached.
+def describe_miss(
+    miss: Miss, prompt: Sequence[int], num_cached: int, num_on_disk: int | None, tokenizer: TextTokenizer
+) -> dict[str, Any]:
+    """Return the report of a prompt of which `num_cached` tokens were cached, `num_on_disk` of them on disk.
+
+    num_on_disk: None where the cache is in memory alone; the report then names no tiers.
 
     `yours` is the prompt's text from `at_token` on, `nearest` that of the nearest prefix of one's own from there on,
     `before` what both have before.
@@ -68,6 +73,8 @@ def describe_miss(miss: Miss, prompt: Sequence[int], num_cached: int, tokenizer:
             witnesses=miss.num_witnesses,
         ),
     }
+    if num_on_disk is not None:
+        report["matched_tokens_details"] = by_tier(num_cached, num_on_disk)
     if position < len(prompt) and miss.reason is not MissReason.BYPASSED:
         report["before"] = text(prompt[max(0, position - _SHOWN_TOKENS) : position])
         report["yours"] = text(prompt[position : position + _SHOWN_TOKENS])
