@@ -1,5 +1,6 @@
 """Which KV block holds which tokens. `PrefixCache` is the only interface."""
 
+from radix_cache.block_copies import BlockCopy
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Evicted, Fact, Published
@@ -8,7 +9,7 @@ from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import APART, PUBLIC, Lease, Snapshot
 from radix_cache.prefix_cache import PrefixCache, Restore
 from radix_cache.retention import account_of
-from radix_cache.stored import BlockCopy, Chores, StoredBlock, StoredBlocks, used_at
+from radix_cache.stored import Chores, StoredBlock, StoredBlocks, used_at
 
 __all__ = [
     "APART",

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
+from radix_cache.block_copies import BlockCopies, BlockCopy
 from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Fact, Published, facts_of
@@ -18,8 +19,9 @@ from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
-from radix_cache.stored import BlockCopies, BlockCopy, StoredBlock, StoredBlocks, used_at
+from radix_cache.stored import StoredBlocks
 from radix_cache.tree import RadixTree
+from radix_cache.tree_on_disk import TreeOnDisk
 from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
 
 # The share of all blocks that `extend` with `sparing` leaves to accounts that hold less.
@@ -72,6 +74,7 @@ class PrefixCache:
         "_allocator",
         "_caching",
         "_copies",
+        "_disk",
         "_duplicates",
         "_granted",
         "_leases",
@@ -80,7 +83,6 @@ class PrefixCache:
         "_pin_share",
         "_retention_share",
         "_stateful",
-        "_stored",
         "_tree",
         "_windows",
         "block_size",
@@ -127,8 +129,10 @@ class PrefixCache:
         self._next_number = 0
         self._num_private_blocks = 0
         self._duplicates: set[int] = set()
-        self._stored = stored if caching else None
         self._copies = BlockCopies()
+        self._disk: TreeOnDisk | None = None
+        if stored is not None and caching:
+            self._disk = TreeOnDisk(stored, self._copies, self._tree, block_size)
 
     @property
     def num_free(self) -> int:
@@ -214,7 +218,7 @@ class PrefixCache:
     @property
     def stored(self) -> StoredBlocks | None:
         """The blocks on disk; None if none are kept there."""
-        return self._stored
+        return None if self._disk is None else self._disk.stored
 
     @property
     def keeps_states(self) -> bool:
@@ -370,9 +374,8 @@ class PrefixCache:
             for block, other in zip(duplicates, canonical, strict=True):
                 self._windows.exchange(block, other)
             self._windows.slide(lease, num_computed_tokens)
-        if self._stored is not None:
-            self._stored.name(lease.names, lease.namespace, tokens, stop, size)
-            self._store(lease, tokens, first + len(canonical), stop)
+        if self._disk is not None:
+            self._disk.publish(lease, tokens, first + len(canonical), stop)
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
@@ -393,8 +396,8 @@ class PrefixCache:
         if lease.owner is not self:
             raise _not_leased()
         self.end_load(lease)
-        if self._stored is not None:
-            self._store_path(lease, keep_tokens)
+        if self._disk is not None:
+            self._disk.release(lease, keep_tokens)
         lease.owner = None
         del self._leases[lease.number]
         num_published = lease.num_published_tokens // self.block_size
@@ -407,8 +410,8 @@ class PrefixCache:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
                 trimmed = self._tree.trim(lease.node, num_dropped, lease.namespace)
-                if self._stored is not None:
-                    self._unstore(lease.names[num_published - len(trimmed) : num_published])
+                if self._disk is not None:
+                    self._disk.forget(lease.names[num_published - len(trimmed) : num_published])
                 private.extend(trimmed)
         self._free(private)
 
@@ -606,10 +609,8 @@ class PrefixCache:
         Nothing of them stays on disk. Yield the numbers of blocks that went, some at a time; between two the cache may
         be used.
         """
-        if self._stored is not None:
-            folders = None if namespaces is None else {self._stored.folder_of(namespace) for namespace in namespaces}
-            self._copies.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
-            self._stored.drop(namespaces)
+        if self._disk is not None:
+            self._disk.drop(namespaces)
         for evicted in self._tree.drop(namespaces):
             self._free(evicted)
             yield len(evicted)
@@ -623,26 +624,16 @@ class PrefixCache:
 
         now: in seconds since the epoch.
         """
-        assert self._stored is not None
-        is_alone, stays = self._copies.end(copy.block)
-        if is_alone:
+        assert self._disk is not None
+        if self._disk.end_write(copy, num_bytes, now):
             self._allocator.free([copy.block])
-        if num_bytes and stays:
-            self._stored.put(StoredBlock(copy.name, copy.folder, num_bytes, used_at(now, copy.depth)))
-        elif num_bytes:
-            self._stored.remove(copy.path)
 
     def num_stored(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> int:
         """Return the number of the first block from number `first` on that is not on disk, or holds the last token.
 
         names: of the tokens' first blocks; names are added as far as they are needed.
         """
-        stored = self._stored
-        stop = (len(tokens) - 1) // self.block_size
-        if stored is None or first >= stop or not stored.has_any(namespace):
-            return first
-        stored.name(names, namespace, tokens, stop, self.block_size)
-        return min(stop, stored.depth(names, first))
+        return first if self._disk is None else self._disk.num_stored(tokens, namespace, names, first)
 
     def begin_restore(self, tokens: array[int], namespace: str, names: list[bytes]) -> Restore | None:
         """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.
@@ -650,7 +641,7 @@ class PrefixCache:
         Return None, with no lease made, if nothing is on disk or too few blocks are available. The caller fills the
         blocks of `Restore.copies` and calls `end_restore`; it may release the lease before.
         """
-        assert self._stored is not None
+        assert self._disk is not None
         lease = self.match(tokens, namespace, names=names)
         first = lease.num_published_tokens // self.block_size
         stop = self.num_stored(tokens, namespace, names, first)
@@ -659,25 +650,21 @@ class PrefixCache:
             self.release(lease)
             return None
         self._copies.begin(blocks)
-        size, folder = self.block_size, self._stored.folder_of(namespace)
-        copies = [
-            BlockCopy(block, names[index], folder, index, tokens[index * size : (index + 1) * size].tobytes())
-            for index, block in enumerate(blocks, first)
-        ]
-        return Restore(lease, tokens[: stop * size], first, copies)
+        copies = self._disk.copies_of(blocks, lease, tokens, first)
+        return Restore(lease, tokens[: stop * self.block_size], first, copies)
 
     def end_restore(self, restore: Restore, num_filled: int, *, is_whole: bool) -> None:
         """Note that the first `num_filled` blocks of a restore have their content, and enter them into the tree.
 
         is_whole: False if the next block's file is missing or damaged; it is then removed.
         """
-        assert self._stored is not None
+        assert self._disk is not None
         for copy in restore.copies:
             is_alone, _ = self._copies.end(copy.block)
             if is_alone:
                 self._allocator.free([copy.block])
         if not is_whole:
-            self._stored.discard(restore.copies[num_filled].name)
+            self._disk.stored.discard(restore.copies[num_filled].name)
         lease = restore.lease
         if lease.owner is self:
             filled = (restore.first + num_filled) * self.block_size
@@ -846,50 +833,9 @@ class PrefixCache:
         """Free KV blocks, and their window blocks; those that are being copied once that has ended."""
         if self._windows is not None:
             self._windows.drop(blocks)
-        if self._stored is not None:
+        if self._disk is not None:
             blocks = self._copies.let_go(blocks)
         self._allocator.free(blocks)
-
-    def _store(self, lease: Lease, tokens: array[int], first: int, stop: int) -> None:
-        """Have the lease's blocks number `first` to `stop`, which are in the tree, written unless they are on disk."""
-        stored, size = self._stored, self.block_size
-        assert stored is not None
-        for index in range(first, stop):
-            name = lease.names[index]
-            if name not in stored and name not in self._copies:
-                data = tokens[index * size : (index + 1) * size].tobytes()
-                folder = stored.folder_of(lease.namespace)
-                self._copies.want(BlockCopy(lease.block_ids[index], name, folder, index, data))
-
-    def _store_path(self, lease: Lease, keep_tokens: int | None) -> None:
-        """Note on disk that the lease's prefix was used, and have what is missing there of it written.
-
-        Public blocks have been written for the namespace that published them. keep_tokens: see `release`.
-        """
-        stored, size = self._stored, self.block_size
-        assert stored is not None
-        num_published = lease.num_published_tokens // size
-        stop = num_published if keep_tokens is None else min(num_published, max(0, keep_tokens) // size)
-        if not stop:
-            return
-        tokens = array("i")
-        if len(lease.names) < stop or not all(name in stored or name in self._copies for name in lease.names[:stop]):
-            tokens.frombytes(self._tree.prefix(lease.node))
-            stored.name(lease.names, lease.namespace, tokens, stop, size)
-            node: Node | None = lease.node
-            first = num_published
-            while node is not None and node.namespace == lease.namespace:
-                first -= len(node.blocks)
-                node = node.parent
-            self._store(lease, tokens, first, stop)
-        stored.touch(lease.names[:stop])
-
-    def _unstore(self, names: Sequence[bytes]) -> None:
-        """Let blocks not be, or not come, on disk."""
-        assert self._stored is not None
-        self._copies.revoke(names)
-        for name in names:
-            self._stored.discard(name)
 
     def _choose_root(self, lease: Lease, tokens: array[int]) -> None:
         """Let a lease without published tokens begin at the present root of its first block, which may have changed.

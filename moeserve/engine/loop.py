@@ -18,7 +18,8 @@ from moeserve.engine.kv_events.publisher import KvEvents
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduling.drafting import DraftCounters
-from moeserve.scheduling.scheduler import NeverFitsError, QueueFullError, RequestOutput, Scheduler, TooLateError
+from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
 from moeserve.wire import (
     PROTOCOL_VERSION,

@@ -11,7 +11,6 @@ from __future__ import annotations
 from array import array
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import chain, islice, takewhile
 
 from moeserve.plan import (
@@ -21,19 +20,26 @@ from moeserve.plan import (
     Request,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
 from moeserve.scheduling.open_prompts import OpenPrompts
+from moeserve.scheduling.outcomes import (
+    NeverFitsError,
+    QueueFullError,
+    RequestOutput,
+    SchedulerCounters,
+    TooLateError,
+    append_sampled,
+)
 from moeserve.scheduling.pacing import Load, Pace, Slo
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
 from moeserve.scheduling.request_states import RequestStates, StatePolicy
 from moeserve.scheduling.sharing import Sharing
 from moeserve.scheduling.token_sums import TokenSums
-from radix_cache import APART, Miss, PrefixCache
+from radix_cache import APART, PrefixCache
 
 # A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
 _MAX_FOLLOWERS_TRIED = 64
@@ -41,8 +47,6 @@ _MAX_FOLLOWERS_TRIED = 64
 _FORESEEN = 16
 _BENEFIT_OF_DOUBT = 1.5
 _CLEARLY_LATE = 1.2
-# The log probability of a token that was not sampled, since no other one could come.
-_CERTAIN = TokenLogprobs(0.0)
 
 
 class Scheduler:
@@ -363,7 +367,7 @@ class Scheduler:
         goes_on = error is None and not request.finished
         if goes_on:
             num_known = len(request.token_ids)
-            outputs = _append_sampled(request, chunk, computed)
+            outputs = append_sampled(request, chunk, computed)
             num_new = len(request.token_ids) - num_known
             num_accepted = max(0, num_new - request.num_forced_tokens - 1)
             request.num_computed_tokens += num_certain + num_accepted
@@ -758,82 +762,3 @@ class Scheduler:
 def _num_pending(request: Request) -> int:
     """Return the number of the request's known tokens that no plan computes yet."""
     return len(request.token_ids) - request.num_planned_tokens
-
-
-def _append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> list[RequestOutput]:
-    """Append the tokens that were sampled after a chunk of the request, up to one that is the last of the request.
-
-    Where the end of its thought is due, that follows instead. Return nothing if there is nothing to report, as in the
-    middle of a prompt.
-    """
-    prompt_logprobs = computed.prompt_logprobs
-    if prompt_logprobs is not None:
-        # After a preemption the request computes some of them again that were reported before.
-        prompt_logprobs = prompt_logprobs[request.num_prompt_logprobs - chunk.start :]
-        request.num_prompt_logprobs += len(prompt_logprobs)
-    if chunk.sampling is None or computed.token_id is None:
-        return [RequestOutput(request, prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
-    outputs: list[RequestOutput] = []
-    request.num_forced_tokens = 0
-    for token_id, logprobs in computed.tokens:
-        if request.forced_next or _has_ended(outputs):
-            break
-        outputs.append(_append(request, token_id, logprobs))
-    for token_id in request.forced_next:
-        if _has_ended(outputs):
-            break
-        request.num_forced_tokens += 1
-        outputs.append(_append(request, token_id, _CERTAIN if request.sampling.logprobs is not None else None))
-    outputs[0].prompt_logprobs = prompt_logprobs
-    return outputs
-
-
-def _has_ended(outputs: list[RequestOutput]) -> bool:
-    return bool(outputs) and outputs[-1].finish_reason is not None
-
-
-def _append(request: Request, token_id: int, logprobs: TokenLogprobs | None) -> RequestOutput:
-    """Append the next token of the request, and note whether it is the last one."""
-    request.append(token_id)
-    output = RequestOutput(request, token_id, None, logprobs)
-    if token_id in request.sampling.stop_token_ids:
-        output.finish_reason = FinishReason.STOP
-    elif request.num_output_tokens >= request.sampling.max_tokens:
-        output.finish_reason = FinishReason.LENGTH
-    return output
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """A request's new token or its end. Exactly one output per request has a `finish_reason`."""
-
-    request: Request
-    token_id: int | None = None
-    finish_reason: FinishReason | None = None
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    error: str | None = None
-    miss: Miss | None = None
-
-
-@dataclass(slots=True)
-class SchedulerCounters:
-    """Totals since the start."""
-
-    prefix_query_tokens: int = 0
-    prefix_hit_tokens: int = 0
-    prompt_tokens: int = 0
-    generation_tokens: int = 0
-    preemptions: int = 0
-
-
-class QueueFullError(Exception):
-    """The queue has no place for another request."""
-
-
-class TooLateError(Exception):
-    """The request would wait longer than it may."""
-
-
-class NeverFitsError(Exception):
-    """The request could not run even alone; the message gives both token counts."""

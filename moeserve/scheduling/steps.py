@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from moeserve.plan import GRAMMAR_FAILED, Pending, StepPlan, StepResult
-from moeserve.scheduling.scheduler import RequestOutput, Scheduler
+from moeserve.scheduling.outcomes import RequestOutput
+from moeserve.scheduling.scheduler import Scheduler
 
 if TYPE_CHECKING:
     from moeserve.grammars.masks import GrammarMasks

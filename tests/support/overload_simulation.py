@@ -15,8 +15,9 @@ from random import Random
 from moeserve.frontend.admission import Admission
 from moeserve.frontend.http import ApiError
 from moeserve.plan import DEFAULT_TERMS, ChunkResult, Request, SamplingParams, StepPlan, StepResult, Terms
+from moeserve.scheduling.outcomes import QueueFullError, TooLateError
 from moeserve.scheduling.pacing import Slo
-from moeserve.scheduling.scheduler import QueueFullError, Scheduler, TooLateError
+from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
 
 # The service's default.

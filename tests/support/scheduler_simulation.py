@@ -7,9 +7,10 @@ from collections import deque
 
 from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
-from moeserve.scheduling.scheduler import RequestOutput, Scheduler
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache, StoredBlocks
 from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed

@@ -9,8 +9,8 @@ import pytest
 
 from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import SamplingParams, Terms
+from moeserve.scheduling.outcomes import TooLateError
 from moeserve.scheduling.pacing import Slo
-from moeserve.scheduling.scheduler import TooLateError
 from tests.support.overload_simulation import Client, OverloadSimulation, poisson
 from tests.support.scheduler_simulation import Simulation
 

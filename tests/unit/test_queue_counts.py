@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult, Terms
 from moeserve.scheduling.fair_queue import FAR_SHORTER
+from moeserve.scheduling.outcomes import QueueFullError, TooLateError
 from moeserve.scheduling.pacing import Backlog, Load, Slo
-from moeserve.scheduling.scheduler import QueueFullError, Scheduler, TooLateError
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.token_sums import TokenSums
 from radix_cache import PrefixCache
 

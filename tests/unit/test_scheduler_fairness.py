@@ -9,8 +9,8 @@ import pytest
 
 from moeserve.plan import FinishReason, Request, SamplingParams
 from moeserve.scheduling.fair_queue import Tenants, WaitingQueue
+from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError
 from moeserve.scheduling.pacing import Slo
-from moeserve.scheduling.scheduler import NeverFitsError, QueueFullError
 from tests.support.scheduler_simulation import Simulation
 
 SHARED = [(7 * i + 3) % 50 for i in range(40)]

@@ -106,8 +106,8 @@ def test_a_failed_grammar_ends_its_request_alone() -> None:
 
 
 def test_requests_that_wait_for_a_grammar_count_as_waiting_and_go_when_they_are_late() -> None:
+    from moeserve.scheduling.outcomes import QueueFullError
     from moeserve.scheduling.pacing import Slo
-    from moeserve.scheduling.scheduler import QueueFullError
 
     run = Simulation(num_blocks=40, block_size=4, max_num_seqs=1, max_num_queued_reqs=1, slo=Slo(1.0, burst_s=1.0))
     run.scheduler.tell_time(0.0)

@@ -8,8 +8,8 @@ from random import Random
 import pytest
 
 from moeserve.plan import BACKGROUND_PRIORITY, FinishReason, SamplingParams, Terms
+from moeserve.scheduling.outcomes import QueueFullError
 from moeserve.scheduling.pacing import Slo
-from moeserve.scheduling.scheduler import QueueFullError
 from tests.support.kv_oracle import Record
 from tests.support.parameters import first
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
