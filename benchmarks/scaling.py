@@ -1,6 +1,6 @@
 """`python -m benchmarks.scaling`: bytes and times of a decode step on 8, 16 and 64 ranks, from stated assumptions.
 
-A model of arithmetic alone: it runs no kernel and measures nothing. See docs/scaling.md.
+A model of arithmetic alone: it runs no kernel and measures nothing. See docs/design/scaling.md.
 """
 
 from __future__ import annotations
