@@ -21,6 +21,7 @@ class FinishReason(StrEnum):
     ABORT = "abort"
     ERROR = "error"
     LATE = "late"  # it waited too long, and was dropped before it was computed
+    CACHE_THRESHOLD = "cache_threshold"  # too little of its prompt was cached, and it was not computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,6 +141,7 @@ class Request:
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`.
     `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
+    Unless the share `least_cached` of its prompt is cached when it is first looked at, it ends at once.
     `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
     scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
     soon as no plan in flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`), None while
@@ -156,8 +158,9 @@ class Request:
     `suspect_until`: the request may have ended that life, until it has computed so many tokens; 0 without suspicion.
 
     Where blocks are kept on disk, `prefix_names` are the names of its first blocks there, as far as they are known.
-    `is_looked_up`: it waits for no block from there. `num_restores` counts its waits. `restored`: the first token and
-    the end of the blocks that it waited for; `num_disk_tokens` of `num_cached_tokens` were such, None without a disk.
+    `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
+    there. `num_restores` counts its waits. `restored`: the first token and the end of the blocks that it waited for;
+    `num_disk_tokens` of `num_cached_tokens` were such, None without a disk.
     """
 
     request_id: str
@@ -187,10 +190,12 @@ class Request:
     resumes: bool = False
     suspect_until: int = 0
     prefix_names: list[bytes] = field(default_factory=list)
+    is_sought: bool = False
     is_looked_up: bool = False
     num_restores: int = 0
     restored: tuple[int, int] = (0, 0)
     num_disk_tokens: int | None = None
+    least_cached: float = 0.0
     _is_always_plain: bool = field(init=False)
     mask: bytes | None = None
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))

@@ -134,6 +134,7 @@ class Generate(Message):
     A request that `resumes` was with an earlier life of the engine, and goes before all that were not. If that life has
     begun it, it continues: `output_token_ids` (int32 bytes) are its output so far, and `num_prompt_logprobs` log
     probabilities of its prompt are known already. `thought`: the budget of its thoughts, None for no bound.
+    `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed.
     """
 
     request_id: str
@@ -148,6 +149,7 @@ class Generate(Message):
     num_prompt_logprobs: int = 0
     resumes: bool = False
     thought: ThoughtBudget | None = None
+    cache_hit_threshold: float = 0.0
 
 
 class Finish(Message):

@@ -19,7 +19,7 @@ from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
-from radix_cache.stored import StoredBlocks
+from radix_cache.stored import StoredBlock, StoredBlocks
 from radix_cache.tree import RadixTree
 from radix_cache.tree_on_disk import TreeOnDisk
 from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
@@ -634,6 +634,14 @@ class PrefixCache:
         names: of the tokens' first blocks; names are added as far as they are needed.
         """
         return first if self._disk is None else self._disk.num_stored(tokens, namespace, names, first)
+
+    def unknown(self, tokens: array[int], namespace: str, names: list[bytes]) -> list[StoredBlock]:
+        """Return the whole blocks of `tokens` behind those in memory and on disk, without size and time of use.
+
+        Other services that share the folder may have written their files. For `names` see `num_stored`.
+        """
+        assert self._disk is not None
+        return self._disk.unknown(tokens, namespace, names, self.peek(tokens, namespace) // self.block_size)
 
     def begin_restore(self, tokens: array[int], namespace: str, names: list[bytes]) -> Restore | None:
         """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.

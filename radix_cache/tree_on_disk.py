@@ -78,6 +78,15 @@ class TreeOnDisk:
         self.stored.name(names, namespace, tokens, stop, self._size)
         return min(stop, self.stored.depth(names, first))
 
+    def unknown(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> list[StoredBlock]:
+        """See `PrefixCache.unknown`. first: the number of the first block that is not in memory."""
+        stop = (len(tokens) - 1) // self._size
+        if first >= stop:
+            return []
+        self.stored.name(names, namespace, tokens, stop, self._size)
+        folder = self.stored.folder_of(namespace)
+        return [StoredBlock(name, folder, 0, 0.0) for name in names[self.stored.depth(names[:stop], first) : stop]]
+
     def copies_of(self, blocks: Iterable[int], lease: Lease, tokens: array[int], first: int) -> list[BlockCopy]:
         """Return the copies of blocks of a lease, numbers `first` and so on, whose names are known."""
         folder = self.stored.folder_of(lease.namespace)

@@ -47,6 +47,7 @@ _IDLE_POLL_SECONDS = 0.25
 # The poll interval while a file is written, as its end wakes no thread.
 _WRITING_POLL_SECONDS = 0.02
 _COPY_SECONDS = 0.002  # between two looks for messages while nothing can be computed before a copy has ended
+_SEARCH_SECONDS = 0.001  # that the engine waits for files to be found
 _LAST_WRITES_SECONDS = 5.0  # an engine that is told to end writes KV for so long
 _SECONDS_BETWEEN_STATS = 0.5
 _MAX_RETENTION_SECONDS = 31 * 86400.0
@@ -104,6 +105,7 @@ class Engine:
             self._scheduler.tell_time(started)
             self._drop_late()
             self._exchange_copies()
+            self._send_outputs(self._scheduler.decline_cold())
             outputs = self._steps.advance()
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
@@ -146,8 +148,15 @@ class Engine:
             return
         for result in self._copier.take(seconds):
             self._scheduler.end_copy(result, time.time())
-        for job in self._scheduler.take_copies(time.time()):
+        jobs = self._scheduler.take_copies(time.time())
+        for job in jobs:
             self._copier.start(job)
+        if any(job.sought for job in jobs):
+            # Files are found at once unless the disk hangs: their requests should not wait for a whole step.
+            for result in self._copier.take(_SEARCH_SECONDS):
+                self._scheduler.end_copy(result, time.time())
+            for job in self._scheduler.take_copies(time.time()):
+                self._copier.start(job)
 
     def _finish_writes(self) -> None:
         """Wait a moment until what was computed is on disk, and end the copier."""
@@ -230,6 +239,7 @@ class Engine:
             suspect_until=self._suspects.until(message.request_id),
             budget=message.thought,
             earlier_output=output,
+            least_cached=0.0 if output else message.cache_hit_threshold,
         )
 
     def _wait_s(self, request: Request) -> float:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from moeserve.plan import Request
-from radix_cache import BlockCopy, Chores, PrefixCache, Restore, StoredBlocks
+from radix_cache import BlockCopy, Chores, PrefixCache, Restore, StoredBlock, StoredBlocks
 
 _STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
 _RETRY_SECONDS = 30.0  # nothing is written for so long after the disk has failed
@@ -30,12 +30,14 @@ _FORGIVENESS = 0.02
 class CopyJob:
     """Blocks to be written to disk, or to be read into memory, in their order.
 
-    chores: files to be removed or stamped, before that. is_cancelled: nobody wants the blocks any more.
+    chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, up to the first that
+    is not there. is_cancelled: nobody wants the blocks any more.
     """
 
     copies: Sequence[BlockCopy]
     to_disk: bool = False
     chores: Chores | None = None
+    sought: Sequence[StoredBlock] = ()
     is_cancelled: bool = False
 
 
@@ -43,13 +45,15 @@ class CopyJob:
 class CopyResult:
     """The end of a job: the bytes of the files of its first blocks that are copied, and the seconds that this took.
 
-    error: of the next block, None if all are copied or the job was cancelled.
+    error: of the next block, None if all are copied or the job was cancelled. found: the first blocks of
+    `CopyJob.sought`, as they are on disk.
     """
 
     job: CopyJob
     num_bytes: Sequence[int]
     seconds: float
     error: str | None = None
+    found: Sequence[StoredBlock] = ()
 
 
 @dataclass(slots=True)
@@ -77,9 +81,12 @@ class DiskCounters:
 
 @dataclass(eq=False, slots=True)
 class _Reading:
-    """A prefix that is being read, for requests that wait for it until `deadline`."""
+    """A prefix that is being read, for requests that wait for it until `deadline`.
 
-    restore: Restore
+    restore: None while its files are looked for.
+    """
+
+    restore: Restore | None
     job: CopyJob
     deadline: float
     waiting: list[Request] = field(default_factory=list)
@@ -120,6 +127,29 @@ class DiskTier:
     def waiting(self) -> Collection[Request]:
         """The requests that wait for their prefixes."""
         return self._of_request.keys()
+
+    def seeks(self, request: Request) -> bool:
+        """Return whether a request waits until files of its prefix have been looked for."""
+        reading = self._of_request.get(request)
+        return reading is not None and reading.restore is None
+
+    def seek(self, request: Request, now: float) -> bool:
+        """Return whether a request of the queue waits, from now on, until files of its prefix have been looked for.
+
+        Services that share the folder write such files at any time. For the rest see `look_up`.
+        """
+        if request.is_sought:
+            return False
+        request.is_sought = True
+        sought = self._cache.unknown(request.token_ids, request.namespace, request.prefix_names)
+        if not sought:
+            return False
+        job = CopyJob((), sought=sought)
+        self._new_jobs.append(job)
+        reading = self._readings[job] = _Reading(None, job, now + _LEAST_WAIT_SECONDS)
+        reading.waiting.append(request)
+        self._of_request[request] = reading
+        return True
 
     def look_up(self, request: Request, now: float) -> bool:
         """Return whether a request of the queue waits, from now on, until its prefix has been read.
@@ -198,16 +228,18 @@ class DiskTier:
                 counters.num_failed_writes += 1
                 self._write_after = now + _RETRY_SECONDS
             return []
+        reading = self._readings.pop(job)
+        if reading.restore is None:
+            return self._end_search(reading, result)
         counters.read_bytes += num_bytes
         counters.read_seconds += result.seconds
         counters.num_damaged += result.error is not None
-        reading = self._readings.pop(job)
         num_filled = len(result.num_bytes)
         if num_filled:
             self._note_read(result.seconds / num_filled)
         self._cache.end_restore(reading.restore, num_filled, is_whole=result.error is None)
         if not job.is_cancelled:
-            self._forget(reading)
+            self._forget(reading.restore, reading)
         for request in reading.waiting:
             del self._of_request[request]
             self._note_found(request, reading.restore, num_filled)
@@ -226,6 +258,14 @@ class DiskTier:
         counters.disk_hits += found > 0
         counters.device_hits += num_tokens > found
 
+    def _end_search(self, reading: _Reading, result: CopyResult) -> list[Request]:
+        for block in result.found:
+            if block.name not in self._stored:
+                self._stored.put(block)
+        for request in reading.waiting:
+            del self._of_request[request]
+        return reading.waiting
+
     def _begin(self, restore: Restore, now: float) -> _Reading:
         job = CopyJob(restore.copies)
         self._new_jobs.append(job)
@@ -240,12 +280,13 @@ class DiskTier:
     def _give_up(self, reading: _Reading) -> None:
         """Release the lease of a reading that nobody waits for. Its blocks are free once the job has ended."""
         reading.job.is_cancelled = True
-        self._cache.release(reading.restore.lease)
-        self._forget(reading)
+        if reading.restore is not None:
+            self._cache.release(reading.restore.lease)
+            self._forget(reading.restore, reading)
 
-    def _forget(self, reading: _Reading) -> None:
+    def _forget(self, restore: Restore, reading: _Reading) -> None:
         """Let no further request wait for a reading."""
-        for copy in reading.restore.copies:
+        for copy in restore.copies:
             if self._coming.get(copy.name) is reading:
                 del self._coming[copy.name]
 
@@ -267,7 +308,7 @@ class DiskTier:
         compute_s, read_s = self._compute_s(start, stop), self._read_s
         if read_s is None or not compute_s:
             return True
-        ahead = sum(len(reading.restore.copies) for reading in self._readings.values())
+        ahead = sum(len(reading.job.copies) for reading in self._readings.values())
         size = self._cache.block_size
         if read_s * (ahead + (stop - start) // size) <= compute_s:
             return True

@@ -112,6 +112,8 @@ class Scheduler:
         self._mask_changes: list[Request] = []
         self._running: list[Request] = []
         self._in_flight: deque[PlanDraft] = deque()
+        # Requests that are computed only if enough of their prompts is cached.
+        self._undecided: list[Request] = []
         # The suspect that plans in flight, or the draft, name.
         self._on_trial: Request | None = None
         self._started: list[Request] = []
@@ -175,6 +177,8 @@ class Scheduler:
             self._mask_changes.append(request)
         if self.disk is not None:
             request.num_disk_tokens = 0
+        if request.least_cached > 0:
+            self._undecided.append(request)
         self._open_prompts.add(request)
         self._enqueue(request)
 
@@ -213,11 +217,16 @@ class Scheduler:
         if self.disk is None:
             return []
         for request in self.disk.take_overdue(self._pace.now):
-            self._waiting.add(request)
+            self._place(request)
         if len(self._waiting):
             num_next = max(0, self._num_places - len(self._running)) + 1
-            for request in list(islice(self._waiting.candidates(), min(num_next, _FORESEEN))):
-                if self.disk.look_up(request, self._pace.now):
+            first = list(islice(self._waiting.candidates(), min(num_next, _FORESEEN)))
+            undecided = [r for r in self._undecided if not (r.finished or r in self.disk.waiting)]
+            for request in dict.fromkeys((*undecided, *first)):
+                waits = self.disk.seek(request, self._pace.now)
+                if not waits and not (request.lacks_mask or self._is_cold(request)):
+                    waits = self.disk.look_up(request, self._pace.now)
+                if waits:
                     self._waiting.remove(request)
         return self.disk.take_jobs(now)
 
@@ -228,7 +237,7 @@ class Scheduler:
         """
         assert self.disk is not None
         for request in self.disk.end(result, now):
-            self._waiting.add(request)
+            self._place(request)
 
     def fail(self, request: Request, error: str) -> RequestOutput | None:
         """End a request with an error. Return None for a request that has finished."""
@@ -264,6 +273,30 @@ class Scheduler:
                 ahead.append(own)
                 num_tokens += own
         return [self._end(request, FinishReason.LATE) for request in late]
+
+    def decline_cold(self) -> list[RequestOutput]:
+        """End the requests that are computed only if enough of their prompts is cached, and have not as much cached.
+
+        Those whose files are still looked for have to wait. To be called before each `schedule`.
+        """
+        undecided, self._undecided = self._undecided, []
+        ended = []
+        for request in undecided:
+            if request.finished:
+                continue
+            if self.disk is not None and self.disk.seeks(request):
+                self._undecided.append(request)
+            elif self._is_cold(request):
+                request.num_cached_tokens = self._num_found(request)
+                if self.disk is not None:
+                    request.num_disk_tokens = request.num_cached_tokens - self._num_cached(request)
+                ended.append(self._end(request, FinishReason.CACHE_THRESHOLD))
+            else:
+                request.least_cached = 0.0
+                if request.lacks_mask:
+                    self._waiting.remove(request)
+                    self._place(request)
+        return ended
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request whose client left, in any state. Return None for a request that is not known."""
@@ -432,11 +465,19 @@ class Scheduler:
     def _num_cached(self, request: Request) -> int:
         return max(memory.peek(request) for memory in self._memories)
 
+    def _num_found(self, request: Request) -> int:
+        """Count the request's tokens that are in memory or, as far as is known, on disk."""
+        return self._num_cached(request) if self.disk is None else self.disk.num_stored(request)
+
+    def _is_cold(self, request: Request) -> bool:
+        """Return whether an undecided request is to be declined, as far as is known."""
+        least = request.least_cached * request.num_prompt_tokens
+        return least > 0 and self._num_found(request) < least
+
     def _num_cached_soon(self, request: Request) -> int:
         """Count the request's tokens that are cached, or will be cached by the prompts of the requests before it."""
         others, memory = self._open_prompts.neighbours(request), self._memories[0]
-        num_cached = self._num_cached(request) if self.disk is None else self.disk.num_stored(request)
-        return max([num_cached, *(memory.num_shared(request, other) for other in others)])
+        return max([self._num_found(request), *(memory.num_shared(request, other) for other in others)])
 
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
@@ -685,9 +726,12 @@ class Scheduler:
         self._enqueue(request)
 
     def _enqueue(self, request: Request) -> None:
-        """Let a request wait for its turn, or first for its mask."""
         self._tenants.wait(request)
-        if request.lacks_mask:
+        self._place(request)
+
+    def _place(self, request: Request) -> None:
+        """Let a request wait for its turn, or first for its mask."""
+        if request.lacks_mask and request not in self._undecided:
             self._unmasked[request.request_id] = request
         else:
             self._waiting.add(request)

@@ -133,3 +133,38 @@ def test_what_does_not_work_is_refused_in_one_sentence(
     with service(model, tmp_path, "--kv-disk-path", str(tmp_path / "kv"), *settings, ready=False) as running:
         assert running.end() != 0
         assert sentence in running.errors.read_text()
+
+
+def decline(running: Service, prompt: list[int], threshold: float) -> tuple[str, int, dict[str, int]]:
+    """Return how an answer with a threshold ended, its tokens, and where its cached tokens were."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    answer = running.http.post("/v1/completions", json=body | {"cache_hit_threshold": threshold})
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    usage = found["usage"]
+    return found["choices"][0]["finish_reason"], usage["completion_tokens"], usage["cached_tokens_details"]
+
+
+def test_a_prompt_is_computed_only_if_enough_of_it_is_cached_here_or_written_by_another(
+    model: Path, tmp_path: Path
+) -> None:
+    settings = ("--kv-disk-path", str(tmp_path / "kv"))
+    for number in range(2):
+        (tmp_path / str(number)).mkdir()
+    with service(model, tmp_path / "0", *settings) as prefills, service(model, tmp_path / "1", *settings) as decodes:
+        nothing = {"device": 0, "host": 0, "disk": 0}
+        assert decline(decodes, PROMPT, 0.5) == ("cache_threshold", 0, nothing)
+        cold, _ = ask(prefills)
+        wait_for_blocks(prefills, 13)
+        # The second service was started before the first one had written anything.
+        assert decline(decodes, PROMPT, 0.97) == ("cache_threshold", 0, {"device": 0, "host": 0, "disk": 192})
+        assert decline(decodes, PROMPT, 0.96) == ("length", 4, {"device": 0, "host": 0, "disk": 192})
+        assert ask(decodes) == (cold, {"device": 192, "host": 0, "disk": 0})
+        assert decline(prefills, PROMPT, 0.96)[0] == "length"
+        refused = decodes.http.post("/v1/completions", json={"model": "m", "prompt": "x", "cache_hit_threshold": 2})
+        assert refused.status_code == 400
+        streamed = {"model": "m", "messages": [{"role": "user", "content": "x"}], "cache_hit_threshold": 1}
+        assert (
+            '"finish_reason":"cache_threshold"'
+            in decodes.http.post("/v1/chat/completions", json=streamed | {"stream": True}).text
+        )

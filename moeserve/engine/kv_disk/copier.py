@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -16,7 +17,7 @@ from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult
-from radix_cache import BlockCopy, Chores
+from radix_cache import BlockCopy, Chores, StoredBlock
 
 _NUM_READERS = 2
 _READ_AT_ONCE = 8  # blocks that a thread reads before another one may have a turn
@@ -39,7 +40,7 @@ class BlockCopier:
         self._files = files
         self._memory = memory
         self._writes: SimpleQueue[CopyJob | None] = SimpleQueue()
-        self._reads: SimpleQueue[_Part | None] = SimpleQueue()
+        self._reads: SimpleQueue[_Part | _Search | None] = SimpleQueue()
         self._results: SimpleQueue[CopyResult] = SimpleQueue()
         self._num_open = 0
         self._threads = [threading.Thread(target=self._write_all, name="kv-writer", daemon=True)]
@@ -60,6 +61,9 @@ class BlockCopier:
         self._num_open += 1
         if job.to_disk:
             self._writes.put(job)
+            return
+        if job.sought:
+            self._reads.put(_Search(job))
             return
         read = _Read(job, -(-len(job.copies) // _READ_AT_ONCE))
         for start in range(0, len(job.copies), _READ_AT_ONCE):
@@ -110,6 +114,9 @@ class BlockCopier:
     def _read_all(self) -> None:
         buffer = _Buffer(self._memory)
         while (part := self._reads.get()) is not None:
+            if isinstance(part, _Search):
+                self._results.put(self._search(part.job))
+                continue
             read = part.read
             for index in range(part.start, part.stop):
                 if not read.wants(index):
@@ -117,6 +124,15 @@ class BlockCopier:
                 read.note(index, self._read(read.job.copies[index], buffer))
             if (result := read.end_part()) is not None:
                 self._results.put(result)
+
+    def _search(self, job: CopyJob) -> CopyResult:
+        begun, found = time.monotonic(), list[StoredBlock]()
+        with suppress(OSError):
+            for block in job.sought:
+                if job.is_cancelled:
+                    break
+                found.append(self._files.status(block))
+        return CopyResult(job, (), time.monotonic() - begun, found=found)
 
     def _read(self, copy: BlockCopy, buffer: _Buffer) -> int | str:
         """Fill a block and return the size of its file, or why it cannot be."""
@@ -177,6 +193,13 @@ class _Part:
 
     def __init__(self, read: _Read, start: int, stop: int) -> None:
         self.read, self.start, self.stop = read, start, stop
+
+
+@dataclass(frozen=True, slots=True)
+class _Search:
+    """A job that looks for files."""
+
+    job: CopyJob
 
 
 class _Buffer:

@@ -130,6 +130,11 @@ class BlockFiles:
             raise BlockError("its hash is wrong")
         return size
 
+    def status(self, block: StoredBlock) -> StoredBlock:
+        """Return a block with its file's size and time of last use. Raise OSError if there is no file."""
+        status = os.stat(self.root / block.path, follow_symlinks=False)
+        return StoredBlock(block.name, block.folder, status.st_size, status.st_mtime)
+
     def remove(self, path: str) -> None:
         """Remove a file, if it is there. `path` is relative. Raise OSError."""
         with suppress(FileNotFoundError):

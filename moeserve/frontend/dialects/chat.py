@@ -61,6 +61,7 @@ class ChatBody(fields.SamplingBody, kw_only=True):
     tools: list[ToolBody] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
+    cache_hit_threshold: float | None = None
     functions: list[FunctionBody] | None = None
     function_call: str | dict[str, Any] | None = None
 
@@ -95,6 +96,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         priority=fields.read_priority(chat),
         background=bool(chat.background),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
+        cache_hit_threshold=fields.read_hit_threshold(chat.cache_hit_threshold),
         cache=read_cache(chat),
         thought=fields.read_thought(chat, chat.reasoning_effort),
         tools=prompt.tools,

@@ -31,6 +31,7 @@ class CompletionBody(fields.SamplingBody, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     best_of: int | None = None
+    cache_hit_threshold: float | None = None
 
 
 class _Repeated(msgspec.Struct):
@@ -65,6 +66,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         priority=fields.read_priority(completion),
         background=bool(completion.background),
         cache_salt=fields.read_cache_salt(completion.cache_salt),
+        cache_hit_threshold=fields.read_hit_threshold(completion.cache_hit_threshold),
         cache=fields.read_cache(completion),
         thought=fields.read_thought(completion),
         best=best,

@@ -45,6 +45,7 @@ _NOTHING = msgspec.Raw(b"")
 UNSUPPORTED: dict[str, Collection[bytes]] = {
     "audio": _ABSENT,
     "best_of": {b"null", b"1"},
+    "cache_hit_threshold": {b"null", b"0", b"0.0"},
     "chat_template": _ABSENT,
     "continue_final_message": _OFF,
     "documents": _EMPTY,
@@ -378,6 +379,11 @@ def read_cache_salt(salt: str | None) -> str:
     if not salt or len(salt) > limits.MAX_CACHE_SALT_CHARS:
         raise invalid(f"`cache_salt` must have 1 to {limits.MAX_CACHE_SALT_CHARS} characters", "cache_salt")
     return salt
+
+
+def read_hit_threshold(threshold: float | None) -> float:
+    """Return the share of the prompt that must be cached for the request to be computed. Raises ApiError."""
+    return float(bounded("cache_hit_threshold", threshold or 0.0, 0, 1))
 
 
 def read_effort(name: str, effort: str | None) -> str | None:

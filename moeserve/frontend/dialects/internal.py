@@ -144,7 +144,8 @@ class GenerateRequest:
     continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
     probability; all where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token.
     `truncate` is how many tokens at the end of each prompt are kept. `include_stop` leaves the stop string in the text,
-    `skip_special_tokens` special tokens out of it.
+    `skip_special_tokens` special tokens out of it. A prompt is computed only if at least the share
+    `cache_hit_threshold` of it is cached: otherwise its choices end as `cache_threshold`.
     """
 
     model: str
@@ -166,6 +167,7 @@ class GenerateRequest:
     parallel_tool_calls: bool = True
     output_format: OutputFormat | None = None
     cache: CacheOptions = CacheOptions()
+    cache_hit_threshold: float = 0.0
     thought: ThoughtOptions = ThoughtOptions()
     best: int | None = None
     include_stop: bool = False

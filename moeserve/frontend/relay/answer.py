@@ -72,7 +72,18 @@ def build_generates(
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, place))
             own_id = f"{request_id}-{len(generates)}"
             generates.append(
-                Generate(own_id, packed, sampling, namespace, priority, wish, terms, arrived_at, thought=thought)
+                Generate(
+                    own_id,
+                    packed,
+                    sampling,
+                    namespace,
+                    priority,
+                    wish,
+                    terms,
+                    arrived_at,
+                    thought=thought,
+                    cache_hit_threshold=request.cache_hit_threshold,
+                )
             )
     return generates
 

@@ -139,6 +139,7 @@ _OF_FIELDS: dict[str, Schema] = {
     "messages": {"minItems": 1, "maxItems": limits.MAX_MESSAGES},
     "n": _span(1, limits.MAX_N),
     "best_of": _span(1, limits.MAX_N),
+    "cache_hit_threshold": _span(0, 1),
     "temperature": _span(0, limits.MAX_TEMPERATURE),
     "top_p": _above(0, 1),
     "top_k": _span(-1),
