@@ -24,6 +24,10 @@ _SMOOTHING = 0.1
 # While requests wait, a step may take this share of the time to the first token, otherwise the rest of it: a request
 # that comes during a step needs another one.
 _STEP_SHARE = 1 / 3
+# Seconds that a step with running streams takes at most while nobody waits, and the largest share of such a step that
+# its least work may take: where it takes more, the step may be longer.
+_LONGEST_GAP_S = 0.25
+_GIVEN_UP_FOR_GAPS = 1 / 5
 # The largest share of the throughput to give up for faster answers: for shorter steps, and while clients leave before
 # their answer is whole.
 _MOST_GIVEN_UP = 1 / 2
@@ -166,13 +170,15 @@ class Load:
 class StepBound:
     """The seconds that a step should take at most, and so the tokens of prompts that it has room for.
 
-    `pace_s` keeps the pace of running requests. `ttft_s` leaves time to requests that come during the step, more if
-    others wait already (`is_awaited`). Where the least step takes nearly as long, as with experts that are loaded from
-    a disk in every step, a short step would only cost throughput.
+    `pace_s` keeps the pace that running requests ask for. `ttft_s` leaves time to requests that come during the step,
+    more if others wait already (`is_awaited`); while nobody waits, `gap_s` lets no stream stall. Where the least step
+    takes nearly as long, as with experts that are loaded from a disk in every step, a short step would only cost
+    throughput.
     """
 
     cost: CostModel
     pace_s: float
+    gap_s: float
     ttft_s: float
     is_awaited: bool
 
@@ -180,6 +186,8 @@ class StepBound:
         """Return the longest that a step with these decodes should take; inf without a bound."""
         least_s = self.cost.seconds(decodes.rows + LEAST_PROMPT_TOKENS, decodes.attended)
         step_s = self.ttft_s * (_STEP_SHARE if self.is_awaited else 1 - _STEP_SHARE)
+        if not self.is_awaited:
+            step_s = min(step_s, max(self.gap_s, least_s / _GIVEN_UP_FOR_GAPS))
         if least_s > step_s or not self.is_awaited:
             step_s = max(step_s, least_s / (1 - _MOST_GIVEN_UP))
         return min(self.pace_s, step_s)
@@ -298,9 +306,12 @@ class Pace:
         They must keep their pace. And a step must not be so long that requests which come during it are late when it
         ends.
         """
-        usual = inf if self._slo is None or self._slo.tpot_s is None else self._slo.tpot_s
-        pace_s = min((r.terms.tpot_s or usual for r in decodes if not r.terms.background), default=inf)
-        return StepBound(self._cost, pace_s, inf if self._slo is None else self._slo.ttft_s, self._is_awaited)
+        if self._slo is None:
+            usual = gap_s = ttft_s = inf
+        else:
+            usual, gap_s, ttft_s = self._slo.tpot_s or inf, _LONGEST_GAP_S, self._slo.ttft_s
+        paces = [request.terms.tpot_s or usual for request in decodes if not request.terms.background]
+        return StepBound(self._cost, min(paces, default=inf), gap_s if paces else inf, ttft_s, self._is_awaited)
 
     def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
         """Return the load that a new request would find. lacks_memory: whether no more requests fit than run now."""

@@ -219,3 +219,23 @@ def test_clients_who_have_become_patient_are_found_out() -> None:
     for _ in range(100):
         end(pace, 100, 3.0)
     assert pace.num_places() == 64
+
+
+def longest_step_s(pace: Pace, num_streams: int) -> float:
+    decodes = [answered() for _ in range(num_streams)]
+    return pace.step_bound(decodes).seconds(StepSize(num_streams, 0.0))
+
+
+def test_a_step_with_streams_is_short_while_nobody_waits_and_longer_for_those_who_do() -> None:
+    pace = measured_pace(lambda rows: 0.02 + 0.0005 * rows)
+    pace.note_waiting(None)
+    assert longest_step_s(pace, 1) == 0.25
+    assert longest_step_s(pace, 0) == pytest.approx(2 / 3 * SLO.ttft_s)
+    pace.note_waiting(pace.now)
+    assert longest_step_s(pace, 1) == pytest.approx(1 / 3 * SLO.ttft_s)
+
+
+def test_a_step_with_streams_is_no_shorter_than_five_times_its_least_work() -> None:
+    pace = measured_pace(linear)
+    pace.note_waiting(None)
+    assert longest_step_s(pace, 1) == pytest.approx(5 * linear(17), rel=0.05)
