@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +22,16 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 LocalExperts = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 
+@runtime_checkable
+class LoadingDispatch(Protocol):
+    """A dispatch to experts that may have to be loaded first."""
+
+    def while_loading(
+        self, x: Tensor, ids: Tensor, weights: Tensor, activation: Activation, other: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """Return the result of the dispatch, and that of `other`, which is called once while missing experts load."""
+
+
 class RoutedExperts:
     """The experts of one layer, behind any gate: observers get its choice, then rows go to their experts.
 
@@ -28,7 +39,7 @@ class RoutedExperts:
     experts. place: the layer's number among the layers with experts.
     """
 
-    __slots__ = ("_activation", "_dispatch", "_observers", "_place", "experts")
+    __slots__ = ("_activation", "_dispatch", "_loading", "_observers", "_place", "experts")
 
     def __init__(
         self,
@@ -40,13 +51,24 @@ class RoutedExperts:
     ) -> None:
         self.experts = experts
         self._activation, self._dispatch = activation, dispatch
+        self._loading = dispatch if isinstance(dispatch, LoadingDispatch) else None
         self._place, self._observers = place, observers
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids [T, k] int64, weights [T, k] fp32 -> [T, H], a new tensor unless T is 0."""
+        self._observe(x, ids, weights)
+        return self._dispatch(x, ids, weights, self.experts, self._activation)
+
+    def beside(self, x: Tensor, ids: Tensor, weights: Tensor, other: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the rows [T, H] as `__call__` does, and the result of `other`, computed while experts load."""
+        if self._loading is None:
+            return self(x, ids, weights), other()
+        self._observe(x, ids, weights)
+        return self._loading.while_loading(x, ids, weights, self._activation, other)
+
+    def _observe(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         for observer in self._observers:
             observer.chose(self._place, x, ids, weights)
-        return self._dispatch(x, ids, weights, self.experts, self._activation)
 
     def serve_others(self, no_rows: Tensor, top_k: int) -> None:
         """Compute the rows that other ranks send while this rank has none. no_rows: [0, H]."""
@@ -116,13 +138,15 @@ class MoeLayer:
         ops = self._ops
         logits = self._gate(x if x.dtype is self._gate_dtype else x.to(self._gate_dtype))
         ids, weights = ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
-        out = self._routed(x, ids, weights)
-        if self._shared is not None:
-            shared = self._shared(x)
-            if self._shared_gate is not None:
-                shared.mul_(ops.sigmoid(self._shared_gate(x)))
-            out.add_(shared)
-        return out
+        shared = self._shared
+        if shared is None:
+            return self._routed(x, ids, weights)
+        out, of_shared = self._routed.beside(x, ids, weights, lambda: self._of_shared(shared, x))
+        return out.add_(of_shared)
+
+    def _of_shared(self, shared: GatedBlock, x: Tensor) -> Tensor:
+        out = shared(x)
+        return out if self._shared_gate is None else out.mul_(self._ops.sigmoid(self._shared_gate(x)))
 
     def serve_others(self, no_rows: Tensor) -> None:
         """Compute the rows that other ranks send while this rank has none. no_rows: [0, H]."""

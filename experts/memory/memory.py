@@ -114,12 +114,6 @@ class ExpertMemory:
         """Return the number of experts that the link loads while one layer is computed, as measured."""
         return self._pace.loads_per_layer
 
-    def costs(self) -> tuple[float, float, int]:
-        """Return the seconds waited for experts, the seconds spent on predictions, and the experts of all events."""
-        counters = self._control.counters
-        num_experts = counters.num_hits + counters.num_late + counters.num_misses
-        return self.stall_seconds, self.predictor_seconds, num_experts
-
     def contents(self, layer: int) -> list[int]:
         """Return the expert that is ready in each slot, -1 for none."""
         with self._changed:

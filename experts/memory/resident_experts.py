@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -42,8 +42,29 @@ class ResidentExperts:
             return x
         return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
 
-    def partial(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
-        """See `kernels.moe.moe_experts_partial`. expert_ids: numbers in the model, -1 for remote experts."""
+    def while_loading(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, activation: Activation, other: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """See `experts.moe_layer.LoadingDispatch`."""
+        if not len(x):
+            return x, other()
+        done: list[Tensor] = []
+        out = self.partial(x, expert_ids, weights, None, activation, lambda: done.append(other()))
+        return out.to(x.dtype), done[0]
+
+    def partial(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        _: object,
+        activation: Activation,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """See `kernels.moe.moe_experts_partial`.
+
+        expert_ids: numbers in the model, -1 for remote experts. meanwhile: called once the missing experts are loading.
+        """
         memory, layer = self._memory, self._layer
         left = set(expert_ids.flatten().tolist())
         some_elsewhere = -1 in left
@@ -55,6 +76,7 @@ class ResidentExperts:
                 arrived = x[here], expert_ids[here], weights[here]
                 for observer in self._observers:
                     observer.arrived(layer, *arrived)
+            meanwhile()
             if access is None:
                 return x.new_zeros(x.shape, dtype=torch.float32)
             if len(access.ready) == len(left):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection
 
+import torch
 from torch import Tensor
 
 from experts.memory.memory import ExpertMemory
 from experts.memory.residency import ResidencyControl
 from experts.observer import PlannedStep
-from experts.prediction.planning import LookaheadPlanner, PrefetchJudge
+from experts.prediction.cores import FreeCores
+from experts.prediction.judge import PrefetchJudge
+from experts.prediction.planning import LookaheadPlanner
 from experts.prediction.prefetcher import PrefetchObserver
 from experts.routing.gates import GatePreview
 from experts.routing.predictors import Ids
@@ -43,13 +46,22 @@ class GateLookahead(PrefetchObserver):
         self._chosen: dict[int, Ids] = {}
         self._is_on = True
         self._reach = 1
+        self._cores = FreeCores(torch.get_num_threads())
+        self._began = 0.0
 
     @property
     def is_on(self) -> bool:
         return self._is_on
 
+    @property
+    def gains(self) -> list[tuple[int, bool, float]]:
+        return [] if self._judge is None else self._judge.gains()
+
     def begin(self, plan: PlannedStep) -> None:
-        self._is_on = self._judge is None or self._judge.begin_step(self._memory.costs())
+        if self._judge is not None:
+            num_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
+            self._is_on = self._judge.begin_step(num_rows, has_free_core=self._cores.has_one())
+            self._began = time.perf_counter()
         self._reach = self._planner.reach(self._memory.loads_per_layer())
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
@@ -64,7 +76,7 @@ class GateLookahead(PrefetchObserver):
             self._recall.end_step(self._chosen)
             self._chosen.clear()
         if self._judge is not None:
-            self._judge.end_step(self._memory.costs())
+            self._judge.end_step(time.perf_counter() - self._began)
 
     def abandon(self, plan: PlannedStep) -> None:
         self._chosen.clear()

@@ -1,4 +1,4 @@
-"""Decide which predicted experts to ask for, and whether prefetching pays at all. Torch-free."""
+"""Decide which predicted experts to ask for. Torch-free."""
 
 from __future__ import annotations
 
@@ -14,10 +14,6 @@ from experts.memory.residency import Affinity, Priority, ResidencyControl
 from experts.routing.predictors import Predictor
 
 Float = NDArray[np.float32]
-# Seconds waited for experts, seconds spent on predictions, and experts that events asked for, so far.
-Costs = tuple[float, float, int]
-# Steps without prefetches, to measure the waiting without them.
-_REFERENCE_STEPS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,89 +198,3 @@ class LookaheadPlanner:
             return ranked
         chosen = logits.argpartition(-top_k, axis=2)[:, :, -top_k:].reshape(len(logits), -1)
         return [[expert for expert, _ in Counter(of_all).most_common()] for of_all in chosen.tolist()]
-
-
-class PrefetchJudge:
-    """Measures how much waiting prefetches save, and lets the switch decide.
-
-    The waiting without prefetches is measured per expert that a step needs, in the first steps and in the switch's
-    rests.
-    """
-
-    __slots__ = ("_before", "_on", "_reference_left", "_stall_per_expert", "_switch")
-
-    def __init__(self, switch: PrefetchSwitch) -> None:
-        self._switch = switch
-        self._reference_left = _REFERENCE_STEPS
-        self._stall_per_expert: float | None = None
-        self._on = False
-        self._before: Costs = (0.0, 0.0, 0)
-
-    def begin_step(self, costs: Costs) -> bool:
-        """Return True if this step prefetches."""
-        self._on = self._reference_left == 0 and self._switch.on
-        self._before = costs
-        return self._on
-
-    def end_step(self, costs: Costs) -> None:
-        stall, prediction, num_experts = (after - before for after, before in zip(costs, self._before, strict=True))
-        if not self._on:
-            self._refer(stall / max(num_experts, 1))
-        if self._reference_left > 0:
-            self._reference_left -= 1
-        else:
-            assert self._stall_per_expert is not None
-            # In seconds: the waiting that prefetches saved, against the time that predictions took.
-            self._switch.step_done(gain=self._stall_per_expert * num_experts - stall, cost=prediction)
-
-    def _refer(self, stall_per_expert: float) -> None:
-        mean = stall_per_expert if self._stall_per_expert is None else self._stall_per_expert
-        self._stall_per_expert = mean + (stall_per_expert - mean) / _REFERENCE_STEPS
-
-
-@dataclass(frozen=True, slots=True)
-class SwitchRules:
-    """memory: steps over which gain and cost are averaged. trial: steps before a judgement. first_pause,
-    longest_pause: steps of rest after it was negative; each negative trial doubles the pause."""
-
-    memory: int = 64
-    trial: int = 32
-    first_pause: int = 256
-    longest_pause: int = 8192
-
-
-class PrefetchSwitch:
-    """Switches prefetching off where it gains no more than it costs, and tries it again later.
-
-    `on` is read before each step; `step_done` follows it with gain and cost in seconds of waiting.
-    """
-
-    __slots__ = ("_mean", "_pause", "_resting", "_rules", "_tried")
-
-    def __init__(self, rules: SwitchRules = SwitchRules()) -> None:
-        self._rules = rules
-        self._mean = 0.0
-        self._tried = 0
-        self._pause = rules.first_pause
-        self._resting = 0
-
-    @property
-    def on(self) -> bool:
-        return self._resting == 0
-
-    def step_done(self, gain: float, cost: float) -> None:
-        """Record the end of a step. While off, gain and cost are ignored."""
-        if not self.on:
-            self._resting -= 1
-            return
-        self._tried += 1
-        self._mean += (gain - cost - self._mean) / min(self._tried, self._rules.memory)
-        if self._tried < self._rules.trial:
-            return
-        if self._mean > 0:
-            self._pause = self._rules.first_pause
-            return
-        self._resting = self._pause
-        self._pause = min(2 * self._pause, self._rules.longest_pause)
-        self._tried = 0
-        self._mean = 0.0

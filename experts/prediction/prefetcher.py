@@ -36,6 +36,11 @@ class PrefetchObserver(StepObserver[PlannedStep, object]):
         """True if the running step prefetches."""
         return True
 
+    @property
+    def gains(self) -> list[tuple[int, bool, float]]:
+        """The share of a step's time that prefetching saves, see `PrefetchJudge.gains`; empty if nobody judges."""
+        return []
+
 
 class Prefetcher(PrefetchObserver):
     """Asks for the experts that a predictor expects the rank's own rows to choose."""

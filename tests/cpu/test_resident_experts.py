@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 
@@ -37,6 +38,18 @@ class Memory:
         """Nothing is open."""
 
 
+class HeldMemory(Memory):
+    """A tier whose reads end only once `opened` is set."""
+
+    def __init__(self, packed: list[Tensor], opened: threading.Event) -> None:
+        super().__init__(packed)
+        self._opened = opened
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        self._opened.wait()
+        super().read(layer, expert, offset, out)
+
+
 class Observer(AnyObserver):
     def __init__(self) -> None:
         self.heard: list[tuple[Tensor, Tensor]] = []
@@ -47,7 +60,10 @@ class Observer(AnyObserver):
 
 @contextmanager
 def experts_here(
-    dtype: torch.dtype, num_slots: int, observers: Sequence[AnyObserver] = ()
+    dtype: torch.dtype,
+    num_slots: int,
+    observers: Sequence[AnyObserver] = (),
+    opened: threading.Event | None = None,
 ) -> Iterator[tuple[ResidentExperts, SplitExperts]]:
     """Through slots, and all in memory."""
     torch.manual_seed(0)
@@ -65,7 +81,8 @@ def experts_here(
         everything.put(expert, content)
     arena = SlotArena([num_slots], layout.num_bytes)
     control = ResidencyControl([num_slots], NUM_EXPERTS, arena.slot_bytes, lambda _: lru(NUM_EXPERTS))
-    memory = ExpertMemory(control, arena, Memory(packed))
+    tier = Memory(packed) if opened is None else HeldMemory(packed, opened)
+    memory = ExpertMemory(control, arena, tier)
     try:
         yield ResidentExperts(memory, arena, 0, through_slots, observers), everything
     finally:
@@ -91,6 +108,22 @@ def test_a_ranks_part_has_the_bits_of_experts_in_memory(dtype: torch.dtype, num_
             found = bounded.partial(x, ids, weights, None, Activation())
             assert found.dtype == torch.float32
             assert torch.equal(found, expected)
+
+
+def test_a_shared_expert_is_computed_while_experts_load_and_changes_no_bit() -> None:
+    opened = threading.Event()
+
+    def other() -> Tensor:
+        opened.set()  # No expert arrives before.
+        return torch.full((1,), 7.0)
+
+    with experts_here(torch.float32, 3, opened=opened) as (bounded, everything):
+        x, ids, weights = rows(5, torch.float32, set(range(NUM_EXPERTS)))
+        found, of_other = bounded.while_loading(x, ids, weights, Activation(), other)
+        assert torch.equal(found, moe_experts_partial(x, ids, weights, everything, Activation()))
+        assert of_other.tolist() == [7.0]
+        nothing, of_other = bounded.while_loading(x[:0], ids[:0], weights[:0], Activation(), other)
+        assert (nothing.shape, of_other.tolist()) == ((0, HIDDEN), [7.0])
 
 
 def test_rows_without_an_expert_here_are_zeros_and_have_not_arrived() -> None:

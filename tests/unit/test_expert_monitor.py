@@ -239,9 +239,11 @@ def test_recall_is_told_in_all_and_by_source_where_there_are_prefetches(tmp_path
 def test_the_strategy_says_whether_prefetching_is_on():
     class Resting:
         is_on = False
+        gains = ((4, True, -0.03125),)
 
     config = ServeConfig(expert_memory=1, expert_policy="lru")
-    assert expert_strategy(config, Resting()) == {"eviction": "lru", "prefetch": {"source": "auto", "is_on": False}}
+    prefetch = {"source": "auto", "is_on": False, "saved": [{"rows": 4, "free_core": True, "share": -0.0312}]}
+    assert expert_strategy(config, Resting()) == {"eviction": "lru", "prefetch": prefetch}
     assert expert_strategy(config, None)["prefetch"] == {"source": "off", "is_on": False}
     assert expert_strategy(ServeConfig(), None, "alltoall") == {"placement": "contiguous", "dispatch": "alltoall"}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,8 +51,27 @@ class GpuResidentExperts:
     def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
         return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
 
-    def partial(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
-        """Return the weighted sum over local experts, [T, H] fp32. expert_ids: numbers in the model, -1 for remote."""
+    def while_loading(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, activation: Activation, other: Callable[[], Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        """See `experts.moe_layer.LoadingDispatch`."""
+        done: list[Tensor] = []
+        out = self.partial(x, expert_ids, weights, None, activation, lambda: done.append(other()))
+        return out.to(x.dtype), done[0]
+
+    def partial(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        weights: Tensor,
+        _: object,
+        activation: Activation,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Return the weighted sum over local experts, [T, H] fp32.
+
+        expert_ids: numbers in the model, -1 for remote. meanwhile: called once the missing experts are loading.
+        """
         memory, layer, experts = self._memory, self._layer, self._experts
         chosen = expert_ids.cpu()
         wanted = set(chosen.flatten().tolist())
@@ -66,6 +85,7 @@ class GpuResidentExperts:
                 arrived = x[rows], chosen[here], weights[rows]
                 for observer in self._observers:
                     observer.arrived(layer, *arrived)
+            meanwhile()
             if not wanted:
                 return x.new_zeros(x.shape, dtype=torch.float32)
             make = x.new_zeros if some_elsewhere else x.new_empty

@@ -24,6 +24,9 @@ class Prefetching(Protocol):
     @property
     def is_on(self) -> bool: ...
 
+    @property
+    def gains(self) -> list[tuple[int, bool, float]]: ...
+
 
 # Commands that may return a FileJob.
 FILE_COMMANDS = ("save_expert_statistics", "stop_expert_trace")
@@ -304,6 +307,10 @@ def expert_strategy(
             "source": "off" if prefetcher is None else config.expert_prefetch,
             "is_on": prefetcher is not None and prefetcher.is_on,
         }
+        if prefetcher is not None and prefetcher.gains:
+            strategy["prefetch"]["saved"] = [
+                {"rows": rows, "free_core": free, "share": round(share, 4)} for rows, free, share in prefetcher.gains
+            ]
     if dispatch is not None:
         strategy["placement"] = config.placement
         strategy["dispatch"] = dispatch

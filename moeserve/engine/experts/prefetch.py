@@ -15,8 +15,9 @@ from torch import Tensor
 from experts.memory.memory import ExpertMemory
 from experts.memory.residency import Affinity, EvictionPolicy, ResidencyControl
 from experts.observer import PlannedStep, StepObserver
+from experts.prediction.judge import PrefetchJudge
 from experts.prediction.lookahead import GateLookahead
-from experts.prediction.planning import PrefetchJudge, PrefetchPlanner, PrefetchRules, PrefetchSwitch
+from experts.prediction.planning import PrefetchPlanner, PrefetchRules
 from experts.prediction.prefetcher import GateRecall, Prefetcher, PrefetchObserver, RankPrefetcher
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.files import Tap
@@ -97,7 +98,7 @@ def start_prefetching(
         if len(decoder.gated_blocks()) < 2:
             return None
         preview = _make_preview(decoder, None if choice == "gate" else fitted)
-        judge = PrefetchJudge(PrefetchSwitch()) if choice == "auto" else None
+        judge = PrefetchJudge() if choice == "auto" else None
         observers.append(asks := GateLookahead(memory, experts.control, preview, moe.gate.top_k, judge, here))
         if share is not None:
             observers.append(GateRecall(asks, GatesAhead(preview, len(experts.layers)), memory.recall))

@@ -1,0 +1,143 @@
+"""Decide by the duration of steps whether prefetching pays, and keep asking. Torch-free, without a clock."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import exp, log, sqrt
+
+# Steps with up to this many rows are compared with steps of exactly as many; longer ones by half powers of two.
+_EXACT_ROWS = 4
+# A step longer than this multiple of its like counts as that long: something else held the machine up.
+_LONGEST = 4.0
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeRules:
+    """How steps are sampled. All numbers but the shares count steps.
+
+    block: consecutive steps of one probe of the choice that is not in use. period: steps from one probe to the next; a
+    probe of prefetching that loses time comes more seldom, at the longest after `longest_period`, so that probes take
+    no more than the share `budget` of the time. compared: the latest steps of the choice in use that a probe is
+    compared with. memory: probes that the mean gain goes back. least: probes before the first decision. gain: the
+    share of a step's time that prefetching has to save, beyond the standard error, to be switched on.
+    """
+
+    block: int = 2
+    period: int = 32
+    first_period: int = 16
+    longest_period: int = 4096
+    budget: float = 0.002
+    compared: int = 12
+    memory: int = 48
+    least: int = 6
+    gain: float = 0.01
+
+
+class PrefetchJudge:
+    """Switches prefetching on where steps are shorter with it than without, and off where they are not.
+
+    Steps are judged by kind: by the number of their rows, and by whether a core was free. In each kind, some steps in a
+    row try the choice that is not in use; they are compared with the steps just before, so that neither a cold start
+    nor a growing context counts for or against prefetching.
+    """
+
+    __slots__ = ("_current", "_kinds", "_rules")
+
+    def __init__(self, rules: JudgeRules = JudgeRules()) -> None:
+        self._rules = rules
+        self._kinds: dict[tuple[int, bool], _Kind] = {}
+        self._current: _Kind | None = None
+
+    def begin_step(self, num_rows: int, *, has_free_core: bool) -> bool:
+        """Return True if this step prefetches."""
+        kind = (size_class(num_rows), has_free_core)
+        self._current = self._kinds.setdefault(kind, _Kind())
+        return self._current.begins(self._rules)
+
+    def end_step(self, seconds: float) -> None:
+        """Record the duration of the step that began last. A step that failed has no end."""
+        assert self._current is not None
+        self._current.ends(seconds, self._rules)
+        self._current = None
+
+    def gains(self) -> list[tuple[int, bool, float]]:
+        """Return for each kind of step its least number of rows, whether a core was free, and the share of a step's
+        time that prefetching saves; negative where it costs time."""
+        return [
+            (least_rows(size), free, 1 - exp(kind.mean))
+            for (size, free), kind in sorted(self._kinds.items())
+            if kind.num_probes
+        ]
+
+
+def size_class(num_rows: int) -> int:
+    """Return the number of the class of steps with about `num_rows` rows."""
+    if num_rows <= _EXACT_ROWS:
+        return num_rows
+    return _EXACT_ROWS + int(2 * log(num_rows / _EXACT_ROWS, 2) + 1e-9)
+
+
+def least_rows(size: int) -> int:
+    """Return the least number of rows of a class."""
+    if size <= _EXACT_ROWS:
+        return size
+    return -int(-_EXACT_ROWS * 2 ** ((size - _EXACT_ROWS) / 2) // 1)
+
+
+@dataclass(slots=True)
+class _Kind:
+    """mean, variance: of the logarithm of a step's duration with prefetching over that without, from `num_probes`."""
+
+    is_on: bool = False
+    mean: float = 0.0
+    variance: float = 0.0
+    num_probes: int = 0
+    # The latest steps of the choice in use, and the steps of the probe that is under way.
+    usual: list[float] = field(default_factory=list)
+    probe: list[float] = field(default_factory=list)
+    is_probing: bool = False
+    wait: int = 0
+
+    def begins(self, rules: JudgeRules) -> bool:
+        if not self.is_probing and self.wait <= 0 and len(self.usual) >= rules.compared:
+            self.is_probing = True
+        return self.is_on is not self.is_probing
+
+    def ends(self, seconds: float, rules: JudgeRules) -> None:
+        if self.usual:
+            seconds = min(seconds, _LONGEST * sum(self.usual) / len(self.usual))
+        if not self.is_probing:
+            self.usual.append(seconds)
+            del self.usual[: -rules.compared]
+            self.wait -= 1
+            return
+        self.probe.append(seconds)
+        if len(self.probe) == rules.block:
+            self._count(rules)
+            self._decide(rules)
+
+    def _count(self, rules: JudgeRules) -> None:
+        ratio = log(sum(self.probe) / len(self.probe)) - log(sum(self.usual) / len(self.usual))
+        self.probe.clear()
+        self.is_probing = False
+        self.num_probes += 1
+        share = max(1 / self.num_probes, 1 / rules.memory)
+        off = (-ratio if self.is_on else ratio) - self.mean
+        self.mean += share * off
+        self.variance = (1 - share) * (self.variance + share * off * off)
+
+    def _decide(self, rules: JudgeRules) -> None:
+        error = sqrt(self.variance / min(self.num_probes, rules.memory))
+        was_on = self.is_on
+        if self.num_probes >= rules.least:
+            self.is_on = self.mean < 0 if was_on else self.mean + error < -rules.gain
+        if self.is_on is not was_on:
+            self.usual.clear()
+        if self.num_probes < rules.least:
+            self.wait = rules.first_period - rules.block
+        elif self.is_on:
+            self.wait = rules.period - rules.block
+        else:
+            loss = max(self.mean - error, 0.0)
+            period = min(max(rules.block * loss / rules.budget, rules.first_period), rules.longest_period)
+            self.wait = int(period) - rules.block
