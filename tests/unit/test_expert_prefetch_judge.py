@@ -56,7 +56,7 @@ def test_it_is_found_again_when_it_begins_to_pay() -> None:
 def test_batches_and_busy_machines_are_judged_apart() -> None:
     judge, generator = PrefetchJudge(), random.Random(4)
     ratios = {(1, True): 0.7, (1, False): 1.3, (64, True): 1.3, (64, False): 1.3}
-    for step in range(4000):
+    for _ in range(4000):
         rows, free = generator.choice(list(ratios))
         ratio = ratios[rows, free] if judge.begin_step(rows, has_free_core=free) else 1.0
         judge.end_step(rows * ratio * generator.lognormvariate(0.0, 0.1))
