@@ -1,4 +1,4 @@
-"""Prefetching is on where steps are shorter with it, and never costs more than its probes do. No clock but the test's."""
+"""Prefetching is on where steps are shorter with it, and never costs more than its probes do."""
 
 import random
 from collections.abc import Callable
