@@ -72,7 +72,7 @@ class DecodeBench:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """sizes: see `qwen3_moe_spec`. loads: those that may be run. Raises ValueError if one does not fit."""
+        """sizes: see `qwen3_moe_spec`. loads: the loads to run. Raises ValueError if one does not fit."""
         self._limits, self._device, self._clock = limits, device, clock
         self._max_len = max(max_model_len(load, limits) for load in loads)
         self.spec = qwen3_moe_spec(**sizes, max_position=self._max_len)
@@ -143,7 +143,7 @@ class _RoutingKept(RanksObserver):
         self.routings.append(results[0].routing)
 
     def distinct_experts(self, first: int, end: int, spec: DecoderSpec, batch: int) -> float:
-        """Return the mean per layer over the steps first ... end - 1, in each of which every request has one row."""
+        """Return the mean per layer over the steps first ... end - 1, with one row of every request in each."""
         assert spec.moe is not None
         shape = RoutingShape(spec.num_layers, spec.moe.num_experts, spec.moe.gate.top_k)
         counts = []

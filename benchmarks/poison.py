@@ -299,7 +299,7 @@ def report(rounds: list[Round], health: list[Sample], stream: list[Sample], tick
 @click.option("--size", default=SIZE, show_default=True, help="Bytes of a body at most.")
 @click.option("--pause", default=0.3, show_default=True, help="Seconds of quiet before each.")
 @click.option("--skip", default=0, show_default=True, help="Poisons to leave out at the beginning.")
-@click.option("--seconds", default=1e9, help="Begin no further one after so many seconds.")
+@click.option("--seconds", default=1e9, help="Begin no further one after this number of seconds.")
 @click.option("--worst", default=15, show_default=True, help="Rows of the tables.")
 def command(
     model: Path | None, only: str, copies: str, size: int, pause: float, skip: int, seconds: float, worst: int

@@ -1,7 +1,7 @@
 """Requests of a given size that are as dear to a server as their author could make them: 4 MB unless told otherwise.
 
 Each is valid JSON or nearly so, and aims at one part of the HTTP process: the JSON reader, the checks of fields, the
-template, the tokenizer, grammars, and what is written back.
+template, the tokenizer, grammars, and the writing of answers.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _spliced(value: bytes, **fields: Any) -> bytes:
 
 
 def _filled(unit: str, size: int) -> str:
-    """Return so many times `unit` that about `size` bytes of JSON are full, but for room for the other fields."""
+    """Return `unit` repeated to about `size` bytes of JSON, less room for the other fields."""
     return unit * ((size - 400) // len(unit.encode()))
 
 

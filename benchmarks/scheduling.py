@@ -28,7 +28,7 @@ def _results(plans: list[StepPlan]) -> list[StepResult]:
 
 
 def planning_ms(num_running: int, *, run_ahead: bool) -> float:
-    """Return the milliseconds of `Scheduler.schedule` with so many decodes."""
+    """Return the milliseconds of `Scheduler.schedule` with this number of decodes."""
     scheduler = Scheduler(
         [PrefixCache(20 * num_running, 16)],
         max_num_seqs=num_running,
@@ -54,7 +54,7 @@ def planning_ms(num_running: int, *, run_ahead: bool) -> float:
 
 
 def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
-    """Return the milliseconds of `Scheduler.add` and of `drop_late` with so many waiting requests.
+    """Return the milliseconds of `Scheduler.add` and of `drop_late` with this number of waiting requests.
 
     num_shared: the tokens that all prompts begin with.
     """

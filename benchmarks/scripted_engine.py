@@ -27,7 +27,7 @@ class Script(Protocol):
         """Answer a message other than `Hello`."""
 
     def turn(self, send: Send) -> None:
-        """Do what is due every `turn_s`."""
+        """Do the due work every `turn_s`."""
 
 
 class ScriptedEngine:

@@ -62,7 +62,7 @@ class Talk:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Talks, of which at most `concurrency` wait for an answer. A token stands for `unit` tokens."""
+    """Talks. At most `concurrency` of them wait for an answer. A token stands for `unit` tokens."""
 
     talks: Sequence[Talk]
     concurrency: int
@@ -184,7 +184,7 @@ class Service:
 
 
 def with_snapshots(memory: int, num_snapshots: int, load: Load, policy: StatePolicy | None) -> Service:
-    """Return a service with so many tokens of KV, and snapshots if there is a policy for them."""
+    """Return a service with this number of tokens of KV, and snapshots if there is a policy for them."""
     rows = None if policy is None else range(NUM_SLOTS, NUM_SLOTS + num_snapshots)
     return Service(PrefixCache(memory // (load.block_size * load.unit), load.block_size, snapshot_rows=rows), policy)
 

@@ -134,7 +134,7 @@ def build_split(out_dir: Path, *, experts: int, top_k: int, progress: Progress |
 
 
 def split_config(shape: DenseShape, *, experts: int, top_k: int, shared: int) -> dict[str, Any]:
-    """Return config.json of the model, `shared` neurons of which always run."""
+    """Return config.json of the model, whose first `shared` neurons always run."""
     return {
         "architectures": ["MoeserveDemoForCausalLM"],
         "model_type": "moeserve_demo",

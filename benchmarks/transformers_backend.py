@@ -56,7 +56,7 @@ def _load(folder: Path, config: ServeConfig) -> Rank:
 
 
 def _measure(ranks: Sequence[Rank], config: ServeConfig, streams: int, prompt_tokens: int, steps: int) -> Both:
-    """Compute so many streams of random prompts with both decoders."""
+    """Compute a number of streams of random prompts with both decoders."""
     scheduler, _ = build_scheduler(config, ranks[0].model.kv)
     random, vocab_size = Random(streams), ranks[0].model.spec.vocab_size
     for stream in range(streams):

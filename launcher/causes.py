@@ -20,7 +20,7 @@ class MemoryKills:
         self._before = self._latest = self._count()
 
     def note_alive(self) -> None:
-        """Note that the process lives. What is counted now may be its end all the same, until it shows life again."""
+        """Record that the process lives. A kill that is counted now may still be its end, until it shows life again."""
         self._before, self._latest = self._latest, self._count()
 
     def may_have_come(self) -> bool:

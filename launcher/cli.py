@@ -117,7 +117,7 @@ def demo() -> None:
 def build_demo(experts: int, top_k: int, out: Path | None) -> None:
     """Build the demo model with other numbers of experts and print its folder.
 
-    Experts come in tied groups, of which a token chooses one: the model computes what the dense one does.
+    Experts come in tied groups. A token chooses one group, so the model computes the same as the dense one.
     """
     from rich.console import Console
 

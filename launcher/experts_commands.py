@@ -24,7 +24,7 @@ _POLL_SECONDS = 1.0
 @server_option
 @click.option("--api-key", envvar="MOESERVE_ADMIN_KEY", help="A key with the role admin. [MOESERVE_ADMIN_KEY]")
 @click.option("--seconds", type=click.FloatRange(min=0), help="How long to record; until Ctrl-C unless given.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Stop after so many tokens; bounded by the server too.")
+@click.option("--max-tokens", type=click.IntRange(min=1), help="Tokens to record at most; bounded by the server too.")
 @click.option("--token-ids", is_flag=True, help="Keep which tokens they are, and with that the texts themselves.")
 def trace(
     file: Path, url: str, api_key: str | None, seconds: float | None, max_tokens: int | None, token_ids: bool

@@ -9,7 +9,7 @@ _LONGEST_DELAY = 30.0
 
 
 class RestartPolicy:
-    """Counts the lives in a row that ended soon, at most `max_restarts` of which are followed by another one.
+    """Counts the lives in a row that ended soon, and allows another one at most `max_restarts` times.
 
     A life that has served is followed at once, so that a crash is a short pause. Lives that end before they serve are
     followed later and later: half a second, then twice as long each time, up to half a minute.

@@ -157,7 +157,7 @@ class Results:
         self._file.close()
 
     def open_jobs(self, jobs: Iterable[Job]) -> Iterator[Job]:
-        """Yield those that the file does not answer."""
+        """Yield the requests that the file does not answer."""
         return (job for job in jobs if (job.custom_id or job.result_id) not in self._done)
 
     def write(self, job: Job, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:

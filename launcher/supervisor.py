@@ -43,7 +43,7 @@ WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
 _WORKER = "model process"
-# A model that is loaded again may take so many times as long as at first, or as a hang takes to be found.
+# A later start may take at most this many times the seconds of the first one, or of finding a hang.
 _START_PATIENCE = 5.0
 
 
@@ -81,7 +81,7 @@ class Listeners:
 @dataclass(eq=False)
 class _Life:
     """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
-    in a sentence. `starting` are tasks that end when it serves, `tasks` those that end with it. `code`: how the engine,
+    in a sentence. `starting`: tasks that end when it serves. `tasks`: tasks that end with it. `code`: how the engine,
     or its first rank that ended, did so before it was killed here. `was_killed`, `was_stopped`: it was killed here, and
     was stopped (SIGSTOP) then.
 

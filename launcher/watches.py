@@ -175,7 +175,7 @@ async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: 
 class Vitals:
     """When each of some processes was last heard, and whether all are.
 
-    `beating` is called once all of them were heard anew, not counting those that are excused.
+    `beating` is called once all of them were heard anew, except the excused ones.
     """
 
     def __init__(self, names: Iterable[str], beating: Callable[[], None]) -> None:

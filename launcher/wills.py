@@ -30,7 +30,7 @@ def allow_wills(config: ServeConfig) -> int:
 
 
 def wills_within(limit: int, config: ServeConfig) -> int:
-    """Return how many wills of each HTTP process a supervisor that may open so many files can keep."""
+    """Return the number of wills of each HTTP process that a supervisor with this limit of open files can keep."""
     free = (limit - _OTHER_FILES) // config.num_frontends - _FILES_PER_PROCESS
     return max(0, min(config.max_connections, free))
 
@@ -57,7 +57,7 @@ class WillKeeper:
         return len(self._wills)
 
     def finish(self) -> None:
-        """Read what is left of a process that is dead, and execute its wills. No effect if that was done."""
+        """Read the rest of a dead process's pipe and execute its wills. No effect the second time."""
         while self._socket.fileno() >= 0:
             if not self._read():
                 self._execute()

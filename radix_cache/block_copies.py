@@ -28,7 +28,7 @@ class BlockCopy:
 
 
 class BlockCopies:
-    """The blocks of memory that are to be written to disk, and those that are being copied, either way.
+    """The blocks of memory that wait to be written to disk, and the blocks that are being copied, either way.
 
     A block that leaves tree and leases while it is copied is *in copy* until the copy has ended, and is freed then.
     """

@@ -838,7 +838,7 @@ class PrefixCache:
         return self._tree.node_at(node, depth, at), at
 
     def _free(self, blocks: Sequence[int]) -> None:
-        """Free KV blocks, and their window blocks; those that are being copied once that has ended."""
+        """Free KV blocks, and their window blocks; blocks that are being copied are freed when the copy ends."""
         if self._windows is not None:
             self._windows.drop(blocks)
         if self._disk is not None:

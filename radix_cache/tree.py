@@ -321,7 +321,7 @@ class RadixTree:
     def drop(self, namespaces: Collection[str] | None) -> Iterator[array[int]]:
         """Remove the evictable blocks of namespaces (None: of all), retained ones too.
 
-        Yield their ids, which the caller owns, some at a time. The tree may change meanwhile: what is used again stays.
+        Yield their ids, which the caller owns, some at a time. The tree may change meanwhile: blocks in use again stay.
         """
         removed: array[int] = array("i")
         accounts = None if namespaces is None else {account_of(name) for name in namespaces}

@@ -148,7 +148,7 @@ class WorthQueue(Generic[Row]):
         self.discard(row)
 
     def check(self, num_rows: dict[str, int]) -> None:
-        """Raise InvariantError unless the accounts hold so many rows each, or if dead entries pile up."""
+        """Raise InvariantError unless the accounts hold these numbers of rows, or if dead entries pile up."""
         require({name: one.num_rows for name, one in self._holdings.items()} == num_rows, "rows are miscounted")
         num_worthless = sum(self._is_live(*one) for one in self._worthless)
         for holding in self._holdings.values():
@@ -173,7 +173,7 @@ class WorthQueue(Generic[Row]):
             heapify(self._order)
 
     def _first_account(self) -> str | None:
-        """Return the account with the largest excess among those that have a row with a worth, None without any."""
+        """Return the account with the largest excess among accounts that have a row with a worth, None without any."""
         while self._order:
             negative, worth, entry, number, account = self._order[0]
             if not self._is_in_order(account, number):

@@ -161,7 +161,7 @@ class SlowedTier(DiskTier):
 
 @contextmanager
 def _emulated_link(bandwidth: int | None) -> Iterator[None]:
-    """Let the service's code, while it loads a model, open expert files behind a link of so many bytes per second."""
+    """Let the service's code, while it loads a model, open expert files behind a link of limited bytes per second."""
     if bandwidth is None:
         yield
         return

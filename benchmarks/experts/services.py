@@ -24,7 +24,7 @@ from moeserve.bench.workloads import Conversation, Workload, run_workload, seede
 _READY = re.compile(r"ready on (http://\S+)")
 _SECONDS_TO_START, _SECONDS_TO_END = 180, 30
 _TIMEOUT = 600.0
-# Tied experts come in pairs with equal load, of which each of two ranks has one: nothing would migrate.
+# Tied experts come in pairs with equal load, one of each pair on either rank: nothing would migrate.
 _MIGRATING = BUILDS[2]
 _MIGRATING_STREAMS, _STREAMS = 8, 16
 

@@ -154,7 +154,7 @@ def _add_of_equal_lengths(peers: Peers, case: AttentionCase, prepared: PreparedA
             ways.append(partial(_sdpa_calls, backend, inputs, causal, group))
         _add(peers, name, *ways)
     if case.kv_heads == _FLEX_KV_HEADS and (len(case.seq_lens), case.seq_lens[0], case.query_lens[0]) in _FLEX_SHAPES:
-        # Torch compiles only so many shapes of a function, then runs it as it is.
+        # Torch compiles a limited number of shapes of a function, then runs it as it is.
         torch.compiler.reset()
         _add(peers, "flex_attention", lambda: [partial(flex, *own, causal) for own in inputs])
     else:

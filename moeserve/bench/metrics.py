@@ -92,7 +92,7 @@ def summarise(records: Sequence[RequestRecord], meets_slo: Callable[[RequestReco
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Interpolate linearly between the two nearest of the `values`, of which there must be at least one."""
+    """Interpolate linearly between the two nearest of the `values`, at least one."""
     ordered = sorted(values)
     position = (len(ordered) - 1) * percent / 100
     below = int(position)

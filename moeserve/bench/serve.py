@@ -112,7 +112,7 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
     "--rates",
     callback=_rates,
     metavar="R,R,...",
-    help="Rates of the curve, per second.  [default: 0.5, 1, 2, 4, 5 times what is answered at best]",
+    help="Rates of the curve, per second.  [default: 0.5, 1, 2, 4, 5 times the best rate of answers]",
 )
 @click.option(
     "--seconds", type=click.FloatRange(min=0, min_open=True), default=30.0, help="Time at each rate of the curve."
@@ -387,7 +387,7 @@ async def _measure_one(target: ReadyTarget, workload: Workload, run: int, slo: S
 
 
 def was_warm(records: list[RequestRecord]) -> bool:
-    """Return whether a large part of every prompt was cached of which one at least was to be cold."""
+    """Return whether a large part of every prompt was cached although one at least should have been cold."""
     cold = [record for record in records if record.cold]
     return bool(cold) and all((r.cached_tokens or 0) > _WARM_SHARE * (r.prompt_tokens or 0) for r in cold)
 

@@ -38,7 +38,7 @@ class Conversation:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Conversations of which at most `concurrency` wait for an answer at any time."""
+    """Conversations. At most `concurrency` of them wait for an answer at any time."""
 
     name: str
     concurrency: int

@@ -48,7 +48,7 @@ _IDLE_POLL_SECONDS = 0.25
 _WRITING_POLL_SECONDS = 0.02
 _COPY_SECONDS = 0.002  # between two looks for messages while nothing can be computed before a copy has ended
 _SEARCH_SECONDS = 0.001  # that the engine waits for files to be found
-_LAST_WRITES_SECONDS = 5.0  # an engine that is told to end writes KV for so long
+_LAST_WRITES_SECONDS = 5.0  # seconds that an ending engine writes KV for at most
 _SECONDS_BETWEEN_STATS = 0.5
 _MAX_RETENTION_SECONDS = 31 * 86400.0
 
@@ -143,7 +143,7 @@ class Engine:
         self._socket.wait(_WRITING_POLL_SECONDS if is_writing else _IDLE_POLL_SECONDS)
 
     def _exchange_copies(self, seconds: float = 0.0) -> None:
-        """Hand new copies to the copier, and those that have ended to the scheduler. Wait for one up to `seconds`."""
+        """Hand new copies to the copier, and ended copies to the scheduler. Wait for one up to `seconds`."""
         if self._copier is None:
             return
         for result in self._copier.take(seconds):

@@ -34,7 +34,7 @@ Observers = Sequence[StepObserver[StepPlan, StepResult]]
 
 
 class StepProgress(StepObserver[StepPlan, StepResult]):
-    """Counts what a rank has done, within a step too, so that a long step is told from a rank that hangs.
+    """Counts the work of a rank, within a step too, which tells a long step from a rank that hangs.
 
     Layers, parts of the work of compiled kernels, and copied pieces of experts count.
     """

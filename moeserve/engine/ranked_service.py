@@ -341,7 +341,7 @@ def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
 
 
 def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:
-    """Return the settings of rank 0 with those that a node chooses for itself."""
+    """Return the settings of rank 0 with the settings that a node chooses for itself."""
     return replace(
         msgspec.json.decode(settings, type=ServeConfig),
         threads=own.threads,

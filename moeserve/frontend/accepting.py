@@ -40,7 +40,7 @@ def allow_connections(most: int) -> int:
 
 
 def connections_within(limit: int, most: int) -> int:
-    """Return how many connections a process that may open so many files can have, at most `most`."""
+    """Return the number of connections, at most `most`, that a process with this limit of open files can have."""
     return most if limit == resource.RLIM_INFINITY else max(1, min(most, (limit - _OTHER_FILES) // 2))
 
 

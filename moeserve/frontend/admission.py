@@ -1,4 +1,4 @@
-"""Admission: which requests a frontend takes in, on what terms, and what those that it refuses are told.
+"""Admission: which requests a frontend takes in, on what terms, and how it refuses the others.
 
 Refusals wait for nobody: they follow from counts of this process and from the `Load` that the engine has told last. The
 engine decides again, by what it knows then.
@@ -227,8 +227,8 @@ class Admission:
             raise self.late(terms)
 
     def _wait_s(self, terms: Terms) -> float:
-        """Return how long a new request would wait by what is known: what waited when the engine told its load, and
-        what came since, less what will have been done meanwhile."""
+        """Return how long a new request would wait: by the work that waited when the engine reported its load, and the
+        work that came since, less the work done meanwhile."""
         load = self._load
         if load is None:
             return 0.0

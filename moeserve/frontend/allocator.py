@@ -20,7 +20,7 @@ def bound_pools() -> None:
 
 
 def give_back() -> None:
-    """Return what is free to the system, which takes some milliseconds."""
+    """Return free memory to the system, which takes some milliseconds."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

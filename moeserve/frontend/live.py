@@ -45,7 +45,7 @@ class KvOnDisk(msgspec.Struct, frozen=True):
 
 class ExpertsNow(msgspec.Struct, frozen=True):
     """balance: mean over maximum of the recent load in the worst layer, over ranks where there are several, else over
-    experts. resident: experts in memory, where not all are. hit_rate: of wanted experts, those that were in memory,
+    experts. resident: experts in memory, where not all are. hit_rate: the share of wanted experts that were in memory,
     since the sample before. stall_seconds, migrations: since the start."""
 
     balance: float | None = None

@@ -128,7 +128,7 @@ class FrontendServer(uvicorn.Server):
             self._ticker.start()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more, and let uvicorn end what is open."""
+        """Accept no more connections, and let uvicorn end the open ones."""
         if self._accepting is not None:
             self._accepting.close()
         await super().shutdown(sockets)

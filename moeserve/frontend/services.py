@@ -35,7 +35,7 @@ from moeserve.wire import RunContext, Stats
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 
-# Returns what is kept by these names.
+# Returns the kept items of these names.
 Lend = Callable[[Named], Awaitable[Earlier]]
 
 

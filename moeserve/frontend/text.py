@@ -104,8 +104,9 @@ class TextTokenizer:
     def borders(self) -> tuple[str, ...]:
         """The added tokens before which a text can be cut: tokenising the parts gives the tokens of the whole.
 
-        The library looks for added tokens first and tokenises what is between them by itself. So a token is a border if
-        it is found wherever its text stands: no other one overlaps it or is longer, and its neighbours do not matter.
+        The library looks for added tokens first and tokenises each text between two of them by itself. So a token is a
+        border if it is found wherever its text stands: no other one overlaps it or is longer, and its neighbours do not
+        matter.
         """
         added = self._tokenizer.get_added_tokens_decoder().values()
         if any(token.single_word for token in added):

@@ -33,7 +33,7 @@ from moeserve.model.spec import ModelError, Progress, silent
 CALIBRATION_TOKENS = 2048
 # The first tokens of any text draw attention from all others and have extreme activations: they would make a centroid.
 SKIPPED_TOKENS = 16
-# The demo serves contexts of so many times the length that its model was trained with; see `stretched_rope`.
+# The demo serves contexts of this many times the length that its model was trained with; see `stretched_rope`.
 CONTEXT_FACTOR = 4
 FFN = ("gate_proj", "up_proj", "down_proj")
 _LAYERS_PER_SHARD = 8

@@ -1,8 +1,8 @@
-"""How many draft tokens a step should verify: what they are likely to gain, over what their rows cost.
+"""The number of draft tokens that a step should verify: their likely gain over the cost of their rows.
 
-A draft is worth its row only if it is likely to be right, and how likely is learnt: by where the draft comes from, by
-how many tokens before it matched, and by request. Guesses that no step verifies teach as much as those that one does,
-since the next token is known either way. So nothing is computed only to find out.
+A draft is worth its row only if it is likely to be right. The likelihood is learnt by the draft's source, by the number
+of tokens before it that matched, and by request. A guess that no step verifies teaches as much as a verified one, since
+the next token is known either way. So nothing is computed only to find out.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 
-# Tokens that matched before a guess, by which guesses are told apart.
+# Guesses are told apart by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-# What is expected of a guess that nothing is known of, and the number of guesses that this counts as.
+# The expected share of right guesses before any was seen, and the number of guesses that this expectation counts as.
 _FIRST_RATE = 0.5
 _FIRST_WEIGHT = 4.0
 # Of a service's guesses, and of a request's, as many count as this.

@@ -57,8 +57,8 @@ class OwnText:
 class CachedText:
     """The cached text that continues a request's tokens: what followed here the last time.
 
-    All tokens of the request are like those of the cached text. So a guess is told apart from others by the number of
-    tokens that previous guesses had right in a row.
+    All tokens of the request are like those of the cached text. So the strength of a guess is the number of tokens in
+    a row that earlier guesses had right.
     """
 
     __slots__ = ("_last", "_num_followed")

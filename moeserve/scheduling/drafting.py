@@ -172,7 +172,7 @@ class Drafting:
         return num_drafts
 
     def _judge(self, known: _Known, guess: Guess, new_tokens: Sequence[int]) -> None:
-        """Learn whether the tokens of a guess are those that have followed, up to the first that is not."""
+        """Learn which tokens of a guess have followed, up to the first wrong one."""
         num_right = guess.num_right(new_tokens)
         for number in range(min(num_right + 1, len(guess.tokens), len(new_tokens))):
             is_right = number < num_right
@@ -185,7 +185,7 @@ class Drafting:
             self._judge(known, Guess(FORCED, 0, request.draft_tokens[num_guessed:]), new_tokens[num_guessed:])
 
     def _guesses(self, request: Request, known: _Known, memory: RequestMemory) -> list[Guess]:
-        """Return the guesses of all sources, without those that have none."""
+        """Return the guesses of all sources, leaving out sources without one."""
         config, most = self._config, self._config.num_speculative_tokens
         found = [known.own.guess(request.token_ids, config.prompt_lookup_min, most)]
         if config.method != "ngram":

@@ -19,7 +19,7 @@ from moeserve.scheduling.pacing import Backlog
 from moeserve.scheduling.token_sums import TokenSums
 
 _SMOOTHING = 0.1
-# A request that lacks so many times fewer tokens passes a long prompt of its own tenant.
+# A request passes a long prompt of its own tenant if it lacks at most one in this number of the tokens.
 FAR_SHORTER = 4
 
 
@@ -159,7 +159,7 @@ class Tenants:
 class WaitingQueue:
     """Waiting requests; a preempted one returns to the place of its arrival.
 
-    Among the requests of one priority and tenant, those that an earlier life of the engine had are first, in the order
+    Among the requests of one priority and tenant, requests of an earlier life of the engine are first, in the order
     of their arrival there. The others follow in the order of arrival.
 
     If the oldest of them is late, so that it can no longer have its first token in time, the newest is next, after

@@ -1,4 +1,4 @@
-"""The prompts of open requests, in an order in which those that begin alike are neighbours. Pure."""
+"""The prompts of open requests, in an order in which prompts that begin alike are neighbours. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class OpenPrompts:
             del self._prompts[request.namespace]
 
     def neighbours(self, request: Request) -> list[Request]:
-        """Return the open requests of which one begins with more of the new request's tokens than any other."""
+        """Return two open requests, one of which begins with most of the new request's tokens."""
         prompts = self._prompts.get(request.namespace, [])
         index = bisect_left(prompts, request.token_ids, key=_prompt)
         return prompts[max(0, index - 1) : index + 1]

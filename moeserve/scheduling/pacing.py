@@ -158,7 +158,7 @@ class Load:
 
     @property
     def num_free_places(self) -> int:
-        """The number of free running places. So many requests could begin at once, memory aside."""
+        """The number of requests that could begin at once, memory aside."""
         return max(0, self.places - sum(backlog.running for backlog in self.tenants.values()))
 
     def wait_behind_s(self, num_places: float, num_tokens: float) -> float:

@@ -15,7 +15,7 @@ class PlanDraft:
     """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step is committed.
 
     `requests[i]` belongs to the chunk that was added i-th, so the requests of rank r are in the order of
-    `plans[r].chunks`. `prompts` are those that lacked more than one token, by id. `budgets[r]` is the
+    `plans[r].chunks`. `prompts` are the requests that lacked more than one token, by id. `budgets[r]` is the
     number of tokens that still fit into the plan of rank r, `sizes[r]` the size of that plan so far. `duplicates` are
     (rank, block ids) that this plan may be the last to read.
     """
@@ -125,7 +125,7 @@ class PlanDraft:
     def add_unsampled(
         self, request: Request, drawn_by: int, state: StateUse | None, window: WindowTable | None
     ) -> None:
-        """Plan the token of a request that is number `drawn_by` among those that the previous plan will sample."""
+        """Plan the token of a request that is number `drawn_by` among the tokens that the previous plan will sample."""
         lease = request.lease
         assert lease is not None
         start = request.num_planned_tokens
@@ -159,7 +159,7 @@ class PlanDraft:
         return [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(self.plans, results, strict=True)]
 
     def sampled_place(self, request: Request) -> int | None:
-        """Return the place of the request's token among those that its rank's plan samples.
+        """Return the place of the request's token among the tokens that its rank's plan samples.
 
         None if it has none there, or may have several.
         """

@@ -38,7 +38,7 @@ class RequestMemory:
         return self._cache.num_available_to(request.namespace, enough) if sparing else self._cache.num_available
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks that so many further tokens of a request can begin."""
+        """Return the most blocks that `num_tokens` further tokens of a request can begin."""
         return -(-num_tokens // self._block_size)
 
     def share(self, request: Request) -> None:

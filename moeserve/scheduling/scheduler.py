@@ -532,7 +532,7 @@ class Scheduler:
     def _let_shorter_pass(self, request: Request, prompts: list[Request], draft: PlanDraft) -> None:
         """Plan requests of the same tenant that lack far fewer tokens than this one, which would fill the step.
 
-        They get half of what is left. So none waits for all of a long prompt, which takes at most twice as long.
+        They get half of the rest of a step. So none waits for all of a long prompt, which takes at most twice as long.
         """
         most = _num_pending(request) // FAR_SHORTER
         shorter = [other for other in prompts if self._are_alike(other, request) and _num_pending(other) <= most]

@@ -140,7 +140,7 @@ class KvBlocks:
         return tokens[::-1]
 
     def _hold(self, view: str, above: int | None, tokens: list[bytes], events: list[Event]) -> list[int]:
-        """Count a holder of each block behind `above`; tell those that had none. Return their hashes."""
+        """Count a holder of each block behind `above`; publish blocks that had none. Return their hashes."""
         hashes: list[int] = []
         num_known = 0
         parent = above

@@ -146,7 +146,7 @@ class _RankStream:
         self._buffer_bytes += len(payload)
         while len(self._buffer) > self._config.buffer_steps or self._buffer_bytes > _MAX_BUFFER_BYTES:
             self._buffer_bytes -= len(self._buffer.popleft())
-        # A PUB socket never waits: it drops for those who do not read.
+        # A PUB socket never waits: it drops messages for peers that do not read.
         self._live.send_multipart([self._topic, pack_number(self._next), payload])
         self._next += 1
 

@@ -216,7 +216,7 @@ def _begins(value: msgspec.Raw, bracket: str) -> bool:
 
 @cache
 def _raw_fields(expected: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Return a type of the same fields, none of which is read or required."""
+    """Return a type of the same fields that reads and requires none of them."""
     names = expected.__struct_encode_fields__
     return msgspec.defstruct(expected.__name__, [(name, msgspec.Raw, _NOTHING) for name in names])
 

@@ -30,7 +30,7 @@ from moeserve.frontend.http import invalid, unsupported
 BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_TEMPERATURE = 1.0
 ROLES = ("user", "assistant", "system")
-# Fields of other dialects, or of this one, that ask for what is not served; the latter may be empty lists.
+# Fields of other dialects, or of this one, that ask for something not served; fields of this one may be empty lists.
 REFUSED = ("n", "stop", "stream_options", "logit_bias")
 REFUSED_UNLESS_EMPTY = ("container", "mcp_servers")
 REGIONS = (None, "global", "not_available")

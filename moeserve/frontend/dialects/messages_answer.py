@@ -169,8 +169,8 @@ class MessageFormatter:
     def _delta_usage(self, usage: Usage) -> dict[str, Any]:
         """Return the counts; the three kinds of input tokens add up to the prompt.
 
-        What is not read from the cache is written to it. It counts as written where the request has `cache_control`,
-        as in Anthropic's API, else as plain input.
+        Tokens that are not read from the cache are written to it. They count as written where the request has
+        `cache_control`, as in Anthropic's API, else as plain input.
         """
         new = usage.prompt_tokens - usage.cached_tokens
         return {

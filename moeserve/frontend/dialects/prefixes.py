@@ -18,7 +18,7 @@ from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 
-# The fields of a body that have an effect: those that render messages, and by route those beside the prefix.
+# The fields of a body that have an effect: fields that render messages, and by route the fields beside the prefix.
 MESSAGE_FIELDS = frozenset(
     {
         "add_generation_prompt",
@@ -67,7 +67,7 @@ def check_prefix(body: PrefixBody, others: Collection[str]) -> None:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Return whether a field asks for something. Bodies made for a chat may say what is so without them."""
+    """Return whether a field asks for something. Bodies made for a chat may state defaults."""
     if name in ("function_call", "tool_choice"):
         return value not in (None, "auto", "none")
     return not (value is None or value is False or value in ([], {}) or (name == "n" and value == 1))

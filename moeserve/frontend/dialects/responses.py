@@ -253,7 +253,7 @@ def conversation_not_found(conversation_id: str, param: str = "conversation_id")
 
 
 def _resolved(items: list[Item], earlier: Earlier) -> list[Item]:
-    """Return the items, those in place of references that these stand for: what is kept is whole by itself."""
+    """Return the items with each reference replaced by its item, so that a kept response is whole by itself."""
     return [(earlier.item(item["id"]) or item) if is_reference(item) else item for item in items]
 
 

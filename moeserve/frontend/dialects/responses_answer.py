@@ -39,7 +39,7 @@ class KeptResponse:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Return the event that ends a stream of which only that is known: its number is above all others."""
+    """Return the event that ends a stream of unknown content: its number is above all others."""
     fields = {"code": error.code, "message": error.message, "param": error.param, "sequence_number": _LAST_NUMBER}
     return b"event: error\ndata: %b\n\n" % msgspec.json.encode({"type": "error", **fields})
 

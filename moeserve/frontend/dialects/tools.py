@@ -85,8 +85,8 @@ def call_in_history(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 def arguments_of(text: str) -> dict[str, Any]:
     """Return the arguments in the JSON that a client sends back, whatever its spacing.
 
-    A model may have written what is no JSON object. The conversation must be able to go on, so the template then gets
-    the text as the only argument.
+    A model may have written something that is no JSON object. The conversation must be able to go on, so the template
+    then gets the text as the only argument.
     """
     if not text.strip():
         return {}

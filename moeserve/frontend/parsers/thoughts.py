@@ -16,7 +16,7 @@ from moeserve.frontend.parsers.parser import Reasoning, Start
 from moeserve.frontend.text import TextTokenizer
 from moeserve.thoughts import Marker, Thought, ThoughtBudget, ThoughtForm
 
-# Token ids with the bytes of the tokens, of which none is empty.
+# Token ids with the bytes of the tokens, none empty.
 Vocabulary = Sequence[tuple[int, bytes]]
 
 _HARMONY_OPENING = "<|channel|>analysis"

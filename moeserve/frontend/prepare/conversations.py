@@ -138,7 +138,7 @@ def _join(texts: list[str], separator: str) -> str:
 
 
 def with_short_ids(messages: list[Message]) -> list[Message]:
-    """Return the messages with ids of calls that have nine letters and digits; those that have stay as they are."""
+    """Return the messages with ids of calls that have nine letters and digits; ids of this form stay as they are."""
     short = []
     for message in messages:
         message = dict(message)

@@ -1,4 +1,4 @@
-"""Token ids of rendered prompts, of which most was tokenised before: agents send a conversation again with each turn.
+"""Token ids of rendered prompts that were mostly tokenised before: agents send a conversation again with each turn.
 
 A rendered prompt is cut into pieces right before tokens that are always found, whatever stands around them
 (`TextTokenizer.borders`): no tokenizer merges text across such a place, so the ids of a prompt are those of its pieces,

@@ -48,7 +48,7 @@ _MAX_REQUEST_BYTES = 4096
 
 
 class CheckLine(msgspec.Struct, omit_defaults=True):
-    """A line of `--check`: the part that is loaded next, or what is wrong with it. swelled: it took too much memory."""
+    """A line of `--check`: the part that is loaded next, or its fault. swelled: it took too much memory."""
 
     part: str | None = None
     error: str | None = None

@@ -36,7 +36,7 @@ class _Flow(Generic[_T]):
 
     key: Hashable
     is_big: bool
-    used: float  # seconds of processor time, of which the flow with the least is next
+    used: float  # seconds of processor time; the flow with the least is next
     jobs: deque[tuple[_T, int]] = field(default_factory=deque)
     num_running: int = 0
 

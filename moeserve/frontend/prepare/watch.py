@@ -53,7 +53,7 @@ class Watch:
         self._most_bytes = 0 if page is None else address_space() + _OTHER_BYTES
 
     def enter(self, stage: Stage, num_chars: int = 0, field: str = "") -> None:
-        """Begin a stage that goes through so many characters. field: of the request, for the refusal."""
+        """Begin a stage that goes through a number of characters. field: of the request, for the refusal."""
         if self._page is None:
             return
         name = field.encode("utf-8", "replace")[:_MOST_FIELD_BYTES]
@@ -96,5 +96,5 @@ def address_space() -> int:
 
 
 def limit_memory(num_bytes: int) -> None:
-    """Let this process map at most so many bytes, until it is changed."""
+    """Let this process map at most this number of bytes, until the next call."""
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))

@@ -293,7 +293,7 @@ class OutputText:
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The tokens inside thoughts so far, of those that count."""
+        """The counted tokens inside thoughts so far."""
         num_tokens = 0 if self._thought is None else self._thought.num_tokens
         return num_tokens if self.keep_tokens is None else min(num_tokens, self.keep_tokens)
 

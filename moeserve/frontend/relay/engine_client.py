@@ -169,7 +169,7 @@ class EngineClient:
                 future.set_exception(EngineGone(reason))
 
     def _hand_over(self, group: RequestGroup) -> None:
-        """Send what is left of the group's requests."""
+        """Send the group's open requests, each from where it stopped."""
         for generate in group.take_to_engine():
             self._send_of_group(generate)
 
@@ -177,7 +177,7 @@ class EngineClient:
         self._send_of_group(Finish(request_id, keep_tokens))
 
     def _send_of_group(self, message: Generate | Finish | Abort) -> None:
-        """Send a message unless the engine is away: its next life gets what is left of the group."""
+        """Send a message unless the engine is away: its next life gets the rest of the group."""
         if self._link is not None:
             self._link.send(message)
 
@@ -254,7 +254,7 @@ class EngineClient:
     # The engine's messages.
 
     def _on_unreadable(self, reason: str) -> None:
-        """End what is open: the frame may hold tokens of any request, whose text would have a hole."""
+        """End all open requests: the frame may hold tokens of any of them, whose text would have a hole."""
         self.num_bad_frames += 1
         log.error("engine_frame_unreadable", error=reason)
         self.fail_all("a message of the engine could not be read")

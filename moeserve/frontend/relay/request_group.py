@@ -101,7 +101,7 @@ class RequestGroup:
         return len(self._open)
 
     def take_to_engine(self) -> list[Generate]:
-        """Return the messages for an engine that has none of the requests: for each open one what is left of it.
+        """Return the messages for an engine that has none of the requests: for each open one its rest.
 
         There are none for a group that has failed, which its handler may not have left yet.
         """

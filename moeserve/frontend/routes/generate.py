@@ -52,8 +52,8 @@ TELLING_HEADERS = ("x-moeserve-ignored", "x-moeserve-dropped-tools", "x-moeserve
 # A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
 _RESUMED = b": resumed\n\n"
 _PROCESS_ENDED = unavailable("The process that had this request ended: send it again", "http_process_ended", close=True)
-# A stream's status waits for its first token so many times as long as comments are apart: while it does, a request that
-# is dropped can still be refused.
+# The status of a stream waits for its first token at most this many times the seconds between comments. While it
+# waits, a request that is dropped can still be refused.
 _STATUS_WAITS = 1.5
 
 
@@ -65,7 +65,7 @@ Keep = Callable[[Formatter, bytes], Awaitable[bytes]]
 class Dialect:
     """The parts of one API: how its requests are prepared, the prefix of its answer ids, how it writes answers.
 
-    lend: gives what a request refers to. cut: the event that ends a stream of which only that is known. keep: is given
+    lend: gives what a request refers to. cut: the event that ends a stream of unknown content. keep: is given
     the last bytes of an answer, returns them, or others, once the answer is kept.
     """
 

@@ -1,6 +1,6 @@
 """The routes by which routers get to know a replica: what it is, what it holds and does, and a request's tokens.
 
-Paths and fields are those that routers for vLLM and SGLang read.
+Paths and fields are the ones that routers for vLLM and SGLang read.
 """
 
 from __future__ import annotations

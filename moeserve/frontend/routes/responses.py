@@ -1,4 +1,4 @@
-"""The routes under `/v1/responses`: making a response, and those that were kept for their callers."""
+"""The routes under `/v1/responses`: making responses, and reading the kept ones."""
 
 from __future__ import annotations
 

@@ -9,12 +9,12 @@ from pathlib import Path
 # Raised with every change of the schema: a file of another version is refused.
 VERSION = 1
 _BUSY_S = 10.0  # how long a transaction waits for that of another process
-_MAX_WAL_BYTES = 64 * 2**20  # what is left of the write-ahead log after a checkpoint
+_MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
 -- The bytes that each caller keeps, by the digest of its key.
 CREATE TABLE IF NOT EXISTS shelves(caller BLOB PRIMARY KEY, num_bytes INTEGER NOT NULL) WITHOUT ROWID;
--- What callers can name. `needs`: another one that this one needs; that is hidden, not dropped, until this one is.
--- What is `busy` does not make room.
+-- The items that callers can name. `needs`: the item that this one needs: it is hidden, not dropped, until this one is.
+-- A `busy` row does not make room.
 CREATE TABLE IF NOT EXISTS kept(
   id TEXT PRIMARY KEY,
   caller BLOB NOT NULL,

@@ -9,7 +9,7 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# A use is noted if the one before is so many seconds past: reading does not always write.
+# Seconds between two recorded uses of an item: reading does not always write.
 _USE_APART_S = 60.0
 OVERHEAD_BYTES = 1024  # of the rows around one thing that is kept
 
@@ -48,7 +48,7 @@ class Shelf:
         self.db.execute("INSERT INTO kept(id, caller, size, used, needs, busy) VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def grow(self, name: str, num_bytes: int) -> None:
-        """Count so many more bytes, or fewer, for something."""
+        """Add a number of bytes, which may be negative, to the count of something."""
         self.db.execute("UPDATE kept SET size = size + ? WHERE id = ?", (num_bytes, name))
 
     def is_stale(self, name: str) -> bool:
