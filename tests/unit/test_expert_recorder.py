@@ -132,6 +132,28 @@ def test_tokens_that_a_step_was_planned_without_are_those_that_the_one_before_dr
     assert heard == [[4, 5, 6, 8], [9, 7]]
 
 
+def test_of_large_steps_some_are_recorded_of_all_ranks_alike_and_a_trace_gets_all():
+    shape = RoutingShape(64, 4, 4, last_is_sparse=False)
+    heard: list[list[int]] = []
+    statistics = RoutingStatistics(StatisticsSpec(64, 4, 4))
+    recording = ExpertRecording(RecordingPlan(shape, statistics, "key"), listeners=[Hearing(heard)])
+    num_rows, num_steps, num_ranks = 64, 240, 3
+    routed = np.tile(np.arange(4, dtype=np.uint8), 64 * num_rows).tobytes()
+    for step in range(num_steps):
+        plans = [StepPlan(step, [chunk([rank] * num_rows, draws=True)]) for rank in range(num_ranks)]
+        recording.begin(plans)
+        recording.end(plans, [StepResult(step, [ChunkResult(1)], routed) for _ in plans])
+        if step == 200:
+            recording.gather()
+            before = len(heard)
+            recording.start_trace(with_token_ids=False, max_tokens=10**4)
+    recording.gather()
+    assert before < 201 * num_ranks / 4
+    sampled = [sum(tokens[0] == rank for tokens in heard[:before]) for rank in range(num_ranks)]
+    assert max(sampled) - min(sampled) <= max(sampled) // 4
+    assert len(heard) - before == (num_steps - 201) * num_ranks
+
+
 def test_rows_are_counted_by_the_placement_with_which_their_step_began():
     placements = [contiguous(LAYERS, EXPERTS, 2), None]
     recording = ExpertRecording(RecordingPlan(SHAPE, RoutingStatistics(SPEC), "key"), lambda: placements.pop(0))

@@ -37,7 +37,13 @@ from moeserve.scheduling.steps import RanksObserver
 
 MAX_TRACE_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 64
-_ROWS_AT_ONCE = 1024
+_ROWS_AT_ONCE = 256
+# Gates' choices, one per row, layer and chosen expert, that are recorded per step in the long run, and those that may
+# be recorded at once after smaller steps.
+_CHOICES_PER_STEP = 2**13
+_MOST_CHOICES = 2**17
+# Rows of a digest that enter the tables of pairs, whose counting costs most.
+_PAIR_ROWS = 16
 
 
 class RoutingListener(Protocol):
@@ -82,8 +88,11 @@ class ExpertRecording(RanksObserver):
     """Records the routing that the results of all ranks carry.
 
     It keeps the bytes of a few steps and then unpacks and counts them together: computing a step drives the code and
-    tables for counting out of the processor's caches, so they are then fetched once for several steps. trace: the
-    recorder of a trace, None while no trace is recorded.
+    tables for counting out of the processor's caches, so they are then fetched once for several steps.
+
+    Where steps have many rows, only some steps are recorded, of several ranks in turn, so that the time per step stays
+    below 1 ms; every row has the same chance. A trace gets all steps. trace: the recorder of a trace, None while no
+    trace is recorded.
     """
 
     def __init__(
@@ -106,6 +115,9 @@ class ExpertRecording(RanksObserver):
         self._before: dict[int, tuple[StepPlan, StepResult]] = {}
         self._num_rows = 0
         self._num_steps = 0
+        self._choices_per_row = self.shape.num_layers * self.shape.top_k
+        self._choices_left = _MOST_CHOICES
+        self._first_rank = 0
         if plan.trace_path is not None:
             self.start_trace(with_token_ids=False)
 
@@ -114,8 +126,12 @@ class ExpertRecording(RanksObserver):
 
     def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
         placement = self._placements.pop(plans[0].step)
-        for rank, (plan, result) in enumerate(zip(plans, results, strict=True)):
-            if plan.chunks and result.routing is not None:
+        self._choices_left = min(self._choices_left + _CHOICES_PER_STEP, _MOST_CHOICES)
+        self._first_rank += 1
+        for place in range(len(plans)):
+            rank = (self._first_rank + place) % len(plans)
+            plan, result = plans[rank], results[rank]
+            if result.routing is not None and self._takes(plan):
                 before, num_kept = self._before.get(rank), _num_kept(plan, result)
                 self._pending.append(_UncountedStep(rank, plan, num_kept, result.routing, placement, before))
                 self._num_rows += plan.num_tokens
@@ -136,6 +152,15 @@ class ExpertRecording(RanksObserver):
             listener.add(ids, token_ids)
         if placement is not None:
             self.remote_ranks.add(ids, rank, placement)
+
+    def _takes(self, plan: StepPlan) -> bool:
+        """Return True if a rank's step is recorded."""
+        if not plan.chunks or self.trace is not None:
+            return bool(plan.chunks)
+        if self._choices_left <= 0:
+            return False
+        self._choices_left -= plan.num_tokens * self._choices_per_row
+        return True
 
     def gather(self) -> None:
         """Count the steps that have ended and are not counted yet."""
@@ -266,7 +291,7 @@ def plan_recording(config: ServeConfig, model_dir: Path, spec: ModelSpec) -> Rec
         if file is not None and not file.parent.is_dir():
             raise ConfigError(f"{flag} {file}: there is no folder {file.parent}.")
     known = _read(config, model_dir, shape)
-    return RecordingPlan(shape, known or _empty(shape), statistics_key(model_dir), path, trace_path)
+    return RecordingPlan(shape, known or first_statistics(shape), statistics_key(model_dir), path, trace_path)
 
 
 def _read(config: ServeConfig, model_dir: Path, shape: RoutingShape) -> RoutingStatistics | None:
@@ -289,8 +314,10 @@ def routing_shape(spec: ModelSpec) -> RoutingShape | None:
     return RoutingShape(len(spec.moe_layers), spec.moe.num_experts, spec.moe.gate.top_k, spec.last_layer_is_partial)
 
 
-def _empty(shape: RoutingShape) -> RoutingStatistics:
-    return RoutingStatistics(StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k))
+def first_statistics(shape: RoutingShape) -> RoutingStatistics:
+    """Return the empty statistics that a service begins with."""
+    spec = StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k, max_rows_per_step=_PAIR_ROWS)
+    return RoutingStatistics(spec)
 
 
 class SentCounter(StepObserver[StepPlan, StepResult]):
