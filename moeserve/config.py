@@ -261,6 +261,13 @@ class ServeConfig:
         minimum=0,
         metavar="DAYS",
     )
+    kv_overflow: str = setting(
+        "auto",
+        "How preempted requests get their KV back that had to leave memory: recompute, swap (read it from "
+        "--kv-disk-path), or auto, which takes what was measured to be sooner; without a folder all is computed again.",
+        group="Memory and scheduling",
+        choices=("auto", "recompute", "swap"),
+    )
     public_prefixes: str | None = setting(
         None,
         "JSON file of prompts whose cached beginnings all API keys share; see prompt-cache.md.",

@@ -61,6 +61,12 @@ class BlockCopies:
             self._wanted[copy.block] = copy
             self._names.add(copy.name)
 
+    def hurry(self, names: Iterable[bytes]) -> None:
+        """Have the blocks of these names that wait written before all others, in the order in which they wait."""
+        hurried = set(names)
+        first = {block: copy for block, copy in self._wanted.items() if copy.name in hurried}
+        self._wanted = first | self._wanted
+
     def revoke(self, names: Iterable[bytes]) -> None:
         """Keep none of these blocks on disk, whether they wait or are being written."""
         gone = self._names.intersection(names)

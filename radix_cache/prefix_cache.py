@@ -619,6 +619,10 @@ class PrefixCache:
         """Return the blocks that are to be written to disk next, at most `most`. `end_store` ends each."""
         return self._copies.take(most)
 
+    def hurry(self, names: Sequence[bytes]) -> None:
+        """Let blocks that wait to be written come before all others."""
+        self._copies.hurry(names)
+
     def end_store(self, copy: BlockCopy, num_bytes: int, now: float) -> None:
         """Note that a block of `take_stores` is written. num_bytes: of its file, 0 if it could not be written.
 
@@ -643,17 +647,20 @@ class PrefixCache:
         assert self._disk is not None
         return self._disk.unknown(tokens, namespace, names, self.peek(tokens, namespace) // self.block_size)
 
-    def begin_restore(self, tokens: array[int], namespace: str, names: list[bytes]) -> Restore | None:
+    def begin_restore(self, tokens: array[int], namespace: str, names: list[bytes], spare: int = 0) -> Restore | None:
         """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.
 
-        Return None, with no lease made, if nothing is on disk or too few blocks are available. The caller fills the
+        Return None, with no lease made, if nothing is on disk or too few blocks are available. spare: blocks that are
+        to be available beside these. The caller fills the
         blocks of `Restore.copies` and calls `end_restore`; it may release the lease before.
         """
         assert self._disk is not None
         lease = self.match(tokens, namespace, names=names)
         first = lease.num_published_tokens // self.block_size
         stop = self.num_stored(tokens, namespace, names, first)
-        blocks = self.extend(lease, stop - first, sparing=True) if stop > first else None
+        wanted = stop - first
+        is_room = wanted > 0 and (not spare or self.num_available_to(namespace, wanted + spare) >= wanted + spare)
+        blocks = self.extend(lease, wanted, sparing=True) if is_room else None
         if blocks is None:
             self.release(lease)
             return None

@@ -46,6 +46,7 @@ from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
 from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
@@ -497,6 +498,7 @@ def build_scheduler(
         slo=slo,
         rope_switch=rope_switch,
         drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
+        overflow=Overflow(config.kv_overflow),
     )
     return scheduler, caches
 

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from moeserve.scheduling.disk_tier import DiskTier
+from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
 from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
 
@@ -147,6 +148,7 @@ class CacheCommands:
                 ["overdue", counters.num_overdue],
             ],
             "moeserve_kv_disk_slower": [[counters.num_slower]],
+            "moeserve_kv_overflow": [[fate.value, counters.fates[fate]] for fate in Fate],
         }
 
     def _list(self, arguments: ListArguments) -> Job:

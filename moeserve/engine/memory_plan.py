@@ -180,6 +180,8 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
         raise ConfigError(on_cpu if device == "cpu" else f"{use}, and that tier is not there yet.")
     if config.kv_disk_path is None:
         refuse_changed(config, ("kv_disk_size", "kv_disk_age"), "--kv-disk-path")
+        if config.kv_overflow == "swap":
+            raise ConfigError("--kv-overflow swap needs --kv-disk-path, the folder that KV is swapped to.")
     elif device != "cpu":
         raise ConfigError("--kv-disk-path is for a CPU so far.")
     elif config.expert_parallel_size > 1:

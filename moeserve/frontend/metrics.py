@@ -244,6 +244,11 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
         ("kind",),
     ),
     "moeserve_kv_disk_slower": (CounterMetricFamily, "Prefixes on disk that were computed because that was sooner", ()),
+    "moeserve_kv_overflow": (
+        CounterMetricFamily,
+        "Preempted requests by what was to become of their KV: keep it in memory, swap it to disk, recompute it",
+        ("fate",),
+    ),
     "moeserve_kv_window_blocks": (
         GaugeMetricFamily,
         "Blocks of layers with a sliding window by state, where they have some of their own",

@@ -8,10 +8,12 @@ Both times are measured by others and told: plans depend on when copies end, as 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from moeserve.plan import Request
+from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from radix_cache import BlockCopy, Chores, PrefixCache, Restore, StoredBlock, StoredBlocks
 
 _STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
@@ -62,7 +64,8 @@ class DiskCounters:
 
     device_hit_tokens, disk_hit_tokens: tokens that requests found in memory, and on disk. device_hits, disk_hits: how
     often a request found some there. num_slower: prefixes that
-    were computed because reading them was expected to take longer. num_overdue: readings that were given up.
+    were computed because reading them was expected to take longer. num_overdue: readings that were given up. fates: of
+    preempted requests.
     """
 
     device_hits: int = 0
@@ -77,6 +80,7 @@ class DiskCounters:
     num_failed_writes: int = 0
     num_slower: int = 0
     num_overdue: int = 0
+    fates: Counter[Fate] = field(default_factory=Counter)
 
 
 @dataclass(eq=False, slots=True)
@@ -95,12 +99,15 @@ class _Reading:
 class DiskTier:
     """Moves blocks between one rank's cache and disk."""
 
-    def __init__(self, cache: PrefixCache, compute_s: Callable[[int, int], float]) -> None:
+    def __init__(
+        self, cache: PrefixCache, compute_s: Callable[[int, int], float], overflow: Overflow = Overflow.AUTO
+    ) -> None:
         """compute_s: returns the seconds that computing a request's tokens from one position up to another takes; 0 if
-        that is not known."""
+        that is not known. overflow: the fate of preempted requests."""
         assert cache.stored is not None
         self._cache, self._stored = cache, cache.stored
         self._compute_s = compute_s
+        self._overflow = overflow
         self._readings: dict[CopyJob, _Reading] = {}
         # By the name of each block that is being read.
         self._coming: dict[bytes, _Reading] = {}
@@ -108,8 +115,9 @@ class DiskTier:
         self._new_jobs: list[CopyJob] = []
         self._is_writing = False
         self._write_after = 0.0
-        # Seconds per block that is read, None before the first.
+        # Seconds per block that is read, and written; None before the first.
         self._read_s: float | None = None
+        self._write_s: float | None = None
         self.counters = DiskCounters()
 
     @property
@@ -151,10 +159,26 @@ class DiskTier:
         self._of_request[request] = reading
         return True
 
-    def look_up(self, request: Request, now: float) -> bool:
+    def preempt(self, request: Request, num_running: int) -> None:
+        """Decide what becomes of the KV of a request that is about to lose its lease. num_running: other requests."""
+        assert request.lease is not None
+        size = self._cache.block_size
+        num_blocks = request.lease.num_published_tokens // size
+        names = request.prefix_names
+        self._stored.name(names, request.namespace, request.token_ids, num_blocks, size)
+        unwritten = [name for name in names[:num_blocks] if name not in self._stored]
+        victim = Victim(num_blocks, len(unwritten), self._cache.num_available)
+        fate = fate_of(victim, self._costs(0, num_blocks * size, num_running), self._overflow)
+        self.counters.fates[fate] += 1
+        if fate is Fate.SWAP:
+            self._cache.hurry(unwritten)
+        request.is_looked_up, request.num_restores = self._overflow is Overflow.RECOMPUTE, 0
+
+    def look_up(self, request: Request, now: float, num_spoken_for: int, num_running: int) -> bool:
         """Return whether a request of the queue waits, from now on, until its prefix has been read.
 
         It is then to leave the queue until `end` or `take_overdue` returns it. now: on the scheduler's clock.
+        num_spoken_for: blocks that the `num_running` running requests will need, beside which the request has to fit.
         """
         if request.is_looked_up or request.wants_prompt_logprobs:
             return False
@@ -162,14 +186,19 @@ class DiskTier:
         first = cache.peek(request.token_ids, request.namespace) // size
         stop = cache.num_stored(request.token_ids, request.namespace, request.prefix_names, first)
         if stop == first:
-            request.is_looked_up = True
+            # A part that is in memory now may have to leave it before the request begins.
+            request.is_looked_up = not first
             return False
         reading = self._coming.get(request.prefix_names[first])
         if reading is None:
-            if not self._is_sooner(first * size, stop * size):
+            is_forced = request.num_preemptions > 0 and self._overflow is Overflow.SWAP
+            # A prompt is read only where it is there sooner so; of a preempted request others feel the computing, too.
+            num_delayed = num_running if request.num_preemptions else 0
+            if not is_forced and not self._is_sooner(first * size, stop * size, num_delayed):
                 request.is_looked_up = True
                 return False
-            restore = cache.begin_restore(request.token_ids, request.namespace, request.prefix_names)
+            spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
+            restore = cache.begin_restore(request.token_ids, request.namespace, request.prefix_names, spare)
             if restore is None:
                 return False
             reading = self._begin(restore, now)
@@ -222,6 +251,8 @@ class DiskTier:
             for index, copy in enumerate(job.copies):
                 size = result.num_bytes[index] if index < len(result.num_bytes) else 0
                 self._cache.end_store(copy, size, now)
+            if result.num_bytes:
+                self._write_s = _smoothed(self._write_s, result.seconds / len(result.num_bytes))
             counters.written_bytes += num_bytes
             counters.write_seconds += result.seconds
             if result.error is not None:
@@ -236,7 +267,7 @@ class DiskTier:
         counters.num_damaged += result.error is not None
         num_filled = len(result.num_bytes)
         if num_filled:
-            self._note_read(result.seconds / num_filled)
+            self._read_s = _smoothed(self._read_s, result.seconds / num_filled)
         self._cache.end_restore(reading.restore, num_filled, is_whole=result.error is None)
         if not job.is_cancelled:
             self._forget(reading.restore, reading)
@@ -299,19 +330,24 @@ class DiskTier:
         request.num_restores += 1
         request.is_looked_up = num_filled < len(restore.copies) or request.num_restores == _MOST_RESTORES
 
-    def _note_read(self, seconds: float) -> None:
-        known = self._read_s
-        self._read_s = seconds if known is None else known + _SMOOTHING * (seconds - known)
+    def _is_sooner(self, start: int, stop: int, num_delayed: int) -> bool:
+        """Return whether tokens are expected to be read sooner than computed; True if either time is not known.
 
-    def _is_sooner(self, start: int, stop: int) -> bool:
-        """Return whether tokens are expected to be read sooner than computed; True if either time is not known."""
-        compute_s, read_s = self._compute_s(start, stop), self._read_s
-        if read_s is None or not compute_s:
-            return True
+        num_delayed: other requests whose delay by the computing counts as well.
+        """
+        costs = self._costs(start, stop, num_delayed)
         ahead = sum(len(reading.job.copies) for reading in self._readings.values())
-        size = self._cache.block_size
-        if read_s * (ahead + (stop - start) // size) <= compute_s:
+        num_blocks = (stop - start) // self._cache.block_size
+        if costs.read_s is None or costs.is_read_sooner(num_blocks, ahead * costs.read_s):
             return True
-        self._read_s = read_s * (1 - _FORGIVENESS)
+        self._read_s = costs.read_s * (1 - _FORGIVENESS)
         self.counters.num_slower += 1
         return False
+
+    def _costs(self, start: int, stop: int, num_running: int) -> OverflowCosts:
+        compute_s = self._compute_s(start, stop)
+        return OverflowCosts(compute_s, self._read_s, self._write_s, num_running, self._cache.num_blocks)
+
+
+def _smoothed(known: float | None, seconds: float) -> float:
+    return seconds if known is None else known + _SMOOTHING * (seconds - known)

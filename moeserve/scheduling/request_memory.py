@@ -431,10 +431,16 @@ class RankLoads:
             return False
         if not memory.has_windows(self._num_promised_windows[rank] + memory.num_missing_windows(request)):
             return False
-        # Plus one block for each running request that could otherwise take it from the newcomer, whose prompt would be
-        # lost.
-        headroom = sum(priority <= request.priority for priority in self._priorities[rank])
-        wanted = self._num_promised_blocks[rank] + memory.num_missing_blocks(request) + headroom
+        wanted = self.num_spoken_for(request) + memory.num_missing_blocks(request)
         # A tenant's first request may take any block; further requests spare the cached prefixes of other tenants.
         is_further = self._num_of_tenant[rank, request.terms.tenant] > 0
         return wanted <= memory.num_available_blocks(request, sparing=is_further, enough=wanted)
+
+    def num_spoken_for(self, request: Request) -> int:
+        """Count the blocks of the request's rank that running requests will need, before the request may begin.
+
+        One for each running request is among them, which could otherwise take it from the newcomer, whose prompt would
+        be lost.
+        """
+        headroom = sum(priority <= request.priority for priority in self._priorities[request.rank])
+        return self._num_promised_blocks[request.rank] + headroom

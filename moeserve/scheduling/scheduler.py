@@ -33,6 +33,7 @@ from moeserve.scheduling.outcomes import (
     TooLateError,
     append_sampled,
 )
+from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Load, Pace, Slo
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
@@ -75,10 +76,12 @@ class Scheduler:
         slo: Slo | None = None,
         rope_switch: int | None = None,
         drafting: Drafting | None = None,
+        overflow: Overflow = Overflow.AUTO,
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
-        draft tokens; recurrent states cannot go back to a row, so it is None where there are `states`."""
+        draft tokens; recurrent states cannot go back to a row, so it is None where there are `states`. overflow: of the
+        KV of preempted requests, where blocks are on disk."""
         if drafting is not None and states is not None:
             raise ValueError("recurrent states cannot go back, so their requests get no drafts")
         if max_num_batched_tokens < max_num_seqs:
@@ -93,7 +96,7 @@ class Scheduler:
         self._run_ahead = run_ahead
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         # Blocks of the only rank are on disk, too; None where they are in memory alone.
-        self.disk = None if caches[0].stored is None else DiskTier(caches[0], self._pace.compute_s)
+        self.disk = None if caches[0].stored is None else DiskTier(caches[0], self._pace.compute_s, overflow)
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
@@ -220,12 +223,14 @@ class Scheduler:
             self._place(request)
         if len(self._waiting):
             num_next = max(0, self._num_places - len(self._running)) + 1
+            loads = RankLoads(self._memories, self._running)
             first = list(islice(self._waiting.candidates(), min(num_next, _FORESEEN)))
             undecided = [r for r in self._undecided if not (r.finished or r in self.disk.waiting)]
             for request in dict.fromkeys((*undecided, *first)):
                 waits = self.disk.seek(request, self._pace.now)
                 if not waits and not (request.lacks_mask or self._is_cold(request)):
-                    waits = self.disk.look_up(request, self._pace.now)
+                    num_spoken_for = loads.num_spoken_for(request)
+                    waits = self.disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
                 if waits:
                     self._waiting.remove(request)
         return self.disk.take_jobs(now)
@@ -718,10 +723,11 @@ class Scheduler:
         """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
         self._running.remove(request)
         self._tenants.of(request).num_running -= 1
+        if self.disk is not None:
+            self.disk.preempt(request, len(self._running))
         self._memories[request.rank].detach(request)
         request.num_preemptions += 1
-        request.yields = request.is_looked_up = False
-        request.num_restores = 0
+        request.yields = False
         self.counters.preemptions += 1
         self._enqueue(request)
 

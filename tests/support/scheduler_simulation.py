@@ -8,6 +8,7 @@ from collections import deque
 from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.outcomes import RequestOutput
+from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
@@ -47,6 +48,7 @@ class Simulation:
         stored: StoredBlocks | None = None,
         drafting: Drafting | None = None,
         most_drafts: int = 0,
+        overflow: Overflow = Overflow.AUTO,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -78,6 +80,7 @@ class Simulation:
             rope_switch=rope_switch,
             slo=slo,
             drafting=drafting,
+            overflow=overflow,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs

@@ -1,0 +1,85 @@
+"""Lives of an engine over one disk: the scheduler, the tree and the tiers against shadow content, without files."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from collections import deque
+from typing import Any
+
+from moeserve.plan import SamplingParams
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from radix_cache import StoredBlock, StoredBlocks
+from tests.support.kv_oracle import Cell, Record
+from tests.support.scheduler_simulation import Simulation
+
+SECRET = b"s" * 32
+
+
+def stored(
+    max_bytes: int = 10**9, max_age: float = 1000.0, *, secret: bytes = SECRET, model: str = "a"
+) -> StoredBlocks:
+    return StoredBlocks(secret, model * 32, max_bytes, max_age)
+
+
+class Disk:
+    """Files by name, for several lives of an engine; each has the content of a block's slots."""
+
+    def __init__(self) -> None:
+        self.files: dict[bytes, tuple[StoredBlock, list[Cell | None]]] = {}
+
+
+class Life(Simulation):
+    """An engine over a disk. Copies end when `random` says, in any order; `full` and damaged files fail."""
+
+    def __init__(self, disk: Disk, choices: random.Random, *, max_bytes: int = 10**9, **options: Any) -> None:
+        self.blocks = stored(max_bytes)
+        for block, _ in disk.files.values():
+            self.blocks.put(block)
+        super().__init__(**options, stored=self.blocks)
+        self.disk, self.random, self.is_full = disk, choices, False
+        self.jobs: deque[CopyJob] = deque()
+
+    def step(self) -> Any:
+        self.jobs += self.scheduler.take_copies(0.0)
+        while self.jobs and self.random.random() < 0.5:
+            self.end(self.jobs.popleft() if self.random.random() < 0.7 else self.jobs.pop())
+        outputs = super().step()
+        self.blocks.check()
+        return outputs
+
+    def end(self, job: CopyJob) -> None:
+        kv = self.oracle._kv
+        if job.chores is not None:
+            for path in job.chores.removals:
+                self.disk.files.pop(bytes.fromhex(path.rsplit("/", 1)[1]), None)
+        sizes: list[int] = []
+        error = None
+        for copy in job.copies:
+            if job.to_disk:
+                if self.is_full:
+                    error = "No space left on device"
+                    break
+                content = list(kv[copy.block])
+                tokens = array("i", copy.tokens).tolist()
+                assert [cell and cell[0] for cell in content] == tokens, "a block was given away while it was copied"
+                self.disk.files[copy.name] = StoredBlock(copy.name, copy.folder, 100, 0.0), content
+            elif copy.name not in self.disk.files:
+                error = "it is gone"
+                break
+            else:
+                kv[copy.block] = list(self.disk.files[copy.name][1])
+            sizes.append(100)
+        self.scheduler.end_copy(CopyResult(job, sizes, 0.01, error), 0.0)
+
+    def settle(self) -> None:
+        """Run to the end, copies included."""
+        for _ in range(3000):
+            if self.scheduler.is_idle and not self.jobs and not self.cache.num_to_store:
+                return
+            self.step()
+        raise AssertionError("no end in sight")
+
+
+def ask(life: Life, name: str, prompt: list[int], max_tokens: int = 4, namespace: str = "") -> Record:
+    return life.add(name, prompt, SamplingParams(max_tokens=max_tokens), namespace=namespace)
