@@ -1,4 +1,5 @@
 # make serve [MODEL=...] [ARGS="--port 9000"] [TORCH=cpu|cuda]   installs if needed, then serves
+# make serve DEMO=split                                          a demo whose experts are chosen unevenly
 # make quick                                                     while you work: lint, unit tests, one generation
 # make test                                                      the suite; make test-long for what takes longer
 # make test-clients [CLIENTS=...]                                real clients, each in its own environment
@@ -35,7 +36,7 @@ TIMED := TIMEFORMAT='-- took %0R s'; time
 .PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-clients openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
-	@exec $(VENV)/bin/moeserve serve $(MODEL) $(ARGS)
+	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
 
 venv: $(STAMP)
 

@@ -111,29 +111,38 @@ def demo() -> None:
 
 
 @click.command(name="build")
-@click.option("--experts", type=click.IntRange(min=1), default=8, show_default=True, help="Experts per layer.")
+@click.option("--split", is_flag=True, help="Make experts out of split neurons, not in tied groups.")
+@click.option("--experts", type=click.IntRange(min=1), help="Experts per layer.  [default: 8, with --split 16]")
 @click.option("--top-k", type=click.IntRange(min=1), default=2, show_default=True, help="Experts a token chooses.")
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; the cache unless given.")
-def build_demo(experts: int, top_k: int, out: Path | None) -> None:
+def build_demo(split: bool, experts: int | None, top_k: int, out: Path | None) -> None:
     """Build the demo model with other numbers of experts and print its folder.
 
-    Experts come in tied groups. A token chooses one group, so the model computes the same as the dense one.
+    Experts come in tied groups. A token chooses one group, so the model computes the same as the dense one. With
+    --split they do not, and the model is worse than the dense one; the perplexity of both is printed.
     """
     from rich.console import Console
 
     from launcher.console import ProgressDisplay
-    from moeserve.model.demo import ensure_demo
+    from moeserve.model.demo import SPLIT_EXPERTS, ensure_demo, ensure_split_demo, read_quality
     from moeserve.model.spec import ModelError
 
     progress = ProgressDisplay(Console(stderr=True, soft_wrap=True))
     try:
-        folder = ensure_demo(experts=experts, top_k=top_k, out=out, progress=progress.update)
+        ensure, usual = (ensure_split_demo, SPLIT_EXPERTS) if split else (ensure_demo, 8)
+        folder = ensure(experts=experts or usual, top_k=top_k, out=out, progress=progress.update)
     except ModelError as error:
         progress.close()
         click.echo(f"Error: {error}", err=True)
         sys.exit(1)
     progress.close()
     click.echo(str(folder))
+    if split:
+        quality = read_quality(folder)
+        click.echo(
+            f"perplexity {quality.split:.2f}, of the dense model {quality.dense:.2f} "
+            f"({quality.tokens} tokens of {quality.text})"
+        )
 
 
 @click.command()

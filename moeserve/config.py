@@ -73,7 +73,7 @@ def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
 class ServeConfig:
     """Every setting of `moeserve serve`."""
 
-    model: str | None = setting(None, "Local directory or hub id; the demo model when left out.", group="Model")
+    model: str | None = setting(None, "Local directory, hub id or `demo-split`; the demo if left out.", group="Model")
     served_model_name: tuple[str, ...] = setting((), "Name under which clients ask for the model.", group="Model")
     revision: str | None = setting(None, "Branch, tag or commit of the hub model.", group="Model")
     offline: bool = setting(False, "Use only what is already on disk.", group="Model")

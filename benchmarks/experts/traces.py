@@ -11,11 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experts.figures import Amount, Progress, Unavailable
-from benchmarks.split_demo import ensure_split_demo
 from experts.routing.files import RoutingTrace, load_trace, save_trace, shuffled_control, uniform_control
 from moeserve.config import cache_root
 from moeserve.engine.experts.fit import half_of_topics
-from moeserve.model.demo import ensure_demo
+from moeserve.model.demo import ensure_demo, ensure_split_demo
 from moeserve.model.demo_build import calibration_text
 from moeserve.model.spec import ModelError
 

@@ -1,5 +1,7 @@
 """The demo model in the user's cache: built on first use by a process of its own, verified on every use."""
 
+from __future__ import annotations
+
 import os
 import signal
 import subprocess
@@ -22,6 +24,11 @@ BUILDER = "demo/"
 _BUILD_VERSION = 3
 # SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
 FFN_BYTES, OTHER_BYTES = 160_000_000, 115_000_000
+# The name by which the split demo is served, and its numbers of experts.
+SPLIT_NAME = "demo-split"
+SPLIT_EXPERTS, SPLIT_TOP_K = 16, 2
+_SPLIT_BUILD_VERSION = 2
+QUALITY_NAME = "quality.json"
 
 
 def ensure_demo(
@@ -37,21 +44,63 @@ def ensure_demo(
     out: the folder itself; a folder that holds anything but a demo is left alone. Raise ModelError if the source
     package is missing, the disk is too small, the folder is not writable or not a demo's, or the split is not exact.
     """
-    check_counts(experts, top_k)
+    return _ensure(
+        Job("", experts, top_k),
+        "demo_build",
+        out or (root or cache_root()) / "demo" / f"smollm2-135m-32k-moe-e{experts}-k{top_k}",
+        builder=f"{BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}",
+        bytes_needed=FFN_BYTES * (experts // max(top_k, 1)) + OTHER_BYTES,
+        is_own=out is None,
+        progress=progress,
+    )
+
+
+def ensure_split_demo(
+    root: Path | None = None,
+    *,
+    experts: int = SPLIT_EXPERTS,
+    top_k: int = SPLIT_TOP_K,
+    out: Path | None = None,
+    progress: Progress | None = None,
+) -> Path:
+    """Return the folder of the demo made of split neurons, as `ensure_demo` does. See `read_quality`."""
+    return _ensure(
+        Job("", experts, top_k),
+        "split_demo",
+        out or (root or cache_root()) / "demo" / f"smollm2-135m-split-e{experts}-k{top_k}",
+        builder=f"{BUILDER}{_SPLIT_BUILD_VERSION} experts={experts} top_k={top_k} split=2",
+        bytes_needed=FFN_BYTES + OTHER_BYTES,
+        is_own=out is None,
+        progress=progress,
+    )
+
+
+def _ensure(
+    job: Job, module: str, folder: Path, *, builder: str, bytes_needed: int, is_own: bool, progress: Progress | None
+) -> Path:
+    """module: the module of this package that builds. is_own: True for a folder of the cache, where only builds are."""
+    check_counts(job.experts, job.top_k)
 
     def build(out_dir: Path, report: Progress) -> None:
         locate_gguf()  # Name a missing package at once, before a process starts.
-        _run_builder(Job(str(out_dir), experts, top_k), report)
+        _run_builder(module, msgspec.structs.replace(job, out_dir=str(out_dir)), report)
 
-    if out is not None:
-        check_replaceable(out)
-    return ensure_built(
-        out or (root or cache_root()) / "demo" / f"smollm2-135m-32k-moe-e{experts}-k{top_k}",
-        builder=f"{BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k}",
-        build=build,
-        bytes_needed=FFN_BYTES * (experts // top_k) + OTHER_BYTES,
-        progress=progress,
-    )
+    if not is_own:
+        check_replaceable(folder)
+    return ensure_built(folder, builder=builder, build=build, bytes_needed=bytes_needed, progress=progress)
+
+
+class Quality(msgspec.Struct, frozen=True):
+    """Perplexities of the dense and of the split model over `tokens` tokens of `text`."""
+
+    text: str
+    tokens: int
+    dense: float
+    split: float
+
+
+def read_quality(folder: Path) -> Quality:
+    return msgspec.json.decode((folder / QUALITY_NAME).read_bytes(), type=Quality)
 
 
 def check_counts(experts: int, top_k: int) -> None:
@@ -101,8 +150,8 @@ class Event(msgspec.Struct, frozen=True):
     error: str | None = None
 
 
-def _run_builder(job: Job, report: Progress) -> None:
-    command = [sys.executable, "-m", "moeserve.model.demo_build", msgspec.json.encode(job).decode()]
+def _run_builder(module: str, job: Job, report: Progress) -> None:
+    command = [sys.executable, "-m", f"moeserve.model.{module}", msgspec.json.encode(job).decode()]
     # The child must find the same packages, also where they are not installed. This process answers a Ctrl-C by killing
     # the child; a session of its own keeps the child from printing a second traceback.
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}

@@ -55,10 +55,11 @@ _SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}
 Layers = Callable[[int], dict[str, Tensor]]
 
 
-def main(argument: str) -> int:
+def main(argument: str, build: Callable[..., None] | None = None) -> int:
+    """Do the `Job` in the argument and return the exit status. build: `build_demo`, or another function like it."""
     job = msgspec.json.decode(argument, type=Job)
     try:
-        build_demo(
+        (build or build_demo)(
             Path(job.out_dir),
             experts=job.experts,
             top_k=job.top_k,

@@ -19,7 +19,7 @@ import msgspec
 from moeserve.config import show_size
 from moeserve.model.cache import is_recorded, verify
 from moeserve.model.checksums import check_sums
-from moeserve.model.demo import ensure_demo
+from moeserve.model.demo import SPLIT_NAME, ensure_demo, ensure_split_demo
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
 from moeserve.model.gguf.hub import choose_files, only_gguf_sentence, split_name
@@ -44,7 +44,7 @@ def resolve_model(
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder that holds `model`: a local folder, a model of the hub, or for None the demo model.
+    """Return the folder that holds `model`: a local folder, a model of the hub, or a demo: `demo-split`, or None.
 
     cache_dir: where to build the demo or keep hub models; the default is the cache of each. offline: use only what is
     on this machine. Raise ModelError.
@@ -53,6 +53,9 @@ def resolve_model(
     if model is None:
         _refuse_revision(revision, "the demo model")
         return check_folder(ensure_demo(cache_dir, progress=report))
+    if _is_split_demo(model):
+        _refuse_revision(revision, "the demo model")
+        return check_folder(ensure_split_demo(cache_dir, progress=report))
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
         path = _expanded(model)
@@ -83,6 +86,8 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
 
     Of a hub model nothing else is fetched. Raise ModelError.
     """
+    if _is_split_demo(model):
+        return resolve_model(model, revision=revision)
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
         path = _expanded(model)
@@ -121,6 +126,11 @@ def _is_path(model: str) -> bool:
         or model.endswith("/")
         or Path(model).exists()
     )
+
+
+def _is_split_demo(model: str) -> bool:
+    """Anything of that name in the working directory comes first."""
+    return model == SPLIT_NAME and not Path(model).exists()
 
 
 def _expanded(model: str) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from click.testing import CliRunner
@@ -13,12 +14,14 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 from transformers import AutoModelForCausalLM
 
-from benchmarks import split_demo
-from benchmarks.split_demo import build_split, command, num_shared, read_quality, split_neurons
-from moeserve.model import demo_build
+from launcher.cli import build_demo
+from moeserve.model import demo, demo_build, split_demo
+from moeserve.model.demo import Event, Job, read_quality
 from moeserve.model.demo_build import build_dense
 from moeserve.model.families import build_spec, load_config
-from moeserve.model.source import check_folder
+from moeserve.model.source import check_folder, resolve_model
+from moeserve.model.spec import ModelError, Progress
+from moeserve.model.split_demo import build_split, num_shared, split_neurons
 from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_gguf import NEURONS, TOKENS, write_gguf
@@ -151,20 +154,50 @@ def test_more_experts_than_neurons_are_refused() -> None:
         num_shared(100, 50)
 
 
-def test_the_command_prints_the_folder_and_its_perplexity(
-    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(split_demo, "locate_gguf", lambda: gguf)
-    monkeypatch.setattr(split_demo, "FFN_BYTES", 0)
-    monkeypatch.setattr(split_demo, "OTHER_BYTES", 0)
+@pytest.fixture
+def built_here(gguf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Builds happen in this process and read the tiny source."""
+
+    def run(module: str, job: Job, report: Progress) -> None:
+        assert module == "split_demo"
+        events: list[Event] = []
+        monkeypatch.setattr(demo_build, "_send", events.append)
+        if demo_build.main(msgspec.json.encode(job).decode(), build_split):
+            raise ModelError(str(events[-1].error))
+
+    for module in (demo, demo_build, split_demo):
+        monkeypatch.setattr(module, "locate_gguf", lambda: gguf)
+    monkeypatch.setattr(demo, "FFN_BYTES", 0)
+    monkeypatch.setattr(demo, "OTHER_BYTES", 0)
+    monkeypatch.setattr(demo, "_run_builder", run)
+
+
+@pytest.mark.usefixtures("built_here")
+def test_the_command_prints_the_folder_and_its_perplexity(tmp_path: Path) -> None:
     out = tmp_path / "split"
-    result = CliRunner().invoke(command, ["--experts", "6", "--out", str(out)])
+    result = CliRunner().invoke(build_demo, ["--split", "--experts", "6", "--out", str(out)])
     assert result.exit_code == 0, result.output
     folder, quality = result.stdout.splitlines()
     assert folder == str(out)
     assert quality.startswith(f"perplexity {read_quality(out).split:.2f}, of the dense model ")
 
 
+@pytest.mark.usefixtures("built_here")
+def test_its_name_is_served_unless_there_is_a_folder_of_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    folder = resolve_model("demo-split", cache_dir=tmp_path / "cache")
+    assert folder == tmp_path / "cache" / "demo" / "smollm2-135m-split-e16-k2"
+    assert build_spec(load_config(folder)).model_type == "moeserve_demo"
+    with pytest.raises(ModelError, match="A revision"):
+        resolve_model("demo-split", revision="main", cache_dir=tmp_path / "cache")
+    (tmp_path / "demo-split").mkdir()
+    with pytest.raises(ModelError, match="has no config"):
+        resolve_model("demo-split", cache_dir=tmp_path / "cache")
+
+
+@pytest.mark.usefixtures("built_here")
 @pytest.mark.parametrize(
     ("numbers", "words"),
     [
@@ -172,11 +205,8 @@ def test_the_command_prints_the_folder_and_its_perplexity(
         (["--experts", "99"], "99 experts cannot share"),
     ],
 )
-def test_numbers_that_cannot_be_are_one_sentence(
-    gguf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, numbers: list[str], words: str
-) -> None:
-    monkeypatch.setattr(split_demo, "locate_gguf", lambda: gguf)
-    result = CliRunner().invoke(command, [*numbers, "--out", str(tmp_path / "split")])
+def test_numbers_that_cannot_be_are_one_sentence(tmp_path: Path, numbers: list[str], words: str) -> None:
+    result = CliRunner().invoke(build_demo, ["--split", *numbers, "--out", str(tmp_path / "split")])
     assert result.exit_code == 1
     assert words in result.stderr
     assert not (tmp_path / "split").exists()
@@ -184,7 +214,7 @@ def test_numbers_that_cannot_be_are_one_sentence(
 
 def test_a_folder_of_somebody_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
-    result = CliRunner().invoke(command, ["--out", str(tmp_path)])
+    result = CliRunner().invoke(build_demo, ["--split", "--out", str(tmp_path)])
     assert result.exit_code == 1
     assert "is there already and no demo model" in result.stderr
     assert (tmp_path / "file").read_text() == "mine"

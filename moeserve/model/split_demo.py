@@ -1,31 +1,27 @@
-"""`python -m benchmarks.split_demo`: build a demo model whose experts do not come in groups.
+"""Build the demo whose experts do not come in groups, in the builder's process.
 
 Of every feed-forward layer of the dense model, the neurons that matter most on average always run. The others form
 experts of equal size, by balanced k-means over their activity, after MoEfication (arXiv 2110.01786). The output is the
 plain sum of the chosen experts, so all experts together are the dense layer and fewer are an approximation. The build
 measures how much worse than the dense model it is on text that it did not learn from, layer by layer beside the dense
-model, and keeps that in `quality.json`. moeserve serves the folder as a model of type `moeserve_demo`.
+model, and keeps that in `quality.json`. The checkpoint is of type `moeserve_demo`.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import click
 import msgspec
 import torch
-from rich.console import Console
-from safetensors import SafetensorError
 from torch import Tensor
 from torch.nn.functional import linear, normalize, silu
 
-from moeserve.config import cache_root
-from moeserve.model.cache import ensure_built
-from moeserve.model.demo import BUILDER, FFN_BYTES, OTHER_BYTES, check_counts, check_replaceable, locate_gguf
+from moeserve.model.demo import QUALITY_NAME, Quality, locate_gguf
 from moeserve.model.demo_build import (
     CALIBRATION_TOKENS,
     FFN,
@@ -36,86 +32,17 @@ from moeserve.model.demo_build import (
     build_tokenizer,
     calibration_text,
     common_config,
+    main,
     rms_norm,
     write_checkpoint,
     write_json,
 )
-from moeserve.model.spec import ModelError, Progress, silent
+from moeserve.model.spec import Progress, silent
 
-_QUALITY_NAME = "quality.json"
-# Raise when the files that a build writes change: caches of an older version are then rebuilt.
-_BUILD_VERSION = 2
 _HELD_OUT_TOKENS = 1024
 _ITERATIONS = 6
 _RIDGE = 0.01
 _ROWS_AT_ONCE = 128
-
-
-@click.command()
-@click.option("--experts", type=click.IntRange(min=1), default=16, show_default=True, help="Experts per layer.")
-@click.option("--top-k", type=click.IntRange(min=1), default=2, show_default=True, help="Experts a token chooses.")
-@click.option("--out", type=click.Path(path_type=Path, file_okay=False), help="Folder; the cache unless given.")
-def command(experts: int, top_k: int, out: Path | None) -> None:
-    """Build the neuron-split demo, print its folder and how much worse it is than the dense model."""
-    with Console(stderr=True).status("") as status:
-
-        def show(stage: str, done: int, total: int) -> None:
-            status.update(f"{stage} {done} of {total}" if total else stage)
-
-        try:
-            folder = ensure_split_demo(experts=experts, top_k=top_k, out=out, progress=show)
-        except ModelError as error:
-            raise click.ClickException(str(error)) from None
-    click.echo(str(folder))
-    quality = read_quality(folder)
-    click.echo(
-        f"perplexity {quality.split:.2f}, of the dense model {quality.dense:.2f} "
-        f"({quality.tokens} tokens of {quality.text})"
-    )
-
-
-def ensure_split_demo(
-    root: Path | None = None,
-    *,
-    experts: int,
-    top_k: int,
-    out: Path | None = None,
-    progress: Progress | None = None,
-) -> Path:
-    """Return the folder of the neuron-split demo below `root` (default: the cache). Build it if missing or broken.
-
-    out: the folder itself; one that holds anything but a demo is left alone. Raises ModelError as `ensure_demo` does.
-    """
-    check_counts(experts, top_k)
-
-    def build(out_dir: Path, report: Progress) -> None:
-        try:
-            build_split(out_dir, experts=experts, top_k=top_k, progress=report)
-        except (SafetensorError, ValueError) as error:
-            raise ModelError(f"The demo model could not be built: {error}.") from error
-
-    if out is not None:
-        check_replaceable(out)
-    return ensure_built(
-        out or (root or cache_root()) / "demo" / f"smollm2-135m-split-e{experts}-k{top_k}",
-        builder=f"{BUILDER}{_BUILD_VERSION} experts={experts} top_k={top_k} split=2",
-        build=build,
-        bytes_needed=FFN_BYTES + OTHER_BYTES,
-        progress=progress,
-    )
-
-
-class Quality(msgspec.Struct, frozen=True):
-    """Perplexities of the dense and of the split model over `tokens` tokens of `text`."""
-
-    text: str
-    tokens: int
-    dense: float
-    split: float
-
-
-def read_quality(folder: Path) -> Quality:
-    return msgspec.json.decode((folder / _QUALITY_NAME).read_bytes(), type=Quality)
 
 
 def build_split(out_dir: Path, *, experts: int, top_k: int, progress: Progress | None = None) -> None:
@@ -130,7 +57,7 @@ def build_split(out_dir: Path, *, experts: int, top_k: int, progress: Progress |
     config = split_config(source.shape, experts=experts, top_k=top_k, shared=shared)
     layers = _SplitLayers(source, experts, top_k)
     write_checkpoint(out_dir, source, config, layers, report)
-    write_json(out_dir / _QUALITY_NAME, msgspec.to_builtins(layers.quality()))
+    write_json(out_dir / QUALITY_NAME, msgspec.to_builtins(layers.quality()))
 
 
 def split_config(shape: DenseShape, *, experts: int, top_k: int, shared: int) -> dict[str, Any]:
@@ -323,4 +250,4 @@ def _share_out(nearness: Tensor) -> Tensor:
 
 
 if __name__ == "__main__":
-    command(prog_name="python -m benchmarks.split_demo")
+    sys.exit(main(sys.argv[1], build_split))
