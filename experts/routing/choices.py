@@ -202,6 +202,10 @@ class RoutingStatistics:
         """[L, E, E]: tokens that chose both experts; symmetric, the diagonal is `pair_load`."""
         return self._coactivation / np.float32(self._weight)
 
+    def first_coactivation(self) -> Float:
+        """[E, E]: `coactivation` of the first layer, a copy."""
+        return self._coactivation[0] / np.float32(self._weight)
+
     def recent(self) -> NDArray[np.uint16]:
         """[L, N, k]: the routing of up to `num_recent` sampled tokens that all layers computed, in no order."""
         return self._recent[:, : self._num_recent]

@@ -429,7 +429,17 @@ EXPERTS = {
     "load": [[1, 2, 3, 4], [4, 0, 0, 0]],
     "balancedness": {"experts": [0.6, 0.25], "ranks": [0.9, 0.5]},
     "placement": {"version": 3, "ranks": [[[0], [0], [1], [1]], [[0, 1], [0], [1], [1]]]},
-    "residency": {"resident": [[[0], [0]], [[2, 3], [0]]]},
+    "residency": {
+        "resident": [[[0], [0]], [[2, 3], [0]]],
+        "stall_seconds": [1.0, 2.0],
+        "hits": [10, 10],
+        "late": [0, 2],
+        "misses": [5, 5],
+    },
+    "tied": False,
+    "strategy": {
+        "prefetch": {"source": "auto", "is_on": False, "saved": [{"rows": 1, "free_core": True, "share": -0.25}]}
+    },
     "rebalancing": {
         "num_migrations": 2,
         "num_failures": 0,
@@ -457,6 +467,9 @@ def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Fron
     assert facts["layers placed anew"] == "2"
     assert facts["in memory"] == "5 of 8"
     assert facts["balance, worst layer"] == "0.50"
+    assert facts["loads ahead"] == "auto, off now; would cost 25 % of a step of 1"
+    assert page.text("#expert-curves .big") == "0.50"
+    assert page.evaluate("document.querySelector('#tied').hidden")
     page.evaluate("document.querySelector('#heat').focus()")
     readings = []
     for key in ("ArrowRight", "ArrowDown"):
@@ -471,6 +484,24 @@ def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Fron
     assert page.text("#heat-reading") == "layer 0, rank 1: 1.40 of the mean load, 2 experts"
     page.wait("!document.querySelector('#prefixes .content').hidden")
     assert texts(page, ".prefixes .text") == ["You are", "below"]
+    assert page.problems == []
+
+
+def test_the_dashboard_draws_how_experts_are_waited_for_and_says_where_they_come_in_groups(
+    browser: Browser, server: Frontend
+) -> None:
+    memory = {"resident": [[[0], [0]], [[2, 3], [0]]], "stall_seconds": [1e6, 1e6], "late": [0, 0], "misses": [9, 9]}
+    earlier = {**EXPERTS, "residency": {**memory, "stall_seconds": [0, 0], "hits": [0, 0], "misses": [0, 0]}}
+    page = browser.page()
+    page.answer("/v1/experts", (200, "application/json", json.dumps(earlier)))
+    page.answer("/v1/cache", (200, "application/json", json.dumps(PREFIXES)))
+    page.open(server.url + "/dashboard")
+    page.wait("!document.querySelector('#experts .content').hidden")
+    later = {**EXPERTS, "tied": True, "residency": {**memory, "hits": [3, 3]}}
+    page.answer("/v1/experts", (200, "application/json", json.dumps(later)))
+    page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+    page.wait("document.querySelectorAll('#expert-curves .big')[2].textContent === '25 %'")
+    assert not page.evaluate("document.querySelector('#tied').hidden")
     assert page.problems == []
 
 

@@ -251,3 +251,16 @@ def test_the_strategy_says_whether_prefetching_is_on():
 def test_the_strategy_does_not_speak_of_evictions_where_all_experts_fit():
     told = expert_strategy(ServeConfig(expert_memory=1 << 40), None, "allgather", all_fit=True)
     assert told == {"placement": "contiguous", "dispatch": "allgather"}
+
+
+def test_experts_that_always_come_in_the_same_groups_are_called_tied(tmp_path):
+    def tied(pairs: np.ndarray) -> bool:
+        statistics = RoutingStatistics(StatisticsSpec(1, 6, 2))
+        statistics.update(pairs[None].astype(np.int16))
+        recording = ExpertRecording(RecordingPlan(RoutingShape(1, 6, 2, last_is_sparse=False), statistics, "key"))
+        return ExpertMonitor(FACTS, recording, ExpertSources(), tmp_path).command("experts", {})["tied"]
+
+    random = np.random.default_rng(0)
+    assert tied(np.array([[0, 3], [1, 4], [2, 5]])[random.integers(3, size=200)])
+    assert not tied(random.random((200, 6)).argsort(axis=1)[:, :2])
+    assert not tied(np.array([[0, 3]]))

@@ -12,6 +12,7 @@ import numpy as np
 from experts.memory.residency import ExpertMemoryStats
 from experts.placement.placement import Placement, balancedness
 from experts.placement.rebalance import RebalanceStats
+from experts.routing.choices import RoutingStatistics
 from moeserve.config import ServeConfig
 from moeserve.engine.experts.observe import ExpertRecording
 from moeserve.engine.file_writer import FileJob
@@ -27,6 +28,9 @@ class Prefetching(Protocol):
     @property
     def gains(self) -> list[tuple[int, bool, float]]: ...
 
+
+# Tokens after which it is told whether experts come in groups.
+_TELLING_TOKENS = 64
 
 # Commands that may return a FileJob.
 FILE_COMMANDS = ("save_expert_statistics", "stop_expert_trace")
@@ -134,7 +138,13 @@ class ExpertMonitor:
             described["strategy"] = sources.strategy()
         if sources.memory is not None:
             ranks = sources.memory()
-            described["residency"] = {"resident": [of_rank.resident for of_rank in ranks]}
+            described["residency"] = {
+                "resident": [of_rank.resident for of_rank in ranks],
+                "stall_seconds": [round(of_rank.stall_seconds, 6) for of_rank in ranks],
+                "hits": [of_rank.counters.num_hits for of_rank in ranks],
+                "late": [of_rank.counters.num_late for of_rank in ranks],
+                "misses": [of_rank.counters.num_misses for of_rank in ranks],
+            }
             if sources.prefetches:
                 described["recall"] = [_recall(of_rank) for of_rank in ranks]
         if recording is not None:
@@ -151,6 +161,7 @@ class ExpertMonitor:
         return {
             "load": np.round(load.astype(np.float64), 3).tolist(),
             "balancedness": balance,
+            "tied": _come_in_groups(statistics),
             "recording": {
                 "tokens": recording.recorder.num_tokens,
                 "half_life": statistics.spec.half_life,
@@ -283,6 +294,19 @@ def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
         ],
         "sources": sources,
     }
+
+
+def _come_in_groups(statistics: RoutingStatistics) -> bool:
+    """Return True if each expert of the first layer that was chosen came with the same other one every time.
+
+    So it is in demos whose experts are tied. Few tokens do not tell.
+    """
+    together = statistics.first_coactivation()
+    alone = together.diagonal().copy()
+    if alone.sum() < _TELLING_TOKENS * statistics.spec.top_k or statistics.spec.top_k == statistics.spec.num_experts:
+        return False
+    np.fill_diagonal(together, 0)
+    return bool(np.allclose(together.max(axis=1), alone, rtol=1e-3))
 
 
 def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:

@@ -1,10 +1,14 @@
 // The heat map of the experts: how much work each has had of late, by layer, where it is, and whether it is in memory.
 
+import { LineChart } from "./charts.js";
 import { count, el, find, milliseconds } from "./dom.js";
 
 const AXIS = 34;
 const LEAST_ROW = 9;
 const MOST_ROW = 22;
+const KEPT = 120;
+const SHORTEST_SPAN_S = 60;
+const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)} %`;
 
 /** Cells of a description (`GET /v1/experts`), layer by layer, in the order of columns. */
 export function heatCells(described, grouping) {
@@ -39,8 +43,57 @@ function residentByLayer(described) {
   return described.load.map((_, layer) => new Set(ranks.flatMap((layers) => layers[layer] ?? [])));
 }
 
+/** Curves of a description and the one before it: a name, the text of a value, and the value, null where there is none. */
+const CURVES = [
+  ["Balance, worst layer", (share) => share.toFixed(2), (now) => (now.balancedness ? worst(now.balancedness) : null)],
+  ["Time waiting for experts", percent, (now, before, seconds) => change(now, before, "stall_seconds", (waited) => waited / seconds)],
+  ["Experts in memory when wanted", percent, (now, before) => change(now, before, "hits", (hits) => hits / wanted(now, before))],
+];
+
+function change(now, before, name, share) {
+  if (!now.residency || !before?.residency) return null;
+  const value = share(grown(now, before, name));
+  return Number.isFinite(value) && value >= 0 ? value : null;
+}
+
+/** How much a counter of the expert memory grew, the mean over ranks. */
+function grown(now, before, name) {
+  const sum = ({ residency }) => residency[name].reduce((total, value) => total + value, 0) / residency[name].length;
+  return sum(now) - sum(before);
+}
+
+const wanted = (now, before) => ["hits", "late", "misses"].reduce((sum, name) => sum + grown(now, before, name), 0);
+
+class ExpertCurves {
+  constructor() {
+    this.tiles = CURVES.map(([name, format]) => {
+      const chart = new LineChart([name], format);
+      const big = el("span", { class: "big" }, "–");
+      const root = el("section", { class: "tile" }, el("h3", {}, name), el("p", {}, big), chart.root);
+      return { root, chart, big, rows: [] };
+    });
+    find("#expert-curves").append(...this.tiles.map(({ root }) => root));
+    this.before = null;
+  }
+
+  show(described) {
+    const time = performance.now() / 1000;
+    const { before } = this;
+    this.before = { described, time };
+    CURVES.forEach(([, format, valueOf], place) => {
+      const tile = this.tiles[place];
+      const value = valueOf(described, before?.described, time - (before?.time ?? time));
+      tile.rows = [...tile.rows.slice(1 - KEPT), [time, value]];
+      tile.root.hidden = tile.rows.every((row) => row[1] === null);
+      tile.big.textContent = value === null ? "–" : format(value);
+      tile.chart.update(tile.rows, Math.max(SHORTEST_SPAN_S, time - tile.rows[0][0]));
+    });
+  }
+}
+
 export class ExpertPanel {
   constructor() {
+    this.curves = new ExpertCurves();
     this.canvas = find("#heat");
     this.reading = find("#heat-reading");
     this.facts = find("#expert-facts");
@@ -59,6 +112,8 @@ export class ExpertPanel {
   show(described) {
     this.described = described;
     this.showFacts(described);
+    this.curves.show(described);
+    find("#tied").hidden = !described.tied;
     find("#heat-area").hidden = !described.load;
     this.draw();
   }
@@ -75,7 +130,7 @@ export class ExpertPanel {
     if (described.balancedness) facts.push(["balance, worst layer", worst(described.balancedness).toFixed(2)]);
     if (residency) facts.push(["in memory", inMemory(described)]);
     if (placement) facts.push(["placement", `no. ${placement.version}`]);
-    if (strategy?.prefetch) facts.push(["prefetch", strategy.prefetch.is_on ? strategy.prefetch.source : "off"]);
+    if (strategy?.prefetch) facts.push(["loads ahead", ahead(strategy.prefetch)]);
     if (rebalancing) facts.push(...migrations(rebalancing, described.layers));
     this.facts.replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   }
@@ -178,6 +233,14 @@ function worst({ ranks, experts }) {
 function inMemory({ residency, num_experts: experts, layers }) {
   const resident = residency.resident.flat(1).reduce((sum, layer) => sum + layer.length, 0);
   return `${count(resident)} of ${count(experts * layers.length)}`;
+}
+
+/** What loads ahead, and what that saves of a step of the fewest rows. */
+function ahead({ is_on: isOn, source, saved }) {
+  const words = isOn ? source : source === "off" ? "off" : `${source}, off now`;
+  if (!saved?.length) return words;
+  const { share, rows } = saved[0];
+  return `${words}; ${share < 0 ? "would cost" : "saves"} ${percent(Math.abs(share))} of a step of ${count(rows)}`;
 }
 
 function migrations(stats, layers) {
