@@ -49,6 +49,7 @@ class LazyGroup(click.Group):
     entries={
         "serve": ("launcher.serve:serve", "Serve a model over HTTP until stopped."),
         "chat": ("launcher.chat:chat", "Talk to a running server from the terminal."),
+        "launch": ("launcher.launch:launch", "Start a terminal agent (codex, claude, opencode, ...) over a server."),
         "top": ("launcher.top:top", "Watch a running server in the terminal."),
         "run-batch": ("launcher.run_batch:run_batch", "Answer a file of requests."),
         "bench": ("launcher.cli:bench", "Measure servers, and weights of fewer bits."),

@@ -78,6 +78,9 @@ def run_first_node(
 
     Return the exit code. Raises LaunchError, ModelError or ConfigError if the service cannot start.
     """
+    meets_in_store = meets_in_store or config.nnodes > 1
+    if meets_in_store and config.sleep_after is not None:
+        raise ConfigError("--sleep-after is for one node that starts its ranks itself: others could not be woken.")
     # Until the supervisor owns the signals, they must still remove the run directory.
     _exit_on_signals()
     if not is_loopback(config.host) and not (config.api_key or config.api_key_file):
@@ -92,7 +95,7 @@ def run_first_node(
         finally:
             progress.close()
         with response_store(config, partial(say, errors, "Notice")) as store, run_directory(os.environ) as directory:
-            context = make_context(config, model_dir, directory, meets_in_store=meets_in_store or config.nnodes > 1)
+            context = make_context(config, model_dir, directory, meets_in_store=meets_in_store)
             context = replace(context, response_store=store)
             listeners = _listeners(context, url(address), progress, errors)
             supervisor = Supervisor(context, listener, listeners, worker_module=worker_module)

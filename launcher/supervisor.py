@@ -13,12 +13,14 @@ import socket
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from launcher.causes import MemoryKills, is_from_outside
+from launcher.idleness import Idleness
+from launcher.life import Life
 from launcher.processes import (
     Child,
     Ended,
@@ -37,7 +39,7 @@ from launcher.watches import Vitals, any_is_stopped, wait_for_hang, wait_for_sil
 from launcher.wills import WillKeeper, allow_wills, wills_within
 from moeserve.engine.crashes.judgement import suspicion_after
 from moeserve.engine.crashes.record import read_record
-from moeserve.wire import READY_TICK, EngineNews, RunContext, encode_news
+from moeserve.wire import EngineNews, Rest, RunContext, Tick, encode_news
 
 WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
@@ -50,12 +52,13 @@ _START_PATIENCE = 5.0
 @dataclass(frozen=True, kw_only=True)
 class Grace:
     """Seconds that children get: to name the rank that ended, to tell clients of a failure, to end after that, to end
-    after a drain, to end at once, to answer HTTP for the first time."""
+    after a drain, to end when the service falls asleep, to end at once, to answer HTTP for the first time."""
 
     naming: float = 0.5
     telling: float = 1.0
     after_failure: float = 3.0
     after_drain: float = 5.0
+    falling_asleep: float = 15.0
     at_once: float = 1.5
     http_ready: float = 30.0
 
@@ -78,59 +81,6 @@ class Listeners:
     beating: Callable[[], None] = lambda: None
 
 
-@dataclass(eq=False)
-class _Life:
-    """One life of a child. `serves_since`: on the monotonic clock, None before. `why`: it was ended, or ended itself,
-    in a sentence. `starting`: tasks that end when it serves. `tasks`: tasks that end with it. `code`: how the engine,
-    or its first rank that ended, did so before it was killed here. `was_killed`, `was_stopped`: it was killed here, and
-    was stopped (SIGSTOP) then.
-
-    An engine that `is_copy` of the child, or of one of its ranks (`launcher.copies`), has a life, a `pid`, and once it
-    serves `copy`, a pidfd, of its own.
-    """
-
-    child: Child
-    began: float
-    pid: int
-    is_copy: bool = False
-    copy: int | None = None
-    has_ended: bool = False
-    serves_since: float | None = None
-    why: str | None = None
-    code: int | None = None
-    was_killed: bool = False
-    was_stopped: bool = False
-    starting: list[asyncio.Task[None]] = field(default_factory=list)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
-
-    def serve(self) -> None:
-        self.serves_since = time.monotonic()
-        for task in self.starting:
-            task.cancel()
-
-    def note_end(self, code: int | None) -> None:
-        if not self.was_killed and self.code is None:
-            self.code = code
-
-    def kill(self) -> None:
-        """Kill the engine alone where it is a copy, else the child. No effect on a life that has ended."""
-        if not self.has_ended:
-            self.was_killed, self.was_stopped = True, self.was_stopped or any_is_stopped(self.child.pid)
-        if self.copy is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self.copy, signal.SIGKILL)
-        elif not self.has_ended:
-            self.child.send_signal(signal.SIGKILL)
-
-    def end(self) -> None:
-        self.has_ended = True
-        for task in (*self.starting, *self.tasks):
-            task.cancel()
-        if self.copy is not None:
-            os.close(self.copy)
-            self.copy = None
-
-
 @dataclass(frozen=True)
 class _Signal:
     number: signal.Signals
@@ -151,12 +101,12 @@ class _Said:
 class _Serving:
     """An HTTP process answers."""
 
-    life: _Life
+    life: Life
 
 
 @dataclass(frozen=True)
 class _Stuck:
-    life: _Life
+    life: Life
     sentence: str
 
 
@@ -167,7 +117,14 @@ class _Due:
     name: str
 
 
-_Event = _Signal | _Exited | _Said | _Serving | _Stuck | _Due
+@dataclass(frozen=True)
+class _Wish:
+    """HTTP processes wish that the service sleeps, or wakes."""
+
+    rest: Rest
+
+
+_Event = _Signal | _Exited | _Said | _Serving | _Stuck | _Due | _Wish
 
 
 class Supervisor:
@@ -204,7 +161,7 @@ class Supervisor:
         self._worker_module, self._frontend_module = worker_module or of_size, frontend_module
         self._events: asyncio.Queue[_Event] = asyncio.Queue()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._lives: list[_Life] = []
+        self._lives: list[Life] = []
         self._due: set[str] = set()
         # A user's torchrun ends the other ranks with rank 0.
         joins_again = not context.meets_in_store or self._worker_module == GROUP_MODULE
@@ -218,7 +175,7 @@ class Supervisor:
         self._engine_lost_at = 0.0
         self._num_engines_lost = 0
         # By name: the newest life of each frontend, and the pipe on which it hears of the engine.
-        self._frontends: dict[str, _Life] = {}
+        self._frontends: dict[str, Life] = {}
         self._news: dict[str, int] = {}
         self._will_keepers: dict[str, WillKeeper] = {}
         self._most_wills = wills_within(allow_wills(context.config), context.config)
@@ -226,6 +183,8 @@ class Supervisor:
         # Set once, by the first event that ends the service; a failure on the way out overrides a clean 0.
         self._exit_code: int | None = None
         self._vitals = Vitals(self._policies, listeners.beating)
+        self._rest, self._idleness = Rest.AWAKE, Idleness(self._frontend_names, context.config.sleep_after)
+        self._wakes_since: float | None = None
         self._memory_kills = MemoryKills()
 
     @property
@@ -260,7 +219,7 @@ class Supervisor:
             self._listener.close()
         return self._exit_code or 0
 
-    def _start_worker(self) -> _Life:
+    def _start_worker(self) -> Life:
         (reading, writing), (hearing, orders) = os.pipe(), os.pipe()
         if self._orders is not None:
             os.close(self._orders)
@@ -286,7 +245,7 @@ class Supervisor:
         self._spawn(self._announce_exit(child, after=status))
         return life
 
-    def _start_frontend(self, name: str) -> _Life:
+    def _start_frontend(self, name: str) -> Life:
         (beats, beat), (hearing, news) = os.pipe(), os.pipe()
         if (before := self._news.get(name)) is not None:
             os.close(before)
@@ -321,13 +280,13 @@ class Supervisor:
         self._spawn(self._announce_exit(child))
         return life
 
-    def _begin(self, child: Child) -> _Life:
-        life = _Life(child, time.monotonic(), child.pid)
+    def _begin(self, child: Child) -> Life:
+        life = Life(child, time.monotonic(), child.pid)
         life.starting.append(self._spawn(self._await_stop(life)))
         self._lives.append(life)
         return life
 
-    def _life_of(self, child: Child) -> _Life:
+    def _life_of(self, child: Child) -> Life:
         """Return the newest life of a child that has not exited."""
         return next(life for life in self._lives if life.child is child)
 
@@ -352,16 +311,16 @@ class Supervisor:
             while line := await reader.readline():
                 self._events.put_nowait(_Said(child, decode_status(line)))
 
-    async def _await_stop(self, life: _Life) -> None:
+    async def _await_stop(self, life: Life) -> None:
         why = await wait_for_stop(life.child.pid, self._context.config.engine_timeout)
         self._events.put_nowait(_Stuck(life, f"{subject(life.child.name)} hung at its start ({why}) and was ended."))
 
-    async def _await_http(self, life: _Life) -> None:
+    async def _await_http(self, life: Life) -> None:
         await asyncio.sleep(self._grace.http_ready)
         sentence = f"{subject(life.child.name)} did not become ready within {self._grace.http_ready:.0f} s."
         self._events.put_nowait(_Stuck(life, sentence))
 
-    async def _await_hang(self, life: _Life) -> None:
+    async def _await_hang(self, life: Life) -> None:
         context = self._context
         who, timeout = "The model process", context.config.engine_timeout
         if context.config.expert_parallel_size > 1:
@@ -374,7 +333,7 @@ class Supervisor:
         self._vitals.note(_WORKER)
         self._memory_kills.note_alive()
 
-    async def _await_first_rank(self, life: _Life, pidfd: int) -> None:
+    async def _await_first_rank(self, life: Life, pidfd: int) -> None:
         """End the ranks when rank 0 has ended: torchrun's agent takes seconds to end the others, and itself."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(pidfd, ended.set)
@@ -387,20 +346,26 @@ class Supervisor:
         if self._exit_code is None or self._has_frontend:
             self._events.put_nowait(_Stuck(life, f"Rank 0 (process {life.pid}) ended."))
 
-    async def _await_frontend_hang(self, life: _Life, descriptor: int) -> None:
+    async def _await_frontend_hang(self, life: Life, descriptor: int) -> None:
         timeout = self._context.config.engine_timeout
         why = await wait_for_silence(descriptor, timeout, partial(self._on_ticks, life))
         if why is not None:
             self._events.put_nowait(_Stuck(life, f"{subject(life.child.name)} hung ({why}) and was ended."))
 
-    def _on_ticks(self, life: _Life, ticks: bytes) -> None:
+    def _on_ticks(self, life: Life, ticks: bytes) -> None:
         """Note that a frontend shows life. The service is ready once all have been; after that one that answers serves,
         for the engine may be away."""
         self._vitals.note(life.child.name)
-        if life.serves_since is None and (self._has_served or READY_TICK in ticks):
+        if life.serves_since is None and (self._has_served or any(tick & Tick.READY for tick in ticks)):
             self._events.put_nowait(_Serving(life))
+        now = time.monotonic()
+        self._idleness.note(life.child.name, ticks, now)
+        if self._rest is Rest.AWAKE and self._idleness.wants_sleep(now):
+            self._events.put_nowait(_Wish(Rest.ASLEEP))
+        elif self._rest is Rest.ASLEEP and self._idleness.wants_wake():
+            self._events.put_nowait(_Wish(Rest.AWAKE))
 
-    async def _await_start(self, life: _Life) -> None:
+    async def _await_start(self, life: Life) -> None:
         limit = _START_PATIENCE * max(self._seconds_to_load, self._context.config.engine_timeout)
         await asyncio.sleep(limit)
         sentence = f"The model process did not load its model again within {limit:.0f} s and was ended."
@@ -430,11 +395,36 @@ class Supervisor:
             case _Due(name=name) if name in self._due:
                 self._due.remove(name)
                 self._restart(name)
+            case _Wish(rest=Rest.ASLEEP) if self._rest is Rest.AWAKE:
+                self._fall_asleep()
+            case _Wish(rest=Rest.AWAKE) if self._rest is Rest.ASLEEP and self._exit_code in (None, 0):
+                self._wake()
 
-    def _kill_silent(self, life: _Life) -> None:
+    def _kill_silent(self, life: Life) -> None:
         """Kill a child that has not told the end of its copy."""
         if not life.has_ended:
             life.child.send_signal(signal.SIGKILL)
+
+    def _fall_asleep(self) -> None:
+        """End the engine, and start none until somebody wishes it, if all of the service serves now."""
+        serves = self._has_served and self._worker.serves_since is not None and not self._worker.has_ended
+        if not serves or self._exit_code is not None or self._context.meets_in_store or _WORKER in self._due:
+            return
+        self._rest = Rest.FALLING
+        self._tell_frontends(self._engine_news())
+        self._worker.child.send_signal(signal.SIGTERM)
+        self._later(self._grace.falling_asleep, self._worker, signal.SIGKILL)
+
+    def _on_asleep(self) -> None:
+        self._rest = Rest.ASLEEP
+        self._vitals.excuse(_WORKER)
+        self._tell_frontends(self._engine_news())
+        self._tell.notice("The service sleeps: the model has left memory, and a request or /wake_up loads it again.")
+
+    def _wake(self) -> None:
+        self._rest, self._wakes_since = Rest.AWAKE, time.monotonic()
+        self._due.add(_WORKER)
+        self._events.put_nowait(_Due(_WORKER))
 
     def _on_serving(self) -> None:
         """Tell that the service is ready, once, when all of it is."""
@@ -444,7 +434,7 @@ class Supervisor:
             self._has_served = True
             self._tell.ready(self._ready)
 
-    def _on_status(self, life: _Life, status: Status) -> None:
+    def _on_status(self, life: Life, status: Status) -> None:
         match status:
             case Loading() if self._ready is None:
                 self._tell.loading(status)
@@ -472,7 +462,7 @@ class Supervisor:
                 if not self._starts_again(life):
                     life.child.send_signal(signal.SIGTERM)
 
-    def _on_ready(self, life: _Life, status: Ready) -> None:
+    def _on_ready(self, life: Life, status: Ready) -> None:
         life.serve()
         if status.pid not in (None, life.child.pid):
             with suppress(ProcessLookupError):
@@ -483,6 +473,7 @@ class Supervisor:
                     life.tasks.append(self._spawn(self._await_first_rank(life, pidfd)))
         life.tasks.append(self._spawn(self._await_hang(life)))
         self._vitals.expect(_WORKER)
+        self._idleness.begin(time.monotonic())
         if self._ready is None:
             self._ready = status
             self._seconds_to_load = time.monotonic() - life.began
@@ -490,6 +481,9 @@ class Supervisor:
             for frontend in self._frontends.values():
                 frontend.starting.append(self._spawn(self._await_http(frontend)))
             self._on_serving()
+        elif self._wakes_since is not None:
+            self._tell.notice(f"The service is awake, {time.monotonic() - self._wakes_since:.1f} s after it was woken.")
+            self._wakes_since = None
         elif self._exit_code in (None, 0):
             pause = time.monotonic() - self._engine_lost_at
             self._tell.notice(f"The model process serves again, {pause:.1f} s after its end.")
@@ -514,7 +508,7 @@ class Supervisor:
 
     def _state(self) -> str:
         """Return one line about the service and its processes."""
-        doing = "loading" if self._ready is None else "serving"
+        doing = "loading" if self._ready is None else "serving" if self._rest is Rest.AWAKE else "asleep"
         lives = ", ".join(f"{life.child.name} {life.pid} {self._vitals.of(life.child.name)}" for life in self._lives)
         return f"{doing if self._exit_code is None else 'stopping'}; {lives}"
 
@@ -540,9 +534,12 @@ class Supervisor:
         """Return whether an HTTP process runs."""
         return any(life.child.running for life in self._frontends.values())
 
-    def _on_exit(self, life: _Life) -> None:
+    def _on_exit(self, life: Life) -> None:
         if life.child.name in self._frontends:
+            self._idleness.forget(life.child.name)
             self._on_frontend_exit(life)
+        elif self._rest is Rest.FALLING and self._exit_code in (None, 0):
+            self._on_asleep()
         elif (self._exit_code is None or self._has_frontend) and not self._starts_again(life):
             if self._exit_code in (None, 0):
                 self._fail(life.why or f"The model process {life.child.end()}.")
@@ -553,7 +550,7 @@ class Supervisor:
                 self._later(patience, frontend, signal.SIGTERM)
                 self._later(patience + self._grace.after_failure, frontend, signal.SIGKILL)
 
-    def _on_frontend_exit(self, life: _Life) -> None:
+    def _on_frontend_exit(self, life: Life) -> None:
         if self._exit_code is None and self._has_served and self._starts_again(life):
             return
         if self._exit_code is None or (self._exit_code == 0 and not life.child.ended_well):
@@ -572,7 +569,7 @@ class Supervisor:
         # A worker that still loads has nothing to finish and does not look at its signals.
         self._later(self._grace.after_drain if self._ready else 0.0, self._worker, signal.SIGKILL)
 
-    def _starts_again(self, life: _Life) -> bool:
+    def _starts_again(self, life: Life) -> bool:
         """Return whether a process that ended is started again, and see to it."""
         if self._ready is None or self._exit_code not in (None, 0):
             return False
@@ -632,7 +629,8 @@ class Supervisor:
 
     def _engine_news(self) -> EngineNews:
         """Return what frontends are to know of the engine's newest life."""
-        return EngineNews(self._context.incarnation, seconds=self._seconds_to_load, num_restarts=self._num_engines_lost)
+        seconds, num_restarts = self._seconds_to_load, self._num_engines_lost
+        return EngineNews(self._context.incarnation, seconds=seconds, num_restarts=num_restarts, rest=self._rest)
 
     def _tell_frontends(self, news: EngineNews) -> None:
         for pipe in self._news.values():
@@ -657,7 +655,7 @@ class Supervisor:
         self._listener.close()
         self._tell.failed(sentence)
 
-    def _later(self, delay: float, life: _Life, number: signal.Signals) -> None:
+    def _later(self, delay: float, life: Life, number: signal.Signals) -> None:
         asyncio.get_running_loop().call_later(delay, life.child.send_signal, number)
 
 

@@ -59,9 +59,9 @@ class ConfigError(ValueError):
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
-    `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "limits"
-    (see `parse_limits`), "drafts" (see `parse_speculative`), "efforts" (see `parse_effort_budgets`), "kv_events" (see
-    `parse_kv_events`), "prose" (a text whose white space stays).
+    `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "duration"
+    (see `parse_duration`), "limits" (see `parse_limits`), "drafts" (see `parse_speculative`), "efforts" (see
+    `parse_effort_budgets`), "kv_events" (see `parse_kv_events`), "prose" (a text whose white space stays).
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -428,6 +428,15 @@ class ServeConfig:
     shutdown_timeout: float = setting(
         30.0, "Seconds that running requests get to finish after SIGTERM.", group="Operation", minimum=0
     )
+    sleep_after: float | None = setting(
+        None,
+        "Time without a request after which weights and KV leave memory, until a request comes: 90s, 15m, 2h; never "
+        "when left out. See sleep.md.",
+        group="Operation",
+        kind="duration",
+        metavar="DURATION",
+        minimum=1,
+    )
     engine_timeout: float = setting(
         10.0,
         "Seconds without progress of the engine or of an HTTP process before it is taken for hung.",
@@ -532,7 +541,7 @@ def _value(setting: Field[Any], given: Any, source: str) -> Any:
 def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     metadata = setting.metadata
     try:
-        value = parse_size(given) if metadata.get("kind") == "size" else _CONVERT[value_type(setting)](given)
+        value = _PARSE.get(metadata.get("kind"), _CONVERT[value_type(setting)])(given)
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from None
     except (TypeError, ValueError, OverflowError):
@@ -563,6 +572,14 @@ def parse_size(text: str | int) -> int:
     if match is None or match[2] not in _UNITS:
         raise ConfigError(f"{text!r} is not a size such as 512MiB or 2GB")
     return int(float(match[1]) * _UNITS[match[2]])
+
+
+def parse_duration(text: str | float) -> float:
+    """Return the seconds of `90`, `90s`, `15m`, `2h`. Raise ConfigError."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", str(text).lower())
+    if match is None or isinstance(text, bool):
+        raise ConfigError(f"{text!r} is not a duration such as 90s, 15m or 2h")
+    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
 
 
 def show_size(num_bytes: int, *, up: bool = False) -> str:
@@ -687,7 +704,8 @@ def _as_text(given: Any) -> str:
     return given.strip()
 
 
-_CONVERT = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text}
+_PARSE: dict[str | None, Callable[[Any], Any]] = {"size": parse_size, "duration": parse_duration}
+_CONVERT: dict[type, Callable[[Any], Any]] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text}
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import IntFlag, StrEnum
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -32,11 +33,30 @@ from moeserve.thoughts import ThoughtBudget
 from radix_cache import Miss
 
 MAX_FRAME_BYTES = 64 * 1024 * 1024
-# The bytes that an HTTP process writes while its event loop turns: it would admit a generation, or not.
-READY_TICK, TICK = b"+", b"."
 MAX_STEP_BYTES = 2**31  # of a plan or a result, which travels between ranks in several frames if need be
 
 _T = TypeVar("_T")
+
+
+class Tick(IntFlag):
+    """The byte that an HTTP process writes to the supervisor while its event loop turns: what holds now.
+
+    READY: it would admit a generation. BUSY: it has a request, or had one since its last tick. SLEEP, WAKE: somebody
+    waits for the service to sleep, or to wake. A byte may be lost: what still holds is said again by the next one.
+    """
+
+    READY = 1
+    BUSY = 2
+    SLEEP = 4
+    WAKE = 8
+
+
+class Rest(StrEnum):
+    """Whether the service sleeps: then there is no engine, and no weights are in memory, until a request wakes it."""
+
+    AWAKE = "awake"
+    FALLING = "falling"
+    ASLEEP = "asleep"
 
 
 class DecodeError(ValueError):
@@ -370,13 +390,15 @@ class EngineNews(msgspec.Struct):
     """News from the supervisor to a frontend, a line of JSON on a pipe: the incarnation of the engine's newest life.
 
     None: no further life will follow, for this `reason`. `seconds`: the likely duration of a restart. `num_restarts`:
-    the number of engines that have replaced, or are replacing, an engine that had served.
+    the number of engines that have replaced, or are replacing, an engine that had served. `rest`: FALLING where this
+    engine is being ended so that the service sleeps, ASLEEP once it has ended.
     """
 
     incarnation: int | None
     reason: str = ""
     seconds: float = 0.0
     num_restarts: int = 0
+    rest: Rest = Rest.AWAKE
 
 
 def encode_news(news: EngineNews) -> bytes:

@@ -32,6 +32,7 @@ from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
 from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes
+from moeserve.frontend.routes.sleep import SleepRoutes
 from moeserve.frontend.routes.table import ROUTES, Endpoints
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.shelves import Bounds
@@ -103,6 +104,7 @@ def _endpoints(services: Services, store: Store) -> Endpoints:
         render_completions=RenderRoute(services, "completions"),
         replica=ReplicaRoutes(services),
         service=ServiceRoutes(services),
+        sleep=SleepRoutes(services),
         cache=CacheRoutes(services),
         experts=ExpertRoutes(services),
         live=LiveRoutes(services),

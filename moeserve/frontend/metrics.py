@@ -46,14 +46,18 @@ class Metrics(Collector):
         num_dropped_lines: Callable[[], int] = lambda: 0,
         num_restarts: Callable[[], int] = lambda: 0,
         shared: Path | None = None,
+        *,
+        is_awake: Callable[[], bool] = lambda: True,
     ) -> None:
         """num_dropped_lines: log lines of this process that were dropped so far. num_restarts: of the engine.
+        is_awake: whether the service does not sleep.
 
         shared: the folder of the frontends' files, which the environment variable PROMETHEUS_MULTIPROC_DIR names too.
         """
         self.rejections: Tally[str] = Tally()
         self._num_dropped_lines = num_dropped_lines
         self._num_restarts = num_restarts
+        self._is_awake = is_awake
         self._stats: Stats | None = None
         self._registry = CollectorRegistry()
         self._counted: Collector = self._registry
@@ -153,6 +157,7 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "moeserve_engine_restarts", "Engines that took the place of one that ended", value=self._num_restarts()
         )
+        yield _sleep_state(self._is_awake())
         if stats is not None:
             yield from _engine_metrics(stats)
             yield from feature_metrics(stats.features)
@@ -186,6 +191,16 @@ class _Families(Collector):
 
 def _buckets(samples: Sequence[Sample]) -> Buckets:
     return Buckets(tuple(float(sample.labels["le"]) for sample in samples), tuple(sample.value for sample in samples))
+
+
+def _sleep_state(is_awake: bool) -> Metric:
+    """Return a gauge by the states that vLLM has; here sleep keeps neither weights nor KV in memory."""
+    family = GaugeMetricFamily(
+        "moeserve_engine_sleep_state", "1 for the state that the service is in", labels=["sleep_state"]
+    )
+    for state, holds in (("awake", is_awake), ("weights_offloaded", False), ("discard_all", not is_awake)):
+        family.add_metric([state], int(holds))
+    return family
 
 
 def _engine_metrics(stats: Stats) -> Iterator[Metric]:

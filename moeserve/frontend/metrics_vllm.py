@@ -31,6 +31,7 @@ _NAMES: Mapping[str, tuple[str, ...]] = {
     "moeserve_prefix_cache_queries": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
     "moeserve_prefix_cache_hits": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
     "moeserve_preemptions": ("num_preemptions",),
+    "moeserve_engine_sleep_state": ("engine_sleep_state",),
     "moeserve_draft_chunks": ("spec_decode_num_drafts",),
     "moeserve_draft_tokens": ("spec_decode_num_draft_tokens",),
     "moeserve_draft_accepted_tokens": ("spec_decode_num_accepted_tokens",),

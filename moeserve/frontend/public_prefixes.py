@@ -22,7 +22,7 @@ from moeserve.frontend.prepare.messages import Prefix, expect
 from moeserve.frontend.relay.request_group import EngineGone, RequestRejected
 from moeserve.frontend.services import Services
 from moeserve.plan import FinishReason, SamplingParams, Terms
-from moeserve.wire import Generate, pack_token_ids
+from moeserve.wire import Generate, Rest, pack_token_ids
 from radix_cache import PUBLIC
 
 log = structlog.get_logger(__name__)
@@ -60,7 +60,7 @@ async def publish_prefixes(services: Services, prefixes: Sequence[bytes]) -> Non
     One that cannot be is logged, and the others follow.
     """
     while services.engine.dead_reason is None:
-        if services.not_ready_reason() is not None:
+        if services.not_ready_reason() is not None or services.engine.rest is not Rest.AWAKE:
             await asyncio.sleep(_POLL_S)
             continue
         lost = services.engine.lost

@@ -24,7 +24,7 @@ from moeserve.frontend.app import create_app
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
 from moeserve.frontend.services import Services
 from moeserve.frontend.wills import WillLink
-from moeserve.wire import READY_TICK, TICK
+from moeserve.wire import Tick
 
 log = structlog.get_logger(__name__)
 
@@ -39,7 +39,7 @@ def serve(services: Services, listener: socket.socket, beat_fd: int | None = Non
     load = None
     if (file := services.run.load_file) is not None:
         load = Load(file, services.number, services.run.config.num_frontends)
-    ticker = None if beat_fd is None else Ticker(beat_fd, lambda: services.not_ready_reason() is None)
+    ticker = None if beat_fd is None else Ticker(beat_fd, services.tick)
     wills = None if wills_fd is None else WillLink(wills_fd)
     FrontendServer(services, ticker, wills, load).run(sockets=[listener])
 
@@ -47,12 +47,12 @@ def serve(services: Services, listener: socket.socket, beat_fd: int | None = Non
 class Ticker:
     """Writes a byte into a pipe a few times a second, as long as the event loop turns.
 
-    The byte is READY_TICK while `is_ready`, else TICK. The supervisor listens (`launcher.watches`).
+    The byte is what `state` returns. The supervisor listens (`launcher.watches`).
     """
 
-    def __init__(self, descriptor: int, is_ready: Callable[[], bool]) -> None:
+    def __init__(self, descriptor: int, state: Callable[[], Tick]) -> None:
         self._descriptor = descriptor
-        self._is_ready = is_ready
+        self._state = state
         self._next: asyncio.TimerHandle | None = None
         os.set_blocking(descriptor, False)
         os.set_inheritable(descriptor, False)
@@ -61,7 +61,7 @@ class Ticker:
         """Tick now, and from now on."""
         # A full pipe is no reason to wait, and one without a reader none to fail.
         with suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._descriptor, READY_TICK if self._is_ready() else TICK)
+            os.write(self._descriptor, bytes([self._state()]))
         self._next = asyncio.get_running_loop().call_later(_TICK_S, self.start)
 
     def stop(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -27,10 +28,10 @@ from moeserve.frontend.prepare.templates import read_sources
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
 from moeserve.frontend.prepare.watch import Watch
 from moeserve.frontend.relay.engine_client import EngineClient
-from moeserve.frontend.relay.request_group import CrashSuspect, EngineBusy, EngineGone, EngineSilent
+from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.text import TextTokenizer
 from moeserve.scheduling.pacing import service_slo
-from moeserve.wire import RunContext, Stats
+from moeserve.wire import Rest, RunContext, Stats, Tick
 
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
@@ -58,7 +59,12 @@ class Services:
         self.tokenizer = tokenizer
         self.shape = shape
         self.thoughts = Thoughts(tokenizer, shape, run.config)
-        self.metrics = Metrics(num_dropped_lines, lambda: self.engine.num_restarts, run.shared_metrics)
+        self.metrics = Metrics(
+            num_dropped_lines,
+            lambda: self.engine.num_restarts,
+            run.shared_metrics,
+            is_awake=lambda: self.engine.rest is Rest.AWAKE,
+        )
         self.live = LiveStats(self.metrics)
         self.engine = EngineClient(run, self._on_stats, news_fd)
         config = run.config
@@ -70,6 +76,8 @@ class Services:
         self.stats: Stats | None = None
         self.admission = Admission(self.metrics.rejections, random.random, num_frontends=run.config.num_frontends)
         self._draining = False
+        self._wishes: Counter[Rest] = Counter()
+        self._num_submitted_before = 0
         self.created = int(time.time())
         self.fingerprint = f"fp_{run.model_hash[:12]}"
         # Each frontend draws others.
@@ -111,7 +119,7 @@ class Services:
         if self._draining:
             return "draining"
         engine = self.engine
-        if engine.dead_reason is not None or engine.away_reason is not None:
+        if engine.dead_reason is not None or (engine.away_reason is not None and engine.rest is Rest.AWAKE):
             return engine.dead_reason or engine.away_reason
         return self.admission.overload() if engine.ready is not None else "the model is loading"
 
@@ -121,8 +129,9 @@ class Services:
             raise unavailable("The server is shutting down", "draining", _RETRY_ELSEWHERE_S, close=True)
         if self.engine.dead_reason is not None:
             raise unavailable("The engine is not running", "engine_dead", _RETRY_ELSEWHERE_S)
-        # A short pause is waited for.
-        if self.engine.away_reason is not None and self.engine.restart_seconds > self.run.config.engine_timeout:
+        # A short pause is waited for, and so is one that the request itself ends: it wakes the service.
+        is_away = self.engine.away_reason is not None and self.engine.rest is Rest.AWAKE
+        if is_away and self.engine.restart_seconds > self.run.config.engine_timeout:
             raise unavailable("The engine is being restarted", "engine_restarting", self.engine.restart_seconds)
         ready = self.engine.ready
         if ready is None:
@@ -138,6 +147,33 @@ class Services:
                 keeps_states=ready.keeps_states,
             )
         return self._facts
+
+    async def reach(self, rest: Rest) -> None:
+        """Have the service sleep, once it has no request, or wake, for as long as the caller waits; return when it has.
+
+        Raises EngineGone if no engine will come any more.
+        """
+        self._wishes[rest] += 1
+        try:
+            await self.engine.until_rest(rest)
+        finally:
+            self._wishes[rest] -= 1
+
+    def tick(self) -> Tick:
+        """Return what the supervisor is to know now."""
+        engine = self.engine
+        is_new, self._num_submitted_before = engine.num_submitted != self._num_submitted_before, engine.num_submitted
+        tick = Tick(0)
+        if self.not_ready_reason() is None:
+            tick |= Tick.READY
+        if is_new or engine.num_requests or self.admission.in_flight:
+            tick |= Tick.BUSY
+        if self._wishes[Rest.ASLEEP]:
+            tick |= Tick.SLEEP
+        # An HTTP process that has not heard of an engine yet cannot take requests that would wake the service.
+        if engine.rest is not Rest.AWAKE and (self._wishes[Rest.AWAKE] or engine.num_requests or engine.ready is None):
+            tick |= Tick.WAKE
+        return tick
 
     @property
     def capacity(self) -> int:
@@ -193,6 +229,8 @@ def engine_unavailable(error: EngineGone) -> ApiError:
     match error:
         case EngineSilent():
             return unavailable(message, "engine_silent", _RETRY_WHILE_LOADING_S)
+        case EngineAsleep():
+            return unavailable(message, "asleep", _RETRY_WHILE_LOADING_S)
         case EngineBusy():
             return ApiError(429, message, type="rate_limit_error", code="key_commands_full", retry_after_s=1.0)
         case CrashSuspect():

@@ -18,7 +18,7 @@ import structlog
 import zmq.asyncio
 
 from moeserve.frontend.relay.engine_link import EngineLink
-from moeserve.frontend.relay.request_group import EngineBusy, EngineGone, EngineSilent, RequestGroup
+from moeserve.frontend.relay.request_group import EngineAsleep, EngineBusy, EngineGone, EngineSilent, RequestGroup
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -31,6 +31,7 @@ from moeserve.wire import (
     Outputs,
     Refused,
     Rejected,
+    Rest,
     RunContext,
     Stats,
     decode_news,
@@ -42,6 +43,7 @@ log = structlog.get_logger(__name__)
 _PATIENCE = 1.5
 MAX_COMMANDS_OF_KEY = 8  # commands of one key that this process has sent and that are not answered
 _TOO_MANY_COMMANDS = "too many commands of this key wait for the engine"
+_ASLEEP = "the service sleeps until a request or /wake_up wakes it"
 
 
 class EngineClient:
@@ -50,7 +52,8 @@ class EngineClient:
     `ready` is what the newest engine said of itself, None until the first has loaded its model. `away_reason` is set
     while the engine is being restarted, `dead_reason` once none will come any more. `lost` is set with either, and
     another event takes its place with the next engine. `restart_seconds`: how long a restart is likely to take.
-    `num_restarts`: the engines that took the place of one that had served, as the supervisor counts.
+    `num_restarts`: the engines that took the place of one that had served, as the supervisor counts. `rest` is AWAKE
+    again once the engine that was started to wake the service is ready. `num_submitted` counts all requests.
 
     The next engine gets all open requests at once, in the order of their arrival. Which of them may have ended the one
     before it knows itself (`moeserve.engine.crashes`).
@@ -67,6 +70,8 @@ class EngineClient:
         self.restart_seconds = 0.0
         self.num_restarts = 0
         self.num_bad_frames = 0
+        self.num_submitted = 0
+        self.rest = Rest.AWAKE
         self._run = context
         self._on_stats = on_stats
         self._news_fd = news_fd
@@ -78,6 +83,8 @@ class EngineClient:
         self._incarnation = context.incarnation
         self._num_restarts_told = 0
         self._following: asyncio.Task[None] | None = None
+        # Set when the engine is ready or gone for good, or falls asleep; another event then takes its place.
+        self._changed = asyncio.Event()
 
     async def start(self) -> None:
         """Connect and begin to introduce the frontend; return at once."""
@@ -110,6 +117,7 @@ class EngineClient:
         if self.dead_reason is not None:
             raise EngineGone(self.dead_reason)
         group = RequestGroup(generates, self._finish, _PATIENCE * self._run.config.engine_timeout)
+        self.num_submitted += len(generates)
         try:
             for generate in generates:
                 self._groups[generate.request_id] = group
@@ -125,8 +133,8 @@ class EngineClient:
     async def control(self, command: str, arguments: dict[str, Any] | None = None, tenant: str = "") -> ControlResult:
         """Send a command and return the engine's answer. tenant: the account of the key that asks for it.
 
-        Raise EngineGone; EngineBusy at once if too many commands of the tenant wait; EngineSilent if no answer came in
-        time, and then the command may still be carried out.
+        Raise EngineGone; EngineAsleep while the service sleeps; EngineBusy at once if too many commands of the tenant
+        wait; EngineSilent if no answer came in time, and then the command may still be carried out.
         """
         timeout_s = self._run.config.engine_timeout
         if self._num_commands[tenant] >= MAX_COMMANDS_OF_KEY:
@@ -137,6 +145,8 @@ class EngineClient:
         future: asyncio.Future[ControlResult] = asyncio.get_running_loop().create_future()
         self._controls[control_id] = future
         try:
+            if self._link is None and self.rest is not Rest.AWAKE and self.dead_reason is None:
+                raise EngineAsleep(_ASLEEP)
             if self._link is None:
                 raise EngineGone(self.dead_reason or self.away_reason or "there is no engine")
             self._link.send(Control(control_id, command, arguments or {}, tenant))
@@ -152,6 +162,13 @@ class EngineClient:
             self._num_commands[tenant] -= 1
             if not self._num_commands[tenant]:
                 del self._num_commands[tenant]
+
+    async def until_rest(self, rest: Rest) -> None:
+        """Wait until the service sleeps, or is awake. Raises EngineGone if no engine will come any more."""
+        while self.rest is not rest:
+            if self.dead_reason is not None:
+                raise EngineGone(self.dead_reason)
+            await self._changed.wait()
 
     def fail_all(self, reason: str) -> None:
         """End every open request and command with EngineGone; `submit` then aborts the requests in the engine."""
@@ -205,11 +222,23 @@ class EngineClient:
                     return
                 self.restart_seconds = news.seconds
                 self._num_restarts_told = news.num_restarts
-                if news.incarnation != self._incarnation:
+                if news.rest is not Rest.AWAKE:
+                    self._rest(news.rest)
+                elif news.incarnation != self._incarnation:
                     self._lose("the engine ended and another one takes its place")
                     self._incarnation = news.incarnation
                     self._link = self._connect(news.incarnation)
         self._die("the supervisor ended")
+
+    def _rest(self, rest: Rest) -> None:
+        """Leave the engine, which ends, and keep open requests for the one that is started when the service wakes."""
+        self.rest = rest
+        self._lose(_ASLEEP)
+        self._change()
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def _lose(self, reason: str) -> None:
         """Wait for the next life, if there can be one: requests and clients' connections are kept."""
@@ -220,7 +249,9 @@ class EngineClient:
             return
         self._link.close()
         self._link = None
-        if self.away_reason is None and self.ready is not None:
+        if self.rest is not Rest.AWAKE:
+            self.away_reason = reason
+        elif self.away_reason is None and self.ready is not None:
             log.error("engine_lost", reason=reason, open_requests=len(self._groups))
             self.away_reason = f"the engine is being restarted: {reason}"
         self.lost.set()
@@ -237,6 +268,7 @@ class EngineClient:
             self.dead_reason = reason
             self.lost.set()
             self.fail_all(reason)
+            self._change()
 
     def _on_ready(self, ready: EngineReady) -> None:
         """Hand all open requests to an engine that is new."""
@@ -246,7 +278,8 @@ class EngineClient:
         if self._link is None:
             return
         self.num_restarts = self._num_restarts_told
-        self.ready, self.away_reason, self.lost = ready, None, asyncio.Event()
+        self.ready, self.away_reason, self.lost, self.rest = ready, None, asyncio.Event(), Rest.AWAKE
+        self._change()
         log.info("engine_ready", pid=ready.pid, device=ready.device, max_model_len=ready.max_model_len)
         for group in self._open_groups():
             self._hand_over(group)

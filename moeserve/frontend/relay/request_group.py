@@ -25,6 +25,10 @@ class EngineSilent(EngineGone):
     """The engine has not answered in time; it may still live."""
 
 
+class EngineAsleep(EngineGone):
+    """The service sleeps, and commands do not wake it."""
+
+
 class EngineBusy(EngineGone):
     """The engine takes no further command of this key until one of the key's has been answered."""
 

@@ -20,6 +20,7 @@ from moeserve.frontend.metrics_vllm import VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.wire import Rest
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
@@ -39,10 +40,10 @@ class ServiceRoutes:
         return json_response({"status": "ok"})
 
     async def ready(self, _: Request) -> Response:
-        """Answer 200 if the model is loaded, the engine makes progress and generations are admitted."""
+        """Answer 200 if generations are admitted: by an engine that makes progress, or by a sleep that they end."""
         reason = self._services.not_ready_reason()
         if reason is None:
-            return json_response({"status": "ready"})
+            return json_response({"status": "ready" if self._services.engine.rest is Rest.AWAKE else "asleep"})
         return json_response({"status": "unavailable", "reason": reason}, 503, {"retry-after": "1"})
 
     async def version(self, _: Request) -> Response:

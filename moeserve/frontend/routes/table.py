@@ -22,6 +22,7 @@ from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
 from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes, TraceBody
+from moeserve.frontend.routes.sleep import SleepRoutes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +41,7 @@ class Endpoints:
     render_completions: RenderRoute
     replica: ReplicaRoutes
     service: ServiceRoutes
+    sleep: SleepRoutes
     cache: CacheRoutes
     experts: ExpertRoutes
     live: LiveRoutes
@@ -317,6 +319,27 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         role="admin",
         summary="Forget all cached prefixes",
         endpoint=lambda made: made.service.reset_prefix_cache,
+    ),
+    Route(
+        method="POST",
+        path="/sleep",
+        role="admin",
+        summary="Take weights and KV out of memory until a request comes",
+        endpoint=lambda made: made.sleep.sleep,
+    ),
+    Route(
+        method="POST",
+        path="/wake_up",
+        role="admin",
+        summary="Load the model again after a sleep",
+        endpoint=lambda made: made.sleep.wake_up,
+    ),
+    Route(
+        method="GET",
+        path="/is_sleeping",
+        role="admin",
+        summary="Tell whether the service sleeps",
+        endpoint=lambda made: made.sleep.is_sleeping,
     ),
     Route(
         method="GET",

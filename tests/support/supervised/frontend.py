@@ -7,12 +7,12 @@ import threading
 import time
 
 from launcher.child import die_with_parent
-from moeserve.wire import READY_TICK, TICK, decode_news, load_run_context
+from moeserve.wire import Tick, decode_news, load_run_context
 
 
 def tick(descriptor: int, heard: threading.Event) -> None:
     while True:
-        os.write(descriptor, READY_TICK if heard.is_set() else TICK)
+        os.write(descriptor, bytes([Tick.READY if heard.is_set() else Tick(0)]))
         time.sleep(0.1)
 
 

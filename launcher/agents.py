@@ -1,0 +1,101 @@
+"""Terminal agents: how each is told, for one session alone, to ask a server of moeserve.
+
+Nothing here writes into a user's own configuration: settings are environment variables and arguments.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+_KEY = "MOESERVE_AGENT_KEY"  # the variable in which agents that read a key from one find it
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """The server that an agent asks. `url`: without `/v1`. `context`: tokens of prompt and answer together."""
+
+    url: str
+    model: str
+    context: int
+    key: str = "none"
+
+    @property
+    def v1(self) -> str:
+        return f"{self.url}/v1"
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Arguments to be put before the user's own, variables to set, and variables to remove from the environment."""
+
+    arguments: tuple[str, ...] = ()
+    variables: Mapping[str, str] = field(default_factory=dict)
+    removed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """A terminal agent: its program, the command that installs it, and its settings for a server."""
+
+    title: str
+    program: str
+    install: str
+    settings: Callable[[Server], Settings]
+
+
+def _codex(server: Server) -> Settings:
+    provider = f'{{name="moeserve", base_url="{server.v1}", env_key="{_KEY}", wire_api="responses"}}'
+    options = {
+        "model_provider": '"moeserve"',
+        "model_providers.moeserve": provider,
+        "model": json.dumps(server.model),
+        "model_context_window": str(server.context),
+    }
+    arguments = [part for name, value in options.items() for part in ("-c", f"{name}={value}")]
+    return Settings(tuple(arguments), {_KEY: server.key})
+
+
+def _claude(server: Server) -> Settings:
+    models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
+    tiers = tuple(f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS"))
+    return Settings(
+        variables={
+            "ANTHROPIC_BASE_URL": server.url,
+            "ANTHROPIC_AUTH_TOKEN": server.key,
+            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
+            "DISABLE_AUTOUPDATER": "1",
+            **dict.fromkeys((*models, *tiers), server.model),
+        },
+        # It would go before the token.
+        removed=("ANTHROPIC_API_KEY",),
+    )
+
+
+def _opencode(server: Server) -> Settings:
+    # It wants to know how long an answer may be, too; the server cuts what does not fit.
+    limit = {"context": server.context, "output": server.context // 4}
+    provider = {
+        "npm": "@ai-sdk/openai-compatible",
+        "name": "moeserve",
+        "options": {"baseURL": server.v1, "apiKey": server.key},
+        "models": {server.model: {"name": server.model, "limit": limit}},
+    }
+    name = f"moeserve/{server.model}"
+    config = {"provider": {"moeserve": provider}, "model": name, "small_model": name, "autoupdate": False}
+    variables = {"OPENCODE_CONFIG_CONTENT": json.dumps(config), "OPENCODE_DISABLE_MODELS_FETCH": "1"}
+    return Settings(variables=variables)
+
+
+def _qwen(server: Server) -> Settings:
+    variables = {"OPENAI_BASE_URL": server.v1, "OPENAI_API_KEY": server.key, "OPENAI_MODEL": server.model}
+    return Settings(("--auth-type", "openai"), variables)
+
+
+AGENTS: Mapping[str, Agent] = {
+    "codex": Agent("Codex CLI", "codex", "npm install -g @openai/codex", _codex),
+    "claude": Agent("Claude Code", "claude", "npm install -g @anthropic-ai/claude-code", _claude),
+    "opencode": Agent("opencode", "opencode", "npm install -g opencode-ai", _opencode),
+    "qwen": Agent("Qwen Code", "qwen", "npm install -g @qwen-code/qwen-code", _qwen),
+}

@@ -1,0 +1,45 @@
+"""Decide from the ticks of HTTP processes when the service falls asleep and when it wakes. Pure: knows no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from moeserve.wire import Tick
+
+
+class Idleness:
+    """Knows from ticks since when no HTTP process has had a request, and who waits for sleep or for its end.
+
+    Times are seconds of the caller's monotonic clock. `sleep_after`: how long nobody may have asked for anything before
+    the service sleeps by itself; None for never.
+    """
+
+    def __init__(self, names: Iterable[str], sleep_after: float | None) -> None:
+        self._sleep_after = sleep_after
+        self._latest = dict.fromkeys(names, Tick(0))
+        self._since = 0.0
+
+    def begin(self, now: float) -> None:
+        """Note that the service serves from now on."""
+        self._since = now
+
+    def note(self, name: str, ticks: bytes, now: float) -> None:
+        """Note the ticks that came from an HTTP process, at least one. Mutates `since` where one of them is busy."""
+        self._latest[name] = Tick(ticks[-1])
+        if any(tick & Tick.BUSY for tick in ticks):
+            self._since = now
+
+    def forget(self, name: str) -> None:
+        """Note that an HTTP process has ended, and its requests and wishes with it."""
+        self._latest[name] = Tick(0)
+
+    def wants_sleep(self, now: float) -> bool:
+        """Return whether no process has a request and either somebody waits for sleep or nobody has come for long."""
+        if any(tick & Tick.BUSY for tick in self._latest.values()):
+            return False
+        is_asked = any(tick & Tick.SLEEP for tick in self._latest.values())
+        return is_asked or (self._sleep_after is not None and now - self._since >= self._sleep_after)
+
+    def wants_wake(self) -> bool:
+        """Return whether a request waits, or somebody who has asked for the end of the sleep."""
+        return any(tick & Tick.WAKE for tick in self._latest.values())

@@ -1,0 +1,113 @@
+"""`moeserve launch AGENT`: a terminal agent over moeserve, with settings for this session alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+import click
+
+from launcher.agents import AGENTS, Agent, Server
+from launcher.own_service import ServiceNotStarted, own_service
+from launcher.server_client import ServerError, open_url, optional_server_option
+
+_USUAL_URL = "http://127.0.0.1:8000"
+_LOOK_S = 2.0  # how long a server at the usual address may take to answer before one is started
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@optional_server_option
+@click.option(
+    "--serve", "model", metavar="MODEL", help="Model to serve where a service is started; the demo unless given."
+)
+@click.option("--config", metavar="FILE", help="TOML file with settings of `moeserve serve` for that service.")
+@click.option("--api-key", envvar="MOESERVE_API_KEY", help="Key of the server. [MOESERVE_API_KEY]")
+@click.argument("agent", metavar="AGENT", type=click.Choice(list(AGENTS)))
+@click.argument("arguments", metavar="[ARGUMENTS OF THE AGENT]...", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    url: str | None, model: str | None, config: str | None, api_key: str | None, agent: str, arguments: tuple[str, ...]
+) -> None:
+    """Start AGENT (codex, claude, opencode or qwen) with this server as its model.
+
+    The server is the one at --url, or else one that answers at port 8000, or else one that is started here on a free
+    port and ends with the agent. The agent's own configuration stays as it is. Options for moeserve come before AGENT;
+    whatever follows it is the agent's.
+    """
+    chosen = AGENTS[agent]
+    program = shutil.which(chosen.program)
+    if program is None:
+        raise click.ClickException(f"{chosen.title} is not installed; `{chosen.install}` installs it.")
+    if url is not None and (model or config):
+        raise click.UsageError("--serve and --config are for a service that is started here, without --url.")
+    settings = [*((model,) if model else ()), *(("--config", config) if config else ())]
+    key = None if api_key is None else api_key.split(",")[0]
+    try:
+        with _server(url, key, settings) as address:
+            code = run_agent(chosen, program, describe(address, key), arguments)
+    except (ServerError, ServiceNotStarted) as error:
+        raise click.ClickException(str(error)) from None
+    sys.exit(code)
+
+
+@contextmanager
+def _server(url: str | None, key: str | None, settings: Sequence[str]) -> Iterator[str]:
+    """Yield the address of a server, which ends with the block if it was started here."""
+    if url is None and not settings and _answers(_USUAL_URL, key):
+        url = _USUAL_URL
+    if url is not None:
+        click.echo(f"moeserve: asks the server at {url}.", err=True)
+        yield url
+        return
+    click.echo("moeserve: starts a service; it ends with the agent.", err=True)
+    with own_service(settings) as address:
+        yield address
+
+
+def _answers(url: str, key: str | None) -> bool:
+    """Return whether a server of moeserve answers there and takes the key."""
+    try:
+        with open_url(f"{url}/v1/models", None, key, _LOOK_S) as response:
+            return bool(json.load(response)["data"][0]["owned_by"] == "moeserve")
+    except (ServerError, ValueError, KeyError, IndexError, TypeError):
+        return False
+
+
+def describe(url: str, key: str | None) -> Server:
+    """Return what agents are told of the server at `url`. Raises ServerError."""
+    with open_url(f"{url}/v1/models", None, key) as response:
+        model = json.load(response)["data"][0]
+    return Server(url, str(model["id"]), int(model["max_model_len"] or 0), key or "none")
+
+
+def run_agent(agent: Agent, program: str, server: Server, arguments: Sequence[str]) -> int:
+    """Run the agent in this terminal and return its exit code, as a shell tells it.
+
+    Ctrl-C is the agent's affair. SIGTERM and SIGHUP are passed on to it.
+    """
+    settings = agent.settings(server)
+    environment = {name: value for name, value in os.environ.items() if name not in settings.removed}
+    command = [program, *settings.arguments, *arguments]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        process = subprocess.Popen(command, env=environment | dict(settings.variables), preexec_fn=_take_ctrl_c)
+
+        def pass_on(number: int, _: FrameType | None) -> None:
+            process.send_signal(number)
+
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, pass_on)
+        code = process.wait()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return code if code >= 0 else 128 - code
+
+
+def _take_ctrl_c() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,0 +1,186 @@
+"""Sleep: the model leaves memory when nobody needs it, and a request brings it back and loses nothing."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from tests.support.service import Service, children_of, descendants, read_of_process, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+SAMPLED = {"model": "m", "prompt": "once upon a time", "temperature": 1.1, "seed": 4, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), "--num-frontends", "2", "--max-model-len", "4096") as started:
+        yield started
+
+
+def ask(running: Service, **fields: Any) -> dict[str, Any]:
+    answer = running.http.post("/v1/completions", json={**SAMPLED, "max_tokens": 20, **fields})
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def is_sleeping(running: Service) -> bool:
+    return bool(running.http.get("/is_sleeping").json()["is_sleeping"])
+
+
+def sleep_state(running: Service) -> str:
+    text = running.http.get("/metrics").text
+    return ",".join(re.findall(r'moeserve_engine_sleep_state{sleep_state="(\w+)"} 1.0', text))
+
+
+def resident_bytes(running: Service) -> int:
+    """The resident memory of all processes of the service."""
+    pages = (read_of_process(pid, "statm").split() for pid in descendants(running.process.pid))
+    return sum(int(fields[1]) for fields in pages if fields) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_sleep_frees_the_memory_of_the_model_and_a_request_brings_it_back(running: Service) -> None:
+    before, bytes_before = ask(running), resident_bytes(running)
+    assert running.http.post("/sleep").json() == {"status": "ok", "is_sleeping": True}
+    assert "worker" not in children_of(running.process.pid)
+    assert resident_bytes(running) < bytes_before
+    assert is_sleeping(running)
+    assert sleep_state(running) == "discard_all"
+    # Load balancers leave it in: it takes requests.
+    assert running.http.get("/health").status_code == 200
+    assert running.http.get("/ready").json() == {"status": "asleep"}
+    after = ask(running)
+    assert after["choices"] == before["choices"]
+    assert "resumed" not in after["usage"]
+    assert not is_sleeping(running)
+    assert sleep_state(running) == "awake"
+    assert "moeserve_engine_restarts_total 0.0" in running.http.get("/metrics").text
+
+
+def test_each_http_process_wakes_the_service_and_keeps_what_waits(running: Service) -> None:
+    expected = ask(running)["choices"]
+    running.http.post("/sleep")
+    with ThreadPoolExecutor(8) as pool:
+        # Connections of their own, which the two processes share.
+        answers = list(
+            pool.map(
+                lambda _: httpx2.post(
+                    f"{running.http.base_url}/v1/completions", json={**SAMPLED, "max_tokens": 20}, timeout=60
+                ),
+                range(8),
+            )
+        )
+    assert [answer.json()["choices"] for answer in answers] == [expected] * 8
+
+
+def test_wake_up_loads_the_model_and_does_nothing_to_one_that_is_loaded(running: Service) -> None:
+    running.http.post("/sleep?level=2")
+    assert running.http.post("/wake_up?tags=weights&tags=kv_cache").json() == {"status": "ok", "is_sleeping": False}
+    engine = children_of(running.process.pid)["worker"]
+    running.http.post("/wake_up")
+    assert children_of(running.process.pid)["worker"] == engine
+
+
+def test_commands_do_not_wake_it_and_say_that_it_sleeps(running: Service) -> None:
+    running.http.post("/sleep")
+    for method, path in (("GET", "/v1/cache"), ("POST", "/reset_prefix_cache")):
+        answer = running.http.request(method, path)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "asleep")
+    assert running.http.post("/tokenize", json={"model": "m", "prompt": "a"}).status_code == 200
+    assert is_sleeping(running)
+
+
+@pytest.mark.parametrize("query", ["sleep?level=0", "sleep?level=x", "sleep?mode=abort", "wake_up?tags=optimizer"])
+def test_what_it_cannot_do_is_refused(running: Service, query: str) -> None:
+    assert running.http.post(f"/{query}").status_code == 400
+
+
+def test_sleep_waits_for_the_end_of_open_answers(running: Service) -> None:
+    ask(running)
+    stream = running.stream(300, prompt="once upon a time")
+    events = [next(stream)]
+    asleep: list[httpx2.Response] = []
+    thread = threading.Thread(target=lambda: asleep.append(httpx2.post(f"{running.http.base_url}/sleep", timeout=60)))
+    thread.start()
+    events += stream
+    thread.join(60)
+    assert asleep[0].json()["is_sleeping"]
+    assert events[-1]["choices"][0]["finish_reason"] == "length"
+    assert not any("error" in event for event in events)
+
+
+def test_whoever_leaves_before_it_sleeps_has_asked_for_nothing(running: Service) -> None:
+    ask(running)
+    engine = children_of(running.process.pid)["worker"]
+    stream = running.stream(4000, prompt="once upon a time")
+    next(stream)
+    with pytest.raises(httpx2.ReadTimeout):
+        httpx2.post(f"{running.http.base_url}/sleep", timeout=0.3)
+    wait_until(lambda: "moeserve_client_disconnects_total 1.0" in running.http.get("/metrics").text)
+    stream.close()  # type: ignore[attr-defined]
+    ask(running)
+    assert children_of(running.process.pid)["worker"] == engine
+
+
+def test_a_crash_while_it_wakes_costs_no_request(running: Service) -> None:
+    expected = ask(running)["choices"]
+    running.http.post("/sleep")
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, running)
+        wait_until(lambda: "worker" in children_of(running.process.pid))
+        os.kill(children_of(running.process.pid)["worker"], signal.SIGKILL)
+        assert answer.result()["choices"] == expected
+
+
+def test_an_http_process_that_dies_asleep_takes_requests_again(running: Service) -> None:
+    expected = ask(running)["choices"]
+    running.http.post("/sleep")
+    running.http.close()
+    dead = children_of(running.process.pid)["frontend 1"]
+    os.kill(dead, signal.SIGKILL)
+    running.http = httpx2.Client(base_url=running.http.base_url, timeout=60)
+    # It knows the model from an engine alone, so its start wakes the service.
+    wait_until(lambda: "worker" in children_of(running.process.pid))
+    wait_until(lambda: not is_sleeping(running))
+    assert ask(running)["choices"] == expected
+
+
+def test_sigterm_ends_a_service_that_sleeps(model: Path, tmp_path: Path) -> None:
+    with service(model, tmp_path) as running:
+        running.http.post("/sleep")
+        running.process.send_signal(signal.SIGTERM)
+        assert running.end() == 0
+        assert running.leaves_nothing()
+
+
+def test_it_sleeps_by_itself_and_finds_its_prefixes_on_disk(model: Path, tmp_path: Path) -> None:
+    settings = ("--sleep-after", "1s", "--kv-disk-path", str(tmp_path / "kv"))
+    with service(model, tmp_path, *settings) as running:
+        prompt = [3 + i * 7 % 50 for i in range(200)]
+        first = ask(running, prompt=prompt, temperature=0)
+        wait_until(lambda: is_sleeping(running))
+        again = ask(running, prompt=prompt, temperature=0)
+        assert again["choices"][0]["text"] == first["choices"][0]["text"]
+        assert again["usage"]["cached_tokens_details"]["disk"] > 0
+
+
+def test_two_ranks_sleep_and_wake(model: Path, tmp_path: Path) -> None:
+    with service(model, tmp_path, "--expert-parallel-size", "2") as running:
+        expected = ask(running)["choices"]
+        running.http.post("/sleep")
+        assert "worker" not in children_of(running.process.pid)
+        assert ask(running)["choices"] == expected

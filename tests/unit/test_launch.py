@@ -1,0 +1,97 @@
+"""`moeserve launch`: an agent gets settings for its session, the user's own stay, and its end is the command's."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from launcher import launch as launching
+from launcher.agents import AGENTS, Server
+from launcher.launch import launch, run_agent
+from tests.support.local_http import Handler, local_server
+
+SERVER = Server("http://127.0.0.1:9", "demo", 32768, "k")
+
+
+@pytest.fixture
+def url() -> Iterator[str]:
+    """A server that serves the model `m`."""
+
+    class Models(Handler):
+        def do_GET(self) -> None:
+            found = {"data": [{"id": "m", "owned_by": "moeserve", "max_model_len": 4096}]}
+            self.answer(200, json.dumps(found).encode())
+
+    with local_server(Models) as address:
+        yield f"http://{address}"
+
+
+@pytest.fixture
+def said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file into which an agent that stands in for `claude` writes its arguments and its environment."""
+    said = tmp_path / "said"
+    program = tmp_path / "claude"
+    program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {said}\nenv >> {said}\nexit 7\n')
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    return said
+
+
+def test_an_agent_gets_its_arguments_and_settings_and_its_exit_code_is_returned(
+    url: str, said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ANTHROPIC_API_KEY", "the user's")
+    result = CliRunner().invoke(
+        launch, ["--url", url, "--api-key", "k1,k2", "claude", "-p", "hello there", "--url", "x"]
+    )
+    assert result.exit_code == 7
+    lines = said.read_text().splitlines()
+    assert lines[:4] == ["-p", "hello there", "--url", "x"]
+    assert {f"ANTHROPIC_BASE_URL={url}", "ANTHROPIC_AUTH_TOKEN=k1", "ANTHROPIC_MODEL=m"} <= set(lines)
+    assert not [line for line in lines if line.startswith("ANTHROPIC_API_KEY=")]
+
+
+def test_a_missing_agent_is_one_sentence_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    result = CliRunner().invoke(launch, ["opencode"])
+    assert result.exit_code == 1
+    assert result.output == "Error: opencode is not installed; `npm install -g opencode-ai` installs it.\n"
+
+
+def test_settings_of_a_service_need_one_that_is_started_here(said: Path) -> None:
+    result = CliRunner().invoke(launch, ["--url", "http://127.0.0.1:9", "--serve", "model", "claude"])
+    assert result.exit_code == 2
+
+
+def test_a_server_that_does_not_answer_is_one_sentence(said: Path) -> None:
+    result = CliRunner().invoke(launch, ["--url", "http://127.0.0.1:9", "claude"])
+    assert result.exit_code == 1
+    assert "No server answers at http://127.0.0.1:9" in result.output
+
+
+def test_the_server_at_the_usual_port_is_taken(url: str, said: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "_USUAL_URL", url)
+    assert CliRunner().invoke(launch, ["claude"]).exit_code == 7
+    assert f"ANTHROPIC_BASE_URL={url}" in said.read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", AGENTS)
+def test_every_agent_is_told_server_model_and_key(name: str) -> None:
+    settings = AGENTS[name].settings(SERVER)
+    told = json.dumps([settings.arguments, dict(settings.variables)])
+    assert "http://127.0.0.1:9" in told
+    assert "demo" in told
+    assert "k" in settings.variables.values() or '\\"k\\"' in told
+
+
+def test_an_agent_that_is_killed_ends_as_a_shell_tells_it(tmp_path: Path) -> None:
+    program = tmp_path / "claude"
+    program.write_text("#!/bin/sh\nkill -9 $$\n")
+    program.chmod(0o700)
+    assert run_agent(AGENTS["claude"], str(program), SERVER, ()) == 137
