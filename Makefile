@@ -3,6 +3,7 @@
 # make quick                                                     while you work: lint, unit tests, one generation
 # make test                                                      the suite; make test-long for what takes longer
 # make test-clients [CLIENTS=...]                                real clients, each in its own environment
+# make pictures                                                  the README's pictures, from a demo that runs meanwhile
 # make gpu [PYTHON=python3] [OUT=DIR]                             on a GPU: the three below, one after the other
 # make gpu-test [TESTS=...] | gpu-bench | gpu-decode              kernels' tests, kernels, decode steps: ten minutes each
 # make venv                                                      just installs; .venv/bin/moeserve is the command then
@@ -33,7 +34,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e test-clients openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e pictures test-clients openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
@@ -102,9 +103,7 @@ FEW := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 E2E_TESTS := tests/behaviour tests/e2e
 e2e: venv
 	@echo "-- tokens, bits and plans as recorded; end-to-end tests over HTTP"
-	@$(TIMED) { $(RUN) -m pytest -m "$(MARKS)" -n $(FEW) --dist worksteal $(E2E_TESTS) || { \
-	  echo "-- once more, one at a time: what fails beside others may have been held up by them"; \
-	  $(RUN) -m pytest -m "$(MARKS)" --last-failed --last-failed-no-failures none $(E2E_TESTS); }; }
+	@$(TIMED) $(RUN) -m pytest -m "$(MARKS)" -n $(FEW) --dist worksteal $(E2E_TESTS)
 
 kernels-long: venv
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m 'not long and not gpu' $(KERNEL_TESTS)
@@ -114,6 +113,10 @@ kernels-long: venv
 # Installs real clients and runs them against the demo; docs/clients.md says what CLIENTS may be.
 test-clients: venv
 	@$(TIMED) $(RUN) -m tests.clients $(if $(filter --%,$(CLIENTS)),$(CLIENTS),$(if $(CLIENTS),--only $(CLIENTS)))
+
+# Chat and dashboard of a running demo, and a plot of what docs/benchmarks.md has. It needs a Chromium.
+pictures: venv
+	@$(RUN) -m tests.support.pictures
 
 # A hundred requests to each operation of /openapi.json, or a thousand.
 openapi: venv

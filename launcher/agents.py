@@ -64,6 +64,7 @@ def _claude(server: Server) -> Settings:
         variables={
             "ANTHROPIC_BASE_URL": server.url,
             "ANTHROPIC_AUTH_TOKEN": server.key,
+            "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
             **dict.fromkeys((*models, *tiers), server.model),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,7 +62,12 @@ def attention_batches() -> Cases:
     """One shape of attention with batches of all sizes."""
     case = attention_case(64, 64, 8)
     for num_seqs, max_blocks, num_tokens, offset in ((1, 1, 1, 0), (2, 7, 17, 1), (16, 16, 64, 3), (33, 48, 1000, 0)):
-        batch = {"num_seqs": num_seqs, "max_blocks": max_blocks, "offset": offset, "window": 16 * num_seqs}
+        batch: dict[str, Any] = {
+            "num_seqs": num_seqs,
+            "max_blocks": max_blocks,
+            "offset": offset,
+            "window": 16 * num_seqs,
+        }
         yield f"split {num_seqs}", partial(launch_split, case, **batch)
         yield f"prefill {num_seqs}", partial(launch_prefill, case, **batch, num_tokens=num_tokens)
 
@@ -158,7 +164,8 @@ def benchmarked() -> Cases:
     from benchmarks.kernels.attention import attention_cases
     from benchmarks.kernels.experts import NUM_TOKENS, SHAPES
 
-    seen = set()
+    seen: set[object] = set()
+    config: object
     for case in attention_cases():
         shape = case.shape
         sizes = (case.key_dim, case.value_dim, shape.group, case.block_size, case.dtype, case.kv_dtype)
@@ -171,12 +178,12 @@ def benchmarked() -> Cases:
         if (case.kind, sizes, config) not in seen:
             seen.add((case.kind, sizes, config))
             yield case.name, call
-    for name, shape in SHAPES.items():
+    for name, layer in SHAPES.items():
         for num_tokens in NUM_TOKENS:
-            config = config_for(shape, num_tokens, HOPPER_SHARED_BYTES)
+            config = config_for(layer, num_tokens, HOPPER_SHARED_BYTES)
             if (name, config) not in seen:
                 seen.add((name, config))
-                yield f"{name} {num_tokens}", partial(launch_experts, shape, num_tokens)
+                yield f"{name} {num_tokens}", partial(launch_experts, layer, num_tokens)
 
 
 def attention_case(
@@ -293,8 +300,8 @@ def launch_rope(
 ) -> None:
     q, k, v = torch.empty(2, 40, 128, dtype=BF16).split([32, 4, 4], 1)
     keys, values = (torch.empty(4, 64, 128, dtype=dtype) for _ in range(2))
-    scales = {"k_scale": torch.ones(4), "v_scale": torch.ones(4)} if scaled else {}
+    scales: dict[str, Any] = {"k_scale": torch.ones(4), "v_scale": torch.ones(4)} if scaled else {}
     angles, weight = torch.empty(2, rotary // 2), torch.empty(128, dtype=BF16)
     slots = torch.zeros(2, dtype=torch.int64)
-    weights = {"q_weight": weight, "k_weight": weight}
+    weights: dict[str, Any] = {"q_weight": weight, "k_weight": weight}
     norm_rope_write_kv(q, k, v, angles, angles, slots, keys, values, interleaved=interleaved, **weights, **scales)

@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import triton
 
@@ -27,14 +28,14 @@ def compiled_for_sm90() -> Iterator[list[str]]:
     """Yield a list that fills with a line per kernel "launched" meanwhile; outputs of kernels stay as they are."""
     found: list[str] = []
 
-    def compile_it(run, kernel, *args, grid, warmup, **options):
+    def compile_it(run: Any, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         found.append(description(run(kernel, *args, grid=grid, warmup=True, **options)))
 
     with launches_go_to(compile_it):
         yield found
 
 
-def description(kernel) -> str:
+def description(kernel: Any) -> str:
     """A kernel's name and, as name=number, its resources, the instructions it has (1) or not (0) and a checksum.
 
     Registers and stack are as the assembler reports them; a stack means that registers were spilled.
@@ -45,7 +46,9 @@ def description(kernel) -> str:
         file.flush()
         command = [str(tool), "--dump-resource-usage", file.name]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", report).groups()
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
+    assert usage is not None, report
+    registers, stack = usage.groups()
     metadata, assembly = kernel.metadata, kernel.asm["ptx"]
     numbers = {"registers": registers, "stack": stack, "shared": metadata.shared, "warps": metadata.num_warps}
     numbers |= {name: int(instruction in assembly) for name, instruction in INSTRUCTIONS.items()}

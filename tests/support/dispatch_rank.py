@@ -113,8 +113,8 @@ def main() -> None:
         num_bytes = experts.sent()[num_ranks:]
         assert sum(num_bytes) > wanted_rows_sent * x.shape[1] * x.element_size()
         assert [count > 0 for count in num_bytes] == [other != rank for other in range(num_ranks)]
-    for outputs in zip(*of_shape.values(), strict=True):
-        assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+    for first, *others in zip(*of_shape.values(), strict=True):
+        assert all(torch.equal(first, other) for other in others)
     collectives.close()
     print("all agree")
 

@@ -82,7 +82,7 @@ def _close_given(asked: dict[str, Any]) -> None:
     pairs = (("p2cread", "p2cwrite"), ("c2pwrite", "c2pread"), ("errwrite", "errread"))
     devnull = getattr(asked["self"], "_devnull", None)
     mine = {asked[child] for child, parent in pairs if asked[child] != -1 and asked[parent] != -1}
-    for descriptor in mine | ({devnull} - {None}):
+    for descriptor in mine if devnull is None else mine | {devnull}:
         os.close(descriptor)
 
 
@@ -187,7 +187,7 @@ def _take_over(job: _Job) -> None:
     _place(dict(enumerate(job.streams)) | job.kept)
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr
+    vars(sys).update(__stdin__=sys.stdin, __stdout__=sys.stdout, __stderr__=sys.stderr)
     os.environ.clear()
     os.environ.update(job.environment)
     os.chdir(job.folder)
@@ -373,7 +373,15 @@ def _import_the_service() -> list[Callable[..., Any]]:
     dynamic_rendezvous.get_method_name = lambda *_: "rendezvous"
     # Imported once a model's configuration is asked for.
     mixtral = CONFIG_MAPPING["mixtral"]
-    service = [run_ranks, serve.main, work, serve_http, resolve_model, load_member, serve_alone]
+    service: list[Callable[..., Any]] = [
+        run_ranks,
+        serve.main,
+        work,
+        serve_http,
+        resolve_model,
+        load_member,
+        serve_alone,
+    ]
     return [run, mixtral, HttpToolsProtocol, new_event_loop, *service]
 
 

@@ -56,8 +56,8 @@ def write_gguf(
     config, name = model.config, architecture.removesuffix("-v3")
     writer = gguf.GGUFWriter(path, name)
     _write_fields(writer, name, config, latent)
-    for tensor_name, values in _tensors(name, config, model.state_dict(), latent):
-        values = np.ascontiguousarray(values.float().numpy())
+    for tensor_name, tensor in _tensors(name, config, model.state_dict(), latent):
+        values = np.ascontiguousarray(tensor.float().numpy())
         kind = quantise(tensor_name, values) if values.ndim > 1 else Kind.F32
         if kind is Kind.F32:
             writer.add_tensor(tensor_name, values)

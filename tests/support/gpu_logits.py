@@ -52,7 +52,14 @@ def gpu_logits(decoder: Decoder, requests: Sequence[list[int]], kv_dtype: torch.
     found = [torch.full((len(tokens), spec.vocab_size), torch.nan) for tokens in requests]
     for step in STEPS:
         chunks = [
-            Chunk(str(r), array("i", requests[r][start:end]), start, tables[r], None, state=states and StateUse(r + 1))
+            Chunk(
+                str(r),
+                array("i", requests[r][start:end]),
+                start,
+                tables[r],
+                None,
+                state=None if states is None else StateUse(r + 1),
+            )
             for r, start, end in step
         ]
         arrays = step_arrays(chunks, BLOCK_SIZE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,14 +17,14 @@ from moeserve.frontend.services import Services
 from tests.support.fake_engine import FakeEngine
 from tests.support.frontend import run_context
 
-Send = Callable[[dict[str, Any]], Awaitable[None]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 
 
 class Exchange:
     """One request: `sent` collects what the application sends; `leave` is the client's disconnect."""
 
     def __init__(self, app: Starlette, path: str, body: bytes | None, send: Send | None = None) -> None:
-        self.sent: list[dict[str, Any]] = []
+        self.sent: list[MutableMapping[str, Any]] = []
         self.aborted = False
         self._left = asyncio.Event()
         self._body = body
@@ -64,7 +64,7 @@ class Exchange:
         await self._left.wait()
         return {"type": "http.disconnect"}
 
-    async def _note(self, message: dict[str, Any]) -> None:
+    async def _note(self, message: MutableMapping[str, Any]) -> None:
         if self._send is not None:
             await self._send(message)
         self.sent.append(message)

@@ -25,6 +25,7 @@ from moeserve.plan import (
     FinishReason,
     Request,
     SamplingParams,
+    StateUse,
     StepPlan,
     StepResult,
     TokenLogprobs,
@@ -288,7 +289,7 @@ class KvOracle:
         if not self._num_slots:
             assert all(chunk.state is None for chunk in plan.chunks)
             return
-        uses = [chunk.state for chunk in plan.chunks]
+        uses = [state_of(chunk) for chunk in plan.chunks]
         slots = [use.slot for use in uses]
         loads, saves = [use.load for use in uses if use.load is not None], [use.save for use in uses if use.save]
         assert len(set(slots)) == len(slots)
@@ -298,9 +299,9 @@ class KvOracle:
         assert all(self._num_slots <= row < len(self._rows) for row in (*loads, *saves))
         for earlier in self._in_flight:
             for chunk in earlier.plan.chunks:
-                assert chunk.state.save not in (*loads, *saves), "a snapshot is used before its commit"
-                assert chunk.state.load not in saves, "a snapshot that a plan in flight loads is overwritten"
-                mine = [own for own in plan.chunks if own.state.slot == chunk.state.slot]
+                assert state_of(chunk).save not in (*loads, *saves), "a snapshot is used before its commit"
+                assert state_of(chunk).load not in saves, "a snapshot that a plan in flight loads is overwritten"
+                mine = [own for own in plan.chunks if state_of(own).slot == state_of(chunk).slot]
                 assert all(own.request_id == chunk.request_id for own in mine), "a slot in flight changed hands"
 
     def _take_in(self, chunk: Chunk, is_faulty: bool) -> None:
@@ -316,7 +317,9 @@ class KvOracle:
             elif not chunk.start:
                 self._rows[use.slot] = array("i")
             cells = [cell for block in chunk.block_table for cell in self._kv[block]][: chunk.start]
-            assert self._rows[use.slot] == array("i", [cell[0] for cell in cells]), "a chunk goes on from another state"
+            assert self._rows[use.slot] == array("i", [cell[0] for cell in cells if cell]), (
+                "a chunk goes on from another state"
+            )
             self._rows[use.slot] = self._rows[use.slot] + chunk.token_ids
         if use.save is not None:
             self._rows[use.save] = self._rows[use.slot]
@@ -407,3 +410,9 @@ class KvOracle:
                     break
             result.further = tuple(further)
         return result
+
+
+def state_of(chunk: Chunk) -> StateUse:
+    """Return where a chunk of a model with recurrent layers keeps its state."""
+    assert chunk.state is not None
+    return chunk.state

@@ -14,6 +14,7 @@ import tempfile
 from array import array
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -66,7 +67,7 @@ def launch_keys() -> Iterator[set[str]]:
     """Yields a set that fills with the keys under which Triton caches what is "launched" meanwhile."""
     found: set[str] = set()
 
-    def keep_key(_run, kernel, *args, grid, warmup, **options):
+    def keep_key(_run: Any, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
         binder = kernel.device_caches[0][-1]
         _, specialization, resolved = binder(*args, **options, debug=False)
         found.add(f"{kernel.fn.__module__}.{kernel.fn.__name__} {specialization} {resolved}")
@@ -138,24 +139,25 @@ def open_experts(folder: Path, spec: DecoderSpec, storage: WeightStorage) -> Gpu
 
 def choose_for_hopper() -> None:
     """Rather than for the few processors that the interpreter makes up."""
-    moeserve.model.gpu.kernels.shared_memory_of = lambda _: HOPPER_SHARED_BYTES
-    moeserve.model.gpu.batches._num_sms = lambda _: HOPPER_SMS
+    vars(moeserve.model.gpu.kernels)["shared_memory_of"] = lambda _: HOPPER_SHARED_BYTES
+    vars(moeserve.model.gpu.batches)["_num_sms"] = lambda _: HOPPER_SMS
 
 
 @contextlib.contextmanager
 def gates_at_random() -> Iterator[None]:
     """No gate computes anything here, but the host looks at what it chose."""
-    plain = kernels.gpu.ops.select_experts
+    operations = vars(kernels.gpu.ops)
+    plain = operations["select_experts"]
 
-    def select(logits, *args, **kwargs):
+    def select(logits: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ids, weights = plain(logits, *args, **kwargs)
         return ids.copy_(torch.rand(logits.shape).argsort(1)[:, : ids.shape[1]]), weights
 
-    kernels.gpu.ops.select_experts = select
+    operations["select_experts"] = select
     try:
         yield
     finally:
-        kernels.gpu.ops.select_experts = plain
+        operations["select_experts"] = plain
 
 
 @torch.inference_mode()
@@ -192,6 +194,7 @@ def keys_of(
     with gates_at_random(), launch_keys() as started:
         launch_all_variants(decoder, pools, batches, variants, BLOCK_SIZE)
         for size in capture_sizes(MAX_SEQS) if decode is not None else ():
+            assert decode is not None
             decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None, size)
     runner = GpuModelRunner(heard, pool, batches, decode=decode)
     with gates_at_random(), launch_keys() as served:

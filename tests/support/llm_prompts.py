@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -101,7 +102,7 @@ def assert_transformers_generates(model_dir: Path, prompts: Sequence[list[int]],
     """The greedy tokens of each prompt are those of transformers' own loop."""
     import transformers
 
-    reference = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     for prompt, completion in zip(prompts, found, strict=True):
         expected = reference.generate(
             torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0

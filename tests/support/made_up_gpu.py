@@ -1,5 +1,9 @@
 """A kernel benchmark on a made-up GPU with a clock and times of its own, and what its report says."""
 
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
 import torch
 
 from benchmarks.gpu import Ceilings, Deadline
@@ -17,35 +21,38 @@ PASSED = (Check("norm", 1e-4),)
 class Machine:
     """Every timing takes `seconds` of its clock and finds `microseconds`."""
 
-    def __init__(self, seconds=10.0, microseconds=100.0):
+    def __init__(self, seconds: float = 10.0, microseconds: float = 100.0) -> None:
         self.now, self.seconds, self.microseconds = 0.0, seconds, microseconds
         self.timed, self.lost = 0, False
 
-    def is_lost(self):
+    def is_lost(self) -> bool:
         return self.lost
 
-    def clock(self):
+    def clock(self) -> float:
         return self.now
 
-    def time_calls(self, *groups):
+    def time_calls(self, *groups: Sequence[Callable[[], Any]]) -> list[Timing]:
         self.now += self.seconds
         self.timed += 1
         return [Timing(self.microseconds, 0.02) for _ in groups]
 
 
-def planned(name, peers=(), error=1e-3):
-    def make():
+def planned(name: str, peers: Sequence[str] = (), error: float | None = 1e-3) -> PlannedCase:
+    def make() -> KernelCase:
         if error is None:
             raise RuntimeError("out of resource | shared memory")
-        calls = [lambda: torch.zeros(1)]
+        found = error
+        calls: list[Callable[[], Any]] = [lambda: torch.zeros(1)]
         return KernelCase(
-            calls, dict.fromkeys(peers, calls), 340_000_000, 10**9, {"config": "rows=16"}, {}, lambda: error
+            calls, dict.fromkeys(peers, calls), 340_000_000, 10**9, {"config": "rows=16"}, {}, lambda: found
         )
 
     return PlannedCase(name, make)
 
 
-def run(tmp_path, sections, machine, limit=1000.0, checks=PASSED):
+def run(
+    tmp_path: Path, sections: Any, machine: Machine, limit: float = 1000.0, checks: Sequence[Check] = PASSED
+) -> tuple[bool, str]:
     path = tmp_path / "benchmarks" / "kernels-gpu.md"
     report = KernelReport(path, "Kernels on a GPU", sections, target_rows({}, 1.0))
     parts = (lambda: iter(checks), lambda: CEILINGS, machine.time_calls, lambda: "clocks are high", machine.is_lost)
@@ -54,18 +61,18 @@ def run(tmp_path, sections, machine, limit=1000.0, checks=PASSED):
     return right, path.read_text()
 
 
-def tables(text):
+def tables(text: str) -> tuple[list[list[str]], list[list[str]]]:
     cells = [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines() if line[:1] == "|"]
     width = len(HEADER[0].strip("|").split("|"))
     assert {len(row) for row in cells} == {4, width}
     return [row for row in cells if len(row) == 4], [row for row in cells if len(row) == width]
 
 
-def rows(text):
+def rows(text: str) -> dict[str, list[str]]:
     """Cells by case."""
     return {row[0]: row[1:] for row in tables(text)[1]}
 
 
-def targets(text):
+def targets(text: str) -> dict[tuple[str, ...], tuple[str, ...]]:
     """What was found and the state, by case and what is asked."""
     return {tuple(row[:2]): tuple(row[2:]) for row in tables(text)[0]}

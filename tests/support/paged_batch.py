@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +42,7 @@ class Batch:
     def scale(self) -> float:
         return 1.0 / math.sqrt(self.q.shape[2])
 
-    def reference(self, **flags: object) -> Tensor:
+    def reference(self, **flags: Any) -> Tensor:
         return paged_attention_reference(
             *self.where, self.query_starts, block_size=self.block_size, scale=self.scale, **flags
         )
@@ -121,7 +122,7 @@ def run_split(
     window: int | None = None,
     num_sms: int = 4,
     max_len: int | None = None,
-    **flags: object,
+    **flags: Any,
 ) -> Tensor:
     """Split attention through its work list; both launches are guarded."""
     config = SplitConfig(rows, tile, 4, 2, min_chunk=tile, programs_per_sm=1)
@@ -159,7 +160,7 @@ def run_split(
     )
 
 
-def run_prefill(batch: Batch, *, rows: int = 16, tile: int = 16, window: int | None = None, **flags: object) -> Tensor:
+def run_prefill(batch: Batch, *, rows: int = 16, tile: int = 16, window: int | None = None, **flags: Any) -> Tensor:
     """Prefill attention, guarded."""
     assert batch.query_starts is not None
     starts = batch.query_starts

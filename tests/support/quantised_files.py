@@ -177,7 +177,7 @@ def _nvfp4(codes_name: str, divides: bool) -> Quantise:
         values = np.sign(groups) * magnitudes[nearest] * wide
         codes = (nearest + 8 * (groups < 0)).astype(np.uint8).reshape(weight.shape)
         parts: dict[str, Array | Tensor] = {codes_name: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
-        parts |= {"weight_global_scale": (1 / of_all).reshape(1)} if divides else {"weight_scale_2": of_all.reshape(())}
+        parts |= {"weight_global_scale": (1 / of_all).reshape(1)} if divides else {"weight_scale_2": np.asarray(of_all)}
         parts |= {"input_scale": np.ones((), np.float32)}
         return parts, values.reshape(weight.shape)
 

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -122,9 +122,12 @@ def start(loaded: LoadedRank, spec: DecoderSpec, storage: WeightStorage, kv: str
     assert group is not None
     variants = launch_variants(limits, expert_configs(spec, storage, CPU), steps)
     pools = runner._kv_pool.layers
-    launch_all_variants(loaded._decoder, pools, runner._batches, variants, BLOCK_SIZE, group.steps.begin_alike)
+    launch_all_variants(
+        cast("Any", loaded._decoder), pools, runner._batches, variants, BLOCK_SIZE, group.steps.begin_alike
+    )
     for size in capture_sizes(MAX_SEQS) if runner._decode is not None else ():
         group.steps.begin_decodes(size)
+        assert runner._decode is not None
         runner._decode.run(blank_arrays(StepShape(size, (), size), BLOCK_SIZE, spec.vocab_size), None, size)
     return rank
 

@@ -19,6 +19,7 @@ from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
 from moeserve.config import cache_root
 from tests.support.forking import popen
@@ -84,7 +85,7 @@ def _generate(model: str, file: str) -> None:
     from transformers import AutoModelForCausalLM
 
     question = json.load(sys.stdin)
-    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     tokens = []
     for prompt in question["prompts"]:
         found = reference.generate(
@@ -99,4 +100,5 @@ def _generate(model: str, file: str) -> None:
 
 
 if __name__ == "__main__":
-    {"save": _save, "generate": _generate}[sys.argv[1]](*sys.argv[2:])
+    commands: dict[str, Callable[..., None]] = {"save": _save, "generate": _generate}
+    commands[sys.argv[1]](*sys.argv[2:])

@@ -16,7 +16,7 @@ _NOTHING_TO_RUN = 5
 
 
 def main(wanted: list[str]) -> int:
-    jobs = [job for name in wanted for job in (sorted(Path(name).glob("**/test_*.py")) or [name])]
+    jobs = [job for name in wanted for job in (sorted(Path(name).glob("**/test_*.py")) or [Path(name)])]
     with ThreadPoolExecutor(min(_MOST, os.cpu_count() or 1)) as pool:
         return max(pool.map(run, jobs), default=1)
 

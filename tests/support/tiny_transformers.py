@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES, model_type_to_module_name
+from transformers.models.auto import configuration_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
 
 from moeserve.model.hf.modelling import ModellingCode, empty_model
 
@@ -349,7 +350,7 @@ def moe_types() -> tuple[str, ...]:
     A type of the text part alone is left out where the whole model's type is there.
     """
     found, texts = [], set()
-    for model_type in CONFIG_MAPPING_NAMES:
+    for model_type in vars(configuration_auto)["CONFIG_MAPPING_NAMES"]:
         if not _mentions_experts(model_type):
             continue
         try:

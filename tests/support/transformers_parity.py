@@ -125,7 +125,7 @@ def worst_difference(own: ModellingCode, decoder: TransformersDecoder) -> float:
                 worst = max(worst, (row - wanted[request][end - _PROMPTS[request]]).abs().max().item())
             if request == 0 and end == _SHARED:
                 kept = [state[0].clone() for state in memory.states]
-    if not decoder.spec.geometry.has_opaque:  # type: ignore[attr-defined]
+    if not decoder.spec.geometry.has_opaque:
         worst = max(worst, _after_a_hit(memory, kept, texts[0], wanted[0]))
     return worst
 
@@ -196,7 +196,9 @@ class Memory:
     @torch.inference_mode()
     def step(self, chunks: Sequence[tuple[int, int, int]]) -> Tensor:
         """Logits of each chunk's last row."""
-        ids, positions, bounds = [], [], [0]
+        ids: list[int] = []
+        positions: list[int] = []
+        bounds = [0]
         paged, windows = _Places(), _Places()
         for request, start, end in chunks:
             table = self._tables[request]

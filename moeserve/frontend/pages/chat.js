@@ -2,12 +2,13 @@
 
 import { Server, readEvents } from "./api.js";
 import { Conversations } from "./conversations.js";
-import { button, el, find, notify } from "./dom.js";
+import { button, count, el, find, notify } from "./dom.js";
 import { MessageView } from "./messages.js";
 import { NOTHING_SET, SettingsForm, requestBody } from "./settings.js";
 
 const LAST_SETTINGS = "moeserve.settings";
 const NEAR_THE_END = 80;
+const PROGRESS_EVERY_MS = 250;
 
 const server = new Server(["moeserve.key"]);
 const store = new Conversations();
@@ -259,7 +260,7 @@ async function answer() {
     // Whoever is quick asks before the server has told its models.
     if (!models.length) await loadModels();
     asked.settings.model ||= models[0];
-    await stream(requestBody(asked.settings, said), message, control.signal, drawing);
+    await stream(requestBody(asked.settings, said), message, control.signal, drawing, (text) => answering === control && showProgress(text));
   } catch (error) {
     if (control.signal.aborted) message.stopped = true;
     else message.error = error.message;
@@ -268,6 +269,7 @@ async function answer() {
   if (answering === control) {
     answering = null;
     showAnswering(false);
+    showProgress("");
     announce(message);
   }
   // The conversation may have been deleted, or the answer dropped, while it came.
@@ -276,27 +278,36 @@ async function answer() {
   scroll();
 }
 
-/** Asks, and fills the message while the answer comes. */
-async function stream(body, message, signal, drawing) {
-  const begin = performance.now();
-  const response = await server.request("/v1/chat/completions", { method: "POST", body, signal });
-  let first = null;
-  let last = null;
-  let usage = null;
-  for await (const { data } of readEvents(response)) {
-    if (data === "[DONE]") break;
-    const event = JSON.parse(data);
-    if (event.error) throw new Error(event.error.message);
-    usage = event.usage ?? usage;
-    const choice = event.choices?.[0];
-    if (!choice) continue;
-    if (take(message, choice)) {
-      last = performance.now();
-      first ??= last;
-      drawing.ask();
+/** Asks, and fills the message while the answer comes. tell: is called with a line about what has come. */
+async function stream(body, message, signal, drawing, tell) {
+  const seen = { begin: performance.now(), first: null, last: null, usage: null };
+  const telling = setInterval(() => tell(progressOf(seen)), PROGRESS_EVERY_MS);
+  try {
+    const response = await server.request("/v1/chat/completions", { method: "POST", body, signal });
+    for await (const { data } of readEvents(response)) {
+      if (data === "[DONE]") break;
+      const event = JSON.parse(data);
+      if (event.error) throw new Error(event.error.message);
+      seen.usage = event.usage ?? seen.usage;
+      const choice = event.choices?.[0];
+      if (choice && take(message, choice)) {
+        seen.last = performance.now();
+        seen.first ??= seen.last;
+        drawing.ask();
+      }
     }
+  } finally {
+    clearInterval(telling);
   }
-  message.stats = statsOf(usage, begin, first, last);
+  message.stats = statsOf(seen);
+}
+
+/** What has come of an answer, in a line: how long the first token takes, then how many tokens and how fast. */
+function progressOf(seen) {
+  const now = performance.now();
+  if (seen.first === null) return `waiting for the first token · ${Math.floor((now - seen.begin) / 1000)} s`;
+  const { rate, tokens } = statsOf({ ...seen, last: now });
+  return `${count(tokens)} tokens${rate ? ` · ${rate.toFixed(1)} tokens/s` : ""}`;
 }
 
 /** Adds a choice of an event to the message; whether it held anything. */
@@ -315,7 +326,7 @@ function take(message, { delta, finish_reason: reason }) {
   return Boolean(reasoning || content || delta.tool_calls?.length);
 }
 
-function statsOf(usage, begin, first, last) {
+function statsOf({ begin, first, last, usage }) {
   const tokens = usage?.completion_tokens ?? 0;
   return {
     ttft: first === null ? null : (first - begin) / 1000,
@@ -351,6 +362,12 @@ function showAnswering(busy) {
   find("#send").hidden = busy;
   find("#stop").hidden = !busy;
   if (busy) find("#status").textContent = "The answer begins.";
+}
+
+function showProgress(text) {
+  const line = find("#progress");
+  line.textContent = text;
+  line.hidden = !text;
 }
 
 function announce(message) {

@@ -57,7 +57,7 @@ const TILES = {
   },
 };
 
-const kv = new ShareBar([["leased", "leased"], ["cached", "cached"], ["free", "free"]]);
+const kv = new ShareBar([["in use", "leased"], ["cached, evictable", "cached"], ["free", "free"]]);
 const experts = new ExpertPanel();
 const prefixes = new PrefixPanel();
 let about = {};
@@ -81,7 +81,9 @@ function showBlocks(sample) {
   const size = about.block_size ?? 1;
   const text = (blocks) => `${count(blocks)} (${count(blocks * size)} tokens)`;
   kv.update([leased, cached, free], [leased, cached, free].map(text));
-  find("#kv-used").textContent = percent((leased + cached) / (leased + cached + free || 1));
+  const whole = leased + cached + free || 1;
+  find("#kv-used").textContent = percent(leased / whole);
+  find("#kv-cached").textContent = percent(cached / whole);
   if (sample.disk) find("#kv-disk").textContent = onDisk(sample.disk, size);
   find("#events").textContent = `${count(sample.preemptions)} preempted · ${count(sample.rejections)} refused`;
 }

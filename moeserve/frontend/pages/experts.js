@@ -4,6 +4,7 @@ import { LineChart } from "./charts.js";
 import { count, el, find, milliseconds } from "./dom.js";
 
 const AXIS = 34;
+const HEAD = 14; // above the cells, for the numbers of the columns
 const LEAST_ROW = 9;
 const MOST_ROW = 22;
 const KEPT = 120;
@@ -115,6 +116,7 @@ export class ExpertPanel {
     this.curves.show(described);
     find("#tied").hidden = !described.tied;
     find("#heat-area").hidden = !described.load;
+    find("#balance-note").hidden = !described.balancedness;
     this.draw();
   }
 
@@ -141,7 +143,7 @@ export class ExpertPanel {
     this.rows = heatCells(described, this.grouping.value);
     const width = canvas.parentElement.clientWidth;
     const rowHeight = Math.max(LEAST_ROW, Math.min(MOST_ROW, Math.floor(420 / this.rows.length)));
-    const height = this.rows.length * rowHeight;
+    const height = HEAD + this.rows.length * rowHeight;
     const ratio = window.devicePixelRatio || 1;
     canvas.width = width * ratio;
     canvas.height = height * ratio;
@@ -159,10 +161,11 @@ export class ExpertPanel {
     const gap = cellWidth > 4 ? 1 : 0;
     context.font = `${Math.min(11, rowHeight)}px system-ui, sans-serif`;
     context.textBaseline = "middle";
+    this.paintHead(context, colours);
     context.textAlign = "right";
     const every = Math.ceil(12 / rowHeight);
     rows.forEach((row, layer) => {
-      const y = layer * rowHeight;
+      const y = HEAD + layer * rowHeight;
       context.globalAlpha = 1;
       context.fillStyle = colours.muted;
       if (layer % every === 0) context.fillText(String(described.layers[layer]), AXIS - 8, y + rowHeight / 2);
@@ -182,13 +185,27 @@ export class ExpertPanel {
     if (this.chosen) {
       const [layer, place] = this.chosen;
       context.strokeStyle = colours.text;
-      context.strokeRect(AXIS + place * cellWidth - 0.5, layer * rowHeight - 0.5, cellWidth, rowHeight);
+      context.strokeRect(AXIS + place * cellWidth - 0.5, HEAD + layer * rowHeight - 0.5, cellWidth, rowHeight);
     }
+  }
+
+  /** The numbers of the columns, as many as fit: of experts or ranks, in the order of the first layer. */
+  paintHead(context, colours) {
+    const { cellWidth } = this;
+    context.globalAlpha = 1;
+    context.fillStyle = colours.muted;
+    context.textAlign = "center";
+    const every = Math.ceil(24 / cellWidth);
+    // Experts that are placed by rank have another order in each layer.
+    if (this.grouping.value === "placed") return;
+    this.rows[0].forEach((cell, place) => {
+      if (place % every === 0) context.fillText(String(cell.expert ?? cell.rank), AXIS + (place + 0.5) * cellWidth, HEAD / 2);
+    });
   }
 
   cellAt(event) {
     const box = this.canvas.getBoundingClientRect();
-    const layer = Math.floor((event.clientY - box.top) / this.rowHeight);
+    const layer = Math.floor((event.clientY - box.top - HEAD) / this.rowHeight);
     const place = Math.floor((event.clientX - box.left - AXIS) / this.cellWidth);
     return this.rows[layer]?.[place] ? [layer, place] : null;
   }

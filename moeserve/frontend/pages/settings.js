@@ -76,7 +76,7 @@ export function requestBody(settings, messages) {
     model: settings.model,
     messages: [...system, ...messages],
     stream: true,
-    stream_options: { include_usage: true },
+    stream_options: { include_usage: true, continuous_usage_stats: true },
   };
   for (const [name, parse] of Object.entries(NUMBERS)) {
     const text = settings[name] ?? "";

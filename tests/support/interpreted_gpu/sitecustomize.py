@@ -4,13 +4,17 @@ It is a CPU whose kernels run in Triton's interpreter, and gloo carries what NCC
 """
 
 import os
+from typing import TYPE_CHECKING
 
 import moeserve.device
+
+if TYPE_CHECKING:
+    import torch
 
 os.environ |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
 
 
-def interpreted():
+def interpreted() -> "torch.device":
     import torch
 
     from kernels.gpu.interpreter import mend_interpreter

@@ -1,0 +1,145 @@
+"""The pictures of the README, made from a running demo and from figures that docs/benchmarks.md has.
+
+`python -m tests.support.pictures` writes chat.png, dashboard.png and speed.png to docs/images. It needs a Chromium.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import tempfile
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from PIL import Image
+
+from launcher.own_service import own_service
+from tests.support.browser import Browser, Page, chromium, find_chromium
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "images"
+FIGURES = ROOT / "docs" / "benchmarks.md"
+_QUESTION = "What is a mixture of experts? Answer in three sentences."
+_COLOURS = 64  # of a picture's palette: few enough for a small file
+_ANSWER_S = 120.0
+_PROMPT = "You are the assistant of a small library and answer in one short paragraph. " * 12
+_TOPICS = ("the sea", "old maps", "bees", "bridges", "salt", "lighthouses", "rivers", "ink") * 2
+# The beginnings of loads in the first table of docs/benchmarks.md, with the names that their bars have.
+_LOADS = {
+    "one stream, 96 tokens": "one stream",
+    "16 streams, 64 tokens each": "16 streams together",
+    "8 agents": "8 agents with a shared prompt",
+}
+_SERVERS = {"moeserve": 2, "vLLM-CPU": 3, "transformers serve": 5}  # columns of that table
+
+
+def main() -> int:
+    """Write all pictures; return the exit code."""
+    program = find_chromium()
+    if program is None:
+        print("There is no Chromium: apt-get install chromium-headless-shell", file=sys.stderr)
+        return 1
+    draw_speed(read_speeds(FIGURES.read_text(encoding="utf-8")), FOLDER / "speed.png")
+    with (
+        own_service([]) as url,
+        tempfile.TemporaryDirectory() as folder,
+        chromium(program, Path(folder)) as browser,
+    ):
+        picture_chat(browser, url, FOLDER / "chat.png")
+        picture_dashboard(browser, url, FOLDER / "dashboard.png")
+    return 0
+
+
+def read_speeds(document: str) -> dict[str, list[float]]:
+    """Return the tokens per second of each server, one for each of `_LOADS`. Raises SystemExit where one is missing."""
+    speeds: dict[str, list[float]] = {name: [] for name in _SERVERS}
+    load = ""
+    for line in document.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        load = cells[0] or load
+        if load.startswith(tuple(_LOADS)) and len(cells) > 6 and cells[1].startswith("tokens/s"):
+            for name, column in _SERVERS.items():
+                speeds[name].append(float(cells[column]))
+    if any(len(found) != len(_LOADS) for found in speeds.values()):
+        raise SystemExit(f"{FIGURES.name} does not have the figures of {', '.join(_LOADS)}.")
+    return speeds
+
+
+def draw_speed(speeds: dict[str, list[float]], file: Path) -> None:
+    """Draw the tokens per second beside peers as bars."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7.2, 2.8), dpi=110)
+    for place, (name, colour) in enumerate(zip(speeds, ("#0b7a75", "#c98b2b", "#9aa5b1"), strict=True)):
+        at = [load + 0.27 * (place - 1) for load in range(len(_LOADS))]
+        bars = axes.bar(at, speeds[name], 0.25, label=name, color=colour)
+        axes.bar_label(bars, fmt="%g", fontsize=8, padding=1)
+    axes.set_xticks(range(len(_LOADS)), list(_LOADS.values()))
+    axes.set_ylabel("tokens/s")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False, fontsize=8)
+    axes.set_title("The demo in float32 on two cores of an AMD EPYC (docs/benchmarks.md)", fontsize=9)
+    figure.tight_layout()
+    with io.BytesIO() as drawn:
+        figure.savefig(drawn, format="png")
+        keep(drawn.getvalue(), file)
+    pyplot.close(figure)
+
+
+def picture_chat(browser: Browser, url: str, file: Path) -> None:
+    """Ask one question on the chat page, and again from the cache, and keep the page."""
+    page = browser.page(1000, 560)
+    page.open(url)
+    page.wait("document.querySelector('#model-name').textContent")
+    page.click("#question")
+    page.type(_QUESTION)
+    page.press("Enter")
+    page.wait("document.querySelector('.message.assistant .fact') && document.querySelector('#stop').hidden", _ANSWER_S)
+    take(page, file)
+
+
+def picture_dashboard(browser: Browser, url: str, file: Path) -> None:
+    """Keep the dashboard while agents that share a prompt are answered."""
+    page = browser.page(1000, 1180)
+    page.open(f"{url}/dashboard")
+    with ThreadPoolExecutor(len(_TOPICS)) as pool:
+        asked = [pool.submit(ask, url, topic) for topic in _TOPICS]
+        asked[0].result()
+        # Those who follow keep the figures up.
+        asked += [pool.submit(ask, url, topic) for topic in _TOPICS]
+        page.wait("document.querySelector('#state').textContent === 'live'")
+        page.wait("!document.querySelector('#experts .content').hidden", _ANSWER_S)
+        page.wait("document.querySelectorAll('.prefixes tbody tr').length > 3", _ANSWER_S)
+        take(page, file)
+
+
+def ask(url: str, topic: str) -> None:
+    """Have the demo write a little about a topic."""
+    messages = [{"role": "system", "content": _PROMPT}, {"role": "user", "content": f"Tell me about {topic}."}]
+    body = {"model": "demo", "messages": messages, "max_tokens": 160, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=_ANSWER_S) as answer:
+        answer.read()
+
+
+def take(page: Page, file: Path) -> None:
+    """Keep a picture of what a page shows."""
+    page.screenshot(file)
+    keep(file.read_bytes(), file)
+
+
+def keep(content: bytes, file: Path) -> None:
+    """Write a PNG with a palette of few colours."""
+    image = Image.open(io.BytesIO(content)).convert("RGB")
+    image.quantize(_COLOURS, dither=Image.Dither.NONE).save(file, optimize=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
