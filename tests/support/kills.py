@@ -184,6 +184,13 @@ def processes_of(running: Service) -> set[int]:
     return {running.process.pid} | descendants(running.process.pid)
 
 
+def _lives(run_dir: Path) -> set[str]:
+    """Return the incarnations of the engine that have sockets."""
+    # Where there are several HTTP processes, their sockets have their numbers.
+    own = [path.name for path in run_dir.iterdir() if not path.name.startswith("frontend.")]
+    return {found[1] for name in own if (found := _OF_LIFE.fullmatch(name))}
+
+
 def is_ready(running: Service) -> bool:
     try:
         return running.http.get("/ready").status_code == 200
@@ -201,11 +208,9 @@ def assert_whole(running: Service, seen: set[int]) -> None:
     wait_until(lambda: {pid for pid in seen if is_alive(pid)} <= processes_of(running))
     assert {name.split()[0] for name in children_of(running.process.pid)} == {"worker", "frontend"}
     [run_dir] = running.run_root.iterdir()
+    # A second signal may come just now: the service is ready until it is noticed.
+    wait_until(lambda: len(_lives(run_dir)) == 1)
     names = [path.name for path in run_dir.iterdir()]
-    # Where there are several HTTP processes, their sockets have their numbers.
-    own = [name for name in names if not name.startswith("frontend.")]
-    lives = {found[1] for name in own if (found := _OF_LIFE.fullmatch(name))}
-    assert len(lives) == 1, names
     # Of the life before, the context alone, which a frontend may yet read.
     assert len([name for name in names if name.endswith(".json")]) <= 2, names
     assert shared_memory(processes_of(running)) == set()
