@@ -27,9 +27,10 @@ def child_environment(environment: Mapping[str, str], threads: int) -> dict[str,
 
     Children run the code of this very installation, whatever the working directory holds.
 
-    Idle threads of the model spin for some microseconds, which bridges the gap to the next operation, and then sleep.
-    By default they would spin for milliseconds and take the core from the thread that the others wait for: next to one
-    busy neighbour on two cores a matrix product then takes ten times as long. Huge pages halve the time of loading.
+    Idle threads of torch spin for some microseconds, which bridges the gap to the next operation, and then sleep; those
+    of the compiled kernels are the own ones of `kernels/cpu/team.cpp`. By default torch's would spin for milliseconds
+    and take the core from the thread that the others wait for: next to one busy neighbour on two cores a matrix product
+    then takes ten times as long. Huge pages halve the time of loading.
     Triton fuses products and sums; versions from 3.10 on would not by default.
     """
     settings = {environment_name(setting) for setting in fields(ServeConfig)}

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "attention_tile.h"
+#include "team.h"
 
 namespace moeserve {
 namespace {
@@ -208,23 +209,20 @@ void run_all(const Inputs& in, int64_t num_chunks) {
   const Plan plan(in, num_chunks);
   std::vector<float> scratch(plan.scratch_size);
   const int64_t num_tasks = int64_t(plan.tasks.size()), num_splits = int64_t(plan.splits.size());
-#pragma omp parallel
-  {
+  for_shared(num_tasks, 1, [&](int64_t i) {
     static thread_local Workspace work;
     work.reserve(std::max(kTaskRows, in.group()), in.key_dim, in.value_dim);
-#pragma omp for schedule(dynamic, 1)
-    for (int64_t i = 0; i < num_tasks; ++i) run(in, plan.tasks[i], work, scratch.data());
-#pragma omp for schedule(static)
-    for (int64_t i = 0; i < num_splits; ++i) {
-      const Task& task = plan.splits[i];
-      const int64_t rows = task.num_tokens * in.group(), size = rows * (in.value_dim + 2);
-      const State whole = scratch_state(scratch.data(), task.scratch, rows);
-      for (int64_t segment = task.first_segment + 1; segment < task.last_segment; ++segment)
-        merge(whole, scratch_state(scratch.data(), task.scratch + (segment - task.first_segment) * size, rows), rows,
-              in.value_dim);
-      finish(in, task, whole);
-    }
-  }
+    run(in, plan.tasks[i], work, scratch.data());
+  });
+  for_equal(num_splits, [&](int64_t i) {
+    const Task& task = plan.splits[i];
+    const int64_t rows = task.num_tokens * in.group(), size = rows * (in.value_dim + 2);
+    const State whole = scratch_state(scratch.data(), task.scratch, rows);
+    for (int64_t segment = task.first_segment + 1; segment < task.last_segment; ++segment)
+      merge(whole, scratch_state(scratch.data(), task.scratch + (segment - task.first_segment) * size, rows), rows,
+            in.value_dim);
+    finish(in, task, whole);
+  });
 }
 
 }  // namespace

@@ -2,13 +2,12 @@
 #include <cstring>
 
 #include "simd.h"
+#include "team.h"
 
 int64_t moeserve_progress = 0;
 
 namespace moeserve {
 namespace {
-
-constexpr int64_t kRowsInParallel = 24;  // Below it starting threads costs more than it saves.
 
 // out = x / rms(x) * weight over `width` floats.
 void norm_row(const float* x, const float* weight, int64_t width, float eps, float* out) {
@@ -42,9 +41,9 @@ void rotate(float* head, const float* cos, const float* sin, int64_t half, bool 
 // x and out [num_rows, width], rows `*_stride` floats apart; weight [width].
 extern "C" void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, const float* weight,
                                   double eps, float* out, int64_t out_stride) {
-#pragma omp parallel for schedule(static) if (num_rows >= moeserve::kRowsInParallel)
-  for (int64_t row = 0; row < num_rows; ++row)
+  moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
     moeserve::norm_row(x + row * x_stride, weight, width, float(eps), out + row * out_stride);
+  });
 }
 
 // qkv [num_rows, num_heads + 2 * num_kv_heads, dim], rows `stride` floats apart: normalises query and key heads (norm
@@ -55,8 +54,7 @@ extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t nu
                                           double eps, const float* cos, const float* sin, int64_t half,
                                           int64_t interleaved, const int64_t* slots, float* keys, float* values,
                                           int64_t num_slots) {
-#pragma omp parallel for schedule(static) if (num_rows >= moeserve::kRowsInParallel)
-  for (int64_t row = 0; row < num_rows; ++row) {
+  moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
     float* heads = qkv + row * stride;
     for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
       float* head = heads + h * dim;
@@ -69,5 +67,5 @@ extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t nu
       std::memcpy(keys + slot, heads + (num_heads + h) * dim, dim * sizeof(float));
       std::memcpy(values + slot, heads + (num_heads + num_kv_heads + h) * dim, dim * sizeof(float));
     }
-  }
+  });
 }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "quantised.h"
+#include "team.h"
 
 namespace moeserve {
 namespace {
@@ -208,6 +209,8 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
       });
 }
 
+constexpr int64_t kCombinedAtOnce = 65536;  // Products that a thread sums at once: fewer cost less than to share them.
+
 // Sums a token's products [top_k, hidden] in the order of its choice. ids: null where all experts are here.
 void combine(const float* products, int64_t top_k, int64_t hidden, const int64_t* ids, const float* weights,
              float* out) {
@@ -226,41 +229,31 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
   const int64_t gate_up_panels = shape.gate_up_panels(), down_panels = num_panels(shape.hidden);
   const int64_t gate_up_grain = std::max<int64_t>(1, groups * gate_up_panels / 16);
   const int64_t down_grain = std::max<int64_t>(1, groups * down_panels / 12);
-#pragma omp parallel
-  {
-    if (shape.has_order) {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < chosen; ++row) order_row(shape, step, row);
-    }
-    if (shape.rounds(shape.gate_up)) {
-      const float* x = shape.has_order ? step.ordered : step.x;
-      const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < (shape.has_order ? chosen : step.num_tokens); ++row)
-        round_row(x + row * x_stride, shape.hidden, shape.gate_up.format(),
-                  step.rounded_x + row * (shape.hidden / kGroup));
-    }
-#pragma omp for schedule(dynamic, gate_up_grain)
-    for (int64_t task = 0; task < groups * gate_up_panels; ++task)
-      gate_up_panel(shape, step, task / gate_up_panels, task % gate_up_panels);
-    if (shape.rounds(shape.down)) {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < chosen; ++row)
-        round_row(step.hidden + row * shape.padded_intermediate(), shape.intermediate, shape.down.format(),
-                  step.rounded_hidden + row * (shape.intermediate / kGroup));
-    }
-#pragma omp for schedule(dynamic, down_grain)
-    for (int64_t task = 0; task < groups * down_panels; ++task)
-      down_panel(shape, step, task / down_panels, task % down_panels);
-    if (weights) {
-#pragma omp for schedule(static)
-      for (int64_t token = 0; token < step.num_tokens; ++token) {
-        const int64_t first = token * step.top_k;
-        combine(step.results + first * shape.hidden, step.top_k, shape.hidden, ids + first, weights + first,
-                out + token * out_stride);
-      }
-    }
+  if (shape.has_order) for_shared(chosen, 4, [&](int64_t row) { order_row(shape, step, row); });
+  if (shape.rounds(shape.gate_up)) {
+    const float* x = shape.has_order ? step.ordered : step.x;
+    const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
+    for_shared(shape.has_order ? chosen : step.num_tokens, kRoundedAtOnce / shape.hidden, [&](int64_t row) {
+      round_row(x + row * x_stride, shape.hidden, shape.gate_up.format(),
+                step.rounded_x + row * (shape.hidden / kGroup));
+    });
   }
+  for_shared(groups * gate_up_panels, gate_up_grain, [&](int64_t task) {
+    gate_up_panel(shape, step, task / gate_up_panels, task % gate_up_panels);
+  });
+  if (shape.rounds(shape.down))
+    for_shared(chosen, kRoundedAtOnce / shape.intermediate, [&](int64_t row) {
+      round_row(step.hidden + row * shape.padded_intermediate(), shape.intermediate, shape.down.format(),
+                step.rounded_hidden + row * (shape.intermediate / kGroup));
+    });
+  for_shared(groups * down_panels, down_grain,
+             [&](int64_t task) { down_panel(shape, step, task / down_panels, task % down_panels); });
+  if (weights)
+    for_shared(step.num_tokens, kCombinedAtOnce / (step.top_k * shape.hidden), [&](int64_t token) {
+      const int64_t first = token * step.top_k;
+      combine(step.results + first * shape.hidden, step.top_k, shape.hidden, ids + first, weights + first,
+              out + token * out_stride);
+    });
 }
 
 // Memory that is kept from call to call: fresh memory of this size would be cleared by the operating system each time.
@@ -309,8 +302,9 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
 // products [num_tokens, top_k, hidden], weights [num_tokens, top_k].
 extern "C" void moeserve_combine(const float* products, int64_t num_tokens, int64_t top_k, int64_t hidden,
                                  const float* weights, float* out, int64_t out_stride) {
-#pragma omp parallel for schedule(static)
-  for (int64_t token = 0; token < num_tokens; ++token)
-    moeserve::combine(products + token * top_k * hidden, top_k, hidden, nullptr, weights + token * top_k,
-                      out + token * out_stride);
+  using namespace moeserve;
+  for_shared(num_tokens, kCombinedAtOnce / (top_k * hidden), [&](int64_t token) {
+    combine(products + token * top_k * hidden, top_k, hidden, nullptr, weights + token * top_k,
+            out + token * out_stride);
+  });
 }

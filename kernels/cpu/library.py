@@ -18,6 +18,7 @@ from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
 _SOURCES = (
+    "team.cpp",
     "linear.cpp",
     "quantised.cpp",
     "repack.cpp",
@@ -26,7 +27,7 @@ _SOURCES = (
     "attention.cpp",
     "recurrent.cpp",
 )
-_HEADERS = ("simd.h", "panels.h", "quantised.h", "attention_tile.h")
+_HEADERS = ("simd.h", "panels.h", "quantised.h", "attention_tile.h", "team.h")
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _BUILD_SECONDS = 120
 

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "panels.h"
+#include "team.h"
 
 namespace moeserve {
 namespace {
@@ -36,12 +37,10 @@ template <typename Weight>
 void product(const Product& p, const Weight* packed) {
   const int64_t panels = num_panels(p.width), row_blocks = (p.num_rows + kRowBlock - 1) / kRowBlock;
   const int64_t grain = std::max<int64_t>(1, panels / 16);
-#pragma omp parallel if (p.num_rows * panels > 3)
-  for (int64_t block = 0; block < row_blocks; ++block) {
-    const int64_t first = block * kRowBlock, rows = std::min(kRowBlock, p.num_rows - first);
-#pragma omp for schedule(dynamic, grain) nowait
-    for (int64_t panel = 0; panel < panels; ++panel) panel_product(p, packed, panel, first, rows);
-  }
+  for_shared(row_blocks * panels, grain, [&](int64_t task) {
+    const int64_t first = task / panels * kRowBlock, rows = std::min(kRowBlock, p.num_rows - first);
+    panel_product(p, packed, task % panels, first, rows);
+  });
 }
 
 }  // namespace

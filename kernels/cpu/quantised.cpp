@@ -1,5 +1,6 @@
 // The products of quantised.h, y = x W^T + bias over quantised weights, and the rounding of rows to 8 bits.
 #include "quantised.h"
+#include "team.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -374,7 +375,6 @@ void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
 namespace {
 
 constexpr int64_t kRowBlock = 192;        // Rows that stay in the second-level cache while all panels pass.
-constexpr int64_t kRoundInParallel = 16;  // Rows below it are rounded by one thread: starting others costs more.
 
 struct Product {
   const float* x;
@@ -422,20 +422,12 @@ extern "C" void moeserve_quantised_linear(const float* x, int64_t x_stride, int6
                      y_stride};
   const int64_t panels = num_panels(width), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
   const int64_t grain = std::max<int64_t>(1, panels / 16);
-  if (!exact && num_rows < kRoundInParallel)
-    for (int64_t row = 0; row < num_rows; ++row)
+  if (!exact)
+    for_shared(num_rows, kRoundedAtOnce / depth, [&](int64_t row) {
       round_row(x + row * x_stride, depth, weights.format, rounded + row * weights.groups());
-#pragma omp parallel
-  {
-    if (!exact && num_rows >= kRoundInParallel) {
-#pragma omp for schedule(static)
-      for (int64_t row = 0; row < num_rows; ++row)
-        round_row(x + row * x_stride, depth, weights.format, rounded + row * weights.groups());
-    }
-    for (int64_t block = 0; block < row_blocks; ++block) {
-      const int64_t first = block * kRowBlock, rows = std::min(kRowBlock, num_rows - first);
-#pragma omp for schedule(dynamic, grain) nowait
-      for (int64_t panel = 0; panel < panels; ++panel) panel_product(p, panel, first, rows);
-    }
-  }
+    });
+  for_shared(row_blocks * panels, grain, [&](int64_t task) {
+    const int64_t first = task / panels * kRowBlock;
+    panel_product(p, task % panels, first, std::min(kRowBlock, num_rows - first));
+  });
 }

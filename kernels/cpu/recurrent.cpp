@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "simd.h"
+#include "team.h"
 
 namespace moeserve {
 namespace {
@@ -127,15 +128,14 @@ extern "C" void moeserve_short_conv(const float* x, int64_t stride, const float*
                                     int64_t num_chunks, float* out) {
   using namespace moeserve;
   const int64_t num_parts = (num_channels + kLanes - 1) / kLanes;
-#pragma omp parallel for schedule(static) collapse(2)
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
-    for (int64_t part = 0; part < num_parts; ++part) {
-      const int64_t first = first_rows[chunk], channel = part * kLanes;
-      convolve(x + first * stride + channel, stride, first_rows[chunk + 1] - first, weight + channel,
-               bias ? bias + channel : nullptr, width, num_channels, activates,
-               states + slots[chunk] * slot_stride + channel, out + first * num_channels + channel,
-               num_channels - channel);
-    }
+  for_equal(num_chunks * num_parts, [&](int64_t task) {
+    const int64_t chunk = task / num_parts, part = task % num_parts;
+    const int64_t first = first_rows[chunk], channel = part * kLanes;
+    convolve(x + first * stride + channel, stride, first_rows[chunk + 1] - first, weight + channel,
+             bias ? bias + channel : nullptr, width, num_channels, activates,
+             states + slots[chunk] * slot_stride + channel, out + first * num_channels + channel,
+             num_channels - channel);
+  });
 }
 
 // The gated delta rule, token by token. Per value head, with S [num_keys, num_values]:
@@ -155,34 +155,33 @@ extern "C" void moeserve_gated_delta_rule(const float* qkv, int64_t stride, cons
   using namespace moeserve;
   const float scale = 1.0f / std::sqrt(float(num_keys));
   const int64_t group = value_heads / key_heads;
-#pragma omp parallel for schedule(dynamic) collapse(2)
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
-    for (int64_t head = 0; head < value_heads; ++head) {
-      count_progress();
-      DeltaToken token;
-      float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
-      for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
-        const float* heads = qkv + row * stride;
-        const float* value = heads + 2 * key_heads * num_keys + head * num_values;
-        const float* gate = gates + row * gate_stride;
-        const float* logs = gate + value_heads + head * num_decays;
-        normalise(heads + head / group * num_keys, num_keys, scale, token.query);
-        normalise(heads + (key_heads + head / group) * num_keys, num_keys, 1.0f, token.key);
-        token.beta = rate ? 1.0f / (1.0f + std::exp(-gate[head])) : gate[head];
-        float* target = out + (row * value_heads + head) * num_values;
-        if (num_decays == 1) {
-          token.decay[0] = std::exp(rate ? rate[head] * softplus(logs[0] + bias[head]) : logs[0]);
-          by_columns(num_values, [&](auto columns, int64_t i) {
-            step<columns, true>(state + i, num_keys, num_values, token, value + i, target + i);
-          });
-        } else {
-          token.fade(num_keys, logs);
-          by_columns(num_values, [&](auto columns, int64_t i) {
-            step<columns, false>(state + i, num_keys, num_values, token, value + i, target + i);
-          });
-        }
+  for_shared(num_chunks * value_heads, 1, [&](int64_t task) {
+    const int64_t chunk = task / value_heads, head = task % value_heads;
+    count_progress();
+    DeltaToken token;
+    float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
+    for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
+      const float* heads = qkv + row * stride;
+      const float* value = heads + 2 * key_heads * num_keys + head * num_values;
+      const float* gate = gates + row * gate_stride;
+      const float* logs = gate + value_heads + head * num_decays;
+      normalise(heads + head / group * num_keys, num_keys, scale, token.query);
+      normalise(heads + (key_heads + head / group) * num_keys, num_keys, 1.0f, token.key);
+      token.beta = rate ? 1.0f / (1.0f + std::exp(-gate[head])) : gate[head];
+      float* target = out + (row * value_heads + head) * num_values;
+      if (num_decays == 1) {
+        token.decay[0] = std::exp(rate ? rate[head] * softplus(logs[0] + bias[head]) : logs[0]);
+        by_columns(num_values, [&](auto columns, int64_t i) {
+          step<columns, true>(state + i, num_keys, num_values, token, value + i, target + i);
+        });
+      } else {
+        token.fade(num_keys, logs);
+        by_columns(num_values, [&](auto columns, int64_t i) {
+          step<columns, false>(state + i, num_keys, num_values, token, value + i, target + i);
+        });
       }
     }
+  });
 }
 
 // Mamba 2, token by token. Per head, with S [num_keys, num_values]:
@@ -198,31 +197,30 @@ extern "C" void moeserve_mamba2_scan(const float* xbc, int64_t stride, const flo
                                      int64_t num_keys, int64_t num_values, float* out) {
   using namespace moeserve;
   const int64_t group = num_heads / num_groups;
-#pragma omp parallel for schedule(dynamic) collapse(2)
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
-    for (int64_t head = 0; head < num_heads; ++head) {
-      count_progress();
-      float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
-      for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
-        const float* x = xbc + row * stride + head * num_values;
-        const float* key = xbc + row * stride + num_heads * num_values + head / group * num_keys;
-        const float* query = key + num_groups * num_keys;
-        const float size = softplus(steps[row * step_stride + head] + bias[head]);
-        const float cut = std::min(std::max(size, float(least)), float(most));
-        const float decay = std::exp(rate[head] * cut);
-        float* target = out + (row * num_heads + head) * num_values;
-        by_columns(num_values, [&](auto columns, int64_t i) {
-          Floats delta[columns], result[columns];
-          for (int v = 0; v < columns; ++v) {
-            const Floats value = load(x + i + v * kLanes);
-            delta[v] = value * cut;
-            result[v] = value * skip[head];
-          }
-          absorb<columns, true>(state + i, num_keys, num_values, &decay, key, delta, query, result);
-          for (int v = 0; v < columns; ++v) store(target + i + v * kLanes, result[v]);
-        });
-      }
+  for_shared(num_chunks * num_heads, 1, [&](int64_t task) {
+    const int64_t chunk = task / num_heads, head = task % num_heads;
+    count_progress();
+    float* state = states + slots[chunk] * slot_stride + head * num_keys * num_values;
+    for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
+      const float* x = xbc + row * stride + head * num_values;
+      const float* key = xbc + row * stride + num_heads * num_values + head / group * num_keys;
+      const float* query = key + num_groups * num_keys;
+      const float size = softplus(steps[row * step_stride + head] + bias[head]);
+      const float cut = std::min(std::max(size, float(least)), float(most));
+      const float decay = std::exp(rate[head] * cut);
+      float* target = out + (row * num_heads + head) * num_values;
+      by_columns(num_values, [&](auto columns, int64_t i) {
+        Floats delta[columns], result[columns];
+        for (int v = 0; v < columns; ++v) {
+          const Floats value = load(x + i + v * kLanes);
+          delta[v] = value * cut;
+          result[v] = value * skip[head];
+        }
+        absorb<columns, true>(state + i, num_keys, num_values, &decay, key, delta, query, result);
+        for (int v = 0; v < columns; ++v) store(target + i + v * kLanes, result[v]);
+      });
     }
+  });
 }
 
 // Mamba 1, token by token. Per channel, with its states s [num_states]:
@@ -236,25 +234,25 @@ extern "C" void moeserve_mamba1_scan(const float* x, int64_t stride, const float
                                      const int64_t* slots, int64_t num_chunks, int64_t num_states,
                                      int64_t num_channels, float* out) {
   using namespace moeserve;
-#pragma omp parallel for schedule(static) collapse(2)
-  for (int64_t chunk = 0; chunk < num_chunks; ++chunk)
-    for (int64_t channel = 0; channel < num_channels; channel += kLanes) {
-      count_progress();
-      float* state = states + slots[chunk] * slot_stride + channel;
-      for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
-        const Floats value = load(x + row * stride + channel), size = load(sizes + row * size_stride + channel);
-        const Floats part = value * size;
-        const float* key = bc + row * bc_stride;
-        Floats result = value * load(skip + channel);
-        for (int64_t i = 0; i < num_states; ++i) {
-          const Floats decay = exp(load(rate + i * num_channels + channel) * size);
-          const Floats next = load(state + i * num_channels) * decay + part * key[i];
-          store(state + i * num_channels, next);
-          result += next * key[num_states + i];
-        }
-        store(out + row * num_channels + channel, result);
+  const int64_t num_parts = num_channels / kLanes;
+  for_equal(num_chunks * num_parts, [&](int64_t task) {
+    const int64_t chunk = task / num_parts, channel = task % num_parts * kLanes;
+    count_progress();
+    float* state = states + slots[chunk] * slot_stride + channel;
+    for (int64_t row = first_rows[chunk]; row < first_rows[chunk + 1]; ++row) {
+      const Floats value = load(x + row * stride + channel), size = load(sizes + row * size_stride + channel);
+      const Floats part = value * size;
+      const float* key = bc + row * bc_stride;
+      Floats result = value * load(skip + channel);
+      for (int64_t i = 0; i < num_states; ++i) {
+        const Floats decay = exp(load(rate + i * num_channels + channel) * size);
+        const Floats next = load(state + i * num_channels) * decay + part * key[i];
+        store(state + i * num_channels, next);
+        result += next * key[num_states + i];
       }
+      store(out + row * num_channels + channel, result);
     }
+  });
 }
 
 // out = x / rms(x) * weight * silu(gate): x and out [num_rows * num_heads, width]; gate [num_rows, num_heads * width],
@@ -262,8 +260,7 @@ extern "C" void moeserve_mamba1_scan(const float* x, int64_t stride, const float
 extern "C" void moeserve_gated_norm(const float* x, const float* gate, int64_t gate_stride, int64_t num_rows,
                                     int64_t num_heads, int64_t width, const float* weight, double eps, float* out) {
   using namespace moeserve;
-#pragma omp parallel for schedule(static) if (num_rows >= 24)
-  for (int64_t row = 0; row < num_rows; ++row)
+  for_shared(num_rows, kRowsAtOnce, [&](int64_t row) {
     for (int64_t head = 0; head < num_heads; ++head) {
       const int64_t place = (row * num_heads + head) * width;
       const float* open = gate + row * gate_stride + head * width;
@@ -279,4 +276,5 @@ extern "C" void moeserve_gated_norm(const float* x, const float* gate, int64_t g
         store_some(out + place + i, normed * silu(load_some(open + i, left)), left);
       }
     }
+  });
 }

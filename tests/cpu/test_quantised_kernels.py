@@ -251,7 +251,7 @@ def test_every_body_computes_the_same_numbers(flags: list[str], tmp_path: Path) 
     compiler = shutil.which("g++")
     if compiler is None or not Path("/proc/cpuinfo").read_text().count("avx512"):
         pytest.skip("needs g++ and a machine with AVX-512")
-    sources = [Path(kernels.cpu.__path__[0]) / name for name in ("quantised.cpp", "elementwise.cpp")]
+    sources = [Path(kernels.cpu.__path__[0]) / name for name in ("quantised.cpp", "elementwise.cpp", "team.cpp")]
     library = tmp_path / "body.so"
     command = [compiler, "-O2", "-w", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", *flags]
     subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)
