@@ -138,6 +138,11 @@ class PlanSender:
                 sampling = True
             sent.sampling = chunk.sampling
         before, sent.block_table = sent.block_table, chunk.block_table.tobytes()
+        if not is_new and _is_plain(chunk):  # As most chunks of a large step are.
+            first = [sent.number, chunk.token_ids.tobytes(), chunk.start, sampling]
+            if sent.block_table == before:
+                return first if sampling is not None else first[:3]
+            return [*first, _difference(before, sent.block_table)]
         state = chunk.state
         return _shortened(
             [
@@ -155,6 +160,18 @@ class PlanSender:
                 chunk.num_drafts or None,
             ]
         )
+
+
+def _is_plain(chunk: Chunk) -> bool:
+    """Return True if the fields after the block table are at their defaults."""
+    return (
+        chunk.drawn_by is None
+        and chunk.extras is None
+        and chunk.state is None
+        and chunk.window is None
+        and not chunk.first_angle
+        and not chunk.num_drafts
+    )
 
 
 def _describe_extras(extras: ChunkExtras, sent: _Sent) -> list[Any]:
