@@ -20,7 +20,14 @@ from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE
 from benchmarks.experts.traces import BUILDS, halves, recorded_trace, with_controls
 from experts.placement.placement import Placement, balancedness, contiguous, from_first_ranks, hops, round_robin
 from experts.placement.placement import remote_ranks as remote_ranks_by_token
-from experts.placement.search import affinity_placement, coactivation_placement, load_balanced, staying, token_sets
+from experts.placement.search import (
+    affinity_placement,
+    coactivation_placement,
+    load_balanced,
+    staying,
+    token_sets,
+    with_replicas,
+)
 from experts.routing.files import RoutingTrace
 
 Load = NDArray[np.float64]
@@ -36,6 +43,7 @@ _SPECS: dict[str, SyntheticSpec] = {"24 x 64 experts, k=4": SPARSE, "32 x 8, k=2
 _NUM_REQUESTS = 80
 _SERVED = "homes in turn"
 _AS_BUSY = "ranks as busy as in the plain placement"
+_REPLICAS = (4, 8)
 _BY_TOPIC = "homes by topic, known when placing"
 _HINDSIGHT = "fitted to the requests measured, as busy"
 _OPTIMUM = "optimum for the requests measured, loads left aside"
@@ -76,6 +84,10 @@ def remote_ranks_of_trace(trace: RoutingTrace, seed: int) -> dict[str, RemoteRan
         found[f"{control} control" if control else _SERVED] = figure()
         if control != "uniform":
             found[f"{control} control, as busy" if control else _AS_BUSY] = figure(max_load=None)
+        if control != "uniform":
+            for count in _REPLICAS:
+                name = f"{count} replicas per layer"
+                found[f"{name}, {control}" if control else name] = figure(num_redundant=count)
         if not control and len(set(routing.families.tolist())) < len(set(routing.requests.tolist())):
             found[_BY_TOPIC] = figure(by_family=True)
     held_out = halves(trace, seed)[1]
@@ -312,8 +324,9 @@ def remote_ranks_figure(
     *,
     by_family: bool = False,
     max_load: float | None = 1.1,
+    num_redundant: int = 0,
 ) -> RemoteRanksFigure:
-    """The figure of co-activation placement.
+    """The figure of co-activation placement, with so many replicas per layer.
 
     by_family: requests that begin alike live on the same rank, which is known when experts are placed; otherwise
     requests are dealt in turn. max_load: see `coactivation_placement`. PlacementError if the ranks cannot share the
@@ -321,6 +334,8 @@ def remote_ranks_figure(
     """
     homes = learning.family_homes(num_ranks) if by_family else None
     learnt = coactivation_placement(learning.ids, learning.num_experts, num_ranks, homes, max_load=max_load)
+    if num_redundant:
+        learnt = with_replicas(learnt, learning.load(), num_redundant)
     return remote_ranks_of(learnt, held_out, by_family=by_family)
 
 
@@ -328,17 +343,27 @@ def remote_ranks_of(learnt: Placement, held_out: RoutingTrace, *, by_family: boo
     """The figure of any placement."""
     num_ranks = learnt.num_ranks
     homes = held_out.family_homes(num_ranks) if by_family else held_out.homes(num_ranks)
-    load = held_out.load()
     sizes = learnt.num_layers, learnt.num_experts, num_ranks
     found = [
         (
             float(remote_ranks_by_token(held_out.ids, homes, placement).mean()),
-            float(balancedness(load, placement).mean()),
+            served_balance(held_out.ids, homes, placement),
         )
         for placement in (contiguous(*sizes), round_robin(*sizes), learnt)
     ]
     plain = min(found[:2])
     return RemoteRanksFigure(num_ranks, plain[0], found[2][0], plain[1], found[2][1])
+
+
+def served_balance(ids: NDArray[np.integer], homes: NDArray[np.integer], placement: Placement) -> float:
+    """Return the mean over layers of the ranks' mean over greatest load, as tokens choose among replicas."""
+    loads = np.stack(
+        [
+            np.bincount(placement.serving(layer).ranks(homes, of_layer).reshape(-1), minlength=placement.num_ranks)
+            for layer, of_layer in enumerate(ids)
+        ]
+    )
+    return float((loads.mean(axis=1) / loads.max(axis=1)).mean())
 
 
 def hops_figure(learning: RoutingTrace, held_out: RoutingTrace, num_ranks: int) -> HopsFigure:

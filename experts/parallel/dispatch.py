@@ -162,7 +162,7 @@ class ExpertParallel(Generic[Experts]):
 
     def _make_tables(self, layer: int) -> SlotTables:
         here, device = self._collectives.rank, self._collectives.device
-        return SlotTables.of(self._placement.destinations(layer), self._slots[layer], here, device)
+        return SlotTables.of(self._placement.serving(layer), self._slots[layer], here, device)
 
     def _find_experts_here(self, layer: int) -> frozenset[int]:
         return frozenset(self._placement.experts_on(layer, self._collectives.rank))

@@ -63,12 +63,55 @@ class Placement:
         return Placement(self.num_ranks, (*self.ranks[:layer], ranks, *self.ranks[layer + 1 :]))
 
     def destinations(self, layer: int) -> NDArray[np.int64]:
-        """[R, E]: the rank to which a token at home on rank r is sent for expert e.
+        """[R, E]: the rank to which a token at home on rank r is sent for expert e, if it is sent nowhere else.
 
-        Its home if the expert is there; the other homes take the replicas in turn. The choice depends on the home
-        alone, so that a request computes the same in any batch.
+        Its home if the expert is there; the other homes take the replicas in turn.
         """
         return np.array([destinations_of(ranks, self.num_ranks) for ranks in self.ranks[layer]], np.int64).T
+
+    def serving(self, layer: int) -> Serving:
+        """Return the choice among the replicas of a layer's experts."""
+        holders = np.zeros((self.num_experts, self.num_ranks), np.bool_)
+        for expert, ranks in enumerate(self.ranks[layer]):
+            holders[expert, list(ranks)] = True
+        return Serving(self.destinations(layer), holders)
+
+
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """Chooses, for each token, the rank that serves each of its experts, so that the token is sent to few ranks.
+
+    An expert with replicas is served at home if it is there; else by a rank that the token is sent to for an expert
+    without a choice, its destination first and then the lowest; else by its destination. The choice depends on the
+    token's home and experts alone, so a request computes the same in any batch.
+
+    destinations: [R, E], see `Placement.destinations`. holders: [E, R], True where the rank holds the expert.
+    """
+
+    destinations: NDArray[np.int64]
+    holders: NDArray[np.bool_]
+
+    @property
+    def has_replicas(self) -> bool:
+        return int(self.holders.sum()) > len(self.holders)
+
+    def is_fixed(self) -> NDArray[np.bool_]:
+        """[R, E]: True where a token at home on rank r has no choice for expert e."""
+        at_home = self.destinations == np.arange(len(self.destinations))[:, None]
+        return at_home | (self.holders.sum(axis=1) == 1)
+
+    def ranks(self, homes: Ids, ids: Ids) -> NDArray[np.int64]:
+        """[T, k]: the rank that serves each expert. homes: [T]. ids: [T, k]."""
+        by_default: NDArray[np.int64] = self.destinations[homes[:, None], ids]
+        if not self.has_replicas:
+            return by_default
+        num_ranks = len(self.destinations)
+        fixed = self.is_fixed()[homes[:, None], ids]
+        sent = np.zeros((len(ids), num_ranks + 1), np.bool_)
+        np.put_along_axis(sent, np.where(fixed, by_default, num_ranks), True, axis=1)
+        able = self.holders[ids] & sent[:, None, :num_ranks]
+        stays = fixed | ~able.any(axis=2) | np.take_along_axis(able, by_default[..., None], axis=2)[..., 0]
+        return np.where(stays, by_default, able.argmax(axis=2))
 
 
 def refilled(slots: Sequence[int], held: Collection[int]) -> tuple[int, ...]:
@@ -139,7 +182,7 @@ def remote_ranks(routing: Ids, homes: Ids, placement: Placement) -> Float:
     found = np.empty(len(routing))
     for layer, ids in enumerate(routing):
         touched = np.zeros((num_tokens, placement.num_ranks), np.bool_)
-        np.put_along_axis(touched, placement.destinations(layer)[homes[:, None], ids], True, axis=1)
+        np.put_along_axis(touched, placement.serving(layer).ranks(homes, ids), True, axis=1)
         touched[np.arange(num_tokens), homes] = False
         found[layer] = touched.sum() / num_tokens
     return found
@@ -156,7 +199,7 @@ def hops(first_choices: Ids, placement: Placement) -> float:
 
 
 def rank_load(load: NDArray[np.floating], placement: Placement, home_load: Float | None = None) -> Float:
-    """[L, R]: the load that arrives at each rank.
+    """[L, R]: the load that arrives at each rank, if every token goes to its experts' destinations.
 
     load: [L, E]. home_load: [R], the share of tokens at home on each rank, equal by default.
     """

@@ -16,7 +16,7 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.placement import Placement, Ranks
+from experts.placement.placement import Placement, Ranks, Serving
 from experts.placement.search import evened_out, load_shares
 
 Weights = TypeVar("Weights")
@@ -351,17 +351,17 @@ class RemoteRanks:
         self.num_rows = 0
         self.num_sent = 0
         self._placement: Placement | None = None
-        self._reached: NDArray[np.uint64] = np.zeros((0, 0, 0), np.uint64)
+        self._serving: list[Serving] = []
 
     def add(self, ids: NDArray[np.int16], home: int, placement: Placement) -> None:
         """Count a step. ids: [L, T, k] of tokens at home on rank `home`, negative where a layer left a row out."""
         if placement is not self._placement:
-            layers = range(placement.num_layers)
-            ranks = np.stack([placement.destinations(layer) for layer in layers]).astype(np.uint64)
-            self._placement, self._reached = placement, np.left_shift(np.uint64(1), ranks)
-        away = self._reached[:, home] & ~np.left_shift(np.uint64(1), np.uint64(home))
-        known = ids[..., 0] >= 0
-        layer = np.arange(len(ids))[:, None, None]
-        reached = np.bitwise_or.reduce(away[layer, ids], axis=2)[known]
-        self.num_rows += len(reached)
-        self.num_sent += int(np.bitwise_count(reached).sum())
+            self._placement = placement
+            self._serving = [placement.serving(layer) for layer in range(placement.num_layers)]
+        for serving, of_layer in zip(self._serving, ids, strict=True):
+            known = of_layer[of_layer[:, 0] >= 0]
+            ranks = serving.ranks(np.full(len(known), home), known).astype(np.uint64)
+            reached = np.bitwise_or.reduce(np.left_shift(np.uint64(1), ranks), axis=1)
+            reached &= ~np.left_shift(np.uint64(1), np.uint64(home))
+            self.num_rows += len(known)
+            self.num_sent += int(np.bitwise_count(reached).sum())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from experts.parallel.collectives import Collectives
 from experts.parallel.dispatch import ExpertParallel
 from experts.parallel.exchange import SlotTables
 from experts.placement.placement import Placement, contiguous
+from experts.placement.search import load_balanced
 from kernels.activation import Activation
 
 NUM_EXPERTS, NUM_ROWS, TOP_K, HIDDEN = 6, 4, 2, 3
@@ -74,7 +76,7 @@ def test_what_was_captured_goes_by_a_placement_that_changes_later() -> None:
 @pytest.mark.parametrize("here", [0, 1])
 def test_expert_minus_one_has_no_slot_anywhere(here: int) -> None:
     placement = Placement(2, (((0,), (0, 1), (1,)),))
-    tables = SlotTables.of(placement.destinations(0), [[0, 1], [1, 2]], here)
+    tables = SlotTables.of(placement.serving(0), [[0, 1], [1, 2]], here)
     ids = torch.tensor([[0, 1, 2, -1], [-1, 2, 1, 0]])
     assert tables.slots_on_ranks(ids)[..., 0, 3].tolist() == [-1, -1]
     assert (
@@ -92,7 +94,7 @@ def test_tables_become_those_of_another_placement_where_they_lie() -> None:
     ranks[1], ranks[4] = ranks[4], ranks[1]
     second = second.with_layer(0, tuple(ranks))
     tables, other = (
-        SlotTables.of(placement.destinations(0), [placement.experts_on(0, rank) for rank in (0, 1)], 0)
+        SlotTables.of(placement.serving(0), [placement.experts_on(0, rank) for rank in (0, 1)], 0)
         for placement in (first, second)
     )
     addresses = tables.to_ranks.data_ptr(), tables.from_homes.data_ptr()
@@ -101,3 +103,42 @@ def test_tables_become_those_of_another_placement_where_they_lie() -> None:
     assert tables.to_ranks.equal(other.to_ranks)
     assert tables.from_homes.equal(other.from_homes)
     assert (tables.to_ranks.data_ptr(), tables.from_homes.data_ptr()) == addresses
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_replicas_are_chosen_alike_by_tables_of_all_ranks_and_without_torch(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    num_ranks, num_experts, top_k = 4, 12, 3
+    placement = load_balanced(random.random((1, num_experts)), num_ranks, num_redundant=8)
+    serving = placement.serving(0)
+    held = [placement.experts_on(0, rank) for rank in range(num_ranks)]
+    tables = [SlotTables.of(serving, held, rank) for rank in range(num_ranks)]
+    ids = random.random((num_ranks * 10, num_experts)).argsort(axis=1)[:, :top_k]
+    homes = np.repeat(np.arange(num_ranks), 10)
+    chosen = serving.ranks(homes, ids)
+    arrived = [of_rank.slots_here(torch.from_numpy(ids)) for of_rank in tables]
+    for row, (home, experts) in enumerate(zip(homes.tolist(), ids.tolist(), strict=True)):
+        sent = tables[home].slots_on_ranks(torch.from_numpy(ids[row : row + 1]))[:, 0]
+        for place, expert in enumerate(experts):
+            rank = int(chosen[row, place])
+            assert held[rank][int(sent[rank, place])] == expert
+            assert [int(slots[row, place]) for slots in arrived] == sent[:, place].tolist()
+            assert (sent[:, place] >= 0).sum() == 1
+            if home in placement.ranks[0][expert]:
+                assert rank == home
+        by_default = set(serving.destinations[home, experts].tolist()) - {home}
+        assert set(chosen[row].tolist()) - {home} <= by_default
+
+
+def test_a_replica_on_a_rank_that_the_token_is_sent_to_anyway_saves_a_row() -> None:
+    serving = Placement(3, (((0,), (1,), (2,), (1, 2), (0,)),)).serving(0)
+    assert serving.destinations[0, 3] == 1
+    ids = np.array([[2, 3], [0, 3], [1, 3]])
+    assert serving.ranks(np.zeros(3, np.int64), ids).tolist() == [[2, 2], [0, 1], [1, 1]]
+
+
+def test_padding_has_no_slot_where_there_are_replicas() -> None:
+    placement = Placement(2, (((0,), (0, 1), (1,)),))
+    tables = SlotTables.of(placement.serving(0), [[0, 1], [1, 2]], 1)
+    assert tables.replicas is not None
+    assert tables.slots_here(torch.tensor([[-1, -1], [-1, 2]])).tolist() == [[-1, -1], [-1, 1]]
