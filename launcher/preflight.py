@@ -15,6 +15,9 @@ from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
 from moeserve.frontend.accepting import connections_within
 from moeserve.kv_events import parse_kv_events
 
+# A frontend writes some 20,000 tokens per second with a core of its own; the engine's threads take the other cores.
+_CORES_PER_FRONTEND = 8
+_MOST_FRONTENDS = 8
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
 _SHORTEST_TIMEOUT_OF_RANKS = 4.0
@@ -118,6 +121,11 @@ def check_packages() -> None:
         f"The package 'kernels' {other.version} is installed beside moeserve, which has a package of the same name: "
         "remove it with 'pip uninstall kernels', then reinstall moeserve."
     )
+
+
+def frontends_for(cores: int) -> int:
+    """Return how many HTTP processes `--num-frontends auto` starts on so many cores."""
+    return min(_MOST_FRONTENDS, max(1, cores // _CORES_PER_FRONTEND))
 
 
 def usable_cores(cpu_quota: Path = _CGROUP_CPU) -> int:

@@ -60,8 +60,9 @@ def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
     `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "duration"
-    (see `parse_duration`), "limits" (see `parse_limits`), "drafts" (see `parse_speculative`), "efforts" (see
-    `parse_effort_budgets`), "kv_events" (see `parse_kv_events`), "prose" (a text whose white space stays).
+    (see `parse_duration`), "count" (0 is `auto`), "limits" (see `parse_limits`), "drafts" (see `parse_speculative`),
+    "efforts" (see `parse_effort_budgets`), "kv_events" (see `parse_kv_events`), "prose" (a text whose white space
+    stays).
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -387,7 +388,12 @@ class ServeConfig:
         metavar="JSON",
     )
     num_frontends: int = setting(
-        1, "HTTP processes that share the port and the engine.", group="HTTP", minimum=1, maximum=64
+        1,
+        "HTTP processes that share the port and the engine; auto is one for each 8 cores, at least 1 and at most 8.",
+        group="HTTP",
+        kind="count",
+        minimum=0,
+        maximum=64,
     )
     max_connections: int = setting(
         1024,
@@ -704,7 +710,11 @@ def _as_text(given: Any) -> str:
     return given.strip()
 
 
-_PARSE: dict[str | None, Callable[[Any], Any]] = {"size": parse_size, "duration": parse_duration}
+def _as_count(given: Any) -> int:
+    return 0 if given == "auto" else _as_int(given)
+
+
+_PARSE: dict[str | None, Callable[[Any], Any]] = {"size": parse_size, "duration": parse_duration, "count": _as_count}
 _CONVERT: dict[type, Callable[[Any], Any]] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text}
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
 

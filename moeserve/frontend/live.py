@@ -152,6 +152,7 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
     seconds = now.at - last.at
     steps = stats.step - last.stats.step
     queries = stats.prefix_query_tokens - oldest.stats.prefix_query_tokens
+    hits = stats.prefix_hit_tokens - oldest.stats.prefix_hit_tokens
     return Sample(
         time=round(time.time(), 3),
         running=stats.num_running,
@@ -162,7 +163,8 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         step_seconds=round((stats.step_seconds - last.stats.step_seconds) / steps, 6) if steps else None,
         ttft=quantiles(ttft, oldest.ttft, now.ttft),
         inter_token=quantiles(inter_token, oldest.inter_token, now.inter_token),
-        hit_rate=round((stats.prefix_hit_tokens - oldest.stats.prefix_hit_tokens) / queries, 4) if queries else None,
+        # A request that waited for a prefix finds it later than it looked it up, maybe after the oldest sample.
+        hit_rate=min(1.0, round(hits / queries, 4)) if queries else None,
         kv=KvBlocks(stats.blocks_free, stats.blocks_cached, stats.blocks_leased),
         rejections=sum(stats.rejections.values()),
         preemptions=stats.preemptions,

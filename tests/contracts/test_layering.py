@@ -17,78 +17,60 @@ MAY_IMPORT = {
     "radix_cache": set(),
     "kernels": set(),
 }
-SERVICE_FOLDERS = tuple(
-    ROOT / "moeserve" / folder
-    for folder in (
-        ".",
-        "grammars",
-        "scheduling",
-        "engine",
-        "engine/crashes",
-        "engine/experts",
-        "engine/kv_disk",
-        "engine/kv_events",
-        "engine/ranks",
-    )
-)
-
-# Of experts/ and the modules in these folders, those that compute, or put together what does. All others decide, and
-# load where torch is not installed.
+# The only place in which a module is entered: modules, and folders with all they hold (`.*`), that compute with torch
+# or put together what does. All others decide, and load where torch is not installed.
 WITH_TORCH = {
-    "experts.parallel.collectives",
-    "experts.parallel.exchange",
-    "experts.parallel.dispatch",
+    "kernels.*",
     "experts.moe_layer",
     "experts.memory.deep_nvme",
-    "experts.memory.slots",
     "experts.memory.memory",
-    "experts.memory.tiers",
     "experts.memory.resident_experts",
+    "experts.memory.slots",
+    "experts.memory.tiers",
+    "experts.parallel.collectives",
+    "experts.parallel.dispatch",
+    "experts.parallel.exchange",
+    "experts.prediction.lookahead",
+    "experts.prediction.prefetcher",
+    "experts.routing.gates",
+    "experts.routing.tap",
+    "moeserve.bench.decode",
+    "moeserve.bench.quality",
+    "moeserve.engine.assemble",
+    "moeserve.engine.doctor",
+    "moeserve.engine.gpu_body",
+    "moeserve.engine.memory_plan",
+    "moeserve.engine.ranked_service",
+    "moeserve.engine.service",
     "moeserve.engine.experts.deepnvme",
     "moeserve.engine.experts.fit",
-    "experts.prediction.lookahead",
-    "experts.routing.gates",
-    "experts.prediction.prefetcher",
-    "experts.routing.tap",
     "moeserve.engine.experts.gpu_memory",
     "moeserve.engine.experts.memory",
     "moeserve.engine.experts.prefetch",
     "moeserve.engine.experts.resident_model",
-    "moeserve.engine.assemble",
-    "moeserve.engine.gpu_body",
-    "moeserve.engine.memory_plan",
-    "moeserve.engine.doctor",
-    "moeserve.engine.service",
-    "moeserve.engine.ranked_service",
-    "moeserve.engine.ranks.transport",
     "moeserve.engine.ranks.steps",
+    "moeserve.engine.ranks.transport",
+    "moeserve.model.decoder",
+    "moeserve.model.delta_net",
+    "moeserve.model.demo_build",
+    "moeserve.model.expert_store",
+    "moeserve.model.expert_weights",
+    "moeserve.model.kv_pool",
+    "moeserve.model.rounding",
+    "moeserve.model.runner",
+    "moeserve.model.sampler",
+    "moeserve.model.split_demo",
+    "moeserve.model.state_pool",
+    "moeserve.model.tensor_reader",
+    "moeserve.model.token_masks",
+    "moeserve.model.weights",
+    "moeserve.model.gguf.tensors",
+    "moeserve.model.packed.tensors",
+    "moeserve.model.gpu.*",
+    "moeserve.model.hf.*",
 }
-# What else loads without torch.
-PURE = [
-    "kernels.gpu.moe_config",
-    "kernels.specs",
-    "launcher.cli",
-    "launcher.serve",
-    "launcher.doctor",
-    "launcher.chat",
-    "launcher.run_batch",
-    "launcher.offline",
-    "launcher.top",
-    "launcher.supervisor",
-    "launcher.worker",
-    "moeserve.bench.serve",
-    "moeserve.device",
-    "moeserve.machine",
-    "moeserve.model.step_arrays",
-    "moeserve.model.spec",
-    "moeserve.model.rope",
-    "moeserve.model.families",
-    "moeserve.model.checkpoint",
-    "moeserve.model.sizes",
-    "moeserve.model.cache",
-    "moeserve.model.source",
-    "radix_cache",
-]
+# Of those folders, what others import to decide.
+WITHOUT_TORCH = {"kernels.cpu.library", "kernels.gpu.moe_config", "kernels.specs"}
 
 
 def name_of(path: Path) -> str:
@@ -170,18 +152,17 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts)
 
 
-def test_pure_modules_load_without_torch():
-    decisions = {module_of(path) for path in FILES if path.is_relative_to(ROOT / "experts")} | {
-        module_of(path) for folder in SERVICE_FOLDERS for path in folder.glob("*.py")
-    }
-    assert decisions >= WITH_TORCH
-    assert loaded_after([*sorted(decisions - WITH_TORCH), *PURE], {"torch", "transformers"}) == ""
+def computes(module: str) -> bool:
+    """Return whether a module may load torch."""
+    parts = module.split(".")
+    folders = {".".join(parts[:depth]) + ".*" for depth in range(1, len(parts))}
+    return module not in WITHOUT_TORCH and (module in WITH_TORCH or bool(folders & WITH_TORCH))
 
 
-def test_the_http_process_loads_neither_torch_nor_transformers():
-    frontend = [
-        module_of(path)
-        for path in FILES
-        if path.is_relative_to(ROOT / "moeserve" / "frontend") and path.name != "__init__.py"
-    ]
-    assert loaded_after([*frontend, "launcher.frontend_main"], {"torch", "transformers"}) == ""
+def test_all_modules_but_those_that_compute_load_without_torch():
+    modules = {module_of(path) for path in FILES if path.name != "__init__.py"} | {*PACKAGES}
+    named = {name.removesuffix(".*") for name in WITH_TORCH | WITHOUT_TORCH}
+    assert {name for name in named if not (ROOT / name.replace(".", "/")).is_dir()} <= modules
+    # The HTTP process is among them, which loads no transformers either.
+    deciding = sorted(module for module in modules if not computes(module) and module != "kernels")
+    assert loaded_after(deciding, {"torch", "transformers"}) == ""

@@ -8,8 +8,8 @@ import sys
 
 import pytest
 
-from launcher.preflight import check_settings, fewer_connections
-from moeserve.config import ConfigError, ServeConfig
+from launcher.preflight import check_settings, fewer_connections, frontends_for
+from moeserve.config import ConfigError, ServeConfig, load_config
 
 
 @pytest.mark.parametrize(
@@ -67,3 +67,13 @@ def test_fewer_connections_than_asked_for_are_told(
     else:
         assert sentence is not None
         assert f"--max-connections is lowered from 1024 to {most}: a process may open only {limit} files" in sentence
+
+
+@pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (8, 1), (16, 2), (63, 7), (64, 8), (256, 8)])
+def test_auto_is_a_frontend_for_each_eight_cores(cores: int, expected: int) -> None:
+    assert frontends_for(cores) == expected
+
+
+@pytest.mark.parametrize(("given", "expected"), [("auto", 0), ("3", 3), (2, 2)])
+def test_the_number_of_frontends_may_be_auto(given: str | int, expected: int) -> None:
+    assert load_config({"num_frontends": given}, {}).num_frontends == expected

@@ -129,7 +129,6 @@ export class ExpertPanel {
       ["ranks", count(described.num_ranks)],
     ];
     if (recording) facts.push(["tokens counted", count(recording.tokens)]);
-    if (described.balancedness) facts.push(["balance, worst layer", worst(described.balancedness).toFixed(2)]);
     if (residency) facts.push(["in memory", inMemory(described)]);
     if (placement) facts.push(["placement", `no. ${placement.version}`]);
     if (strategy?.prefetch) facts.push(["loads ahead", ahead(strategy.prefetch)]);
