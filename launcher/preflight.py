@@ -15,7 +15,7 @@ from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
 from moeserve.frontend.accepting import connections_within
 from moeserve.kv_events import parse_kv_events
 
-# A frontend writes some 20,000 tokens per second with a core of its own; the engine's threads take the other cores.
+# A streamed token takes some 50 µs of an HTTP process (docs/benchmarks.md); the engine's threads take the other cores.
 _CORES_PER_FRONTEND = 8
 _MOST_FRONTENDS = 8
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")

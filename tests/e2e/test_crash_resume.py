@@ -23,7 +23,7 @@ COMPARED = {name: kind for name, kind in KINDS.items() if name not in UNSEEDED}
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
-    settings = ("--engine-timeout", "2", "--max-restarts", "1000", "--max-model-len", "4096")
+    settings = ("--engine-timeout", "5", "--max-restarts", "1000", "--max-model-len", "4096")
     with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
         yield started
 

@@ -189,7 +189,7 @@ def test_several_ranks_give_the_text_of_one_and_end_cleanly(
         two.process.send_signal(signal.SIGTERM)
         assert two.end() == 0
         assert two.leaves_nothing()
-        wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_grammars_hold_on_every_rank(shared: Service, model: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
@@ -239,7 +239,7 @@ def test_a_killed_rank_ends_everything_and_is_named(running: Service, rank: int,
     assert time.monotonic() - started < 10
     assert f"Rank {rank} (process {pids[rank]})" in running.errors.read_text()
     assert running.leaves_nothing()
-    wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.parametrize(("rank", "is_busy"), [(0, True), (1, True), (1, False)])
@@ -258,14 +258,14 @@ def test_a_stopped_rank_is_found_out_and_named(running: Service, rank: int, is_b
     assert f"Rank {rank}" in said, said
     assert "hung" in said
     assert running.leaves_nothing()
-    wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+    wait_until(lambda: not any(map(is_alive, pids)))
 
 
 def test_a_killed_supervisor_takes_the_ranks_with_it(executed: Service) -> None:
     pids = ranks_of(executed)
     executed.process.kill()
     executed.process.wait()
-    wait_until(lambda: not any(map(is_alive, pids)) and executed.leaves_nothing(), timeout=5)
+    wait_until(lambda: not any(map(is_alive, pids)) and executed.leaves_nothing())
 
 
 def test_a_killed_rank_costs_a_copy_of_each_and_no_whole_start(

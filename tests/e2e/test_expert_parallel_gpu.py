@@ -87,7 +87,7 @@ def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
         assert time.monotonic() - started < 10
         assert f"Rank 1 (process {pids[1]})" in two.errors.read_text()
         assert two.leaves_nothing()
-        wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.kernel_change
@@ -106,7 +106,7 @@ def test_two_ranks_replay_decodes_and_one_that_dies_in_the_middle_of_them_is_nam
         assert two.end(10) == 1
         assert f"Rank 1 (process {pids[1]})" in two.errors.read_text()
         assert two.leaves_nothing()
-        wait_until(lambda: not any(map(is_alive, pids)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, pids)))
 
 
 @pytest.mark.long

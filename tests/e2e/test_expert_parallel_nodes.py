@@ -125,7 +125,7 @@ def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
         assert other.process.wait(10) == 0
         assert first.leaves_nothing()
         assert not list(other.run_root.iterdir())
-        wait_until(lambda: not any(map(is_alive, processes)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, processes)))
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, pytest.param(signal.SIGSTOP, marks=pytest.mark.long)])
@@ -149,7 +149,7 @@ def test_a_lost_node_ends_the_service_and_its_rank_is_named(
         other.process.wait(max(0.0, started + 10 - time.monotonic()))
         assert "Rank 1 (process" in first.errors.read_text()
         assert first.leaves_nothing()
-        wait_until(lambda: not any(map(is_alive, processes)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, processes)))
 
 
 @pytest.mark.long
@@ -161,7 +161,7 @@ def test_a_lost_node_0_ends_the_others_with_a_sentence(model: Path, key: Path, t
         assert other.process.wait(10) == 1
         assert "is gone: node 0 has ended or cannot be reached." in other.said.read_text()
         assert not list(other.run_root.iterdir())
-        wait_until(lambda: not any(map(is_alive, processes)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, processes)))
 
 
 def rank_of(node: subprocess.Popen[str]) -> int:
@@ -260,7 +260,7 @@ def test_torchrun_starts_ranks_that_give_the_texts_of_one(model: Path, expected:
         processes = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
         process.wait(15)
-        wait_until(lambda: not any(map(is_alive, processes)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, processes)))
         assert [path.name for path in said.parent.iterdir()] == [said.name]
 
 
@@ -286,4 +286,4 @@ def test_torchrun_on_two_nodes_needs_the_key_and_gives_the_texts_of_one(
         other.kill()
         process.wait(15)
         assert "Rank 1 (process" in said.read_text()
-        wait_until(lambda: not any(map(is_alive, processes)), timeout=2)
+        wait_until(lambda: not any(map(is_alive, processes)))

@@ -26,7 +26,7 @@ SAMPLED = {"prompt": "once upon a time", "temperature": 1.1, "seed": 4, "max_tok
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
-    settings = ("--num-frontends", "2", "--engine-timeout", "2", "--max-restarts", "1000", "--max-model-len", "4096")
+    settings = ("--num-frontends", "2", "--engine-timeout", "5", "--max-restarts", "1000", "--max-model-len", "4096")
     with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
         yield started
 
@@ -336,5 +336,5 @@ def test_nothing_is_left_of_a_killed_supervisor(tmp_path: Path) -> None:
         shared = set(os.listdir("/dev/shm"))
         started.process.kill()
         files = started.run_root
-        wait_until(lambda: not any(is_alive(pid) for pid in everyone) and not list(files.iterdir()), timeout=5)
+        wait_until(lambda: not any(is_alive(pid) for pid in everyone) and not list(files.iterdir()))
         assert set(os.listdir("/dev/shm")) <= shared

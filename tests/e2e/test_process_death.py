@@ -30,7 +30,7 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
 @pytest.fixture
 def watched(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     """A service that soon takes a process for hung; where none hangs, one that is held up for as long is not to be."""
-    with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "2", "--max-restarts", "0") as started:
+    with service(model, tmp_path_factory.mktemp("s"), "--engine-timeout", "5", "--max-restarts", "0") as started:
         yield started
 
 
@@ -128,7 +128,7 @@ def test_a_killed_supervisor_gives_streams_a_terminal_error_and_leaves_nothing(e
     executed.process.kill()
     assert "error" in list(events)[-1]
     executed.process.wait()
-    wait_until(executed.leaves_nothing, timeout=5)
+    wait_until(executed.leaves_nothing)
 
 
 def test_only_the_http_port_is_open_and_the_run_directory_is_private(running: Service) -> None:
