@@ -89,6 +89,9 @@ def picture_chat(browser: Browser, url: str, file: Path) -> None:
     """Ask two questions on the chat page, of which the second finds the first cached, and keep the page."""
     page = browser.page(1000, 620)
     page.open(url)
+    # The demo may go on for long.
+    page.evaluate("localStorage.setItem('moeserve.settings', JSON.stringify({max_tokens: '60', temperature: '0'}))")
+    page.open(f"{url}/?")
     page.wait("document.querySelector('#model-name').textContent")
     page.click("#question")
     for number, question in enumerate(_QUESTIONS, start=1):

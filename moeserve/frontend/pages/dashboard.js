@@ -81,9 +81,7 @@ function showBlocks(sample) {
   const size = about.block_size ?? 1;
   const text = (blocks) => `${count(blocks)} (${count(blocks * size)} tokens)`;
   kv.update([leased, cached, free], [leased, cached, free].map(text));
-  const whole = leased + cached + free || 1;
-  find("#kv-used").textContent = percent(leased / whole);
-  find("#kv-cached").textContent = percent(cached / whole);
+  find("#kv-used").textContent = percent(leased / (leased + cached + free || 1));
   if (sample.disk) find("#kv-disk").textContent = onDisk(sample.disk, size);
   find("#events").textContent = `${count(sample.preemptions)} preempted · ${count(sample.rejections)} refused`;
 }
@@ -105,6 +103,12 @@ function showState(text, kind) {
   if (state.textContent === text) return;
   state.textContent = text;
   state.className = `state ${kind}`;
+}
+
+/** Why there are no figures: a service that sleeps counts nothing. */
+async function showSilence() {
+  const status = await fetch("/ready").then((answer) => answer.json(), () => ({}));
+  showState(status.status === "asleep" ? "asleep" : "no news", "waiting");
 }
 
 function refused(error, again) {
@@ -186,7 +190,7 @@ function listen() {
   find("#key").addEventListener("click", async () => (await server.askForKey()) && location.reload());
   document.addEventListener("visibilitychange", () => !document.hidden && (showAll(), refreshSlow()));
   setInterval(() => {
-    if (lastEvent && performance.now() - lastEvent > STALE_MS) showState("no news", "waiting");
+    if (lastEvent && performance.now() - lastEvent > STALE_MS) showSilence();
   }, 1000);
   setInterval(refreshSlow, SLOW_EVERY_MS);
 }

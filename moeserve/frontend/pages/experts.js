@@ -117,6 +117,7 @@ export class ExpertPanel {
     find("#tied").hidden = !described.tied;
     find("#heat-area").hidden = !described.load;
     find("#balance-note").hidden = !described.balancedness;
+    find("#residency-legend").hidden = !described.residency;
     this.draw();
   }
 
