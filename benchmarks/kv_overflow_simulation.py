@@ -85,6 +85,10 @@ class ScriptedCopies:
                 results.append(CopyResult(job, [1] * len(job.copies), seconds))
         return results
 
+    @property
+    def is_busy(self) -> bool:
+        return any(self._open.values())
+
     def next_end(self) -> float:
         return min(jobs[0][0] for jobs in self._open.values() if jobs)
 
@@ -121,7 +125,7 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
             continue
         seconds = step_seconds(plans[0])
         now, num_rows = now + seconds, num_rows + plans[0].num_tokens
-        outputs = scheduler.commit(plans, [_results(plans[0])])
+        outputs = scheduler.commit(plans, [results_of(plans[0])])
         scheduler.count_step(seconds)
         ends += [now for output in outputs if output.finish_reason is not None]
     assert scheduler.disk is not None
@@ -129,7 +133,8 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
     return Outcome(now, sum(ends) / len(ends), num_rows, scheduler.counters.preemptions, fates[Fate.SWAP])
 
 
-def _results(plan: StepPlan) -> StepResult:
+def results_of(plan: StepPlan) -> StepResult:
+    """Return the results of a plan whose requests all go on with one token."""
     return StepResult(plan.step, [ChunkResult(None if chunk.sampling is None else 5) for chunk in plan.chunks])
 
 

@@ -140,7 +140,8 @@ class Request:
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
     tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`.
-    `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output carries it.
+    `session`: see `Generate`. `cache` is None for most requests; `miss` explains where the match of the prompt ended,
+    until an output carries it.
     Unless the share `least_cached` of its prompt is cached when it is first looked at, it ends at once.
     `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
     scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
@@ -182,6 +183,7 @@ class Request:
     failed: bool = False
     cache: CacheWish | None = None
     miss: Miss | None = None
+    session: str | None = None
     state: RequestState | None = None
     terms: Terms = DEFAULT_TERMS
     arrived_at: float = 0.0

@@ -154,7 +154,8 @@ class Generate(Message):
     A request that `resumes` was with an earlier life of the engine, and goes before all that were not. If that life has
     begun it, it continues: `output_token_ids` (int32 bytes) are its output so far, and `num_prompt_logprobs` log
     probabilities of its prompt are known already. `thought`: the budget of its thoughts, None for no bound.
-    `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed.
+    `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed. `session`: a name
+    that the turns of a conversation share, empty without one; None for a request that calls no tools (see `Turned`).
     """
 
     request_id: str
@@ -170,6 +171,14 @@ class Generate(Message):
     resumes: bool = False
     thought: ThoughtBudget | None = None
     cache_hit_threshold: float = 0.0
+    session: str | None = None
+
+
+class Turned(Message):
+    """The answer of a request that has ended calls tools: its conversation goes on once they have run."""
+
+    request_id: str
+    tools: list[str]
 
 
 class Finish(Message):
@@ -318,7 +327,7 @@ class Heartbeat(Message):
     busy: bool
 
 
-ToEngine = Hello | Generate | Finish | Abort | Control
+ToEngine = Hello | Generate | Turned | Finish | Abort | Control
 FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Stats | ControlResult | Heartbeat
 
 

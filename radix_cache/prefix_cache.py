@@ -16,7 +16,7 @@ from radix_cache.facts import Fact, Published, facts_of
 from radix_cache.invariants import check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
-from radix_cache.nodes import Lease, Node, Snapshot
+from radix_cache.nodes import Lease, Node, Retention, Snapshot
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.stored import StoredBlock, StoredBlocks
@@ -542,6 +542,32 @@ class PrefixCache:
                 if self._windows is not None and node.keeps:
                     lease.ends[wanted] = RETAINED
                     self._windows.retain(lease.block_ids[:wanted])
+
+    def expect_back(
+        self, tokens: array[int], namespace: str, after_s: float, ttl: float, share: float | None = None
+    ) -> Retention | None:
+        """Note that the cached prefix of `tokens` is next used in about `after_s` seconds.
+
+        Until then it goes like prefixes that were last used as long ago. For `ttl` seconds, if it is not 0, it is
+        retained as by `retain`. Return the retention, for `end_retention`; None if there is none, or one before.
+        """
+        lease = self.match(tokens, namespace)
+        num_tokens, before = (
+            lease.num_published_tokens,
+            len(self._tree.ledger.account(account_of(namespace)).retentions),
+        )
+        if ttl > 0:
+            self.retain(lease, num_tokens, ttl, share)
+        node = lease.node
+        self.release(lease)
+        self._tree.demote(node, after_s)
+        is_new = len(self._tree.ledger.account(account_of(namespace)).retentions) > before
+        return node.retention if is_new else None
+
+    def end_retention(self, retention: Retention, ttl: float) -> None:
+        """End a retention of `expect_back` for `ttl` seconds, unless it has ended or a client has a part in it."""
+        if retention.node is not None and not retention.is_pinned and retention.ttl == ttl:
+            self._tree.end_retention(retention)
 
     def pin(
         self, tokens: array[int], namespace: str = "", share: float | None = None, pin_share: float | None = None

@@ -9,18 +9,21 @@ of a node are found by the ids of their first block, and the rest of a run is co
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections.abc import Collection, Iterator
 from itertools import islice
 
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS, EvictionRecord
 from radix_cache.facts import Evicted, Fact, Published
-from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node
+from radix_cache.nodes import APART, NOT_QUEUED, PUBLIC, Node, Retention
 from radix_cache.retention import RetentionLedger, account_of
 from radix_cache.snapshots import SnapshotTable, split_snapshots
 from radix_cache.victims import Victims
 
 _DROPPED_AT_ONCE = 128  # blocks, about half a millisecond's work
 _NEWEST_CHILDREN = 32  # of a node, among which `latest_child` looks
+# Stamps are known by time at intervals of one second, of the last hour or two.
+_SECONDS_BETWEEN_TIMES, _MOST_TIMES = 1.0, 7200
 
 
 class RadixTree:
@@ -29,8 +32,9 @@ class RadixTree:
     Invariants: a lease's node ends exactly where the lease's published tokens end (a partly matched run is split); an
     unreferenced leaf is queued once among the victims; a root lives as long as it has children or references.
 
-    Recency: only the release of a lease sets a stamp, and only on its deepest node. A node was used at least as
-    recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes its stamp up.
+    Recency: the release of a lease sets a stamp, on its deepest node alone, and `demote` an older one. A node was used
+    at least as recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes
+    its stamp up.
 
     A namespace's prefixes lie below its root, or below a prefix of the namespace PUBLIC that they begin with: a match
     follows public runs as far as it can, then the namespace's own runs. A namespace whose name ends with APART has only
@@ -45,6 +49,7 @@ class RadixTree:
         "_block_bytes",
         "_clock",
         "_serial",
+        "_times",
         "branches",
         "evictions",
         "facts",
@@ -68,6 +73,8 @@ class RadixTree:
         """max_recorded_evictions: blocks, of all accounts together."""
         self._block_bytes = 4 * block_size
         self._clock = 0
+        # (time, the last stamp at that time)
+        self._times = [(0.0, 0)]
         self._serial = 0
         self.facts = facts
         self.victims = Victims()
@@ -214,7 +221,41 @@ class RadixTree:
         self._clock += 1
         node.last_used = self._clock
         node.used_at = self.now
+        if self.now - self._times[-1][0] >= _SECONDS_BETWEEN_TIMES:
+            self._times.append((self.now, self._clock))
+            if len(self._times) > _MOST_TIMES:
+                del self._times[: _MOST_TIMES // 2]
         self._drop_reference(node)
+
+    def demote(self, node: Node, seconds: float) -> None:
+        """Let the prefix that ends with `node`, and one run behind it, go as if they were last used so long ago.
+
+        As far as nothing else continues the prefix. Its next release ends it.
+        """
+        used_at = self.now - seconds
+        stamp = self._clock_at(used_at)
+        below = next(iter(node.children.values())) if len(node.children) == 1 else None
+        if below is not None and not below.children:
+            self._make_older(below, stamp)
+        current: Node | None = node
+        while current is not None and current.parent is not None and current.namespace == node.namespace:
+            if current.refs or len(current.children) > 1:
+                return
+            self._make_older(current, stamp)
+            current = current.parent
+
+    def _make_older(self, node: Node, stamp: int) -> None:
+        node.last_used = min(node.last_used, stamp)
+        self._requeue(node)
+
+    def _clock_at(self, time: float) -> int:
+        """Return the stamp of the prefixes that were last used at about a time."""
+        index = bisect_right(self._times, time, key=lambda entry: entry[0]) - 1
+        return self._times[index][1] if index >= 0 else 0
+
+    def end_retention(self, retention: Retention) -> None:
+        """End a retention before its time."""
+        self._requeue(self.ledger.drop(retention))
 
     def num_to_spare(self, account: str, most: int) -> int:
         """Count, up to `most`, the evictable blocks that an account would take from accounts that hold less than it."""

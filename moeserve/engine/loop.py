@@ -21,6 +21,7 @@ from moeserve.scheduling.drafting import DraftCounters
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
+from moeserve.scheduling.tool_waits import ToolWaitCounters, ToolWaits
 from moeserve.wire import (
     PROTOCOL_VERSION,
     Abort,
@@ -39,6 +40,7 @@ from moeserve.wire import (
     Refused,
     Rejected,
     Stats,
+    Turned,
     unpack_token_ids,
 )
 from radix_cache import PrefixCache
@@ -84,7 +86,8 @@ class Engine:
         self._inbox = Inbox(socket.receive)
         block_bytes = ready.kv_bytes // ready.num_blocks
         self._commands = Commands(caches, experts, self._send, scheduler.disk, block_bytes)
-        self._stats = EngineStats(scheduler, caches)
+        self._tool_waits = ToolWaits(caches, scheduler)
+        self._stats = EngineStats(scheduler, caches, self._tool_waits.counters)
         self._progress = 0
         self._step_progress = step_progress
         self._copier = copier
@@ -103,6 +106,7 @@ class Engine:
             self._commands.advance()
             started = time.monotonic()
             self._scheduler.tell_time(started)
+            self._tool_waits.advance(started)
             self._drop_late()
             self._exchange_copies()
             self._send_outputs(self._scheduler.decline_cold())
@@ -181,6 +185,8 @@ class Engine:
                 self._end(self._scheduler.abort(message.request_id))
             case Finish():
                 self._end(self._scheduler.finish(message.request_id, message.keep_tokens))
+            case Turned():
+                self._tool_waits.begin(message.request_id, message.tools, time.monotonic())
             case Hello():
                 self._send(sender, self._answer_hello(sender, message))
             case Control():
@@ -213,6 +219,7 @@ class Engine:
             self._reject(sender, Rejected(request_id, "invalid", str(error)))
         else:
             self._asked_by[request_id] = sender
+            self._tool_waits.note_return(request, time.monotonic())
             self._stats.count_arrival(request, time.monotonic())
             self._send(sender, Admitted(request_id))
 
@@ -238,6 +245,7 @@ class Engine:
             resumes=message.resumes,
             suspect_until=self._suspects.until(message.request_id),
             budget=message.thought,
+            session=message.session,
             earlier_output=output,
             least_cached=0.0 if output else message.cache_hit_threshold,
         )
@@ -270,6 +278,8 @@ class Engine:
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
+                if output.finish_reason is FinishReason.STOP:
+                    self._tool_waits.note_end(output.request)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
 
@@ -319,8 +329,9 @@ def _checked(wish: CacheWish | None) -> CacheWish | None:
 class EngineStats:
     """Counters of the engine's loop, for metrics. Times are `time.monotonic` seconds."""
 
-    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache]) -> None:
+    def __init__(self, scheduler: Scheduler, caches: Sequence[PrefixCache], tool_waits: ToolWaitCounters) -> None:
         self._scheduler = scheduler
+        self._tool_waits = tool_waits
         self._caches = caches
         self._rejections: dict[str, int] = {}
         self._step_seconds = 0.0
@@ -368,9 +379,21 @@ class EngineStats:
             rejections=dict(self._rejections),
             step_seconds=self._step_seconds,
             queue_seconds=queue_seconds,
-            features=features | _draft_samples(self._scheduler.draft_counters),
+            features=features | _draft_samples(self._scheduler.draft_counters) | _wait_samples(self._tool_waits),
             load=self._scheduler.load(),
         )
+
+
+def _wait_samples(counters: ToolWaitCounters) -> FeatureSamples:
+    return {
+        "moeserve_tool_waits": [
+            ["begun", counters.num_waits],
+            ["kept", counters.num_kept],
+            ["read_back", counters.num_read],
+            ["returned", counters.num_returned],
+            ["returned_in_time", counters.num_in_time],
+        ]
+    }
 
 
 def _draft_samples(counters: DraftCounters | None) -> FeatureSamples:

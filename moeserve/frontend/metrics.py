@@ -259,6 +259,11 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
         ("kind",),
     ),
     "moeserve_kv_disk_slower": (CounterMetricFamily, "Prefixes on disk that were computed because that was sooner", ()),
+    "moeserve_tool_waits": (
+        CounterMetricFamily,
+        "Conversations whose tools run: begun; with KV kept, read back from disk; returned, with KV still kept",
+        ("event",),
+    ),
     "moeserve_kv_overflow": (
         CounterMetricFamily,
         "Preempted requests by what was to become of their KV: keep it in memory, swap it to disk, recompute it",

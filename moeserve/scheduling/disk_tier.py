@@ -8,6 +8,7 @@ Both times are measured by others and told: plans depend on when copies end, as 
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
@@ -132,6 +133,11 @@ class DiskTier:
         return self._cache.num_stored(request.token_ids, request.namespace, request.prefix_names, first) * size
 
     @property
+    def is_reading(self) -> bool:
+        """True while blocks are being read that somebody may wait for."""
+        return any(not job.is_cancelled for job in self._readings)
+
+    @property
     def waiting(self) -> Collection[Request]:
         """The requests that wait for their prefixes."""
         return self._of_request.keys()
@@ -204,6 +210,30 @@ class DiskTier:
             reading = self._begin(restore, now)
         reading.waiting.append(request)
         self._of_request[request] = reading
+        return True
+
+    def recovery_s(self, tokens: array[int], namespace: str, compute_s: float) -> float:
+        """Return the seconds that it takes to have the KV of tokens again, which can be computed in `compute_s`."""
+        names: list[bytes] = []
+        num_blocks = self._cache.num_stored(tokens, namespace, names, 0)
+        is_stored = num_blocks > 0 and (num_blocks + 1) * self._cache.block_size >= len(tokens)
+        return min(compute_s, num_blocks * self._read_s) if is_stored and self._read_s is not None else compute_s
+
+    def read_back(self, tokens: array[int], namespace: str, now: float, num_spoken_for: int) -> bool:
+        """Begin to read what of a prefix is on disk and not in memory, for nobody yet.
+
+        Return False if there is nothing, or too little memory beside `num_spoken_for` blocks.
+        """
+        names: list[bytes] = []
+        cache = self._cache
+        first = cache.peek(tokens, namespace) // cache.block_size
+        stop = cache.num_stored(tokens, namespace, names, first)
+        if stop == first or names[first] in self._coming:
+            return False
+        restore = cache.begin_restore(tokens, namespace, names, num_spoken_for)
+        if restore is None:
+            return False
+        self._begin(restore, now)
         return True
 
     def leave(self, request: Request) -> bool:

@@ -244,6 +244,18 @@ class Scheduler:
         for request in self.disk.end(result, now):
             self._place(request)
 
+    def recovery_s(self, tokens: array[int], namespace: str) -> float:
+        """Return the seconds that it takes to have the KV of tokens again once it has left memory."""
+        compute_s = self._pace.compute_s(0, len(tokens))
+        return compute_s if self.disk is None else self.disk.recovery_s(tokens, namespace, compute_s)
+
+    def read_back(self, tokens: array[int], namespace: str) -> bool:
+        """Begin to read KV from disk into memory that running requests do not need. Return False where none is."""
+        if self.disk is None:
+            return False
+        num_spoken_for = sum(map(self._memories[0].num_missing_blocks, self._running)) + len(self._running)
+        return self.disk.read_back(tokens, namespace, self._pace.now, num_spoken_for)
+
     def fail(self, request: Request, error: str) -> RequestOutput | None:
         """End a request with an error. Return None for a request that has finished."""
         return None if request.finished else self._end(request, FinishReason.ERROR, error)
@@ -464,6 +476,8 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
+        if self.disk is not None and self.disk.is_reading:
+            return  # into leased blocks, for nobody yet
         for memory in self._memories:
             memory.check_idle()
 

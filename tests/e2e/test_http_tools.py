@@ -10,7 +10,7 @@ import pytest
 from openai import BadRequestError, OpenAI
 
 from moeserve.plan import FinishReason, TokenLogprobs
-from moeserve.wire import Admitted, Generate, unpack_token_ids
+from moeserve.wire import Admitted, Generate, Turned, unpack_token_ids
 from tests.support.fake_engine import FakeEngine, say
 from tests.support.frontend import Frontend, frontend
 
@@ -104,6 +104,24 @@ def test_forced_calls_and_strict_tools_reach_the_engine_with_a_grammar(server: F
     assert "weather" in required
     assert "weather" not in named
     assert "clock" in named
+
+
+def test_the_engine_is_told_of_the_tools_that_an_answer_calls_and_of_the_session(
+    server: Frontend, client: OpenAI
+) -> None:
+    server.engine.script = say(CALLS)
+    chat(client, tools=TOOLS, extra_headers={"X-Session-ID": "s1"})
+    list(chat(client, tools=TOOLS, stream=True, extra_headers={"X-Session-ID": "s1"}))
+    server.engine.script = say("no call")
+    chat(client, tools=TOOLS, prompt_cache_key="s1")
+    chat(client, tools=TOOLS)
+    chat(client)
+    sessions = [generate.session for generate in server.engine.of(Generate)]
+    assert sessions[0] == sessions[1] == sessions[2] != ""
+    assert sessions[3:] == ["", None]
+    turns = server.engine.wait_for(Turned, 2)
+    assert [turn.tools for turn in turns] == [["weather", "clock"]] * 2
+    assert [turn.request_id for turn in turns] == [one.request_id for one in server.engine.of(Generate)[:2]]
 
 
 def test_older_functions_are_called_the_older_way(server: Frontend, client: OpenAI) -> None:

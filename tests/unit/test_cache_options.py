@@ -50,8 +50,8 @@ FACTS = ModelFacts(("tiny",), 512, 300, (), {}, 0)
 def test_the_longest_time_that_a_client_asks_for_counts(
     key: str | None, retention: str | None, options: dict[str, Any] | None, seconds: int | None
 ) -> None:
-    assert read_cache_options(key, retention, options, None) == CacheOptions(seconds=seconds)
-    assert read_cache_options(key, retention, options, True) == CacheOptions(seconds=seconds, report=True)
+    assert read_cache_options(key, retention, options, None) == CacheOptions(seconds=seconds, key=key)
+    assert read_cache_options(key, retention, options, True) == CacheOptions(seconds=seconds, report=True, key=key)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,13 @@ import pytest
 
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineGone, EngineSilent, RequestGroup, RequestRejected
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
-from moeserve.wire import Admitted, Generate, Output, Rejected, pack_token_ids, unpack_token_ids
+from moeserve.wire import Admitted, Finish, Generate, Output, Rejected, pack_token_ids, unpack_token_ids
 
 
-def group_of(*names: str, patience_s: float = 60.0, finished: list[tuple[str, int]] | None = None) -> RequestGroup:
-    told = [] if finished is None else finished
+def group_of(*names: str, patience_s: float = 60.0, finished: list[Any] | None = None) -> RequestGroup:
+    told: list[Any] = [] if finished is None else finished
     generates = [Generate(name, pack_token_ids([1, 2]), SamplingParams(max_tokens=9)) for name in names]
-    return RequestGroup(generates, lambda name, keep: told.append((name, keep)), patience_s)
+    return RequestGroup(generates, told.append, patience_s)
 
 
 def on_a_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -53,13 +53,13 @@ async def test_a_next_engine_gets_what_is_left_of_the_open_requests() -> None:
 
 @on_a_loop
 async def test_a_request_at_its_stop_string_needs_no_other_engine() -> None:
-    told: list[tuple[str, int]] = []
+    told: list[Any] = []
     group = group_of("a", finished=told)
     group.take_to_engine()
     admit(group, "a")
     group.put(Output("a", [5, 6, 7]))
     group.finish(0, 2)
-    assert told == [("a", 2)]
+    assert told == [Finish("a", 2)]
     group.lose_engine()
     assert group.take_to_engine() == []
     last = (await group.next())[-1][1]

@@ -48,7 +48,7 @@ def read_cache_options(
     if options is not None:
         implicit, longer = _read_options(options)
         seconds.append(longer)
-    return CacheOptions(seconds=max(seconds) if implicit else None, report=bool(report))
+    return CacheOptions(seconds=max(seconds) if implicit else None, report=bool(report), key=key)
 
 
 def read_breakpoint(mark: CacheBreakpoint, options: dict[str, Any] | None, where: str) -> int:

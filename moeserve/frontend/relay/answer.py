@@ -53,11 +53,12 @@ def build_generates(
     terms: Terms = DEFAULT_TERMS,
     arrived_at: float | None = None,
     thought: ThoughtBudget | None = None,
+    session: str = "",
 ) -> list[Generate]:
     """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit.
 
-    A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at, thought: see
-    `Generate`.
+    A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at, thought,
+    session: see `Generate`.
     """
     priority = BACKGROUND_PRIORITY if terms.background else request.priority
     generates: list[Generate] = []
@@ -83,6 +84,7 @@ def build_generates(
                     arrived_at,
                     thought=thought,
                     cache_hit_threshold=request.cache_hit_threshold,
+                    session=session if request.tools else None,
                 )
             )
     return generates
@@ -99,7 +101,8 @@ def derive_seed(seed: int, sample: int) -> int:
 class Answer:
     """The state of an answer: turns outputs into deltas and counts tokens.
 
-    `finishes` collects (choice, tokens to keep) of choices that met a stop string, for the caller to tell the engine.
+    `finishes` collects (choice, tokens to keep) of choices that met a stop string, `turns` (choice, names of tools) of
+    choices that ended with calls, for the caller to tell the engine.
     """
 
     def __init__(
@@ -114,6 +117,7 @@ class Answer:
         """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them.
         thoughts: of the model, to be counted."""
         self.finishes: list[tuple[int, int]] = []
+        self.turns: list[tuple[int, list[str]]] = []
         self.num_open = request.num_choices
         self._n, self._best, self._echoes = request.n, request.best, request.echo
         self._prompts = prompts
@@ -188,6 +192,8 @@ class Answer:
         if output.finish_reason is not None:
             self.num_open -= 1
             text.finish(delta, output.finish_reason.value)
+            if delta.finish_reason == "tool_calls":
+                self.turns.append((choice, text.called))
             if shown:
                 delta.prompt = shown.asked_tokens()
         elif text.keep_tokens is not None and not stopped_before:
@@ -279,6 +285,7 @@ class OutputText:
         self.index = index
         self.num_tokens = 0
         self.keep_tokens: int | None = None
+        self.called: list[str] = []  # names of tools
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._matcher = StopMatcher(stops, includes=include_stop)
         self._include_stop = include_stop
@@ -371,6 +378,7 @@ class OutputText:
                     delta.calls[-1].arguments += call.arguments
                 else:
                     delta.calls.append(call)
+                    self.called += [call.name] if call.name else []
         return "".join(pieces)
 
     def _match(self, text: str, may_stop: bool) -> str:

@@ -34,6 +34,7 @@ from moeserve.wire import (
     Rest,
     RunContext,
     Stats,
+    Turned,
     decode_news,
 )
 
@@ -116,7 +117,7 @@ class EngineClient:
         """
         if self.dead_reason is not None:
             raise EngineGone(self.dead_reason)
-        group = RequestGroup(generates, self._finish, _PATIENCE * self._run.config.engine_timeout)
+        group = RequestGroup(generates, self._send_of_group, _PATIENCE * self._run.config.engine_timeout)
         self.num_submitted += len(generates)
         try:
             for generate in generates:
@@ -190,10 +191,7 @@ class EngineClient:
         for generate in group.take_to_engine():
             self._send_of_group(generate)
 
-    def _finish(self, request_id: str, keep_tokens: int) -> None:
-        self._send_of_group(Finish(request_id, keep_tokens))
-
-    def _send_of_group(self, message: Generate | Finish | Abort) -> None:
+    def _send_of_group(self, message: Generate | Turned | Finish | Abort) -> None:
         """Send a message unless the engine is away: its next life gets the rest of the group."""
         if self._link is not None:
             self._link.send(message)

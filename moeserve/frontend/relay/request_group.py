@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from moeserve.plan import FinishReason
-from moeserve.wire import Admitted, Generate, Output, Rejected, pack_token_ids
+from moeserve.wire import Admitted, Finish, Generate, Output, Rejected, Turned, pack_token_ids
 
 
 class EngineGone(Exception):
@@ -80,12 +80,12 @@ class RequestGroup:
     it had the requests.
     """
 
-    def __init__(self, generates: list[Generate], finish: Callable[[str, int], None], patience_s: float) -> None:
+    def __init__(self, generates: list[Generate], send: Callable[[Finish | Turned], None], patience_s: float) -> None:
         """patience_s: how long an engine that is there may take to admit the requests."""
         self.num_deaths = 0
         self._patience_s = patience_s
         self._patience: asyncio.Timeout | None = None
-        self._finish = finish
+        self._send = send
         self._ids = [generate.request_id for generate in generates]
         self._sequences = [_Sequence(generate) for generate in generates]
         self._index = {request_id: index for index, request_id in enumerate(self._ids)}
@@ -209,7 +209,12 @@ class RequestGroup:
         """End a request at a stop string; its terminal output follows. No effect on a request that has ended."""
         if self._ids[index] in self._open:
             self._sequences[index].kept_tokens = keep_tokens
-            self._finish(self._ids[index], keep_tokens)
+            self._send(Finish(self._ids[index], keep_tokens))
+
+    def turn(self, index: int, tools: list[str]) -> None:
+        """Tell the engine which tools the answer of a request calls that has ended."""
+        if self._is_with_engine:
+            self._send(Turned(self._ids[index], tools))
 
     def close(self) -> list[str]:
         """Return the requests that the engine has and that still need an abort. Later outputs are dropped."""

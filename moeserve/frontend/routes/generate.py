@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 import secrets
 import time
@@ -153,6 +154,7 @@ class GenerateRoute:
             terms=terms,
             arrived_at=state["arrival"],
             thought=self._thought_budget(prepared),
+            session=_session_of(scope, request),
         )
         send = _tell_cut(send, request, generates)
         answer = Answer(
@@ -233,6 +235,13 @@ def leave_refusal(will: Will, scope: Scope, error: ApiError) -> None:
         will.answer(error.status, [_JSON, *error.headers()], scope["state"]["error_body"](error))
 
 
+def _session_of(scope: Scope, request: GenerateRequest) -> str:
+    """Return a name that the turns of a conversation share: a digest of the client's, or nothing."""
+    named = next((value for name, value in scope["headers"] if name == b"x-session-id"), b"")
+    found: bytes = named or (request.cache.key or "").encode()
+    return hashlib.blake2b(found, digest_size=16).hexdigest() if found else ""
+
+
 def _header_list(names: Sequence[str]) -> bytes:
     """Return names that a client wrote as the value of a header."""
     return re.sub(r"[^\w.,-]", "?", ",".join(dict.fromkeys(names)), flags=re.ASCII)[:_MAX_HEADER_CHARS].encode()
@@ -296,6 +305,8 @@ def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], pro
     deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
     while answer.finishes:
         group.finish(*answer.finishes.pop())
+    while answer.turns:
+        group.turn(*answer.turns.pop())
     return deltas
 
 

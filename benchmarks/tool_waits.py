@@ -1,0 +1,211 @@
+"""`python -m benchmarks.tool_waits`: agents that wait for tools, and which of their KV stays, on a scripted clock.
+
+Scheduler, tree and decisions are the service's; steps and copies take as long as a script says
+(`benchmarks.kv_overflow_simulation`). Each agent's prompt grows by its answer and the tool's result with every turn. A
+job's time is that of all its turns, without the time of its tools.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import StrEnum
+from heapq import heappop, heappush
+from math import exp, inf, log
+from random import Random
+from statistics import mean
+
+import click
+
+from benchmarks.kv_overflow_simulation import BUDGET, ScriptedCopies, results_of, step_seconds
+from moeserve.plan import Request, SamplingParams
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.scheduling.tool_waits import ToolWaits
+from radix_cache import PrefixCache, StoredBlocks
+
+SIZE = 16
+# Median seconds of tools, and how often each is called.
+TOOLS = {"read": (2.0, 5), "search": (10.0, 3), "build": (90.0, 2)}
+
+
+class Policy(StrEnum):
+    """What decides which KV stays in memory."""
+
+    LRU = "LRU"
+    WAITS = "kept for the tool"
+    BELADY = "Bélády"
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """token_s: seconds that a copy of a token takes; None without a disk. share: of the working set, in KV. speed: of
+    the service, times that of the script."""
+
+    share: float = 0.25
+    token_s: float | None = None
+    agents: int = 32
+    turns: int = 8
+    prompt: int = 3000
+    answer: int = 24
+    result: int = 300
+    speed: float = 16.0
+    sigma: float = 1.0
+    jobs: int = 3
+    seed: int = 1
+
+
+@dataclass(slots=True)
+class Agent:
+    """Does one job after another. due: when it asks next; the turns of its job have taken `busy_s`."""
+
+    number: int
+    random: Random
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    job: int = 0
+    turn: int = 0
+    asked_at: float = 0.0
+    due: float = 0.0
+    busy_s: float = 0.0
+    is_waiting: bool = True
+
+    @property
+    def namespace(self) -> str:
+        return f"key/{self.number}"
+
+    def draw(self, count: int) -> array[int]:
+        """Return new tokens."""
+        return array("i", (self.random.randrange(10**6) for _ in range(count)))
+
+    def call(self, sigma: float) -> tuple[str, float]:
+        """Return a tool, and the seconds that it takes."""
+        (tool,) = self.random.choices(list(TOOLS), [weight for _, weight in TOOLS.values()])
+        return tool, exp(self.random.gauss(log(TOOLS[tool][0]), sigma))
+
+
+class Bench:
+    """One replay under one policy."""
+
+    def __init__(self, replay: Replay, policy: Policy) -> None:
+        self.replay, self.policy = replay, policy
+        final = replay.prompt + replay.turns * (replay.answer + replay.result)
+        self.num_blocks = round(replay.share * replay.agents * final / SIZE)
+        stored = None if replay.token_s is None else StoredBlocks(bytes(32), "0" * 32, 10**12)
+        self.cache = PrefixCache(self.num_blocks, SIZE, stored=stored, retention_share=0.9)
+        self.scheduler = Scheduler(
+            [self.cache],
+            max_num_seqs=16,
+            max_num_batched_tokens=BUDGET,
+            max_num_queued_reqs=1000,
+            max_model_len=final + BUDGET,
+        )
+        self.waits = ToolWaits([self.cache], self.scheduler) if policy is Policy.WAITS else None
+        self.copies = ScriptedCopies(SIZE * (replay.token_s or 0.0))
+        self.now = 0.0
+        self.calls: list[tuple[float, int]] = []
+        self.agents = [Agent(number, Random(1000 * replay.seed + number)) for number in range(replay.agents)]
+        for agent in self.agents:
+            agent.tokens = agent.draw(replay.prompt)
+            agent.due = 2.0 * agent.number
+            heappush(self.calls, (agent.due, agent.number))
+        self.job_s: list[float] = []
+
+    def run(self) -> float:
+        """Return the mean seconds of a job."""
+        while self.calls or not self.scheduler.is_idle:
+            while self.calls and self.calls[0][0] <= self.now:
+                self.ask(self.agents[heappop(self.calls)[1]])
+            self.step()
+        return mean(self.job_s)
+
+    def ask(self, agent: Agent) -> None:
+        agent.asked_at, agent.is_waiting = self.now, False
+        request = Request(
+            f"{agent.number}", agent.tokens[:], SamplingParams(self.replay.answer), agent.namespace, session=""
+        )
+        if self.waits is not None:
+            self.waits.note_return(request, self.now)
+        self.scheduler.add(request)
+
+    def step(self) -> None:
+        scheduler = self.scheduler
+        scheduler.tell_time(self.now)
+        for result in self.copies.take(self.now):
+            scheduler.end_copy(result, self.now)
+        if self.waits is not None:
+            self.waits.advance(self.now)
+        for job in scheduler.take_copies(self.now):
+            self.copies.start(job, self.now)
+        if self.policy is Policy.BELADY:
+            self.make_room()
+        plans = scheduler.schedule()
+        if plans is None:
+            ends = self.copies.next_end() if self.copies.is_busy else inf
+            self.now = max(self.now, min(ends, self.calls[0][0] if self.calls else inf, self.now + 0.05))
+            return
+        seconds = step_seconds(plans[0]) / self.replay.speed
+        self.now += seconds
+        outputs = scheduler.commit(plans, [results_of(plans[0])])
+        scheduler.count_step(seconds)
+        for output in outputs:
+            if output.finish_reason is not None:
+                self.end(output.request)
+
+    def end(self, request: Request) -> None:
+        agent = self.agents[int(request.request_id)]
+        agent.busy_s += self.now - agent.asked_at
+        agent.turn += 1
+        if agent.turn == self.replay.turns:
+            self.end_job(agent)
+            return
+        tool, gap = agent.call(self.replay.sigma)
+        agent.due, agent.is_waiting = self.now + gap, True
+        agent.tokens = request.token_ids + agent.draw(self.replay.result)
+        heappush(self.calls, (agent.due, agent.number))
+        if self.waits is not None:
+            self.waits.note_end(request)
+            self.waits.begin(request.request_id, [tool], self.now)
+
+    def end_job(self, agent: Agent) -> None:
+        """Let the agent begin its next job, unless it was its last one. The first one does not count."""
+        agent.job += 1
+        if agent.job > 1:
+            self.job_s.append(agent.busy_s)
+        agent.busy_s, agent.turn, agent.is_waiting = 0.0, 0, True
+        agent.tokens = agent.draw(self.replay.prompt)
+        agent.due = self.now + agent.random.expovariate(1 / 5.0) if agent.job < self.replay.jobs else inf
+        if agent.due < inf:
+            heappush(self.calls, (agent.due, agent.number))
+
+    def make_room(self) -> None:
+        """Drop the KV of agents that come last, until that of the others fits beside the running requests."""
+        growth = self.replay.answer + self.replay.result
+        needed = sum(-(-(len(agent.tokens) + growth) // SIZE) for agent in self.agents if not agent.is_waiting)
+        for agent in sorted((one for one in self.agents if one.is_waiting), key=lambda one: one.due):
+            kept = self.cache.peek(agent.tokens, agent.namespace) // SIZE
+            if needed + kept > self.num_blocks:
+                for _ in self.cache.drop([agent.namespace]):
+                    pass
+            else:
+                needed += kept
+
+
+@click.command()
+@click.option("--share", type=float, default=0.25, show_default=True, help="KV, of the working set.")
+@click.option("--token-ms", type=float, default=0.05, show_default=True, help="Of a copy, with a disk.")
+@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
+def command(share: float, token_ms: float, seeds: int) -> None:
+    """Print the mean time of a job by policy, with KV in memory alone and with a disk."""
+    click.echo("| tiers | policy | mean time of a job, s | of LRU's | of Bélády's |")
+    click.echo("|---|---|---|---|---|")
+    for name, token_s in (("memory", None), (f"memory and disk, {token_ms:g} ms per token", token_ms / 1000)):
+        found = {
+            policy: mean(Bench(Replay(share, token_s, seed=seed), policy).run() for seed in range(1, seeds + 1))
+            for policy in Policy
+        }
+        for policy, seconds in found.items():
+            of = f"{seconds / found[Policy.LRU]:.2f} | {seconds / found[Policy.BELADY]:.2f}"
+            click.echo(f"| {name} | {policy.value} | {seconds:.1f} | {of} |")
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,257 @@
+"""How long a conversation's KV is kept while its tools run. No clock here; the caller tells the time.
+
+A turn that calls tools comes back when they have run. The service learns how long each tool of each account takes, and
+keeps the conversation's KV for the time that costs least: keeping costs a share of memory for as long, losing it costs
+the seconds that it takes to have it again. Where it is on disk that is cheap, so it is kept for less; it then comes
+back into memory shortly before the conversation is expected.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import insort
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from moeserve.plan import Request
+from radix_cache import PrefixCache, Retention, account_of
+
+_REMEMBERED = 64  # latest durations of a tool
+_KNOWN_FROM = 4  # durations from which on a tool's own count alone
+# Seconds: eight quantiles of a log-normal distribution with a median of 5 s, for tools that nothing is known of.
+_UNKNOWN = (0.5, 1.3, 2.4, 3.9, 6.4, 10.4, 19.0, 49.6)
+_MOST_TOOLS = 4096
+_MOST_WAITS = 256
+_MOST_ENDED = 256  # requests that have ended and may turn out to have called a tool
+_LATEST_S = 3600.0  # a conversation that comes later does not count as a tool's duration
+# Seconds that others lose for each second in which all of memory is kept.
+_PRICE = 0.2
+# A wait that is open is expected to take so many times as long as it has.
+_TIMES_SO_FAR = 1.5
+_MARGIN = 1.1  # times a duration, for which KV is kept that is expected after it
+_EARLY, _LATE = 0.1, 0.9  # quantiles of a tool's duration between which KV that was read back is kept
+_LEAST_KEPT_S = 1.0  # that KV is kept which was read back
+_WORTH_READING_S = 0.02  # readings that take less are left to the request that needs them
+
+
+class Durations:
+    """The latest durations of a tool, in seconds."""
+
+    def __init__(self) -> None:
+        self._latest: deque[float] = deque()
+        self._sorted: list[float] = []
+
+    def add(self, seconds: float) -> None:
+        if len(self._latest) == _REMEMBERED:
+            self._sorted.remove(self._latest.popleft())
+        self._latest.append(seconds)
+        insort(self._sorted, seconds)
+
+    def samples(self) -> Sequence[float]:
+        """Return durations, the shortest first, that stand for what the tool will take."""
+        if len(self._latest) >= _KNOWN_FROM:
+            return self._sorted
+        return sorted((*_UNKNOWN, *self._sorted, *self._sorted))
+
+
+def best_keep_s(samples: Sequence[float], lost_s: float, rent: float) -> float:
+    """Return for how long to keep KV, so that its expected cost is least; 0 not to keep it.
+
+    samples: durations, the shortest first. lost_s: seconds to have the KV again. rent: seconds lost elsewhere for each
+    second of keeping it.
+    """
+    best_cost, best = lost_s, 0.0
+    ended_s, number = 0.0, len(samples)
+    for index, seconds in enumerate(samples):
+        ended_s += seconds
+        until = seconds * _MARGIN
+        num_later = number - index - 1
+        cost = (rent * (ended_s + until * num_later) + lost_s * num_later) / number
+        if cost < best_cost:
+            best_cost, best = cost, until
+    return best
+
+
+@dataclass(eq=False, slots=True)
+class Wait:
+    """A conversation whose tools run since `since`.
+
+    kept_until, read_at: when its KV is no longer retained, and is read back; None not to do so. retention: None without
+    one of its own, `ttl` its seconds.
+    """
+
+    tokens: array[int]
+    namespace: str
+    session: str
+    tool: str
+    rank: int
+    share: float | None
+    since: float
+    kept_until: float | None = None
+    read_at: float | None = None
+    ttl: float = 0.0
+    retention: Retention | None = None
+
+
+@dataclass(slots=True)
+class ToolWaitCounters:
+    """Totals since the start. num_kept: of `num_waits`. num_returned: came back, `num_in_time` while they were kept.
+    num_read: were read back from disk before they came."""
+
+    num_waits: int = 0
+    num_kept: int = 0
+    num_returned: int = 0
+    num_in_time: int = 0
+    num_read: int = 0
+
+
+class Recovery(Protocol):
+    """Gives back KV that has left memory."""
+
+    def recovery_s(self, tokens: array[int], namespace: str) -> float:
+        """Return the seconds that it takes to have the KV of tokens again."""
+        ...
+
+    def read_back(self, tokens: array[int], namespace: str) -> bool:
+        """Begin to read KV from disk into memory. Return False where that cannot be, or need not be."""
+        ...
+
+
+class ToolWaits:
+    """The conversations whose tools run, and what is known of the tools."""
+
+    def __init__(self, caches: Sequence[PrefixCache], recovery: Recovery) -> None:
+        self._caches = caches
+        self._recovery = recovery
+        self._durations: OrderedDict[tuple[str, str], Durations] = OrderedDict()
+        self._ended: OrderedDict[str, Request] = OrderedDict()
+        # By namespace; the oldest first.
+        self._waits: dict[str, list[Wait]] = {}
+        self._in_order: deque[Wait] = deque()
+        self._open: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
+        self.counters = ToolWaitCounters()
+
+    @property
+    def num_open(self) -> int:
+        """The number of conversations that are waited for."""
+        return len(self._in_order)
+
+    def note_end(self, request: Request) -> None:
+        """Note that a request has ended with a whole answer, which may have called tools."""
+        if request.session is None:
+            return
+        self._ended[request.request_id] = request
+        if len(self._ended) > _MOST_ENDED:
+            self._ended.popitem(last=False)
+
+    def begin(self, request_id: str, tools: Sequence[str], now: float) -> None:
+        """Note which tools a request that has ended called. They run from now on."""
+        request = self._ended.pop(request_id, None)
+        if request is None or not tools:
+            return
+        cache = self._caches[request.rank]
+        num_tokens = len(request.token_ids) // cache.block_size * cache.block_size
+        if not num_tokens:
+            return
+        tool = "+".join(sorted(set(tools)))
+        share = None if request.cache is None else request.cache.share
+        tokens, session = request.token_ids[:num_tokens], request.session or ""
+        wait = Wait(tokens, request.namespace, session, tool, request.rank, share, now)
+        self.counters.num_waits += 1
+        self._keep(wait, now)
+        self._waits.setdefault(wait.namespace, []).append(wait)
+        self._in_order.append(wait)
+        self._open[account_of(wait.namespace), wait.tool].append(wait)
+        while len(self._in_order) > _MOST_WAITS:
+            self._forget(self._in_order[0])
+
+    def note_return(self, request: Request, now: float) -> None:
+        """Note a new request: if it continues a conversation whose tools ran, learn how long they took."""
+        waits, session = self._waits.get(request.namespace, ()), request.session
+        wait = next((one for one in reversed(waits) if session and one.session == session), None)
+        if wait is None:
+            wait = next((one for one in reversed(waits) if self._continues(request.token_ids, one)), None)
+        if wait is None:
+            return
+        self._forget(wait)
+        if wait.retention is not None:
+            self._caches[wait.rank].end_retention(wait.retention, wait.ttl)
+        seconds = now - wait.since
+        if seconds <= _LATEST_S:
+            self._durations_of(wait).add(seconds)
+            self.counters.num_returned += 1
+            self.counters.num_in_time += wait.kept_until is not None and now <= wait.kept_until
+
+    def advance(self, now: float) -> None:
+        """Read back the KV of conversations that are expected soon, and forget those that did not come."""
+        while self._in_order and now - self._in_order[0].since > _LATEST_S:
+            self._forget(self._in_order[0])
+        for wait in self._in_order:
+            if wait.read_at is None or now < wait.read_at:
+                continue
+            wait.read_at = None
+            if self._recovery.read_back(wait.tokens, wait.namespace):
+                self.counters.num_read += 1
+                late = wait.since + _quantile(self._samples(wait, now), _LATE)
+                self._retain(wait, now, 0.0, max(_LEAST_KEPT_S, late - now))
+
+    def _keep(self, wait: Wait, now: float) -> None:
+        """Decide for how long a new wait's KV is kept, and when it is read back."""
+        cache = self._caches[wait.rank]
+        samples = self._samples(wait, now)
+        lost_s = self._recovery.recovery_s(wait.tokens, wait.namespace)
+        rent = _PRICE * len(wait.tokens) / (cache.block_size * cache.num_blocks)
+        seconds = best_keep_s(samples, lost_s, rent)
+        self.counters.num_kept += seconds > 0
+        self._retain(wait, now, _quantile(samples, 0.5), seconds)
+        early = _quantile(samples, _EARLY) - lost_s
+        if early > seconds and lost_s > _WORTH_READING_S:
+            wait.read_at = now + early
+
+    def _retain(self, wait: Wait, now: float, expected_s: float, seconds: float) -> None:
+        cache = self._caches[wait.rank]
+        wait.retention = cache.expect_back(wait.tokens, wait.namespace, expected_s, seconds, wait.share)
+        wait.ttl, wait.kept_until = seconds, now + seconds if seconds else None
+
+    def _samples(self, wait: Wait, now: float) -> Sequence[float]:
+        """Return durations that stand for what a wait will take.
+
+        Waits that are open for longer than most ended ones say as well how long the tool takes.
+        """
+        samples = self._durations_of(wait).samples()
+        usual = _quantile(samples, 0.5)
+        waits = self._open[account_of(wait.namespace), wait.tool]
+        longer = [now - one.since for one in waits if now - one.since > usual]
+        return sorted((*samples, *(_TIMES_SO_FAR * seconds for seconds in longer))) if longer else samples
+
+    def _continues(self, tokens: array[int], wait: Wait) -> bool:
+        """Return whether a prompt begins like a conversation, but for its last block: a template may end it anew."""
+        num_equal = len(wait.tokens) - self._caches[wait.rank].block_size
+        return 0 < num_equal < len(tokens) and tokens[:num_equal] == wait.tokens[:num_equal]
+
+    def _forget(self, wait: Wait) -> None:
+        self._in_order.remove(wait)
+        key = account_of(wait.namespace), wait.tool
+        self._open[key].remove(wait)
+        if not self._open[key]:
+            del self._open[key]
+        waits = self._waits[wait.namespace]
+        waits.remove(wait)
+        if not waits:
+            del self._waits[wait.namespace]
+
+    def _durations_of(self, wait: Wait) -> Durations:
+        key = account_of(wait.namespace), wait.tool
+        found = self._durations.get(key)
+        if found is None:
+            found = self._durations[key] = Durations()
+            if len(self._durations) > _MOST_TOOLS:
+                self._durations.popitem(last=False)
+        self._durations.move_to_end(key)
+        return found
+
+
+def _quantile(samples: Sequence[float], share: float) -> float:
+    return samples[min(len(samples) - 1, int(share * len(samples)))]

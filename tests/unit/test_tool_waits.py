@@ -1,0 +1,151 @@
+"""KV that is kept for a tool's return: for how long, what is learnt of tools, and what is read back from disk."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import pytest
+
+from moeserve.plan import Request, SamplingParams
+from moeserve.scheduling.tool_waits import ToolWaits, best_keep_s
+from radix_cache import PrefixCache
+from tests.support.kv_life import Disk, Life, ask
+
+SIZE = 4
+
+
+def test_kv_is_kept_while_that_costs_less_than_to_have_it_again() -> None:
+    assert best_keep_s([1.0, 2.0, 3.0], lost_s=10.0, rent=0.1) == pytest.approx(3.3)
+    assert best_keep_s([1.0, 2.0, 3.0], lost_s=0.1, rent=0.1) == 0.0
+    # Of four the last one takes too long to wait for.
+    assert best_keep_s([1.0, 1.0, 1.0, 500.0], lost_s=4.0, rent=0.5) == pytest.approx(1.1)
+
+
+class Costs:
+    """KV that takes `seconds` to have again, and notes what is to be read back."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.read: list[int] = []
+
+    def recovery_s(self, tokens: array[int], namespace: str) -> float:
+        return self.seconds
+
+    def read_back(self, tokens: array[int], namespace: str) -> bool:
+        self.read.append(len(tokens))
+        return True
+
+
+class Conversations:
+    """Turns over a tree without a scheduler."""
+
+    def __init__(self, seconds: float = 5.0, num_blocks: int = 40) -> None:
+        self.cache = PrefixCache(num_blocks, SIZE, retention_share=0.9)
+        self.costs = Costs(seconds)
+        self.waits = ToolWaits([self.cache], self.costs)
+        self.now = 0.0
+        self.num = 0
+
+    def turn(self, tokens: list[int], tool: str, after_s: float, *, session: str = "", namespace: str = "key") -> None:
+        """Ask `tokens`, whose answer calls a tool, and let time go on."""
+        self.num += 1
+        request = Request(f"{self.num}", array("i", tokens), SamplingParams(1), namespace, session=session)
+        self.cache.tell_time(self.now)
+        self.waits.note_return(request, self.now)
+        lease = self.cache.match(request.token_ids, namespace)
+        missing = len(tokens) // SIZE - len(lease.block_ids)
+        if missing > 0 and self.cache.extend(lease, missing) is not None:
+            self.cache.free(self.cache.publish(lease, request.token_ids, len(tokens) // SIZE * SIZE))
+        self.cache.release(lease)
+        self.waits.note_end(request)
+        self.waits.begin(request.request_id, [tool], self.now)
+        self.now += after_s
+        self.cache.tell_time(self.now)
+        self.waits.advance(self.now)
+        self.cache.check_invariants()
+
+    def fill(self, count: int) -> None:
+        """Use blocks for something else that is not kept."""
+        lease = self.cache.match(array("i", [9]), "other")
+        assert self.cache.extend(lease, count) is not None
+        self.cache.release(lease)
+
+    def cached(self, tokens: list[int], namespace: str = "key") -> int:
+        return self.cache.peek(array("i", [*tokens, 1]), namespace)
+
+
+def test_a_conversation_whose_tool_is_quick_outlives_one_whose_tool_is_slow() -> None:
+    talks = Conversations()
+    for tool, seconds in (("quick", 0.5), ("slow", 900.0)):
+        for number in range(6):
+            talks.turn([number, *range(100, 107)], tool, seconds, session=tool)
+    quick, slow = [50, *range(300, 339)], [51, *range(400, 439)]
+    talks.turn(quick, "quick", 0.0)
+    talks.turn(slow, "slow", 0.0)
+    talks.fill(28)
+    assert talks.cached(quick) >= 36
+    assert talks.cached(slow) <= 12
+
+
+def test_a_return_is_found_by_its_session_or_by_its_prefix_and_ends_what_was_kept() -> None:
+    talks = Conversations()
+    head = list(range(20))
+    talks.turn(head, "t", 2.0, session="a")
+    assert talks.cache.num_retained > 0
+    talks.turn([77, *range(20)], "t", 2.0, session="a")
+    talks.turn([*head, *range(60, 72)], "t", 2.0)
+    talks.turn([*head, *range(60, 72), *range(80, 92)], "t", 2.0)
+    assert talks.waits.counters.num_returned == 2
+    stranger = [*head, *range(60, 72), *range(80, 92), *range(1000, 1012)]
+    talks.turn(stranger, "t", 0.0, namespace="stranger")
+    assert talks.waits.counters.num_returned == 2
+
+
+def test_kv_is_forgotten_in_the_end_and_unknown_requests_are_left_alone() -> None:
+    talks = Conversations()
+    talks.waits.begin("never seen", ["t"], 0.0)
+    for number in range(600):
+        talks.turn([number, *range(8)], f"tool {number}", 0.0, session=f"{number}")
+    assert talks.waits.num_open <= 256
+    talks.now += 7200.0
+    talks.cache.tell_time(talks.now)
+    talks.waits.advance(talks.now)
+    assert (talks.waits.num_open, talks.cache.num_retained) == (0, 0)
+
+
+def test_kv_on_disk_comes_back_before_the_conversation_does() -> None:
+    talks = Conversations(seconds=0.1)
+    for number in range(6):
+        talks.turn([number, *range(100, 119)], "build", 60.0, session="s")
+    talks.turn([7, *range(100, 119)], "build", 30.0, session="s")
+    talks.costs.read.clear()
+    talks.waits.advance(talks.now)
+    assert talks.costs.read == []
+    talks.now += 30.0
+    talks.cache.tell_time(talks.now)
+    talks.waits.advance(talks.now)
+    assert talks.costs.read == [20]
+
+
+OPTIONS: dict[str, Any] = {"num_blocks": 40, "block_size": SIZE}
+
+
+def test_what_is_read_back_for_nobody_yet_is_a_hit_in_memory() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    assert second.scheduler.read_back(array("i", range(25)), "")
+    assert not second.scheduler.read_back(array("i", range(25)), "")
+    second.scheduler.check_idle()
+    (job,) = second.scheduler.take_copies(0.0)
+    second.end(job)
+    second.scheduler.check_idle()
+    assert not second.scheduler.read_back(array("i", range(25)), "")
+    record = ask(second, "b", [*range(24), 7, 7])
+    second.settle()
+    assert (record.request.num_cached_tokens, record.request.num_disk_tokens) == (24, 0)
+    second.check_all_done()
