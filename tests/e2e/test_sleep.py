@@ -184,3 +184,33 @@ def test_two_ranks_sleep_and_wake(model: Path, tmp_path: Path) -> None:
         running.http.post("/sleep")
         assert "worker" not in children_of(running.process.pid)
         assert ask(running)["choices"] == expected
+
+
+def test_no_request_is_lost_however_it_meets_sleep_and_wake(running: Service) -> None:
+    """Requests, sleeps and wakes come at once; in one round the HTTP process's engine is killed, too."""
+    expected = ask(running)["choices"]
+    url = str(running.http.base_url)
+
+    def post(path: str) -> httpx2.Response:
+        body = {**SAMPLED, "max_tokens": 20} if path == "v1/completions" else None
+        return httpx2.post(f"{url}/{path}", json=body, timeout=60)
+
+    with ThreadPoolExecutor(12) as pool:
+        for number in range(6):
+            asked = [pool.submit(post, path) for path in ("sleep", *["v1/completions"] * 4, "sleep", "wake_up")]
+            if number == 3 and (engine := children_of(running.process.pid).get("worker")) is not None:
+                os.kill(engine, signal.SIGKILL)
+            answers = [answer.result() for answer in asked]
+            assert [answer.status_code for answer in answers] == [200] * len(answers), [a.text for a in answers]
+            assert [answer.json()["choices"] for answer in answers[1:5]] == [expected] * 4
+
+
+def test_sigterm_while_it_wakes_ends_the_service_with_its_answer(model: Path, tmp_path: Path) -> None:
+    with service(model, tmp_path) as running, ThreadPoolExecutor(1) as pool:
+        running.http.post("/sleep")
+        answer = pool.submit(ask, running)
+        wait_until(lambda: "worker" in children_of(running.process.pid))
+        running.process.send_signal(signal.SIGTERM)
+        assert answer.result()["choices"][0]["finish_reason"] == "length"
+        assert running.end() == 0
+        assert running.leaves_nothing()
