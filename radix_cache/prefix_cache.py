@@ -18,6 +18,7 @@ from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Lease, Node, Retention, Snapshot
 from radix_cache.retention import account_of, num_unpinned_blocks
+from radix_cache.retention_budgets import RetentionBudgets
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.stored import StoredBlock, StoredBlocks
 from radix_cache.tree import RadixTree
@@ -72,16 +73,14 @@ class PrefixCache:
 
     __slots__ = (
         "_allocator",
+        "_budgets",
         "_caching",
         "_copies",
         "_disk",
         "_duplicates",
-        "_granted",
         "_leases",
         "_next_number",
         "_num_private_blocks",
-        "_pin_share",
-        "_retention_share",
         "_stateful",
         "_tree",
         "_windows",
@@ -113,14 +112,11 @@ class PrefixCache:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = caching
-        self._retention_share = retention_share
-        self._pin_share = pin_share
-        # The accounts with a share of their own for pins. All others have a part in the cache's.
-        self._granted: set[str] = set()
         self._allocator = BlockAllocator(num_blocks)
         self._stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
         self._tree = RadixTree(block_size, max_recorded_evictions, rows, [] if tells_facts else None)
+        self._budgets = RetentionBudgets(self._tree.ledger, num_blocks, retention_share, pin_share)
         self._windows: WindowBlocks | None = None
         if num_window_blocks:
             excess = self._tree.victims.excess_of
@@ -538,7 +534,7 @@ class PrefixCache:
         if wanted > 0 and ttl > 0:
             node = self._tree.node_at(lease.node, num_published, wanted)
             if node.namespace == lease.namespace:
-                self._tree.retain(node, ttl, self._budget(share))
+                self._tree.retain(node, ttl, self._budgets.retainable(share))
                 if self._windows is not None and node.keeps:
                     lease.ends[wanted] = RETAINED
                     self._windows.retain(lease.block_ids[:wanted])
@@ -583,7 +579,7 @@ class PrefixCache:
         data = tokens[: wanted * size].tobytes()
         depth = tree.depth(namespace, data) if self._windows is None else self._serving_depth(namespace, data)
         account = account_of(namespace)
-        num_left = self._num_left_to_pin(account, share, pin_share)
+        num_left = self._budgets.num_left_to_pin(account, share, pin_share)
         # Blocks that are not cached are not pinned yet.
         if wanted - depth > num_left:
             raise BudgetError(wanted - depth, num_left)
@@ -597,12 +593,9 @@ class PrefixCache:
         num_new = num_unpinned_blocks(node)
         if num_new > num_left:
             raise BudgetError(num_new, num_left)
-        if pin_share is None:
-            self._granted.discard(account)
-        else:
-            self._granted.add(account)
+        self._budgets.grant(account, pin_share)
         tree.pin(node)
-        tree.make_room(node, max(self._budget(share), tree.ledger.account(account).num_pinned_blocks))
+        tree.make_room(node, max(self._budgets.retainable(share), tree.ledger.account(account).num_pinned_blocks))
         if self._windows is not None:
             self._windows.retain(tree.path(node))
         return wanted * size
@@ -717,13 +710,9 @@ class PrefixCache:
         self, account: str, share: float | None = None, pin_share: float | None = None
     ) -> tuple[int, int, int, int]:
         """Return the numbers of blocks that an account may retain, retains, has pinned, and may pin beside these."""
-        own = self._tree.ledger.account(account)
-        return (
-            self._budget(share),
-            own.num_blocks,
-            own.num_pinned_blocks,
-            self._num_left_to_pin(account, share, pin_share),
-        )
+        own, budgets = self._tree.ledger.account(account), self._budgets
+        left = budgets.num_left_to_pin(account, share, pin_share)
+        return budgets.retainable(share), own.num_blocks, own.num_pinned_blocks, left
 
     def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
         """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
@@ -764,19 +753,6 @@ class PrefixCache:
         """Count blocks of a lease that are not in the tree."""
         self._num_private_blocks += change
         self._tree.victims.count_private(lease.namespace, change)
-
-    def _budget(self, share: float | None) -> int:
-        return int((self._retention_share if share is None else share) * self.num_blocks)
-
-    def _num_left_to_pin(self, account: str, share: float | None, pin_share: float | None) -> int:
-        """Count the blocks that an account may pin beside those that it has pinned. For the shares see `pin`."""
-        num_own = self._tree.ledger.account(account).num_pinned_blocks
-        if pin_share is not None:
-            return max(0, int(pin_share * self.num_blocks) - num_own)
-        accounts = self._tree.ledger.accounts().items()
-        num_all = sum(one.num_pinned_blocks for name, one in accounts if name not in self._granted)
-        num_common = int(self._pin_share * self.num_blocks)
-        return max(0, min(self._budget(share) - num_own, num_common // 2 - num_own, num_common - num_all))
 
     def reset(self) -> int:
         """Evict all blocks that no lease protects. Return their number."""

@@ -204,6 +204,9 @@ class ToolWaits:
         lost_s = self._recovery.recovery_s(wait.tokens, wait.namespace)
         rent = _PRICE * len(wait.tokens) / (cache.block_size * cache.num_blocks)
         seconds = best_keep_s(samples, lost_s, rent)
+        budget, num_retained, *_ = cache.budget(account_of(wait.namespace), wait.share)
+        if len(wait.tokens) > (budget - num_retained) * cache.block_size:
+            seconds = 0.0  # nothing that is retained already gives way
         self.counters.num_kept += seconds > 0
         self._retain(wait, now, _quantile(samples, 0.5), seconds)
         early = _quantile(samples, _EARLY) - lost_s

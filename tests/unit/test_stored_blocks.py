@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_cache import PrefixCache, StoredBlock, StoredBlocks
+from moeserve.scheduling.overflow import Overflow
+from radix_cache import PrefixCache, Retention, StoredBlock, StoredBlocks
 from tests.support.examples import examples
 from tests.support.kv_life import Disk, Life, ask, stored
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
@@ -252,46 +254,113 @@ def test_blocks_that_are_not_kept_in_memory_are_not_kept_on_disk(keep: int) -> N
     cache.check_invariants()
 
 
+def test_a_load_that_does_not_end_stalls_nobody() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    stream = ask(second, "stream", [7, 8, 9], max_tokens=30)
+    Simulation.step(second)
+    waits = ask(second, "waits", list(range(24)))
+    (job,) = [job for job in second.scheduler.take_copies(0.0) if not job.to_disk]
+    other = ask(second, "other", [30, 31, 32], max_tokens=3)
+    for _ in range(10):
+        before = stream.request.num_output_tokens
+        Simulation.step(second)
+        assert stream.request.num_output_tokens == before + 1
+    assert (other.finish_reason is not None, waits.request.num_output_tokens) == (True, 0)
+    second.end(job)
+    second.settle()
+    assert waits.request.num_disk_tokens == 20
+    second.check_all_done()
+
+
 TALK = st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 3), st.sampled_from(["", "tenant"]))
+SHARED = [(5 * i + 1) % VOCAB_SIZE for i in range(24)]
 
 
-@examples(3)
-@given(
-    talks=st.lists(TALK, min_size=1, max_size=10),
-    seed=st.integers(0, 2**16),
-    num_blocks=st.sampled_from([16, 24, 60]),
-    max_files=st.sampled_from([3, 12, 1000]),
-    depth=st.sampled_from([0, 1]),
-    num_lives=st.integers(1, 3),
-)
-def test_tokens_are_those_of_an_undisturbed_run_whatever_goes_to_disk_and_comes_back(
-    talks: list[tuple[int, int, int, str]], seed: int, num_blocks: int, max_files: int, depth: int, num_lives: int
-) -> None:
-    disk, choices = Disk(), random.Random(seed)
-    shared = [(5 * i + 1) % VOCAB_SIZE for i in range(24)]
-    for _ in range(num_lives):
-        life = Life(
-            disk, choices, max_bytes=100 * max_files, num_blocks=num_blocks, block_size=SIZE, depth=depth, budget=12
-        )
-        for number, (kind, length, own, namespace) in enumerate(talks):
-            prompt = [*shared[:length], *(kind for _ in range(own)), 1]
+@dataclass
+class History:
+    """Lives of an engine over one disk. Some of them are killed."""
+
+    talks: list[tuple[int, int, int, str]]
+    choices: random.Random
+    num_lives: int
+    options: dict[str, Any]
+    disk: Disk = field(default_factory=Disk)
+
+    def play(self) -> None:
+        """Let all lives pass. Every token is compared with an undisturbed run, and every copy with its block."""
+        for _ in range(self.num_lives):
+            life = Life(self.disk, self.choices, block_size=SIZE, budget=12, **self.options)
+            self.talk(life)
+            if self.choices.random() < 0.5:
+                continue  # the engine is killed: what it was doing is lost
+            life.is_full = False
+            life.run()
+            while life.jobs:
+                life.end(life.jobs.popleft())
+            life.check_all_done()
+
+    def talk(self, life: Life) -> None:
+        choices, now = self.choices, 0.0
+        kept: list[tuple[Retention, float]] = []
+        for number, (kind, length, own, namespace) in enumerate(self.talks):
+            prompt = [*SHARED[:length], *(kind for _ in range(own)), 1]
             ask(life, str(number), prompt, max_tokens=1 + choices.randrange(12), namespace=namespace)
             for _ in range(choices.randrange(6)):
                 life.step()
-            match choices.randrange(12):
+                life.cache.check_invariants()
+            tokens = array("i", prompt)
+            match choices.randrange(16):
                 case 0:
                     life.abort(str(choices.randrange(number + 1)))
                 case 1:
                     life.is_full = not life.is_full
                 case 2:
                     life.cache.reset()
-                case 3 if disk.files:
-                    del disk.files[choices.choice(sorted(disk.files))]
-        if choices.random() < 0.5:
-            # The engine is killed: what it was doing is lost.
-            continue
-        life.is_full = False
-        life.run()
-        while life.jobs:
-            life.end(life.jobs.popleft())
-        life.check_all_done()
+                case 3 if self.disk.files:
+                    del self.disk.files[choices.choice(sorted(self.disk.files))]
+                case 4 | 5:
+                    life.scheduler.read_back(tokens, namespace)
+                case 6 | 7:
+                    ttl = choices.choice([0.0, 1.0, 50.0])
+                    retention = life.cache.expect_back(tokens, namespace, choices.choice([0.0, 2.0, 100.0]), ttl)
+                    if retention is not None:
+                        kept.append((retention, ttl))
+                case 8 if kept:
+                    life.cache.end_retention(*kept.pop(choices.randrange(len(kept))))
+                case 9:
+                    now += choices.choice([0.5, 3.0, 90.0])
+                    life.scheduler.tell_time(now)
+            life.cache.check_invariants()
+
+
+HISTORIES = st.builds(
+    History,
+    talks=st.lists(TALK, min_size=1, max_size=10),
+    choices=st.integers(0, 2**16).map(random.Random),
+    num_lives=st.integers(1, 3),
+    options=st.fixed_dictionaries(
+        {
+            "num_blocks": st.sampled_from([16, 24, 60]),
+            "max_bytes": st.sampled_from([300, 1200, 100_000]),
+            "depth": st.sampled_from([0, 1]),
+            "overflow": st.sampled_from(Overflow),
+        }
+    ),
+)
+
+
+@examples(3)
+@given(HISTORIES)
+def test_tokens_are_those_of_an_undisturbed_run_whatever_goes_to_disk_and_comes_back(history: History) -> None:
+    history.play()
+
+
+@pytest.mark.long
+@examples(300)
+@given(HISTORIES)
+def test_long_histories_too(history: History) -> None:
+    history.play()

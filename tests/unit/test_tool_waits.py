@@ -129,6 +129,19 @@ def test_kv_on_disk_comes_back_before_the_conversation_does() -> None:
     assert talks.costs.read == [20]
 
 
+def test_what_clients_retain_does_not_give_way() -> None:
+    talks = Conversations(num_blocks=20)
+    wanted = list(range(40))
+    talks.turn(wanted, "t", 1.0)
+    lease = talks.cache.match(array("i", [*wanted, 1]), "key")
+    talks.cache.retain(lease, 40, 1000.0)
+    talks.cache.release(lease)
+    for number in range(4):
+        talks.turn([number, *range(500, 531)], "t", 0.5)
+    assert talks.cached(wanted) == 40
+    assert talks.cache.budget("key")[1] <= 18
+
+
 OPTIONS: dict[str, Any] = {"num_blocks": 40, "block_size": SIZE}
 
 
