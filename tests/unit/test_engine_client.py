@@ -16,7 +16,7 @@ from moeserve.config import ServeConfig
 from moeserve.frontend.relay import engine_client
 from moeserve.frontend.relay.engine_client import MAX_COMMANDS_OF_KEY, EngineClient
 from moeserve.frontend.relay.engine_link import EngineLink
-from moeserve.frontend.relay.request_group import CrashSuspect, EngineBusy
+from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone
 from moeserve.plan import SamplingParams
 from moeserve.wire import (
     Abort,
@@ -29,6 +29,7 @@ from moeserve.wire import (
     Output,
     Outputs,
     Rejected,
+    Rest,
     RunContext,
     ToEngine,
     decode,
@@ -111,6 +112,16 @@ class Lives:
             await asyncio.sleep(0)
         self.links[-1].say(engine_ready())
         return self.links[-1]
+
+    async def rest(self, rest: Rest) -> None:
+        """Have the newest life end so that the service sleeps."""
+        os.write(self._news, encode_news(EngineNews(len(self.links), rest=rest)))
+        await self.client.until_rest(rest)
+
+    async def end_of_all(self, reason: str) -> None:
+        """Tell that no further life follows."""
+        os.write(self._news, encode_news(EngineNews(None, reason)))
+        await self.client.lost.wait()
 
     async def end(self) -> None:
         await self.client.stop()
@@ -235,6 +246,52 @@ def test_a_key_that_asks_too_much_is_refused_before_anything_is_sent(
         await asyncio.sleep(0)
         link.say(ControlResult(sent[-1].control_id + 1, {"done": True}))
         assert (await again).result == {"done": True}
+        await lives.end()
+
+    asyncio.run(run())
+
+
+def test_what_comes_while_the_service_sleeps_waits_for_the_engine_that_wakes_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        client = lives.client
+        link = await lives.begin()
+        async with client.submit(generate("a")) as a:
+            link.answer("a", 5)
+            await lives.rest(Rest.FALLING)
+            await lives.rest(Rest.ASLEEP)
+            with pytest.raises(EngineAsleep):
+                await client.control("list_prefixes")
+            awake = asyncio.ensure_future(client.until_rest(Rest.AWAKE))
+            async with client.submit(generate("b")):
+                link = await lives.begin()
+                await awake
+                assert link.asked() == ["a", "b"]
+                assert [generate.resumes for generate in link.generates] == [True, False]
+                link.answer("a", 6)
+            assert [token for _, output in await a.next() for token in output.token_ids] == [5, 6]
+        assert client.num_restarts == 0
+        await lives.end()
+
+    asyncio.run(run())
+
+
+def test_whoever_waits_for_sleep_or_its_end_hears_that_no_engine_will_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        await lives.begin()
+        waiting = [asyncio.ensure_future(lives.client.until_rest(Rest.ASLEEP))]
+        await asyncio.sleep(0)
+        await lives.end_of_all("no more")
+        for each in waiting:
+            with pytest.raises(EngineGone, match="no more"):
+                await each
+        with pytest.raises(EngineGone):
+            await lives.client.until_rest(Rest.AWAKE)
         await lives.end()
 
     asyncio.run(run())

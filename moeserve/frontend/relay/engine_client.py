@@ -165,11 +165,13 @@ class EngineClient:
                 del self._num_commands[tenant]
 
     async def until_rest(self, rest: Rest) -> None:
-        """Wait until the service sleeps, or is awake. Raises EngineGone if no engine will come any more."""
-        while self.rest is not rest:
-            if self.dead_reason is not None:
-                raise EngineGone(self.dead_reason)
+        """Wait until the service sleeps, or has an engine that is ready. Raises EngineGone if none will come."""
+        while self.dead_reason is None:
+            has_engine = self.ready is not None and self.away_reason is None
+            if self.rest is rest and (has_engine or rest is not Rest.AWAKE):
+                return
             await self._changed.wait()
+        raise EngineGone(self.dead_reason)
 
     def fail_all(self, reason: str) -> None:
         """End every open request and command with EngineGone; `submit` then aborts the requests in the engine."""
