@@ -28,6 +28,7 @@ from moeserve.engine.experts.fit import TextReader, fit_gates, half_of_topics, p
 from moeserve.engine.experts.prefetch import find_fitted_gates, keep_fitted_gates
 from moeserve.engine.memory_plan import read_spec
 from moeserve.model.expert_store import layouts_in_store
+from moeserve.model.rounding import Rounding
 from moeserve.model.spec import DecoderSpec, ModelError
 from moeserve.plan import SamplingParams
 
@@ -42,13 +43,14 @@ _NUM_LOGPROBS = 20
 @dataclass(frozen=True, slots=True)
 class Setting:
     """residency: share of the experts that the memory holds, whole slots per layer. bandwidth: of the emulated link, in
-    bytes per second, None for the disk as it is."""
+    bytes per second, None for the disk as it is. quantization: of the experts' weights."""
 
     folder: Path
     residency: float = 1.0
     policy: str = "lfru"
     prefetch: str = "off"
     bandwidth: int | None = None
+    quantization: str = "none"
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Contestant:
             expert_memory=_expert_memory(setting),
             expert_policy=setting.policy,
             expert_prefetch=setting.prefetch,
+            expert_quantization=setting.quantization,
             expert_store_dir=None if store is None or setting.bandwidth is None else str(store),
             threads=1,
         )
@@ -174,25 +177,26 @@ def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:
     with contest([Setting(folder)]) as (resident,):
         resident.complete(1, 4)
         seconds = median(resident.run(1, num_tokens).seconds / num_tokens for _ in range(3))
-        return round(slot_bytes(folder) / (beta * seconds / resident.num_layers))
+        return round(slot_bytes(Setting(folder)) / (beta * seconds / resident.num_layers))
 
 
-def slot_bytes(folder: Path) -> int:
-    spec, dtype = read_spec(folder, ServeConfig())
+def slot_bytes(setting: Setting) -> int:
+    spec, dtype = read_spec(setting.folder, ServeConfig())
     assert isinstance(spec, DecoderSpec)
-    return round_to_page(layouts_in_store(folder, spec, dtype).num_bytes)
+    rounding = Rounding.named("none", setting.quantization, "auto")
+    return round_to_page(layouts_in_store(setting.folder, spec, dtype, rounding).num_bytes)
 
 
 def _store_in_memory(settings: Sequence[Setting]) -> Path | None:
     """Make a folder for the expert files behind emulated links; None if there are none, or no room for them."""
-    folders = {setting.folder for setting in settings if setting.bandwidth is not None}
-    if not folders or not _MEMORY.is_dir():
+    files = {(setting.folder, setting.quantization): setting for setting in settings if setting.bandwidth is not None}
+    if not files or not _MEMORY.is_dir():
         return None
     num_bytes = 0
-    for folder in folders:
-        spec, _ = read_spec(folder, ServeConfig())
+    for setting in files.values():
+        spec, _ = read_spec(setting.folder, ServeConfig())
         assert spec.moe is not None
-        num_bytes += len(spec.moe_layers) * spec.moe.num_experts * slot_bytes(folder)
+        num_bytes += len(spec.moe_layers) * spec.moe.num_experts * slot_bytes(setting)
     if shutil.disk_usage(_MEMORY).free < 2 * num_bytes:
         return None
     return Path(mkdtemp(prefix="moeserve-bench-", dir=_MEMORY))
@@ -204,7 +208,7 @@ def _expert_memory(setting: Setting) -> int | None:
     spec, _ = read_spec(setting.folder, ServeConfig())
     assert spec.moe is not None
     slots = max(round(setting.residency * spec.moe.num_experts), spec.moe.gate.top_k)
-    return slots * len(spec.moe_layers) * slot_bytes(setting.folder)
+    return slots * len(spec.moe_layers) * slot_bytes(setting)
 
 
 def stall(amount: Amount, progress: Progress) -> Iterator[Figure]:
