@@ -66,6 +66,12 @@ class RoutedExperts:
         self._observe(x, ids, weights)
         return self._loading.while_loading(x, ids, weights, self._activation, other)
 
+    def attended(self, residual: Tensor | None, shared: Tensor | None) -> None:
+        """Tell observers of the stream before the layer's experts; see `StepObserver.attended`."""
+        if residual is not None:
+            for observer in self._observers:
+                observer.attended(self._place, residual, shared)
+
     def _observe(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
         for observer in self._observers:
             observer.chose(self._place, x, ids, weights)
@@ -132,21 +138,26 @@ class MoeLayer:
         """The number of experts that the gate chooses from."""
         return self._gate.out_features
 
-    def __call__(self, x: Tensor, num_valid: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Tensor, num_valid: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], a new tensor. T is at least 1. Rows from `num_valid` (int32 scalar on the device) on are
-        padding, which no expert computes."""
+        padding, which no expert computes. residual: [T, H], the stream before the norm, for observers."""
         ops = self._ops
         logits = self._gate(x if x.dtype is self._gate_dtype else x.to(self._gate_dtype))
         ids, weights = ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
         shared = self._shared
         if shared is None:
-            return self._routed(x, ids, weights)
-        out, of_shared = self._routed.beside(x, ids, weights, lambda: self._of_shared(shared, x))
+            out = self._routed(x, ids, weights)
+            self._routed.attended(residual, None)
+            return out
+        out, of_shared = self._routed.beside(x, ids, weights, lambda: self._of_shared(shared, x, residual))
         return out.add_(of_shared)
 
-    def _of_shared(self, shared: GatedBlock, x: Tensor) -> Tensor:
+    def _of_shared(self, shared: GatedBlock, x: Tensor, residual: Tensor | None) -> Tensor:
         out = shared(x)
-        return out if self._shared_gate is None else out.mul_(self._ops.sigmoid(self._shared_gate(x)))
+        if self._shared_gate is not None:
+            out.mul_(self._ops.sigmoid(self._shared_gate(x)))
+        self._routed.attended(residual, out)
+        return out
 
     def serve_others(self, no_rows: Tensor) -> None:
         """Compute the rows that other ranks send while this rank has none. no_rows: [0, H]."""

@@ -34,7 +34,7 @@ Result_contra = TypeVar("Result_contra", contravariant=True)
 class StepObserver(Generic[Plan_contra, Result_contra]):
     """Observes the steps of one rank. Every method does nothing by default.
 
-    Methods are called in the order below, in the thread that computes: `chose`, `arrived` and `after` once per layer
+    Methods are called in the order below, in the thread that computes: `chose`, `arrived` and `attended` once per layer
     with experts, which `layer` numbers from 0, `passed` once per layer of any kind. The next step begins after
     `launched`; on a device with a queue it may begin before `end`. Steps end in their order; if one fails, `abandon`
     comes in place of its `end`. Replaying a CUDA graph calls no method of its layers.
@@ -56,8 +56,13 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
         loading by now, ahead of anything that observers ask for.
         """
 
-    def after(self, layer: int, residual: Tensor) -> None:
-        """Observe a computed layer, unless it is the model's last. residual: [T, H], later changed in place."""
+    def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
+        """Observe the residual stream without the layer's chosen experts. They load meanwhile where they may be absent
+        and there is a shared expert; else they are computed already.
+
+        residual: [T, H], after attention, later changed in place. shared: [T, H], the output of the shared expert, None
+        if the layer has none.
+        """
 
     def passed(self) -> None:
         """Observe that a layer, with or without experts, is computed or queued on the device."""

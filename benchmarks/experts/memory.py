@@ -177,14 +177,14 @@ def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:
     with contest([Setting(folder)]) as (resident,):
         resident.complete(1, 4)
         seconds = median(resident.run(1, num_tokens).seconds / num_tokens for _ in range(3))
-        return round(slot_bytes(Setting(folder)) / (beta * seconds / resident.num_layers))
+        return round(slot_bytes(folder) / (beta * seconds / resident.num_layers))
 
 
-def slot_bytes(setting: Setting) -> int:
-    spec, dtype = read_spec(setting.folder, ServeConfig())
+def slot_bytes(folder: Path, quantization: str = "none") -> int:
+    spec, dtype = read_spec(folder, ServeConfig())
     assert isinstance(spec, DecoderSpec)
-    rounding = Rounding.named("none", setting.quantization, "auto")
-    return round_to_page(layouts_in_store(setting.folder, spec, dtype, rounding).num_bytes)
+    rounding = Rounding.named("none", quantization, "auto")
+    return round_to_page(layouts_in_store(folder, spec, dtype, rounding).num_bytes)
 
 
 def _store_in_memory(settings: Sequence[Setting]) -> Path | None:
@@ -196,7 +196,7 @@ def _store_in_memory(settings: Sequence[Setting]) -> Path | None:
     for setting in files.values():
         spec, _ = read_spec(setting.folder, ServeConfig())
         assert spec.moe is not None
-        num_bytes += len(spec.moe_layers) * spec.moe.num_experts * slot_bytes(setting)
+        num_bytes += len(spec.moe_layers) * spec.moe.num_experts * slot_bytes(setting.folder, setting.quantization)
     if shutil.disk_usage(_MEMORY).free < 2 * num_bytes:
         return None
     return Path(mkdtemp(prefix="moeserve-bench-", dir=_MEMORY))
@@ -208,7 +208,7 @@ def _expert_memory(setting: Setting) -> int | None:
     spec, _ = read_spec(setting.folder, ServeConfig())
     assert spec.moe is not None
     slots = max(round(setting.residency * spec.moe.num_experts), spec.moe.gate.top_k)
-    return slots * len(spec.moe_layers) * slot_bytes(setting)
+    return slots * len(spec.moe_layers) * slot_bytes(setting.folder, setting.quantization)
 
 
 def stall(amount: Amount, progress: Progress) -> Iterator[Figure]:

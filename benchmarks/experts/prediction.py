@@ -32,8 +32,8 @@ from benchmarks.experts.traces import (
 )
 from experts.routing.files import GateGuesses, RoutingTrace, Tap
 
-_AFFINITY, _EARLY, _LATE = "affinity", "gate-early", "gate-late"
-_GATES = (_EARLY, _LATE)
+_AFFINITY, _EARLY, _SHARED = "affinity", "gate-early", "gate-shared"
+_GATES = (_EARLY, _SHARED)
 # By the fit of the trace's gates: the predictors, and up to which distance they are judged.
 _PREDICTORS = {
     PLAIN: ((POPULARITY, _AFFINITY, *_GATES), 3),

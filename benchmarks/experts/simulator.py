@@ -48,7 +48,7 @@ Rows = NDArray[np.int64] | slice
 
 POLICY_NAMES = (*SERVED, "belady")
 # By predictor, the tap of the trace's gate guesses that it uses.
-PREDICTOR_TAPS = {"affinity": None, "gate-early": Tap.EARLY, "gate-late": Tap.LATE}
+PREDICTOR_TAPS = {"affinity": None, "gate-early": Tap.EARLY, "gate-shared": Tap.SHARED}
 PREDICTOR_NAMES = tuple(PREDICTOR_TAPS)
 # The baseline of recall: every token is expected to choose the experts that tokens choose most.
 POPULARITY = "popularity"
@@ -289,8 +289,8 @@ class Simulation:
             if self._ahead is not None:
                 self._ahead.chose(layer, ids[layer])
                 self._look(Tap.EARLY, layer)
+                self._look(Tap.SHARED, layer)
             self._compute_experts(layer, event)
-            self._look(Tap.LATE, layer)
         if self._ahead is not None:
             self._ahead.end()
 
@@ -361,7 +361,7 @@ class AffinityAhead:
         self._predictor.observe(layer, expert_ids)
 
     def look(self, tap: Tap, layer: int, loads_per_layer: float) -> Callable[[], None] | None:
-        if tap is Tap.LATE:
+        if tap is Tap.SHARED:
             return None
         expected = self._planner.expect(layer)
         return lambda: self._planner.request(layer, expected, loads_per_layer)

@@ -19,7 +19,7 @@ from moeserve.model.demo_build import calibration_text
 from moeserve.model.spec import ModelError
 
 # Raise when the recorded content changes.
-_VERSION = 2
+_VERSION = 3
 # Documents, and tokens of each.
 _FULL, _QUICK = (64, 128), (16, 40)
 _SHORTEST = 24

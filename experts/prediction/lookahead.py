@@ -15,7 +15,8 @@ from experts.prediction.cores import FreeCores
 from experts.prediction.judge import PrefetchJudge
 from experts.prediction.planning import LookaheadPlanner
 from experts.prediction.prefetcher import PrefetchObserver
-from experts.routing.gates import GatePreview
+from experts.routing.files import Tap
+from experts.routing.gates import GatePreview, shared_state
 from experts.routing.predictors import Ids
 
 
@@ -35,8 +36,9 @@ class GateLookahead(PrefetchObserver):
         judge: PrefetchJudge | None,
         experts_here: Callable[[int], Collection[int]] | None = None,
     ) -> None:
-        """control: the control of `memory`. preview: reads the tap `EARLY`. judge: None to predict in every step.
-        experts_here: returns the experts of a layer that this rank holds now; None if it holds all."""
+        """control: the control of `memory`. preview: reads one of the taps, `SHARED` on a single rank only. judge: None
+        to predict in every step. experts_here: returns the experts of a layer that this rank holds now; None if it
+        holds all."""
         self._memory = memory
         self._preview = preview
         self._planner = LookaheadPlanner(control, top_k, preview.max_distance, experts_here)
@@ -69,7 +71,12 @@ class GateLookahead(PrefetchObserver):
             return
         if self._is_on and self._recall is not None and self._recall.is_counting:
             self._chosen[layer] = expert_ids.cpu().numpy()
-        self._look(layer, x)
+        if self._preview.tap is Tap.EARLY:
+            self._look(layer, x)
+
+    def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
+        if self._preview.tap is Tap.SHARED and self._is_on:
+            self._look(layer, shared_state(residual, shared))
 
     def launched(self) -> None:
         if self._is_on and self._recall is not None:

@@ -32,11 +32,12 @@ class Tap(Enum):
     """The place of the state from which a later layer's gate is computed ahead of time.
 
     EARLY: the input of this layer's gate; the experts of this layer and the attention of the next are still to come.
-    LATE: the residual after this layer; nearer to the truth, but only the next layer's attention hides the loads.
+    SHARED: the residual after this layer's attention and its shared expert, if it has one; the chosen experts are still
+    to come. Nearer to the truth by the shared expert, and later by the time that it takes.
     """
 
     EARLY = "early"
-    LATE = "late"
+    SHARED = "shared"
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,9 +44,9 @@ class GatePreview:
     """Applies the gate of layer l + d to the state at layer l (Eliseev and Mazur, arXiv 2312.17238).
 
     The state of the tap `EARLY` is the input of the gate of layer l: a norm of the residual stream, scaled by the
-    weights of that layer's norm. The state of `LATE` is the residual stream after layer l. Both are scaled by the
-    weights of the norm at layer l + d. The layers in between have not added their part yet. `fitted` has learnt that
-    part, as far as it is linear in the state, and replaces the gate at the same cost.
+    weights of that layer's norm. The state of `SHARED` is the residual stream with layer l's shared expert. Both are
+    scaled by the weights of the norm at layer l + d. The experts and layers in between have not added their part yet.
+    `fitted` has learnt that part, as far as it is linear in the state, and replaces the gate at the same cost.
     """
 
     def __init__(
@@ -80,9 +80,14 @@ def unit_norm(residual: Tensor) -> Tensor:
     return found
 
 
+def shared_state(residual: Tensor, shared: Tensor | None) -> Tensor:
+    """[T, H] -> [T, H]: the state at the tap `SHARED`. shared: [T, H], the output of the shared expert, if any."""
+    return residual if shared is None else residual + shared
+
+
 def scale_between(norms: Sequence[Tensor], layer: int, distance: int, tap: Tap) -> Tensor:
-    """[H]: the factor from the state at `layer` (for the tap `LATE` of unit norm) to the input of the later gate."""
-    return norms[layer + distance] if tap is Tap.LATE else _ratio(norms[layer + distance], norms[layer])
+    """[H]: the factor from the state at `layer` (for the tap `SHARED` of unit norm) to the input of the later gate."""
+    return norms[layer + distance] if tap is Tap.SHARED else _ratio(norms[layer + distance], norms[layer])
 
 
 def plain_maps(
@@ -192,7 +197,7 @@ class FittedGates:
         return distance
 
 
-_KIND = TensorFileKind("file of fitted gates", {"kind": "fitted gates", "format": "1"}, FittedGatesError, "; remove it")
+_KIND = TensorFileKind("file of fitted gates", {"kind": "fitted gates", "format": "2"}, FittedGatesError, "; remove it")
 
 
 def save_fitted_gates(path: Path, fitted: FittedGates, key: str) -> None:

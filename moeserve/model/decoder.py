@@ -276,17 +276,17 @@ class DecoderLayer:
     post_norm: NormWeights
     block: MoeLayer | GatedBlock
 
-    def feed_forward(self, x: Tensor, num_valid: Tensor | None) -> Tensor:
-        """[T, hidden] -> [T, hidden]. Rows from `num_valid` on are padding."""
+    def feed_forward(self, x: Tensor, num_valid: Tensor | None, residual: Tensor) -> Tensor:
+        """[T, hidden] -> [T, hidden]. Rows from `num_valid` on are padding. residual: the stream before the norm."""
         block = self.block
-        return block(x, num_valid) if isinstance(block, MoeLayer) else block(x)
+        return block(x, num_valid, residual) if isinstance(block, MoeLayer) else block(x)
 
 
 class Decoder:
     """A loaded model. It holds weights and tables only; the data of requests comes with each call.
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation. observers:
-    hear of each layer with experts, except the last layer, when it is computed; a replayed graph tells nothing.
+    are told of each layer; a replayed graph tells nothing.
     """
 
     def __init__(
@@ -313,8 +313,6 @@ class Decoder:
         self._next_norms = (*(layer.input_norm for layer in self._layers[1:]), norm)
         self._lm_head = lm_head
         self._rope = RopeTable(spec.rope, max_model_len, torch.float32 if ops.wide_angles else dtype, ops.device)
-        # By number of a layer with experts, except the last layer: its place among the layers with experts.
-        self._observed = {layer: place for place, layer in enumerate(spec.moe_layers) if layer != spec.num_layers - 1}
         self._observers = observers
 
     def settle(self, begin_step: Callable[[int], None]) -> None:
@@ -371,10 +369,7 @@ class Decoder:
                     _serve_others(layer, residual)
                     return residual
             normed = ops.norm_of_sum(out, residual, layer.post_norm, multiplier)
-            normed = ops.norm_of_sum(layer.feed_forward(normed, num_valid), residual, next_norm, multiplier)
-            if number in self._observed:
-                for observer in self._observers:
-                    observer.after(self._observed[number], residual)
+            normed = ops.norm_of_sum(layer.feed_forward(normed, num_valid, residual), residual, next_norm, multiplier)
             for observer in self._observers:
                 observer.passed()
         return normed

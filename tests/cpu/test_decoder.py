@@ -78,14 +78,16 @@ class _Log(AnyObserver):
         assert len(x) == len(expert_ids) == len(weights)
         self.heard.append(("chose", layer, tuple(expert_ids.shape)))
 
-    def after(self, layer: int, residual: Tensor) -> None:
-        self.heard.append(("after", layer, tuple(residual.shape)))
+    def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
+        assert shared is not None
+        assert shared.shape == residual.shape
+        self.heard.append(("attended", layer, tuple(residual.shape)))
 
     def passed(self) -> None:
         self.num_passed += 1
 
 
-def test_observers_hear_of_every_layer_with_experts_and_of_its_end_but_for_the_last(tmp_path: Path) -> None:
+def test_observers_hear_of_every_layer_with_experts_and_of_the_stream_before_them(tmp_path: Path) -> None:
     save("deepseek_v3-yarn", tmp_path)
     spec, log = build_spec(load_config(tmp_path)), _Log()
     assert spec.moe is not None
@@ -93,7 +95,11 @@ def test_observers_hear_of_every_layer_with_experts_and_of_its_end_but_for_the_l
     decoder = load_decoder(tmp_path, spec, max_model_len=80, observers=[log])
     PagedRunner(decoder, _REQUESTS).step([(0, 0, 7)], logit_rows=[6])
     top_k = spec.moe.gate.top_k
-    assert log.heard == [("chose", 0, (7, top_k)), ("after", 0, (7, spec.hidden_size)), ("chose", 1, (1, top_k))]
+    assert log.heard == [
+        event
+        for layer, count in enumerate((7, 1))
+        for event in (("chose", layer, (count, top_k)), ("attended", layer, (count, spec.hidden_size)))
+    ]
     assert log.num_passed == spec.num_layers
 
 

@@ -49,10 +49,10 @@ def recalls(trace, *choices):
 
 
 def test_recall_by_predictor_and_distance():
-    found = recalls(coupled(), POPULARITY, "affinity", "gate-early", "gate-late")
+    found = recalls(coupled(), POPULARITY, "affinity", "gate-early", "gate-shared")
     assert found["affinity", 1] > 1.25 * found[POPULARITY, 1]
     assert found["gate-early", 1] > found["gate-early", 2] > found[POPULARITY, 2]
-    assert np.isnan(found["gate-late", 1])
+    assert np.isnan(found["gate-shared", 1])
 
 
 @pytest.mark.parametrize("control", [uniform_control, shuffled_control])

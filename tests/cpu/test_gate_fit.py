@@ -34,9 +34,9 @@ def test_what_the_layers_between_add_is_learnt_and_the_rest_left_to_the_plain_ga
     scores = states @ truth[:, :-1].T + truth[:, -1]
     fit = GateFit(1)
     for part in (slice(0, 900), slice(900, 2000)):
-        fit.add({Tap.LATE: [states[part]]}, [scores[part], scores[part]])
-    fitted = fit.solve({(Tap.LATE, 0, 1): plain})
-    maps = torch.from_numpy(fitted.maps[Tap.LATE, 1])[0]
+        fit.add({Tap.SHARED: [states[part]]}, [scores[part], scores[part]])
+    fitted = fit.solve({(Tap.SHARED, 0, 1): plain})
+    maps = torch.from_numpy(fitted.maps[Tap.SHARED, 1])[0]
     assert fitted.num_tokens == 2000
     near = (maps - truth).abs() < 0.2 * (plain - truth).abs() + 0.05
     assert near[:, [0, 1, 2, 3, 4, 6]].all()
@@ -72,7 +72,7 @@ def test_a_fit_is_nearer_to_what_gates_say_than_the_plain_gate(model: Path) -> N
             assert (guessed - said).square().mean() < 0.5 * said.var()
 
 
-@pytest.mark.parametrize("choice", ["fitted", "gate-early+gate-late"])
+@pytest.mark.parametrize("choice", ["fitted", "gate"])
 def test_fitted_gates_are_found_and_change_no_answer(
     model: Path, choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from experts.observer import AnyObserver
 from experts.routing.files import Tap
-from experts.routing.gates import FittedGates, GatePreview
+from experts.routing.gates import FittedGates, GatePreview, shared_state
 from moeserve.config import ConfigError
 from moeserve.device import KvBudget
 from moeserve.engine.experts.gpu_memory import plan_gpu_residency
@@ -126,8 +126,8 @@ class HeardPreviews(AnyObserver):
     def chose(self, layer: int, x: Tensor, *_: Tensor) -> None:
         self._hear(Tap.EARLY, layer, x)
 
-    def after(self, layer: int, residual: Tensor) -> None:
-        self._hear(Tap.LATE, layer, residual)
+    def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
+        self._hear(Tap.SHARED, layer, shared_state(residual, shared))
 
     def _hear(self, tap: Tap, layer: int, state: Tensor) -> None:
         distances = range(1, min(2, self._num_layers - 1 - layer) + 1)

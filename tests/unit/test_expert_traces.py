@@ -99,7 +99,7 @@ def test_the_fitted_exponent_is_that_of_the_loads():
 
 def guessed(trace):
     logits = np.random.default_rng(0).standard_normal((len(trace.ids) - 2, trace.ids.shape[1], trace.num_experts))
-    return replace(trace, guesses=(GateGuesses(Tap.LATE, 2, logits.astype(np.float16)),))
+    return replace(trace, guesses=(GateGuesses(Tap.SHARED, 2, logits.astype(np.float16)),))
 
 
 def test_what_gates_guessed_stays_with_its_token():
@@ -118,7 +118,7 @@ def test_a_trace_comes_back_from_its_file(tmp_path):
     assert again.num_experts == 8
     for name in ("ids", "requests", "token_ids", "families"):
         assert (getattr(again, name) == getattr(trace, name)).all()
-    assert (again.guesses[0].tap, again.guesses[0].distance) == (Tap.LATE, 2)
+    assert (again.guesses[0].tap, again.guesses[0].distance) == (Tap.SHARED, 2)
     assert (again.guesses[0].logits == trace.guesses[0].logits).all()
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from experts.observer import AnyObserver
 from experts.routing.files import Tap
-from experts.routing.gates import FittedGates, plain_maps, unit_norm
+from experts.routing.gates import FittedGates, plain_maps, shared_state, unit_norm
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.ops import CpuOps, PagedRows
 from moeserve.model.decoder import ForwardBatch
@@ -51,7 +51,7 @@ class GateFit:
     def add(self, states: Mapping[Tap, Sequence[Tensor]], scores: Sequence[Tensor]) -> None:
         """Add the tokens of a text.
 
-        states: by tap and layer [T, H], of unit norm at `LATE`; the last layer's may be missing. scores: by layer
+        states: by tap and layer [T, H], of unit norm at `SHARED`. scores: by layer
         [T, E], of each gate for its own input.
         """
         self._num_tokens += len(scores[0])
@@ -94,7 +94,7 @@ def _add(sums: dict[_Key, Tensor], key: _Key, value: Tensor) -> None:
 class TextRead:
     """A text of T tokens as the model read it, by layer with experts.
 
-    ids: [T, k]. states: [T, H] at each tap; at `LATE` they have unit norm and the last layer is missing.
+    ids: [T, k]. states: [T, H] at each tap; at `SHARED` they have unit norm.
     """
 
     token_ids: list[int]
@@ -104,17 +104,17 @@ class TextRead:
 
 
 class _Seen(AnyObserver):
-    """Keeps the last step's tensors by layer: the input and the choice of each gate, and the state behind the layer."""
+    """Keeps the last step's tensors by layer: the input and the choice of each gate, and the state at `SHARED`."""
 
     def __init__(self) -> None:
         self.choices: dict[int, tuple[Tensor, Tensor]] = {}
-        self.after_layers: dict[int, Tensor] = {}
+        self.shared: dict[int, Tensor] = {}
 
     def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         self.choices[layer] = x, expert_ids
 
-    def after(self, layer: int, residual: Tensor) -> None:
-        self.after_layers[layer] = unit_norm(residual)
+    def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
+        self.shared[layer] = unit_norm(shared_state(residual, shared))
 
 
 class TextReader:
@@ -159,8 +159,8 @@ class TextReader:
             logits[:-1].float().log_softmax(-1).gather(1, torch.tensor(token_ids[1:], dtype=torch.int64)[:, None])
         )
         seen = [self._seen.choices[layer] for layer in range(self.num_gates)]
-        after = [self._seen.after_layers[layer] for layer in range(self.num_gates - 1)]
-        states = {Tap.EARLY: [x for x, _ in seen], Tap.LATE: after}
+        shared = [self._seen.shared[layer] for layer in range(self.num_gates)]
+        states = {Tap.EARLY: [x for x, _ in seen], Tap.SHARED: shared}
         return TextRead(token_ids, [ids for _, ids in seen], states, likelihood.sum().item())
 
 

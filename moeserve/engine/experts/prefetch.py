@@ -97,7 +97,9 @@ def start_prefetching(
     else:
         if len(decoder.gated_blocks()) < 2:
             return None
-        preview = _make_preview(decoder, None if choice == "gate" else fitted)
+        has_shared = share is None and moe.shared is not None
+        tap = Tap.SHARED if has_shared else Tap.EARLY
+        preview = _make_preview(decoder, tap, None if choice == "gate" else fitted)
         judge = PrefetchJudge() if choice == "auto" else None
         observers.append(asks := GateLookahead(memory, experts.control, preview, moe.gate.top_k, judge, here))
         if share is not None:
@@ -105,9 +107,9 @@ def start_prefetching(
     return Prefetching(asks, observers)
 
 
-def _make_preview(decoder: GatedDecoder, fitted: FittedGates | None) -> GatePreview:
+def _make_preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> GatePreview:
     blocks, norms = zip(*decoder.gated_blocks(), strict=True)
-    return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), Tap.EARLY, fitted)
+    return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), tap, fitted)
 
 
 def _affinity_prefetcher(experts: ResidentLayers, model: ModelSpec, share: RankShare | None) -> PrefetchObserver:
