@@ -162,7 +162,7 @@ class Bench:
         agent.tokens = request.token_ids + agent.draw(self.replay.result)
         heappush(self.calls, (agent.due, agent.number))
         if self.waits is not None:
-            self.waits.note_end(request)
+            self.waits.note_end(request, is_whole=True)
             self.waits.begin(request.request_id, [tool], self.now)
 
     def end_job(self, agent: Agent) -> None:

@@ -23,6 +23,7 @@ _KNOWN_FROM = 4  # durations from which on a tool's own count alone
 # Seconds: eight quantiles of a log-normal distribution with a median of 5 s, for tools that nothing is known of.
 _UNKNOWN = (0.5, 1.3, 2.4, 3.9, 6.4, 10.4, 19.0, 49.6)
 _MOST_TOOLS = 4096
+_MOST_NAME_CHARS = 256  # a model may write any name
 _MOST_WAITS = 256
 _MOST_ENDED = 256  # requests that have ended and may turn out to have called a tool
 _LATEST_S = 3600.0  # a conversation that comes later does not count as a tool's duration
@@ -127,6 +128,8 @@ class ToolWaits:
         self._recovery = recovery
         self._durations: OrderedDict[tuple[str, str], Durations] = OrderedDict()
         self._ended: OrderedDict[str, Request] = OrderedDict()
+        # By the request that continues them.
+        self._returned: dict[str, Wait] = {}
         # By namespace; the oldest first.
         self._waits: dict[str, list[Wait]] = {}
         self._in_order: deque[Wait] = deque()
@@ -138,13 +141,15 @@ class ToolWaits:
         """The number of conversations that are waited for."""
         return len(self._in_order)
 
-    def note_end(self, request: Request) -> None:
-        """Note that a request has ended with a whole answer, which may have called tools."""
-        if request.session is None:
-            return
-        self._ended[request.request_id] = request
-        if len(self._ended) > _MOST_ENDED:
-            self._ended.popitem(last=False)
+    def note_end(self, request: Request, *, is_whole: bool) -> None:
+        """Note that a request has ended. is_whole: its answer, which may have called tools."""
+        wait = self._returned.pop(request.request_id, None)
+        if wait is not None and wait.retention is not None:
+            self._caches[wait.rank].end_retention(wait.retention, wait.ttl)
+        if is_whole and request.session is not None:
+            self._ended[request.request_id] = request
+            if len(self._ended) > _MOST_ENDED:
+                self._ended.popitem(last=False)
 
     def begin(self, request_id: str, tools: Sequence[str], now: float) -> None:
         """Note which tools a request that has ended called. They run from now on."""
@@ -155,7 +160,7 @@ class ToolWaits:
         num_tokens = len(request.token_ids) // cache.block_size * cache.block_size
         if not num_tokens:
             return
-        tool = "+".join(sorted(set(tools)))
+        tool = "+".join(sorted(set(tools)))[:_MOST_NAME_CHARS]
         share = None if request.cache is None else request.cache.share
         tokens, session = request.token_ids[:num_tokens], request.session or ""
         wait = Wait(tokens, request.namespace, session, tool, request.rank, share, now)
@@ -176,8 +181,8 @@ class ToolWaits:
         if wait is None:
             return
         self._forget(wait)
-        if wait.retention is not None:
-            self._caches[wait.rank].end_retention(wait.retention, wait.ttl)
+        # It is kept until the request has ended, which may have to wait for its turn.
+        self._returned[request.request_id] = wait
         seconds = now - wait.since
         if seconds <= _LATEST_S:
             self._durations_of(wait).add(seconds)
@@ -225,7 +230,7 @@ class ToolWaits:
         """
         samples = self._durations_of(wait).samples()
         usual = _quantile(samples, 0.5)
-        waits = self._open[account_of(wait.namespace), wait.tool]
+        waits = self._open.get((account_of(wait.namespace), wait.tool), ())
         longer = [now - one.since for one in waits if now - one.since > usual]
         return sorted((*samples, *(_TIMES_SO_FAR * seconds for seconds in longer))) if longer else samples
 

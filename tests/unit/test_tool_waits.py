@@ -59,7 +59,7 @@ class Conversations:
         if missing > 0 and self.cache.extend(lease, missing) is not None:
             self.cache.free(self.cache.publish(lease, request.token_ids, len(tokens) // SIZE * SIZE))
         self.cache.release(lease)
-        self.waits.note_end(request)
+        self.waits.note_end(request, is_whole=True)
         self.waits.begin(request.request_id, [tool], self.now)
         self.now += after_s
         self.cache.tell_time(self.now)
@@ -101,6 +101,18 @@ def test_a_return_is_found_by_its_session_or_by_its_prefix_and_ends_what_was_kep
     stranger = [*head, *range(60, 72), *range(80, 92), *range(1000, 1012)]
     talks.turn(stranger, "t", 0.0, namespace="stranger")
     assert talks.waits.counters.num_returned == 2
+
+
+def test_kv_is_kept_until_the_request_that_continues_it_has_ended() -> None:
+    talks = Conversations()
+    talks.turn(list(range(20)), "t", 0.2)
+    request = Request("next", array("i", range(24)), SamplingParams(1), "key", session="")
+    talks.waits.note_return(request, talks.now)
+    assert talks.cache.num_retained > 0
+    talks.waits.note_end(request, is_whole=False)
+    assert talks.cache.num_retained == 0
+    talks.waits.begin("next", ["t"], talks.now)
+    assert talks.waits.num_open == 0
 
 
 def test_kv_is_forgotten_in_the_end_and_unknown_requests_are_left_alone() -> None:
