@@ -209,14 +209,31 @@ class ToolWaits:
         lost_s = self._recovery.recovery_s(wait.tokens, wait.namespace)
         rent = _PRICE * len(wait.tokens) / (cache.block_size * cache.num_blocks)
         seconds = best_keep_s(samples, lost_s, rent)
-        budget, num_retained, *_ = cache.budget(account_of(wait.namespace), wait.share)
-        if len(wait.tokens) > (budget - num_retained) * cache.block_size:
-            seconds = 0.0  # nothing that is retained already gives way
+        if seconds and not self._has_budget(wait):
+            seconds = 0.0
         self.counters.num_kept += seconds > 0
         self._retain(wait, now, _quantile(samples, 0.5), seconds)
         early = _quantile(samples, _EARLY) - lost_s
         if early > seconds and lost_s > _WORTH_READING_S:
             wait.read_at = now + early
+
+    def _has_budget(self, wait: Wait) -> bool:
+        """Return whether a wait's KV can be retained within its account's budget.
+
+        Other waits, the oldest first, give way for that, but nothing that clients retain.
+        """
+        cache, account = self._caches[wait.rank], account_of(wait.namespace)
+        num_blocks = len(wait.tokens) // cache.block_size
+        others = (one for one in self._in_order if one.rank == wait.rank and account_of(one.namespace) == account)
+        while True:
+            budget, num_retained, *_ = cache.budget(account, wait.share)
+            if num_retained + num_blocks <= budget:
+                return True
+            other = next((one for one in others if one.retention is not None), None)
+            if other is None or other.retention is None:
+                return False
+            cache.end_retention(other.retention, other.ttl)
+            other.retention = other.kept_until = None
 
     def _retain(self, wait: Wait, now: float, expected_s: float, seconds: float) -> None:
         cache = self._caches[wait.rank]

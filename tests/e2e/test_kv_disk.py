@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import pytest
 from tests.support.service import Service, children_of, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
+# The tiny model's KV takes 4 KiB per block of 16 tokens.
+KV_OF_24_BLOCKS = str(24 * 4096)
 PROMPT = [3 + i * 7 % 50 for i in range(200)]
 
 
@@ -116,6 +119,21 @@ def test_two_services_share_a_folder_within_its_size(model: Path, tmp_path: Path
         assert [ask(one, [*PROMPT[:100], last, last])[0] for last in range(3, 9)] == cold
         wait_until(lambda: figure(one, "moeserve_kv_disk_evictions_total") > 0)
         wait_until(lambda: figure(one, "moeserve_kv_disk_bytes") <= 40_000)
+
+
+def test_preempted_requests_come_back_from_disk_with_the_same_bits(model: Path, tmp_path: Path) -> None:
+    prompts = [[number, *PROMPT[:40]] for number in range(3, 9)]
+    (tmp_path / "roomy").mkdir()
+    (tmp_path / "tight").mkdir()
+    with service(model, tmp_path / "roomy", "--kv-disk-path", str(tmp_path / "other")) as running:
+        expected = [ask(running, prompt, max_tokens=100)[0] for prompt in prompts]
+    settings = ("--kv-disk-path", str(tmp_path / "kv"), "--kv-overflow", "swap", "--max-model-len", "256")
+    with service(model, tmp_path / "tight", *settings, "--kv-cache-memory", KV_OF_24_BLOCKS) as running:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            answers = list(threads.map(lambda prompt: ask(running, prompt, max_tokens=100)[0], prompts))
+        assert answers == expected
+        wait_until(lambda: figure(running, 'moeserve_kv_overflow_total{fate="swap"}') > 0)
+        wait_until(lambda: figure(running, 'moeserve_kv_disk_copied_bytes_total{direction="read"}') > 0)
 
 
 @pytest.mark.parametrize(

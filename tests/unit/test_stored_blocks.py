@@ -360,6 +360,7 @@ def test_tokens_are_those_of_an_undisturbed_run_whatever_goes_to_disk_and_comes_
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @examples(300)
 @given(HISTORIES)
 def test_long_histories_too(history: History) -> None:
