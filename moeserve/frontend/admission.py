@@ -32,13 +32,14 @@ _SHARE_OF_CHOICES = 4
 _ALWAYS_CHOICES = 16
 
 
-def read_terms(scope: Scope, secret: str, slo: Slo, priority: int = 0, *, background: bool = False) -> Terms:
+def read_terms(
+    scope: Scope, secret: str, slo: Slo, priority: int = 0, *, background: bool = False, detached: bool = False
+) -> Terms:
     """Return the terms of a request. Raises ApiError for what its key may not ask.
 
-    secret: of the namespaces of keys. slo: the service's.
+    secret: of the namespaces of keys. slo: the service's. detached: nobody waits for the answer.
     """
     identity: Identity = scope["state"]["identity"]
-    rights = identity.rights
     if priority < 0 and not identity.may_hurry:
         raise ApiError(
             403,
@@ -51,6 +52,22 @@ def read_terms(scope: Scope, secret: str, slo: Slo, priority: int = 0, *, backgr
     if background and priority:
         raise invalid("A request has either a `priority` or `background`", "background")
     ttft_s, tpot_s = _asked_slo(scope, identity, slo)
+    return terms_of(
+        identity, secret, ttft_s=ttft_s, tpot_s=tpot_s, patient=background or detached, background=background
+    )
+
+
+def terms_of(
+    identity: Identity,
+    secret: str,
+    *,
+    ttft_s: float | None = None,
+    tpot_s: float | None = None,
+    patient: bool = False,
+    background: bool = False,
+) -> Terms:
+    """Return the terms of a caller's request. secret: of the namespaces of keys."""
+    rights = identity.rights
     return Terms(
         tenant=cache_account(secret, identity),
         weight=rights.weight,
@@ -59,7 +76,7 @@ def read_terms(scope: Scope, secret: str, slo: Slo, priority: int = 0, *, backgr
         cached=rights.cached,
         ttft_s=ttft_s,
         tpot_s=tpot_s,
-        patient=background,
+        patient=patient,
         background=background,
     )
 

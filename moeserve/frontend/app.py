@@ -18,6 +18,7 @@ from starlette.routing import Route as StarletteRoute
 from moeserve.config import ConfigError
 from moeserve.frontend.absent import why_absent
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.page_gate import PageGate
@@ -52,12 +53,14 @@ def create_app(services: Services) -> Starlette:
     public = load_public_prefixes(config.public_prefixes)
     bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S)
     store = Store(services.run.store_file, bounds)
+    jobs = Jobs(services, store, keys.holder)
     table = RouteTable(ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await store.start()
         await services.start()
+        await jobs.start()
         # One of several frontends is enough: all share the engine, and one that ends is started again.
         is_publisher = bool(public) and services.number == 0
         publishing = asyncio.create_task(publish_prefixes(services, public)) if is_publisher else None
@@ -67,11 +70,12 @@ def create_app(services: Services) -> Starlette:
             if publishing is not None:
                 publishing.cancel()
                 await asyncio.gather(publishing, return_exceptions=True)
+            await jobs.stop()
             await services.stop()
             await store.stop()
 
     app = Starlette(
-        routes=_starlette_routes(_endpoints(services, store)),
+        routes=_starlette_routes(_endpoints(services, store, jobs)),
         lifespan=lifespan,
         middleware=[
             *_cors(config.cors_allow_origin),
@@ -90,14 +94,14 @@ def create_app(services: Services) -> Starlette:
     return app
 
 
-def _endpoints(services: Services, store: Store) -> Endpoints:
+def _endpoints(services: Services, store: Store, jobs: Jobs) -> Endpoints:
     return Endpoints(
-        chat=GenerateRoute(services, CHAT),
-        completions=GenerateRoute(services, COMPLETIONS),
-        messages=GenerateRoute(services, MESSAGES),
-        responses=ResponsesRoute(services, store),
-        warm=GenerateRoute(services, WARM),
-        kept=KeptResponseRoutes(store),
+        chat=GenerateRoute(services, CHAT, jobs),
+        completions=GenerateRoute(services, COMPLETIONS, jobs),
+        messages=GenerateRoute(services, MESSAGES, jobs),
+        responses=ResponsesRoute(services, store, jobs),
+        warm=GenerateRoute(services, WARM, jobs),
+        kept=KeptResponseRoutes(services, store, jobs),
         conversations=ConversationRoutes(services, store),
         tokens=TokenRoutes(services),
         render_chat=RenderRoute(services, "chat"),

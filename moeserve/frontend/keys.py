@@ -157,6 +157,12 @@ class KeyRing:
     def __bool__(self) -> bool:
         return bool(self._identities)
 
+    def holder(self, digest: bytes) -> Identity | None:
+        """Return who has the key of a digest, None where it is not valid any more; anyone on a server without keys."""
+        if not self:
+            return ANYONE if not digest else None
+        return next((identity for identity in self._identities if identity.digest == digest), None)
+
     def find(self, key: bytes) -> Identity | None:
         """Return the identity of a key, None for a wrong one. Takes the same time for every key."""
         digest = hashlib.sha256(key).digest()

@@ -75,11 +75,15 @@ CHARS_PER_TOKEN = 4
 # Rendered text and its tokens that a text process remembers.
 MAX_PIECE_BYTES = 64 * 2**20
 
-# Responses that `/v1/responses` keeps for later turns. A key's share counts requests and answers as JSON.
-MAX_STORED_RESPONSES_PER_KEY = 2048
-MAX_STORED_BYTES_PER_KEY = 64 * 1024 * 1024
-MAX_STORED_BYTES = 256 * 1024 * 1024
+# A conversation that is kept: requests and answers as JSON.
 MAX_STORED_CONVERSATION_BYTES = 8 * 1024 * 1024
+# Jobs (answers that outlive a connection) of one key that have not ended.
+MAX_OPEN_JOBS_PER_KEY = 1024
+# Processes that take a job over one after another without its putting anything out: then it has failed.
+MAX_JOB_TRIES = 5
+MAX_IDEMPOTENCY_KEY_CHARS = 255
+# How long a key is known after its answer was complete.
+IDEMPOTENCY_KEY_S = 24 * 3600.0
 
 MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64

@@ -114,6 +114,11 @@ class Services:
         """Refuse new generations from now on."""
         self._draining = True
 
+    @property
+    def is_draining(self) -> bool:
+        """Return whether new generations are refused because this process is to end."""
+        return self._draining
+
     def not_ready_reason(self) -> str | None:
         """Return why no generation would be admitted now, or None."""
         if self._draining:

@@ -41,7 +41,7 @@ ROOMS = {
     ),
 }
 # The folders of the frontend, lowest first; files beside them may be below or above any.
-FRONTEND_FOLDERS = ("dialects", "parsers", "prepare", "store", "relay", "routes")
+FRONTEND_FOLDERS = ("dialects", "parsers", "prepare", "store", "relay", "jobs", "routes")
 # Attributes of objects that other libraries define, by the file that sets them.
 FOREIGN_ATTRIBUTES = {
     "kernels/cpu/library.py": {"argtypes", "restype"},

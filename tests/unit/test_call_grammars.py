@@ -14,7 +14,7 @@ from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Out
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape
 from moeserve.frontend.parsers.grammars import ANSWER, FAMILIES, arguments_schema, call_grammar
-from moeserve.frontend.parsers.parsed import Parsed
+from moeserve.frontend.parsers.parsed import CallIds, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import BOS, byte_tokenizer
@@ -92,6 +92,7 @@ def parse(family: str, text: str, reasoning: str = "none", start: Start = "text"
         start="answer" if start == "text" else start,
         schemas={tool.name: tool.parameters for tool in TOOLS},
         hidden=markers(family),
+        new_id=CallIds("", 0),
     )
     first, last = parser.push(text), parser.finish()
     assert not last.calls

@@ -17,7 +17,7 @@ from moeserve.frontend.dialects.internal import ToolCallPart
 from moeserve.frontend.parsers.families import CALLS, REASONING, choose_shape
 from moeserve.frontend.parsers.feed import Feed, Markers
 from moeserve.frontend.parsers.json_text import JsonScan
-from moeserve.frontend.parsers.parsed import Parsed
+from moeserve.frontend.parsers.parsed import CallIds, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.frontend.parsers.tagged import typed
 from tests.support.examples import examples
@@ -284,7 +284,7 @@ def test_kimis_ids_are_the_models_own() -> None:
 
 
 def test_ids_are_openais() -> None:
-    reader = OutputParser(reasoning=None, calls=CALLS["hermes"], schemas=SCHEMAS)
+    reader = OutputParser(reasoning=None, calls=CALLS["hermes"], schemas=SCHEMAS, new_id=CallIds("", 0))
     ids = [part.call_id for part in reader.push(ANSWERS["hermes"]).calls]
     assert len({*ids}) == 2
     for call_id in ids:

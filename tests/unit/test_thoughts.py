@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ThoughtOptions, Tool
 from moeserve.frontend.parsers.families import REASONING, OutputShape
+from moeserve.frontend.parsers.parsed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.frontend.parsers.thoughts import Thoughts, make_markers
 from moeserve.frontend.text import TextTokenizer
@@ -131,7 +132,7 @@ def test_the_parser_ends_reasoning_where_the_budget_does(pieces: list[str], most
             answer.append(due[0])
         followed.push(byte)
         answer.append(byte)
-    parser = OutputParser(reasoning=REASONING["think"], calls=None, start="reasoning")
+    parser = OutputParser(reasoning=REASONING["think"], calls=None, start="reasoning", new_id=CallIds("", 0))
     parsed, rest = parser.push(answer.decode("utf-8", "replace")), parser.finish()
     assert (parsed.text + rest.text).endswith("z")
     told = parsed.reasoning + rest.reasoning

@@ -139,7 +139,8 @@ class GenerateRequest:
     Every prompt gives `n` choices; choice `p * n + j` is sample j of prompt p. `max_tokens` None is the remainder of
     the context, and a larger number is cut to that. `seed` None draws one; the values of `max_tokens` and `seed` in
     `sampling` do not count. `output_format` holds for the text of an answer that calls no tool. `background`: use what
-    other requests leave. `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were
+    other requests leave. `detached`: the client fetches the answer later.
+    `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were
     asked for and do not exist here; `repeated` is JSON that the dialect writes for its own answer.
 
     `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
@@ -163,6 +164,7 @@ class GenerateRequest:
     echo: bool = False
     priority: int = 0
     background: bool = False
+    detached: bool = False
     cache_salt: str = ""
     tools: tuple[Tool, ...] = ()
     tool_choice: ToolChoice = ToolChoice()

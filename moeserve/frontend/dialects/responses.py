@@ -23,7 +23,6 @@ _LOGPROBS = "message.output_text.logprobs"
 _SEALED_REASONING = "reasoning.encrypted_content"
 # Fields that would change the answer if they were supported, and the values that ask for nothing.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "background": (None, False),
     "context_management": (None, []),
     "include_stop_str_in_output": (None, False),
     "max_tokens": (None,),
@@ -67,7 +66,7 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
-    background: Any = None
+    background: bool | None = None
     context_management: Any = None
     conversation: str | ConversationName | None = None
     include_stop_str_in_output: Any = None
@@ -91,6 +90,11 @@ class Turn:
     conversation_id: str | None
     store: bool
     seals_reasoning: bool
+
+
+def previous_id_of(request: GenerateRequest) -> str | None:
+    """Return the id of the response that a request of this dialect goes on from, if any."""
+    return msgspec.json.decode(request.repeated, type=Turn).previous_id
 
 
 class _Names(msgspec.Struct):
@@ -130,6 +134,10 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
             raise unsupported(field)
     refuse_formats(asked)
     _check_labels(asked)
+    if asked.background and asked.store is False:
+        raise invalid(
+            "A response in the `background` is fetched from where it is kept: `store` must not be false", "store"
+        )
     tools = read_tools(asked.tools)
     stream, _, _ = fields.read_stream_options(asked)
     sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
@@ -146,6 +154,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
         seed=fields.read_seed(asked.seed),
         stop=fields.read_stop(asked.stop),
         stream=stream,
+        detached=bool(asked.background),
         priority=fields.read_priority(asked),
         cache_salt=fields.read_cache_salt(asked.cache_salt),
         cache=fields.read_cache(asked),
@@ -291,7 +300,7 @@ def _repeated(asked: ResponsesBody, tools: ToolSet, sampling: SamplingParams, fo
         "previous_response_id": asked.previous_response_id,
         "conversation": None if asked.conversation is None else {"id": _conversation_id(asked.conversation)},
         "store": asked.store is not False,
-        "background": False,
+        "background": bool(asked.background),
         "tools": tools.repeated,
         "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
         "parallel_tool_calls": asked.parallel_tool_calls is not False,

@@ -7,6 +7,7 @@ is sent whole goes the same way as a streamed one, so that both have the same it
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -197,14 +198,17 @@ class ResponsesFormatter:
         request: GenerateRequest,
         tokenizer: TextTokenizer,
         fingerprint: str,
+        clock: Callable[[], float] = time.time,
     ) -> None:
+        """clock: gives the UNIX time at which the response is complete."""
+        self._clock = clock
         self.kept: KeptResponse | None = None
         self._turn = msgspec.json.decode(request.repeated, type=Turn)
         self._id = answer_id
         self._head = {"id": answer_id, "object": "response", "created_at": created, "model": request.model}
         self._tokenizer = tokenizer
         self._log = EventLog()
-        self._started = False
+        self._started = self._is_queued = False
         self._done: list[Item] = []
         self._open: TextItem | CallItem | None = None
         self._logprobs: list[msgspec.Raw] = []  # of tokens whose text has not come yet
@@ -212,12 +216,19 @@ class ResponsesFormatter:
         self._has_answer = False  # a message or a call
         self._final: dict[str, Any] = {}
 
+    def queued(self) -> bytes:
+        """Return the events with which the stream of a response in the background begins, before `start`."""
+        self._is_queued = True
+        response = self._response("queued")
+        return self._log.event("response.created", response=response) + self._log.event(
+            "response.queued", response=response
+        )
+
     def start(self, index: int, usage: Usage) -> bytes:
         self._started = True
         response = self._response("in_progress")
-        return self._log.event("response.created", response=response) + self._log.event(
-            "response.in_progress", response=response
-        )
+        created = b"" if self._is_queued else self._log.event("response.created", response=response)
+        return created + self._log.event("response.in_progress", response=response)
 
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         events = self._say("reasoning", delta.reasoning, []) if delta.reasoning else b""
@@ -236,8 +247,20 @@ class ResponsesFormatter:
         failure = {"code": "server_error", "message": error.message}
         return begin + self._log.event("response.failed", response=self._response("failed", error=failure))
 
+    def cancelled(self) -> bytes:
+        """Return the events that end the stream of a response that was cancelled."""
+        return self._close("incomplete") + self._log.event("response.incomplete", response=self._response("cancelled"))
+
     def ping(self) -> bytes:
         return KEEP_ALIVE
+
+    def snapshot(self, status: str, error: ApiError | None = None) -> KeptResponse:
+        """Return the response as it stands, in a state that `complete` does not give."""
+        if status == "cancelled":
+            self._close("incomplete")
+        failure = None if error is None else {"code": "server_error", "message": error.message}
+        data = msgspec.json.encode(self._response(status, error=failure))
+        return KeptResponse(self._id, data, bytes(self._turn.input), self._turn.previous_id)
 
     def complete(self, choices: list[Delta], usage: Usage) -> Writing:
         (choice,) = choices
@@ -318,7 +341,7 @@ class ResponsesFormatter:
         return {
             **self._head,
             "status": status,
-            "completed_at": int(time.time()) if status == "completed" else None,
+            "completed_at": int(self._clock()) if status == "completed" else None,
             "error": error,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "output": self._done,

@@ -4,7 +4,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,8 +118,11 @@ class OutputShape:
         """Return whether answers of the request may hold thoughts that are told apart."""
         return self.reasoning != "none" and isinstance(request.prompts[0], ChatPrompt)
 
-    def parser(self, request: GenerateRequest, start: Start, special_texts: Collection[str]) -> OutputParser:
-        """Return a parser for one choice. special_texts: of the tokenizer's special tokens."""
+    def parser(
+        self, request: GenerateRequest, start: Start, special_texts: Collection[str], new_id: Callable[[], str]
+    ) -> OutputParser:
+        """Return a parser for one choice. special_texts: of the tokenizer's special tokens. new_id: makes ids of
+        calls."""
         return OutputParser(
             reasoning=REASONING.get(self.reasoning),
             calls=CALLS.get(self.calls) if self.looks_for_calls(request) else None,
@@ -128,6 +131,7 @@ class OutputShape:
             schemas={tool.name: tool.parameters for tool in request.tools},
             hidden=self.markers.intersection(special_texts),
             parallel=request.parallel_tool_calls,
+            new_id=new_id,
         )
 
     def start_of(self, request: GenerateRequest, prompt_tail: str) -> Start:

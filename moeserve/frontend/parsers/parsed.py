@@ -6,7 +6,7 @@ unless it stands between two pieces of text.
 
 from __future__ import annotations
 
-import secrets
+import hashlib
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
@@ -22,9 +22,18 @@ class Parsed:
     calls: list[ToolCallPart] = field(default_factory=list)
 
 
-def new_call_id() -> str:
-    """Return an id for a call: `call_` and 24 hexadecimal digits."""
-    return f"call_{secrets.token_hex(12)}"
+class CallIds:
+    """Makes the ids of the calls of one choice, the same ones each time that the answer of this id is written."""
+
+    def __init__(self, answer_id: str, choice: int) -> None:
+        self._seed = f"{answer_id}:{choice}"
+        self._next = 0
+
+    def __call__(self) -> str:
+        """Return the id of the next call: `call_` and 24 hexadecimal digits."""
+        digest = hashlib.blake2b(f"{self._seed}:{self._next}".encode(), digest_size=12).hexdigest()
+        self._next += 1
+        return f"call_{digest}"
 
 
 class _Lane:
@@ -75,9 +84,7 @@ class Sink:
     told; otherwise those after the first are dropped.
     """
 
-    def __init__(
-        self, hidden: Collection[str] = (), parallel: bool = True, new_id: Callable[[], str] = new_call_id
-    ) -> None:
+    def __init__(self, hidden: Collection[str], parallel: bool, new_id: Callable[[], str]) -> None:
         self.num_calls = 0
         self._hidden = frozenset(hidden)
         self._parallel = parallel

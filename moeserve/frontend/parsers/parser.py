@@ -13,7 +13,7 @@ from typing import Literal
 from moeserve.frontend.parsers.calls import CallShape, Schemas
 from moeserve.frontend.parsers.feed import Feed, Markers, Reading
 from moeserve.frontend.parsers.harmony import read_harmony
-from moeserve.frontend.parsers.parsed import Parsed, Sink, new_call_id
+from moeserve.frontend.parsers.parsed import Parsed, Sink
 
 # Where the prompt leaves off: before an answer, inside its reasoning, or inside its text.
 Start = Literal["answer", "reasoning", "text"]
@@ -35,14 +35,15 @@ class OutputParser:
         *,
         reasoning: Reasoning | None,
         calls: CallShape | None,
+        new_id: Callable[[], str],
         is_harmony: bool = False,
         start: Start = "answer",
         schemas: Schemas | None = None,
         hidden: Collection[str] = (),
         parallel: bool = True,
-        new_id: Callable[[], str] = new_call_id,
     ) -> None:
-        """schemas: of the request's tools. hidden: markers that are special tokens. parallel: more than one call."""
+        """new_id: makes ids of calls. schemas: of the request's tools. hidden: markers that are special tokens.
+        parallel: more than one call."""
         self._feed = Feed()
         self._sink = Sink(hidden, parallel, new_id)
         if is_harmony:

@@ -20,6 +20,7 @@ from moeserve.frontend.http import (
     longest_output,
 )
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
+from moeserve.frontend.parsers.parsed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.parsers.thoughts import Thoughts
 from moeserve.frontend.relay.cache_report import describe_miss
@@ -113,9 +114,10 @@ class Answer:
         shape: OutputShape = PLAIN,
         prompt_texts: Sequence[PromptText] = (),
         thoughts: Thoughts | None = None,
+        answer_id: str = "",
     ) -> None:
         """shape: how the model writes reasoning and calls. prompt_texts: of all prompts if the request shows them.
-        thoughts: of the model, to be counted."""
+        thoughts: of the model, to be counted. The ids of calls follow from `answer_id`."""
         self.finishes: list[tuple[int, int]] = []
         self.turns: list[tuple[int, list[str]]] = []
         self.num_open = request.num_choices
@@ -123,6 +125,7 @@ class Answer:
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._thoughts = thoughts
+        self._answer_id = answer_id
         self._wants_output = request.max_tokens != 0
         self._usage = Usage(prompt_tokens=sum(map(len, prompts)))
         # First samples, which tell how much of their prompt was cached, until they have told it.
@@ -144,7 +147,7 @@ class Answer:
         parser, thought, markers = None, None, frozenset[str]()
         if shape.applies(request):
             start = shape.start_of(request, prompt_tail(tokenizer, prompt))
-            parser = shape.parser(request, start, tokenizer.special_texts)
+            parser = shape.parser(request, start, tokenizer.special_texts, CallIds(self._answer_id, choice))
             markers = shape.markers
             thought = None if self._thoughts is None else self._thoughts.follow(request, start)
         return OutputText(

@@ -18,7 +18,14 @@ import structlog
 import zmq.asyncio
 
 from moeserve.frontend.relay.engine_link import EngineLink
-from moeserve.frontend.relay.request_group import EngineAsleep, EngineBusy, EngineGone, EngineSilent, RequestGroup
+from moeserve.frontend.relay.request_group import (
+    EngineAsleep,
+    EngineBusy,
+    EngineGone,
+    EngineSilent,
+    Past,
+    RequestGroup,
+)
 from moeserve.wire import (
     Abort,
     Admitted,
@@ -110,14 +117,14 @@ class EngineClient:
         return len(self._groups)
 
     @asynccontextmanager
-    async def submit(self, generates: list[Generate]) -> AsyncIterator[RequestGroup]:
-        """Send the requests, to the next engine if there is none now. Raises EngineGone.
+    async def submit(self, generates: list[Generate], past: Past | None = None) -> AsyncIterator[RequestGroup]:
+        """Send the requests, to the next engine if there is none now; they go on from a past. Raises EngineGone.
 
         Leaving the block aborts, once each, requests that have not ended.
         """
         if self.dead_reason is not None:
             raise EngineGone(self.dead_reason)
-        group = RequestGroup(generates, self._send_of_group, _PATIENCE * self._run.config.engine_timeout)
+        group = RequestGroup(generates, self._send_of_group, _PATIENCE * self._run.config.engine_timeout, past)
         self.num_submitted += len(generates)
         try:
             for generate in generates:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -73,6 +73,17 @@ class _Sequence:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class Past:
+    """What earlier lives of requests have put out: outputs, each with the index of its request, in their order.
+
+    kept_tokens: by the index of a request, where a stop string was found in them.
+    """
+
+    outputs: Sequence[tuple[int, Output]] = ()
+    kept_tokens: Mapping[int, int] = field(default_factory=dict)
+
+
 class RequestGroup:
     """The requests of one HTTP request and the queue of their outputs: filled by the client, read by one handler.
 
@@ -80,8 +91,14 @@ class RequestGroup:
     it had the requests.
     """
 
-    def __init__(self, generates: list[Generate], send: Callable[[Finish | Turned], None], patience_s: float) -> None:
-        """patience_s: how long an engine that is there may take to admit the requests."""
+    def __init__(
+        self,
+        generates: list[Generate],
+        send: Callable[[Finish | Turned], None],
+        patience_s: float,
+        past: Past | None = None,
+    ) -> None:
+        """patience_s: how long an engine that is there may take to admit the requests. past: they go on from there."""
         self.num_deaths = 0
         self._patience_s = patience_s
         self._patience: asyncio.Timeout | None = None
@@ -97,7 +114,19 @@ class RequestGroup:
         self._until = math.inf  # when the handler's patience ends, on the loop's clock
         self._timer: asyncio.TimerHandle | None = None
         self._is_with_engine = False
-        self._had_engine = False
+        self._had_engine = past is not None
+        if past is not None:
+            self._go_on(past)
+
+    def _go_on(self, past: Past) -> None:
+        for index, output in past.outputs:
+            self._sequences[index].note(output)
+            if output.finish_reason is not None:
+                self._open.discard(self._ids[index])
+                self._unanswered.discard(self._ids[index])
+        for index, num_tokens in past.kept_tokens.items():
+            self._sequences[index].kept_tokens = num_tokens
+            self._unanswered.discard(self._ids[index])
 
     @property
     def num_open(self) -> int:

@@ -8,7 +8,7 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,13 +16,14 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
-from moeserve.frontend.dialects import chat, completions, messages_answer, prefixes
+from moeserve.frontend.asking import answer_of, generates_of, submitted
+from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
+from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
     EventStream,
-    context_length_exceeded,
     invalid,
     receive_body,
     send_body,
@@ -30,32 +31,34 @@ from moeserve.frontend.http import (
     until_disconnect,
     with_headers,
 )
-from moeserve.frontend.keys import cache_namespace
-from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.jobs.jobs import Jobs
+from moeserve.frontend.jobs.view import RESUMED, STATUS_WAITS, JobView
+from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
-from moeserve.frontend.relay.answer import Answer, build_generates
+from moeserve.frontend.relay.answer import Answer
 from moeserve.frontend.relay.cache_report import asks_for_report
-from moeserve.frontend.relay.request_group import EngineGone, RequestGroup, RequestRejected
+from moeserve.frontend.relay.formatters import FORMATTERS, EventWriter
+from moeserve.frontend.relay.progress import Progress
+from moeserve.frontend.relay.request_group import EngineGone, RequestGroup
+from moeserve.frontend.relay.writing import TOKENS_AT_ONCE, Turns, completed
 from moeserve.frontend.services import Lend, Services, engine_unavailable
-from moeserve.frontend.text import TextTokenizer, prompt_tail
+from moeserve.frontend.store.jobs import Name, StoredJob
 from moeserve.frontend.wills import Will
-from moeserve.plan import FinishReason, Terms
-from moeserve.thoughts import ThoughtBudget
-from moeserve.wire import Generate, Output, Rejected
+from moeserve.plan import Terms
+from moeserve.wire import Generate
 
 _BACKGROUND = b'"background"'  # a body without it asks for nothing in the background
 _MAX_HEADER_CHARS = 200
-_TOKENS_AT_ONCE = 256  # with log probabilities, in one write
 _JSON = (b"content-type", b"application/json")
 # Of answers, where the server did less than it was asked: see docs/clients.md.
 TELLING_HEADERS = ("x-moeserve-ignored", "x-moeserve-dropped-tools", "x-moeserve-max-tokens")
-# A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
-_RESUMED = b": resumed\n\n"
 _PROCESS_ENDED = unavailable("The process that had this request ended: send it again", "http_process_ended", close=True)
-# The status of a stream waits for its first token at most this many times the seconds between comments. While it
-# waits, a request that is dropped can still be refused.
-_STATUS_WAITS = 1.5
+_STILL_RUNS = unavailable(
+    "The process that had this connection ended, the request goes on: ask for its answer again",
+    "http_process_ended",
+    close=True,
+)
 
 
 # Keeps an answer; takes and returns the bytes with which it ends.
@@ -64,7 +67,7 @@ Keep = Callable[[Formatter, bytes], Awaitable[bytes]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """The parts of one API: how its requests are prepared, the prefix of its answer ids, how it writes answers.
+    """The parts of one API: how its requests are prepared and its answers written, the prefix of its answer ids.
 
     lend: gives what a request refers to. cut: the event that ends a stream of unknown content. keep: is given
     the last bytes of an answer, returns them, or others, once the answer is kept.
@@ -72,30 +75,34 @@ class Dialect:
 
     kind: Kind
     id_prefix: str
-    formatter: Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
     lend: Lend | None = None
     cut: Callable[[ApiError], bytes] = ApiError.event
     keep: Keep | None = None
 
 
-CHAT = Dialect("chat", "chatcmpl-", chat.ChatFormatter)
-COMPLETIONS = Dialect("completions", "cmpl-", completions.CompletionFormatter)
-MESSAGES = Dialect("messages", "msg_", messages_answer.MessageFormatter, cut=messages_answer.error_event)
-WARM = Dialect("warm", "warm-", prefixes.WarmFormatter)
+CHAT = Dialect("chat", "chatcmpl-")
+COMPLETIONS = Dialect("completions", "cmpl-")
+MESSAGES = Dialect("messages", "msg_", cut=messages_answer.error_event)
+WARM = Dialect("warm", "warm-")
 
 
 class GenerateRoute:
     """The ASGI endpoint of a dialect."""
 
-    def __init__(self, services: Services, dialect: Dialect) -> None:
+    def __init__(self, services: Services, dialect: Dialect, jobs: Jobs) -> None:
         self._services = services
         self._dialect = dialect
+        self._jobs = jobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services, admission = self._services, self._services.admission
         services.check_serving()
         coding = content_coding(scope["headers"])
         body = await receive_body(scope, receive, services.run.config.max_request_bytes)
+        name = _name_of(scope, body)
+        if name is not None and (job := await self._jobs.named(caller_of(scope), name)) is not None:
+            await self._show(scope, receive, send, job)
+            return
         facts = services.check_serving()
         # Overload is told before any work is done for the request, so before it is read.
         may_be_background = coding is not None or _BACKGROUND in body
@@ -111,15 +118,65 @@ class GenerateRoute:
                 prepared = expect(await until_disconnect(receive, asking), Prepared)
                 send = self._warn(scope, send, prepared.request)
                 terms = self._change(scope, held, prepared.request)
-                await until_disconnect(receive, self._serve(scope, send, prepared, facts, terms, will))
+                if name is None and not prepared.request.detached:
+                    await until_disconnect(receive, self._serve(scope, send, prepared, facts, terms, will))
+                    return
+            job = await self._begin_job(scope, prepared, facts, terms, name)
+            await self._show(scope, receive, send, job)
         finally:
             asking.close()
+            will.revoke()
+
+    async def _begin_job(
+        self, scope: Scope, prepared: Prepared, facts: ModelFacts, terms: Terms, name: Name | None
+    ) -> StoredJob:
+        """Begin a request that outlives this connection; return it, or the one that was begun with the same key."""
+        services, request = self._services, prepared.request
+        answer_id = self._dialect.id_prefix + secrets.token_hex(12)
+        seed = services.draw_seed() if request.seed is None else request.seed
+        identity: Identity = scope["state"]["identity"]
+        # What does not fit is refused before there is a job.
+        generates_of(services, prepared, facts, answer_id=answer_id, identity=identity, seed=seed, terms=terms)
+        needs = previous_id_of(request) if self._dialect.kind == "responses" else None
+        return await self._jobs.create(
+            identity.digest,
+            self._dialect.kind,
+            prepared,
+            terms,
+            answer_id=answer_id,
+            seed=seed,
+            session=_session_of(scope, request),
+            needs=needs,
+            name=name,
+        )
+
+    async def _show(self, scope: Scope, receive: Receive, send: Send, job: StoredJob) -> None:
+        """Answer with a job: its events, its response as it stands, or its whole answer."""
+        view, will = JobView(self._services, self._jobs, job), Will.of(scope)
+        try:
+            if view.streams:
+                await show_events(view, scope, receive, send, cut=self._dialect.cut)
+            elif view.record.is_detached:
+                await send_body(send, 200, (await view.response()).response)
+            else:
+                leave_refusal(will, scope, _STILL_RUNS)
+                body = await until_disconnect(receive, view.body())
+                will.revoke()
+                await send_body(send, 200, body)
+        finally:
             will.revoke()
 
     def _change(self, scope: Scope, held: Held, request: GenerateRequest) -> Terms:
         """Hold the places of a request that was read; return its terms. Raises ApiError."""
         services = self._services
-        terms = read_terms(scope, services.run.secret, services.slo, request.priority, background=request.background)
+        terms = read_terms(
+            scope,
+            services.run.secret,
+            services.slo,
+            request.priority,
+            background=request.background,
+            detached=request.detached,
+        )
         services.admission.change(held, request.num_choices, services.capacity, terms)
         return terms
 
@@ -143,36 +200,27 @@ class GenerateRoute:
         services, state = self._services, scope["state"]
         request = prepared.request
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
-        generates = build_generates(
-            request,
-            prepared.prompts,
-            request_id=answer_id,
-            namespace=cache_namespace(services.run.secret, state["identity"], request.cache_salt),
+        generates = generates_of(
+            services,
+            prepared,
+            facts,
+            answer_id=answer_id,
+            identity=state["identity"],
             seed=services.draw_seed() if request.seed is None else request.seed,
-            max_model_len=facts.max_model_len,
-            wishes=prepared.wishes,
             terms=terms,
             arrived_at=state["arrival"],
-            thought=self._thought_budget(prepared),
             session=_session_of(scope, request),
         )
         send = _tell_cut(send, request, generates)
-        answer = Answer(
-            request,
-            prepared.prompts,
-            services.tokenizer,
-            services.shape,
-            prepared.prompt_texts,
-            thoughts=services.thoughts,
-        )
+        answer = answer_of(services, prepared, answer_id)
         progress = Progress(services.metrics, state["arrival"], request.num_choices)
         turns: Turns = services.long_answers if request.shows_prompts else nullcontext()
-        formatter = self._dialect.formatter(
+        formatter = FORMATTERS[self._dialect.kind](
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint
         )
         try:
             async with AsyncExitStack() as stack:
-                group = await self._submit(stack, generates, facts)
+                group = await stack.enter_async_context(submitted(services, generates, facts))
                 progress.admit()
                 stack.callback(_note_deaths, group, state["log"])
                 if request.stream:
@@ -181,7 +229,7 @@ class GenerateRoute:
                     await _Streaming(group, answer, formatter, progress, stream, turns, self._dialect.keep).run()
                 else:
                     choices = await _whole(group, answer, progress, turns)
-                    content = await _completed(formatter, choices, answer, services.long_answers)
+                    content = await completed(formatter, choices, answer, services.long_answers)
                     if self._dialect.keep is not None:
                         content = await self._dialect.keep(formatter, content)
                     will.revoke()
@@ -193,40 +241,36 @@ class GenerateRoute:
         finally:
             progress.end(answer, state["log"])
 
-    def _thought_budget(self, prepared: Prepared) -> ThoughtBudget | None:
-        """Return the bound for the thoughts of an answer. Only chats have thoughts, and a chat has one prompt."""
-        services, request = self._services, prepared.request
-        if not services.shape.thinks(request):
-            return None
-        start = services.shape.start_of(request, prompt_tail(services.tokenizer, prepared.prompts[0]))
-        return services.thoughts.budget(request, start)
 
-    async def _submit(self, stack: AsyncExitStack, generates: list[Generate], facts: ModelFacts) -> RequestGroup:
-        """Send the requests to the engine and wait until it has admitted all of them."""
-        try:
-            group = await stack.enter_async_context(self._services.engine.submit(generates))
-            await group.admitted()
-        except EngineGone as error:
-            raise engine_unavailable(error) from error
-        except RequestRejected as error:
-            raise self._rejection(error.rejected, generates, facts) from None
-        return group
+async def show_events(
+    view: JobView,
+    scope: Scope,
+    receive: Receive,
+    send: Send,
+    *,
+    cut: Callable[[ApiError], bytes],
+    after: int = -1,
+) -> None:
+    """Answer with the events of a job behind that of a number. cut: see `Dialect`."""
+    will = Will.of(scope)
+    leave_refusal(will, scope, _STILL_RUNS)
+    try:
+        await until_disconnect(receive, view.stream(EventStream(send, will, cut(_STILL_RUNS)), after))
+    finally:
+        will.revoke()
 
-    def _rejection(self, rejected: Rejected, generates: list[Generate], facts: ModelFacts) -> ApiError:
-        admission, terms, wait_s = self._services.admission, generates[0].terms, rejected.retry_after_s
-        match rejected.code:
-            case "queue_full":
-                return admission.full(terms, wait_s)
-            case "overloaded":
-                return admission.late(terms, wait_s)
-            case "draining":
-                return unavailable("The server is shutting down", "draining", wait_s or 1.0, close=True)
-            case "context_length_exceeded":
-                index = next(i for i, generate in enumerate(generates) if generate.request_id == rejected.request_id)
-                tokens = len(generates[index].token_ids) // 4
-                return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
-            case _:
-                return invalid(rejected.reason[:500])
+
+def _name_of(scope: Scope, body: bytes) -> Name | None:
+    """Return the key that a client chose for a request, None without one. Raises ApiError for one that is too long."""
+    key = next((value for header, value in scope["headers"] if header == b"idempotency-key"), b"")
+    if len(key) > limits.MAX_IDEMPOTENCY_KEY_CHARS:
+        raise invalid(
+            f"`Idempotency-Key` takes at most {limits.MAX_IDEMPOTENCY_KEY_CHARS} characters", "Idempotency-Key"
+        )
+    if not key:
+        return None
+    content = hashlib.sha256(scope["path"].encode() + b"\0" + body).digest()
+    return Name(hashlib.sha256(key).digest(), content)
 
 
 def leave_refusal(will: Will, scope: Scope, error: ApiError) -> None:
@@ -261,10 +305,6 @@ def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
         log_fields["engine_deaths"] = group.num_deaths
 
 
-# Lets one long answer work in a turn of the event loop, and any number of others.
-Turns = AbstractAsyncContextManager[None]
-
-
 async def _whole(group: RequestGroup, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
     """Wait for the whole answer, and return its choices."""
     choices: dict[int, Delta] = {}
@@ -280,21 +320,6 @@ async def _whole(group: RequestGroup, answer: Answer, progress: Progress, turns:
     except EngineGone as error:
         raise engine_unavailable(error) from error
     return answer.best([choices[index] for index in sorted(choices)])
-
-
-async def _completed(formatter: Formatter, choices: list[Delta], answer: Answer, long_answers: Turns) -> bytes:
-    """Return the body of an answer. Other work of the event loop goes on between its parts."""
-    writing = formatter.complete(choices, answer.usage)
-    num_tokens = sum(len(choice.tokens) + len(choice.prompt) for choice in choices)
-    turns: Turns = nullcontext() if num_tokens <= _TOKENS_AT_ONCE else long_answers
-    while True:
-        async with turns:
-            try:
-                next(writing)
-            except StopIteration as done:
-                body: bytes = done.value
-                return body
-            await asyncio.sleep(0)
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
@@ -321,8 +346,11 @@ class _Streaming:
     stream: EventStream
     turns: Turns
     keep: Keep | None
-    _started: set[int] = field(default_factory=set, init=False)
+    _writer: EventWriter = field(init=False)
     _num_deaths: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._writer = EventWriter(self.formatter)
 
     async def run(self) -> None:
         """Write events until every choice has ended, or until an error event.
@@ -330,7 +358,7 @@ class _Streaming:
         The status waits for the first outputs, within bounds. Raises ApiError, with nothing written, if the request
         fails or is dropped by then.
         """
-        first = await self._next(_STATUS_WAITS * limits.KEEP_ALIVE_S)
+        first = await self._next(STATUS_WAITS * limits.KEEP_ALIVE_S)
         await self.stream.start()
         try:
             await self._write(first)
@@ -357,72 +385,16 @@ class _Streaming:
         events = []
         if self.group.num_deaths > self._num_deaths:
             self._num_deaths = self.group.num_deaths
-            events.append(_RESUMED)
+            events.append(RESUMED)
         usage, num_tokens = self.answer.usage, 0
         for delta in deltas:
             num_tokens += len(delta.tokens)
-            if num_tokens > _TOKENS_AT_ONCE:
+            if num_tokens > TOKENS_AT_ONCE:
                 # A prompt with its log probabilities: others go on between its parts.
                 await self.stream.write(b"".join(events))
                 async with self.turns:
                     await asyncio.sleep(0)
                 events, num_tokens = [], 0
-            if delta.index not in self._started:
-                self._started.add(delta.index)
-                events.append(self.formatter.start(delta.index, usage))
-            events.append(self.formatter.delta(delta, usage))
+            events.append(self._writer.events(delta, usage))
         if events:
             await self.stream.write(b"".join(events))
-
-
-class Progress:
-    """Times of one answer, for the metrics and for the log line. `arrival` is the request's, on `time.monotonic`."""
-
-    def __init__(self, metrics: Metrics, arrival: float, num_choices: int) -> None:
-        self._metrics = metrics
-        self._arrival = arrival
-        self._first: float | None = None
-        self._latest: list[float | None] = [None] * num_choices
-        self._num_admitted = self._num_ended = 0
-
-    def admit(self) -> None:
-        """Note that the engine has admitted every choice."""
-        self._num_admitted = len(self._latest)
-
-    def note(self, batch: list[tuple[int, Output]]) -> None:
-        """Observe outputs that have just arrived."""
-        now = time.monotonic()
-        for choice, output in batch:
-            if output.finish_reason is not None:
-                self._num_ended += 1
-                self._metrics.count_ended(output.finish_reason)
-            if not output.token_ids:
-                continue
-            latest = self._latest[choice]
-            self._latest[choice] = now
-            if latest is not None:
-                self._metrics.inter_token.observe((now - latest) / len(output.token_ids))
-            elif self._first is None:
-                self._first = now
-                self._metrics.time_to_first_token.observe(now - self._arrival)
-
-    def end(self, answer: Answer, log_fields: dict[str, Any]) -> None:
-        """Observe the end of the answer, complete or not, and add its counts to the log line."""
-        usage = answer.usage
-        now = time.monotonic()
-        if not answer.num_open:
-            self._metrics.end_to_end.observe(now - self._arrival)
-            self._metrics.prompt_tokens.observe(usage.prompt_tokens)
-            self._metrics.generation_tokens.observe(usage.completion_tokens)
-            if self._first is not None:
-                self._metrics.decode_time.observe(now - self._first)
-        if left := self._num_admitted - self._num_ended:
-            self._metrics.count_ended(FinishReason.ABORT, left)
-        log_fields |= {
-            "prompt_tokens": usage.prompt_tokens,
-            "cached_tokens": usage.cached_tokens,
-            "completion_tokens": usage.completion_tokens,
-            "complete": not answer.num_open,
-        }
-        if self._first is not None:
-            log_fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)

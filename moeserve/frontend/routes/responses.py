@@ -7,38 +7,42 @@ from functools import partial
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.frontend.dialects import responses_answer
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier, Named, listed_item
-from moeserve.frontend.http import ApiError, unsupported
+from moeserve.frontend.http import ApiError, invalid
+from moeserve.frontend.jobs.jobs import Jobs
+from moeserve.frontend.jobs.record import unpack_record
+from moeserve.frontend.jobs.view import JobView
 from moeserve.frontend.keys import caller_of
-from moeserve.frontend.routes.generate import Dialect, GenerateRoute
+from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events
 from moeserve.frontend.routes.listing import json_bytes, page_of
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import responses
+from moeserve.frontend.store.jobs import StoredJob
 from moeserve.frontend.store.store import Store
 
 
 class ResponsesRoute:
     """The ASGI endpoint of `POST /v1/responses`: the dialect, tied to the shelf of whoever calls."""
 
-    def __init__(self, services: Services, store: Store) -> None:
+    def __init__(self, services: Services, store: Store, jobs: Jobs) -> None:
         self._services = services
         self._store = store
+        self._jobs = jobs
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         dialect = Dialect(
             "responses",
             RESPONSE_PREFIX,
-            ResponsesFormatter,
             lend=partial(self._lend, caller_of(scope)),
             cut=responses_answer.error_event,
             keep=partial(self._keep, caller_of(scope)),
         )
-        await GenerateRoute(self._services, dialect)(scope, receive, send)
+        await GenerateRoute(self._services, dialect, self._jobs)(scope, receive, send)
 
     async def _lend(self, caller: bytes, named: Named) -> Earlier:
         """Return what there is of the things that a request names, and note their use."""
@@ -66,17 +70,50 @@ class ResponsesRoute:
 class KeptResponseRoutes:
     """Responses by id. Nobody learns whether an id exists that is another caller's."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, services: Services, store: Store, jobs: Jobs) -> None:
+        self._services = services
         self._store = store
+        self._jobs = jobs
 
-    async def one(self, request: Request) -> Response:
-        """Answer GET with a response, DELETE by dropping it."""
-        return await (self._delete(request) if request.method == "DELETE" else self._get(request))
+    async def one(self, request: Request) -> ASGIApp:
+        """Answer GET with a response, or its events; DELETE by dropping it."""
+        if request.method == "DELETE":
+            return await self._delete(request)
+        after = request.query_params.get("starting_after")
+        if request.query_params.get("stream", "false") == "false":
+            if after is not None:
+                raise invalid("`starting_after` goes with `stream=true`", "starting_after")
+            return json_bytes((await self._find(request)).response)
+        if after is not None and not after.isdecimal():
+            raise invalid("`starting_after` must be the number of an event", "starting_after")
+        return await self._events(request, -1 if after is None else int(after[:9]))
 
-    async def _get(self, request: Request) -> Response:
-        if request.query_params.get("stream", "false") != "false":
-            raise unsupported("stream")
+    async def cancel(self, request: Request) -> Response:
+        """End a response in the background; answer with it, also where it had ended before."""
+        job = await self._background_job(request)
+        if job is None:
+            await self._find(request)
+            raise invalid("Only a response that was made with `background` can be cancelled", "response_id")
+        await self._jobs.cancel(job)
         return json_bytes((await self._find(request)).response)
+
+    async def _events(self, request: Request, after: int) -> ASGIApp:
+        """Return the events of a response behind that number, as an answer."""
+        job = await self._background_job(request)
+        if job is None:
+            await self._find(request)
+            raise invalid("Only a response that was made with `background` can be streamed again", "stream")
+        view = JobView(self._services, self._jobs, job)
+
+        async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+            await show_events(view, scope, receive, send, cut=responses_answer.error_event, after=after)
+
+        return answer
+
+    async def _background_job(self, request: Request) -> StoredJob | None:
+        """Return the job of a response that was made in the background, None for others."""
+        job = await self._jobs.find(caller_of(request.scope), _response_id(request))
+        return job if job is not None and unpack_record(job.record).is_detached else None
 
     async def _delete(self, request: Request) -> Response:
         response_id = _response_id(request)
@@ -98,7 +135,10 @@ class KeptResponseRoutes:
             caller, lambda shelf: (responses.find(shelf, response_id), shelf.is_stale(response_id))
         )
         if kept is None:
-            raise _not_found(response_id)
+            job = await self._background_job(request)
+            if job is None:
+                raise _not_found(response_id)
+            return await JobView(self._services, self._jobs, job).response()
         if is_stale:
             await self._store.write(caller, lambda shelf: shelf.touch([response_id]))
         return kept

@@ -89,8 +89,9 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         method="GET",
         path="/v1/responses/resp_{name}",
         role="user",
-        summary="Find a response that was kept",
+        summary="Find a response, or take up its events again",
         endpoint=lambda made: made.kept.one,
+        media=(JSON, EVENTS),
     ),
     Route(
         method="DELETE",
@@ -98,6 +99,13 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         role="user",
         summary="Drop a response",
         endpoint=lambda made: made.kept.one,
+    ),
+    Route(
+        method="POST",
+        path="/v1/responses/resp_{name}/cancel",
+        role="user",
+        summary="Cancel a response in the background",
+        endpoint=lambda made: made.kept.cancel,
     ),
     Route(
         method="GET",

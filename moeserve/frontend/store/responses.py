@@ -34,7 +34,7 @@ def put(shelf: Shelf, kept: KeptResponse) -> bool:
     too long, or its past is gone."""
     past_size = 0
     if kept.previous_id is not None:
-        if not shelf.has(kept.previous_id):
+        if not _is_complete(shelf, kept.previous_id):
             return False
         query = f"SELECT past_size + {OVERHEAD_BYTES} + length(response) + length(input) FROM responses WHERE id = ?"
         (past_size,) = shelf.db.execute(query, (kept.previous_id,)).fetchone()
@@ -45,7 +45,10 @@ def put(shelf: Shelf, kept: KeptResponse) -> bool:
         items = [*kept.input_items(), *msgspec.json.decode(output_of(kept.response))]
         if conversations.append_new(shelf, kept.conversation_id, items) is None:
             return False
-    shelf.add(kept.response_id, size, needs=kept.previous_id)
+    if shelf.has(kept.response_id):
+        shelf.grow(kept.response_id, size)  # a job entered it
+    else:
+        shelf.add(kept.response_id, size, needs=kept.previous_id)
     row = (kept.response_id, kept.response, kept.input, past_size)
     shelf.db.execute("INSERT INTO responses(id, response, input, past_size) VALUES (?, ?, ?, ?)", row)
     shelf.make_room()
@@ -72,13 +75,19 @@ def delete(shelf: Shelf, response_id: str) -> bool:
 def earlier(shelf: Shelf, named: Named) -> Earlier:
     """Return what there is of the parts of conversations that a request names."""
     turns = None
-    if named.previous_id is not None and shelf.has(named.previous_id):
+    if named.previous_id is not None and _is_complete(shelf, named.previous_id):
         rows = shelf.db.execute(_CHAIN, (named.previous_id,))
         turns = [items for asked, response in rows for items in (asked, bytes(output_of(response)))]
     elif named.conversation_id is not None and shelf.has(named.conversation_id):
         turns = conversations.turns(shelf, named.conversation_id)
     items = {item_id: item for item_id in named.item_ids if (item := _item(shelf, item_id)) is not None}
     return Earlier(turns, items)
+
+
+def _is_complete(shelf: Shelf, response_id: str) -> bool:
+    """Return whether the caller keeps a response with its output; one that runs in the background has none yet."""
+    found = shelf.db.execute("SELECT 1 FROM responses WHERE id = ?", (response_id,))
+    return shelf.has(response_id) and found.fetchone() is not None
 
 
 def output_of(response: bytes) -> msgspec.Raw:

@@ -6,8 +6,9 @@ import os
 import sqlite3
 from pathlib import Path
 
-# Raised with every change of the schema: a file of another version is refused.
-VERSION = 1
+# Raised with every change of the schema. A file of version 1 lacks the tables that came later and gets them; others are
+# refused.
+VERSION = 2
 _BUSY_S = 10.0  # how long a transaction waits for that of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -54,6 +55,34 @@ CREATE TABLE IF NOT EXISTS items(
   item BLOB NOT NULL,
   UNIQUE (conversation, id));
 CREATE INDEX IF NOT EXISTS items_by_id ON items(id);
+-- Generations that outlive their connection (`jobs.py`). `owner`: the HTTP process that runs it. `tries`: processes
+-- that have taken it over since it last put anything out. `ended_at`: UNIX time. `failure`: of a failed one.
+-- `is_kept`: the response of a job that is done was kept.
+CREATE TABLE IF NOT EXISTS jobs(
+  id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
+  caller BLOB NOT NULL,
+  record BLOB NOT NULL,
+  owner TEXT NOT NULL,
+  tries INTEGER NOT NULL DEFAULT 0,
+  state TEXT NOT NULL DEFAULT 'open' CHECK (state IN ('open', 'done', 'failed', 'cancelled')),
+  ended_at REAL,
+  failure BLOB,
+  is_kept INTEGER NOT NULL DEFAULT 0);
+CREATE INDEX IF NOT EXISTS open_jobs ON jobs(owner) WHERE state = 'open';
+CREATE INDEX IF NOT EXISTS open_jobs_by_caller ON jobs(caller) WHERE state = 'open';
+CREATE TABLE IF NOT EXISTS job_outputs(
+  job TEXT NOT NULL REFERENCES jobs ON DELETE CASCADE,
+  number INTEGER NOT NULL,
+  entries BLOB NOT NULL,
+  PRIMARY KEY (job, number)) WITHOUT ROWID;
+-- `name`: digest of the key that the client chose. `content`: digest of the request.
+CREATE TABLE IF NOT EXISTS idempotency(
+  caller BLOB NOT NULL,
+  name BLOB NOT NULL,
+  content BLOB NOT NULL,
+  job TEXT NOT NULL REFERENCES jobs ON DELETE CASCADE,
+  PRIMARY KEY (caller, name)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS idempotency_by_job ON idempotency(job);
 """
 
 
@@ -98,7 +127,7 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
     version, num_tables = connection.execute(
         "SELECT (SELECT user_version FROM pragma_user_version), (SELECT count(*) FROM sqlite_schema)"
     ).fetchone()
-    if num_tables == 0:
+    if num_tables == 0 or version == 1:
         connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
     elif version != VERSION:
         raise StoreError(f"The response store {path} was not written by this version of moeserve: name another file.")

@@ -101,5 +101,10 @@ def drop_old(shelf: Shelf) -> None:
     shelf.db.execute("PRAGMA incremental_vacuum(1000)")
 
 
+def is_overfull(shelf: Shelf) -> bool:
+    """Return whether callers keep more than they may, because nothing can make room."""
+    return _total(shelf.db) > shelf.bounds.max_bytes
+
+
 def _total(db: sqlite3.Connection) -> int:
     return int(db.execute("SELECT coalesce(sum(num_bytes), 0) FROM shelves").fetchone()[0])

@@ -17,6 +17,7 @@ from typing import TypeVar
 import structlog
 
 from moeserve.frontend.http import ApiError, unavailable
+from moeserve.frontend.store.jobs import drop_old_names
 from moeserve.frontend.store.schema import connect, prepare
 from moeserve.frontend.store.shelves import Bounds, Shelf, drop_old
 
@@ -39,6 +40,10 @@ class Store:
         self._writer = _Threads(path, 1)
         self._readers = _Threads(path, _NUM_READERS)
         self._cleaning: asyncio.Task[None] | None = None
+
+    def now(self) -> float:
+        """Return the UNIX time that is written into the store."""
+        return self._clock()
 
     async def start(self) -> None:
         """Make the file if it is not there. Raises StoreError."""
@@ -86,6 +91,7 @@ class Store:
         while True:
             with suppress(ApiError):
                 await self.write(b"", drop_old)
+                await self.write(b"", drop_old_names)
             await asyncio.sleep(_SECONDS_BETWEEN_CLEANINGS)
 
 

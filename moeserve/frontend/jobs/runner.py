@@ -1,0 +1,288 @@
+"""Runs the jobs that this process owns, and takes over those whose owner has died.
+
+A job is asked of the engine like any request. Its outputs go into the journal before anybody sees them, so what was
+seen is never computed again; where the engine, or the process, dies, the next one goes on from there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from functools import partial
+
+import structlog
+
+from moeserve.frontend import limits
+from moeserve.frontend.admission import terms_of
+from moeserve.frontend.asking import generates_of, submitted
+from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
+from moeserve.frontend.http import ApiError, internal_error
+from moeserve.frontend.jobs.journal import JobEnded, Journal
+from moeserve.frontend.jobs.owners import Owner
+from moeserve.frontend.jobs.record import JobRecord, pack_failure, reader_of, unpack_entries, unpack_record
+from moeserve.frontend.jobs.replay import Replay
+from moeserve.frontend.keys import Identity
+from moeserve.frontend.relay.progress import Progress
+from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
+from moeserve.frontend.relay.writing import completed
+from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.frontend.store import jobs, responses
+from moeserve.frontend.store.jobs import StoredJob
+from moeserve.frontend.store.shelves import Shelf
+from moeserve.frontend.store.store import Store
+from moeserve.plan import FinishReason, Terms
+from moeserve.wire import Output
+
+log = structlog.get_logger(__name__)
+
+_LOOK_APART_S = 0.5
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 5.0
+_FAILURES = (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE)
+_OTHER_SERVICE = ApiError(
+    500,
+    "The service was started again with another model, or as another version, and cannot go on with this request",
+    type="server_error",
+    code="cannot_go_on",
+    may_retry=False,
+)
+_KEY_GONE = ApiError(403, "The API key of this request is not valid any more", type="permission_error", code="key_gone")
+_NO_PROGRESS = ApiError(
+    500,
+    f"{limits.MAX_JOB_TRIES} processes that had this request ended before it came any further",
+    type="server_error",
+    code="cannot_go_on",
+    may_retry=False,
+)
+
+
+class Runner:
+    """The jobs of this process, each on a task of its own."""
+
+    def __init__(
+        self,
+        services: Services,
+        store: Store,
+        journal: Journal,
+        owner: Owner,
+        identify: Callable[[bytes], Identity | None],
+    ) -> None:
+        """identify: returns who has the key of that digest."""
+        self._services = services
+        self._store = store
+        self._journal = journal
+        self._owner = owner
+        self._identify = identify
+        self._reader = reader_of(services.run)
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._detached: set[str] = set()
+        self._places: defaultdict[bytes, asyncio.Semaphore] = defaultdict(self._make_places)
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look for jobs whose owner has died."""
+        self._looking = asyncio.create_task(self._look())
+
+    async def stop(self) -> None:
+        """Leave all jobs to the next owner."""
+        tasks = [*self._tasks.values(), *([self._looking] if self._looking is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def has(self, job_id: str) -> bool:
+        """Return whether this process runs the job."""
+        return job_id in self._tasks
+
+    def begin(self, job: StoredJob, record: JobRecord, terms: Terms | None = None) -> None:
+        """Run a job. terms: of its client's request, None for one that somebody has run before."""
+        task = asyncio.create_task(self._run(job, record, terms))
+        self._tasks[job.job_id] = task
+        if record.is_detached:
+            self._detached.add(job.job_id)
+        task.add_done_callback(partial(self._forget, job.job_id))
+
+    def withdraw(self, job_id: str) -> None:
+        """Stop computing a job that has ended."""
+        if (task := self._tasks.get(job_id)) is not None:
+            task.cancel()
+
+    def _forget(self, job_id: str, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(job_id, None)
+        self._detached.discard(job_id)
+        self._journal.ring(job_id)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("job_failed", job=job_id, exc_info=error)
+
+    def _make_places(self) -> asyncio.Semaphore:
+        ready = self._services.engine.ready
+        return asyncio.Semaphore(max(1, ready.max_num_seqs if ready is not None else 1))
+
+    # Taking over.
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                await self._look_once()
+            except ApiError as error:
+                log.warning("jobs_unknown", reason=error.message)
+            await asyncio.sleep(_LOOK_APART_S)
+
+    async def _look_once(self) -> None:
+        owned, owners = await self._store.read(
+            b"", lambda shelf: (jobs.open_of(shelf, self._owner.name), jobs.owners(shelf))
+        )
+        running = set(self._tasks)
+        for job_id in running - owned:
+            # It was cancelled or dropped; or it is newer than the look at the store, which the journal finds out.
+            if not await self._store.read(b"", partial(jobs.is_open, job_id=job_id)):
+                self.withdraw(job_id)
+        if self._services.is_draining:
+            if self._services.run.response_store is not None:
+                for job_id in list(self._detached):
+                    self.withdraw(job_id)
+            return
+        dead = [name for name in owners if self._owner.is_dead(name)]
+        left = owned - running - set(self._tasks)
+        if (dead or left) and self._services.engine.ready is not None:
+            adopt = partial(jobs.adopt, dead=dead, left=left, owner=self._owner.name)
+            for job in await self._store.write(b"", adopt):
+                if not self.has(job.job_id):
+                    self.begin(job, unpack_record(job.record))
+
+    # Running.
+
+    async def _run(self, job: StoredJob, record: JobRecord, terms: Terms | None) -> None:
+        """Work until the job has ended, or until this process is to leave it to another one."""
+        wait_s = _FIRST_WAIT_S
+        while True:
+            try:
+                if record.is_detached or terms is None:
+                    async with self._places[job.caller]:
+                        await self._attempt(job, record, terms)
+                else:
+                    await self._attempt(job, record, terms)
+                return
+            except JobEnded:
+                return
+            except ApiError as error:
+                if self._services.is_draining or self._services.engine.dead_reason is not None:
+                    return
+                if error.status != 503 or (not record.is_detached and terms is not None):
+                    await self._fail(job, error)
+                    return
+            except Exception as error:  # A defect here is its request's alone.
+                log.error("job_failed", job=job.job_id, exc_info=error)
+                await self._fail(job, internal_error())
+                return
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+
+    async def _attempt(self, job: StoredJob, record: JobRecord, terms: Terms | None) -> None:
+        """Go on with a job to its end. Raises ApiError, JobEnded."""
+        services = self._services
+        identity = self._identify(job.caller)
+        if record.reader != self._reader:
+            raise _OTHER_SERVICE
+        if identity is None:
+            raise _KEY_GONE
+        if job.tries > limits.MAX_JOB_TRIES:
+            raise _NO_PROGRESS
+        facts = services.check_serving()
+        replay = Replay(services, record)
+        entries = [entry async for row in self.rows(job.job_id) for entry in unpack_entries(row)]
+        past = replay.take_past(entries) if entries or terms is None else None
+        request = replay.prepared.request
+        if terms is None:
+            terms = terms_of(identity, services.run.secret, patient=True, background=request.background)
+        generates = generates_of(
+            services,
+            replay.prepared,
+            facts,
+            # An engine may still have what an earlier owner has asked.
+            answer_id=f"{record.answer_id}.{job.tries}" if job.tries else record.answer_id,
+            identity=identity,
+            seed=record.seed,
+            terms=terms,
+            session=record.session,
+        )
+        with services.admission.hold(request.num_choices, services.capacity, terms):
+            async with submitted(services, generates, facts, past) as group:
+                await self._follow(job, replay, group, past)
+        await self._complete(job, replay)
+
+    async def _follow(self, job: StoredJob, replay: Replay, group: RequestGroup, past: Past | None) -> None:
+        """Take the group's outputs into the journal, to the end of every choice."""
+        progress = Progress(
+            self._services.metrics, asyncio.get_running_loop().time(), replay.prepared.request.num_choices
+        )
+        progress.admit()
+        num_deaths = 0
+        if past is not None and past.outputs:
+            await self._journal.append(job.job_id, [None])
+            replay.take(None)
+        try:
+            while replay.answer.num_open:
+                try:
+                    batch = await group.next()
+                except EngineGone as error:
+                    raise engine_unavailable(error) from error
+                progress.note(batch)
+                whole, failed = _split(batch)
+                if group.num_deaths > num_deaths:
+                    num_deaths = group.num_deaths
+                    await self._journal.append(job.job_id, [None])
+                    replay.take(None)
+                if whole:
+                    await self._journal.append(job.job_id, whole)
+                for entry in [*whole, *failed]:
+                    replay.keep(replay.take(entry))
+                while replay.answer.finishes:
+                    group.finish(*replay.answer.finishes.pop())
+                while replay.answer.turns:
+                    group.turn(*replay.answer.turns.pop())
+        finally:
+            progress.end(replay.answer, {})
+
+    async def rows(self, job_id: str) -> AsyncIterator[bytes]:
+        """Yield the rows of a journal that there are."""
+        number = -1
+        while True:
+            found = await self._store.read(b"", partial(jobs.news, job_id=job_id, number=number))
+            if found is None:
+                raise JobEnded
+            for row in found.rows:
+                yield row
+            if found.is_whole:
+                return
+            number = found.number
+
+    async def _complete(self, job: StoredJob, replay: Replay) -> None:
+        """Say that a job is done, and keep its response, at once."""
+        ended_at = self._store.now()
+        replay.end_at(ended_at)
+        formatter = replay.formatter()
+        await completed(formatter, replay.choices(), replay.answer, self._services.long_answers)
+        kept = formatter.kept if isinstance(formatter, ResponsesFormatter) else None
+
+        def end(shelf: Shelf) -> bool:
+            if not jobs.is_open(shelf, job.job_id):
+                return False
+            is_kept = kept is not None and responses.put(shelf, kept)
+            return jobs.end(shelf, job.job_id, "done", at=ended_at, kept=is_kept)
+
+        await self._store.write(job.caller, end)
+
+    async def _fail(self, job: StoredJob, error: ApiError) -> None:
+        fail = partial(jobs.end, job_id=job.job_id, state="failed", failure=pack_failure(error))
+        with suppress(ApiError):
+            await self._store.write(job.caller, fail)
+
+
+def _split(batch: list[tuple[int, Output]]) -> tuple[list[tuple[int, Output]], list[tuple[int, Output]]]:
+    """Return the outputs before the first one that tells of a failure, and that one."""
+    for place, (_, output) in enumerate(batch):
+        if output.finish_reason in _FAILURES:
+            return batch[:place], batch[place : place + 1]
+    return batch, []

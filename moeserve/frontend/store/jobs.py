@@ -1,0 +1,226 @@
+"""Jobs: generations that outlive their connection, and their journals.
+
+A job's journal holds what the engine has put out, in order; what clients see follows from the job's record and its
+journal alone, so any HTTP process can show a job, and can go on with one whose owner has died. A job ends once: whoever
+finds it open first says how.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from moeserve.frontend import limits
+from moeserve.frontend.store.shelves import Shelf, is_overfull
+
+State = Literal["open", "done", "failed", "cancelled"]
+_ROWS_AT_ONCE = 256  # of a journal, in one read
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """The key that a client chose for a request, and the request's content, as digests."""
+
+    key: bytes
+    content: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StoredJob:
+    """A job as the store has it. record: `moeserve.frontend.jobs.record`. ended_at: UNIX time."""
+
+    job_id: str
+    caller: bytes
+    record: bytes
+    tries: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How far a job is. failure: of a failed one. is_kept: its response was kept. has_begun: it has put something
+    out."""
+
+    state: State
+    ended_at: float | None
+    failure: bytes | None
+    is_kept: bool
+    has_begun: bool
+
+
+@dataclass(frozen=True, slots=True)
+class News:
+    """What a journal has had since, and the number of its last row; the state is of the same moment."""
+
+    rows: Sequence[bytes]
+    number: int
+    status: Status
+    is_whole: bool
+
+
+class NameTaken(Exception):
+    """The caller has used this key before: for the job `job_id`, or for another request (None)."""
+
+    def __init__(self, job_id: str | None) -> None:
+        super().__init__(job_id)
+        self.job_id = job_id
+
+
+class TooManyJobs(Exception):
+    """The caller has as many open jobs as it may have."""
+
+
+class NoRoom(Exception):
+    """The store is full of things that are in use."""
+
+
+def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None) -> None:
+    """Enter an open job. needs: a response that is to stay as long as it. Raises NameTaken, TooManyJobs, NoRoom."""
+    if name is not None and (found := _named(shelf, name)) is not None:
+        raise found
+    counted = "SELECT count(*) FROM jobs WHERE caller = ? AND state = 'open'"
+    if shelf.db.execute(counted, (shelf.caller,)).fetchone()[0] >= limits.MAX_OPEN_JOBS_PER_KEY:
+        raise TooManyJobs
+    shelf.add(job_id, len(record), needs=needs if needs is not None and shelf.has(needs) else None, busy=True)
+    row = (job_id, shelf.caller, record, owner)
+    shelf.db.execute("INSERT INTO jobs(id, caller, record, owner) VALUES (?, ?, ?, ?)", row)
+    if name is not None:
+        shelf.db.execute(
+            "INSERT INTO idempotency(caller, name, content, job) VALUES (?, ?, ?, ?)",
+            (shelf.caller, name.key, name.content, job_id),
+        )
+    shelf.make_room()
+    if is_overfull(shelf):
+        raise NoRoom
+
+
+def named(shelf: Shelf, name: Name) -> str | None:
+    """Return the job of an earlier request with this key. Raises NameTaken (None) where that was another request."""
+    found = _named(shelf, name)
+    if found is not None and found.job_id is None:
+        raise found
+    return None if found is None else found.job_id
+
+
+def _named(shelf: Shelf, name: Name) -> NameTaken | None:
+    query = "SELECT content, job FROM idempotency WHERE caller = ? AND name = ?"
+    row = shelf.db.execute(query, (shelf.caller, name.key)).fetchone()
+    return None if row is None else NameTaken(row[1] if bytes(row[0]) == name.content else None)
+
+
+def find(shelf: Shelf, job_id: str) -> StoredJob | None:
+    """Return a job of the caller's, None for an unknown one."""
+    row = shelf.db.execute(
+        "SELECT record, tries FROM jobs JOIN kept USING (id) WHERE id = ? AND jobs.caller = ? AND NOT hidden",
+        (job_id, shelf.caller),
+    ).fetchone()
+    return None if row is None else StoredJob(job_id, shelf.caller, bytes(row[0]), row[1])
+
+
+def status(shelf: Shelf, job_id: str) -> Status | None:
+    """Return how far a job is, None for one that is gone."""
+    row = shelf.db.execute(
+        """SELECT state, ended_at, failure, is_kept, EXISTS (SELECT 1 FROM job_outputs WHERE job = id)
+           FROM jobs WHERE id = ?""",
+        (job_id,),
+    ).fetchone()
+    if row is None:
+        return None
+    state, ended_at, failure, is_kept, has_begun = row
+    return Status(state, ended_at, None if failure is None else bytes(failure), bool(is_kept), bool(has_begun))
+
+
+def news(shelf: Shelf, job_id: str, number: int) -> News | None:
+    """Return the rows of a journal after that of a number, some at a time; None for a job that is gone."""
+    found = status(shelf, job_id)
+    if found is None:
+        return None
+    rows = shelf.db.execute(
+        "SELECT number, entries FROM job_outputs WHERE job = ? AND number > ? ORDER BY number LIMIT ?",
+        (job_id, number, _ROWS_AT_ONCE),
+    ).fetchall()
+    latest = rows[-1][0] if rows else number
+    return News([bytes(entries) for _, entries in rows], latest, found, len(rows) < _ROWS_AT_ONCE)
+
+
+def append(shelf: Shelf, owner: str, entries: Mapping[str, bytes]) -> set[str]:
+    """Add a row to the journals of jobs; return the jobs that get none because the owner has them no longer open."""
+    gone = set()
+    for job_id, packed in entries.items():
+        added = shelf.db.execute(
+            """INSERT INTO job_outputs(job, number, entries)
+               SELECT id, (SELECT coalesce(max(number) + 1, 0) FROM job_outputs WHERE job = ?1), ?2
+               FROM jobs WHERE id = ?1 AND state = 'open' AND owner = ?3""",
+            (job_id, packed, owner),
+        )
+        if added.rowcount == 0:
+            gone.add(job_id)
+            continue
+        shelf.db.execute("UPDATE kept SET size = size + ? WHERE id = ?", (len(packed), job_id))
+        shelf.db.execute("UPDATE jobs SET tries = 0 WHERE id = ? AND tries > 0", (job_id,))
+    return gone
+
+
+def end(
+    shelf: Shelf,
+    job_id: str,
+    state: State,
+    *,
+    failure: bytes | None = None,
+    at: float | None = None,
+    kept: bool = False,
+) -> bool:
+    """Say how an open job has ended; return False where it is not open any more. A failed one gives its key back.
+
+    at: UNIX time, now by default. kept: its response was kept.
+    """
+    ended = shelf.db.execute(
+        "UPDATE jobs SET state = ?, failure = ?, ended_at = ?, is_kept = ? WHERE id = ? AND state = 'open'",
+        (state, failure, shelf.now if at is None else at, kept, job_id),
+    )
+    if ended.rowcount == 0:
+        return False
+    shelf.db.execute("UPDATE kept SET busy = 0, used = ? WHERE id = ?", (shelf.now, job_id))
+    if state == "failed":
+        shelf.db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
+    return True
+
+
+def is_open(shelf: Shelf, job_id: str) -> bool:
+    found = shelf.db.execute("SELECT 1 FROM jobs WHERE id = ? AND state = 'open'", (job_id,))
+    return found.fetchone() is not None
+
+
+def owners(shelf: Shelf) -> set[str]:
+    """Return the owners of all open jobs."""
+    return {owner for (owner,) in shelf.db.execute("SELECT DISTINCT owner FROM jobs WHERE state = 'open'")}
+
+
+def open_of(shelf: Shelf, owner: str) -> set[str]:
+    """Return the open jobs of an owner."""
+    found = shelf.db.execute("SELECT id FROM jobs WHERE state = 'open' AND owner = ?", (owner,))
+    return {job_id for (job_id,) in found}
+
+
+def adopt(shelf: Shelf, dead: Collection[str], left: Collection[str], owner: str) -> list[StoredJob]:
+    """Give an owner all open jobs of dead ones, and those of its own that it has `left`; return them, oldest first."""
+    job_ids = [job_id for other in dead for job_id in open_of(shelf, other)] + [*left]
+    for job_id in job_ids:
+        shelf.db.execute("UPDATE jobs SET owner = ?, tries = tries + 1 WHERE id = ?", (owner, job_id))
+    found = []
+    for job_id in job_ids:
+        query = "SELECT rowid, caller, record, tries FROM jobs WHERE id = ? AND state = 'open'"
+        if (row := shelf.db.execute(query, (job_id,)).fetchone()) is not None:
+            found.append((row[0], StoredJob(job_id, bytes(row[1]), bytes(row[2]), row[3])))
+    return [job for _, job in sorted(found, key=lambda one: one[0])]
+
+
+def drop_old_names(shelf: Shelf) -> None:
+    """Forget the keys of clients, and the answers that were kept for their sake alone, after their time."""
+    query = """SELECT job, EXISTS (SELECT 1 FROM responses WHERE id = job) FROM idempotency JOIN jobs ON jobs.id = job
+               WHERE ended_at < ?"""
+    for job_id, is_response in shelf.db.execute(query, (shelf.now - limits.IDEMPOTENCY_KEY_S,)).fetchall():
+        if is_response:
+            shelf.db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
+        else:
+            shelf.drop(job_id)
