@@ -99,6 +99,7 @@ def test_a_cancelled_response_ends_once(server: Frontend, client: OpenAI) -> Non
     assert client.responses.cancel(made.id) == client.responses.retrieve(made.id) == cancelled
     last = list(client.responses.retrieve(made.id, stream=True))[-1]
     assert (last.type, last.response.status) == ("response.incomplete", "cancelled")
+    server.engine.script = say(TEXT)
     complete = create(client, background=False)
     with pytest.raises(openai.BadRequestError, match="background"):
         client.responses.cancel(complete.id)

@@ -114,7 +114,6 @@ def test_bounds_are_those_of_the_reader(path: str, field: str, value: float, tak
         ("/v1/completions", {"prompt": [260]}),
         ("/v1/completions", {"logit_bias": {"x": 1}}),
         ("/v1/responses", {"input": [{"type": "function_call", "name": "f", "call_id": "1"}]}),
-        ("/v1/responses", {"background": True}),
         ("/v1/responses", {"guided_regex": "x"}),
         ("/v1/responses", {"text": {"format": {"type": "json_schema"}}}),
         ("/v1/messages", {"temperature": 1.5}),
@@ -154,7 +153,7 @@ def test_what_a_schema_refuses_is_refused(path: str, changes: dict[str, Any]) ->
             },
         ),
         ("/v1/responses", {"tools": [{"type": "web_search"}, {"type": "custom", "name": "c"}]}),
-        ("/v1/responses", {"background": False, "text": {"format": {"type": "text"}}}),
+        ("/v1/responses", {"background": True, "text": {"format": {"type": "text"}}}),
         (
             "/v1/messages",
             {"tools": [{"type": "web_search_20250305", "name": "w s"}, {"name": "f", "input_schema": {}}]},

@@ -328,7 +328,6 @@ def test_formats_of_the_text() -> None:
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("background", True),
         ("prompt", {"id": "p"}),
         ("context_management", [{"type": "compaction"}]),
         ("n", 2),

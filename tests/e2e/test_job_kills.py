@@ -1,0 +1,151 @@
+"""Deaths under answers that outlive their connection: nothing of an answer is lost, nothing comes twice."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+import pytest
+from openai import OpenAI
+
+from tests.support.service import Service, children_of, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+SETTINGS = ("--num-frontends", "2", "--engine-timeout", "4", "--max-restarts", "1000", "--max-model-len", "4096")
+ASKED = {"input": "once upon a time", "temperature": 1.2, "max_output_tokens": 250, "background": True}
+BIASED = {"extra_body": {"seed": 5, "ignore_eos": True}}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with service(model, tmp_path_factory.mktemp("s"), *SETTINGS) as started:
+        yield started
+
+
+def client_of(running: Service) -> OpenAI:
+    # A connection for each request, so that any process may get it.
+    http = httpx2.Client(limits=httpx2.Limits(max_keepalive_connections=0), timeout=30)
+    return OpenAI(base_url=f"{running.http.base_url}/v1", api_key="none", max_retries=0, http_client=http)
+
+
+def patiently(ask: Any) -> Any:
+    """Return the result of a request that processes which end may refuse."""
+    until = time.monotonic() + 60
+    while True:
+        try:
+            return ask()
+        except (openai.APIConnectionError, openai.InternalServerError, httpx2.HTTPError):
+            assert time.monotonic() < until
+            time.sleep(0.05)  # another process's state can only be polled
+
+
+def taken_up(running: Service, client: OpenAI, kills: int, targets: tuple[str, ...], seed: int) -> list[Any]:
+    """Return the events of a response in the background, taken up wherever the stream broke, while processes die."""
+    draw = random.Random(seed)
+    response_id = patiently(lambda: client.responses.create(model="m", **ASKED, **BIASED)).id
+    seen: list[Any] = []
+    until = time.monotonic() + 100
+    at = sorted(draw.randrange(2, 200) for _ in range(kills))
+    while not seen or seen[-1].type not in ("response.completed", "response.incomplete", "response.failed"):
+        assert time.monotonic() < until
+        after = {} if not seen else {"starting_after": seen[-1].sequence_number}
+        stream = patiently(lambda after=after: client.responses.retrieve(response_id, stream=True, **after))
+        with suppress(openai.APIError, httpx2.HTTPError):
+            for event in stream:
+                if event.type == "error":
+                    break
+                seen.append(event)
+                if at and len(seen) >= at[0]:
+                    at.pop(0)
+                    strike(running, draw.choice(targets))
+    assert patiently(lambda: client.responses.retrieve(response_id)) == seen[-1].response
+    return seen
+
+
+def strike(running: Service, target: str) -> None:
+    children = children_of(running.process.pid)
+    if (pid := children.get(target)) is not None:
+        if target == "worker":
+            below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+            pid = int(below[0]) if below else pid
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(running: Service) -> str:
+    with client_of(running) as client:
+        made = client.responses.create(model="m", **{**ASKED, "background": False}, **BIASED)
+    assert made.usage.output_tokens == 250
+    return str(made.output_text)
+
+
+CASES = [
+    pytest.param(targets, seed, id=f"{name}-{seed}", marks=() if seed == 0 else pytest.mark.long)
+    for (name, targets), seed in product(
+        {
+            "frontends": ("frontend", "frontend 1"),
+            "engine": ("worker",),
+            "both": ("worker", "frontend", "frontend 1"),
+        }.items(),
+        range(6),
+    )
+]
+
+
+@pytest.mark.parametrize(("targets", "seed"), CASES)
+def test_a_stream_is_taken_up_over_deaths(
+    running: Service, undisturbed: str, targets: tuple[str, ...], seed: int
+) -> None:
+    with client_of(running) as client:
+        seen = taken_up(running, client, 3, targets, seed)
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    assert "".join(event.delta for event in seen if event.type == "response.output_text.delta") == undisturbed
+    assert seen[-1].response.usage.output_tokens == 250
+    wait_until(lambda: len(children_of(running.process.pid)) == 3, timeout=60)
+
+
+def test_a_repeated_request_is_answered_once_over_a_death(running: Service, undisturbed: str) -> None:
+    body = {"model": "m", **{**ASKED, "background": False, "store": True}}
+    with client_of(running) as client:
+
+        def ask() -> Any:
+            return client.responses.create(**body, **BIASED, extra_headers={"Idempotency-Key": "over a death"})
+
+        with ThreadPoolExecutor(3) as pool:
+            asked = [pool.submit(patiently, ask) for _ in range(3)]
+            strike(running, "frontend")
+            answers = [future.result(90) for future in asked]
+    assert len({answer.id for answer in answers}) == 1
+    assert {answer.output_text for answer in answers} == {undisturbed}
+    wait_until(lambda: len(children_of(running.process.pid)) == 3, timeout=60)
+
+
+def test_a_restarted_service_goes_on(model: Path, tmp_path: Path, undisturbed: str) -> None:
+    """The whole service is killed amid a response; the next one with the same store completes it."""
+    store = ("--response-store", str(tmp_path / "store"))
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    with service(model, tmp_path / "a", *SETTINGS, *store) as first, client_of(first) as client:
+        stream = client.responses.create(model="m", stream=True, **ASKED, **BIASED)
+        seen = [next(stream) for _ in range(20)]
+    with service(model, tmp_path / "b", *SETTINGS, *store) as second, client_of(second) as client:
+        rest = client.responses.retrieve(seen[0].response.id, stream=True, starting_after=seen[-1].sequence_number)
+        seen += list(rest)
+    assert [event.sequence_number for event in seen] == list(range(len(seen)))
+    assert seen[-1].response.output_text == undisturbed
