@@ -123,7 +123,8 @@ class Metrics(Collector):
         """Return the text that Prometheus scrapes; with `names`, of an engine that is `ready`, under these as well."""
         if names is None:
             return generate_latest(self)
-        return generate_latest(_Families(list(names.add(self.collect(), self._stats, ready))))
+        stats = self._stats if self._is_awake() else None
+        return generate_latest(_Families(list(names.add(self.collect(), stats, ready))))
 
     def latencies(self) -> tuple[Buckets, Buckets]:
         """Return the times to the first token and those between tokens."""
@@ -157,10 +158,13 @@ class Metrics(Collector):
         yield CounterMetricFamily(
             "moeserve_engine_restarts", "Engines that took the place of one that ended", value=self._num_restarts()
         )
-        yield _sleep_state(self._is_awake())
+        is_awake = self._is_awake()
+        yield _sleep_state(is_awake)
         if stats is not None:
-            yield from _engine_metrics(stats)
-            yield from feature_metrics(stats.features)
+            for family in (*_engine_metrics(stats), *feature_metrics(stats.features)):
+                # What an engine held is gone with it; its counters stand until the next one counts.
+                if is_awake or family.type != "gauge":
+                    yield family
 
     def _settle(self) -> None:
         """Add to the counters what was tallied elsewhere in this process."""

@@ -60,6 +60,9 @@ def test_sleep_frees_the_memory_of_the_model_and_a_request_brings_it_back(runnin
     assert resident_bytes(running) < bytes_before
     assert is_sleeping(running)
     assert sleep_state(running) == "discard_all"
+    asleep = running.http.get("/metrics").text
+    assert "moeserve_kv_blocks{" not in asleep
+    assert "moeserve_generation_tokens_total" in asleep
     # Load balancers leave it in: it takes requests.
     assert running.http.get("/health").status_code == 200
     assert running.http.get("/ready").json() == {"status": "asleep"}
