@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.library import native_kernels
-from kernels.cpu.panels import PANEL_COLUMNS, PanelWeight
+from kernels.cpu.panels import PANEL_COLUMNS, PanelWeight, linear_kind
 from kernels.cpu.quantised import pack_rows
 from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, WeightFormat, widened
 
@@ -38,13 +38,15 @@ def pack_linear(
     dtype: torch.dtype | None = None,
     *,
     arithmetic: Arithmetic = "int8",
+    narrow_rows: bool = False,
     keep: Keep | None = None,
 ) -> Linear:
     """Pack weight [N, K] and bias [N] into a `Linear`; it keeps a copy, so the caller may drop the weight.
 
     It computes in `dtype`, by default the weight's. Weights of fewer bits may stay as they are: float32 products with
     bfloat16 weights are exact, and half as many bytes are read. Quantised weights are read in their own bits by float32
-    products of compiled kernels, and `arithmetic` says how; others widen them. keep: for the packed weight.
+    products of compiled kernels, and `arithmetic` says how; others widen them. narrow_rows: round rows to bfloat16 for
+    float32 products with bfloat16 weights, on machines with dot products of bfloat16. keep: for the packed weight.
     """
     if isinstance(weight, QuantizedRows):
         if dtype in (None, torch.float32) and native_kernels() is not None:
@@ -53,7 +55,7 @@ def pack_linear(
     dtype = dtype or weight.dtype
     if weight.device.type == "cpu":
         if dtype == torch.float32 and native_kernels() is not None:
-            return _NativeLinear(PanelWeight.pack(weight, keep), bias, *weight.shape)
+            return _NativeLinear(PanelWeight.pack(weight, keep), bias, *weight.shape, narrow_rows=narrow_rows)
         if _onednn_computes(dtype):
             return _OneDnnLinear(weight.to(dtype), bias)
     return TorchLinear(weight.to(dtype), bias)
@@ -83,11 +85,20 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 class _NativeLinear(Linear):
-    def __init__(self, weight: PanelWeight, bias: Tensor | None, out_features: int, in_features: int) -> None:
+    def __init__(
+        self,
+        weight: PanelWeight,
+        bias: Tensor | None,
+        out_features: int,
+        in_features: int,
+        *,
+        narrow_rows: bool = False,
+    ) -> None:
         kernels = native_kernels()
         assert kernels is not None
         self._run = kernels.linear
         self._weight = weight
+        self._kind = linear_kind(weight.is_bf16, narrow_rows)
         self._bias = None if bias is None else bias.float().contiguous()
         super().__init__(out_features, in_features, weight.data.numel())
 
@@ -95,7 +106,7 @@ class _NativeLinear(Linear):
     def joined(cls, linears: Sequence[_NativeLinear]) -> _NativeLinear | None:
         """See `join`. None if only some have biases, if dtypes of weights differ, or if columns do not fill panels."""
         first = linears[0]
-        alike = {(linear._weight.is_bf16, linear.in_features, linear._bias is None) for linear in linears}
+        alike = {(linear._kind, linear.in_features, linear._bias is None) for linear in linears}
         if len(alike) > 1 or any(linear.out_features % PANEL_COLUMNS for linear in linears):
             return None
         data = torch.cat([linear._weight.data for linear in linears])
@@ -104,7 +115,8 @@ class _NativeLinear(Linear):
         biases = [linear._bias for linear in linears if linear._bias is not None]
         weight = PanelWeight(data, data.data_ptr(), first._weight.is_bf16)
         bias = torch.cat(biases) if biases else None
-        return cls(weight, bias, sum(linear.out_features for linear in linears), first.in_features)
+        width = sum(linear.out_features for linear in linears)
+        return cls(weight, bias, width, first.in_features, narrow_rows=first._kind == linear_kind(True, True))
 
     def _move_to(self, data: Tensor) -> None:
         """Read the weight from its copy `data` from now on."""
@@ -120,7 +132,7 @@ class _NativeLinear(Linear):
             x.stride(0),
             num_rows,
             self._weight.address,
-            self._weight.is_bf16,
+            self._kind,
             self.in_features,
             width,
             None if self._bias is None else self._bias.data_ptr(),

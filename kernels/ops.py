@@ -226,13 +226,21 @@ class CpuOps:
     mamba1_scan = staticmethod(mamba1_scan)
     mamba2_scan = staticmethod(mamba2_scan)
 
-    def __init__(self, arithmetic: Arithmetic = "int8") -> None:
-        """arithmetic: of products with quantised weights."""
+    def __init__(self, arithmetic: Arithmetic = "int8", *, narrow_rows: bool = False) -> None:
+        """arithmetic: of products with quantised weights. narrow_rows: see `kernels.linear.pack_linear`."""
         self._arithmetic: Arithmetic = arithmetic
+        self._narrow_rows = narrow_rows
         self._memory = WeightMemory()
 
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        return pack_linear(weight, bias, dtype, arithmetic=self._arithmetic, keep=self._memory.keep)
+        return pack_linear(
+            weight,
+            bias,
+            dtype,
+            arithmetic=self._arithmetic,
+            narrow_rows=self._narrow_rows,
+            keep=self._memory.keep,
+        )
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         return _LinearPerHead([pack_linear(head.contiguous(), dtype=dtype) for head in weight])
@@ -262,6 +270,7 @@ class CpuOps:
             formats=formats,
             arithmetic=self._arithmetic,
             has_order=has_order,
+            narrow_rows=self._narrow_rows,
         )
         if shape.has_bias:
             gate_up_bias = torch.zeros(rows, dtype=dtype) if gate_up_bias is None else gate_up_bias

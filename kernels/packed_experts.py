@@ -26,7 +26,8 @@ class ExpertShape:
 
     is_gated: True if there are gate channels beside the up channels. formats: of the first and the second matrix where
     they are quantised; `arithmetic` then says how they multiply. has_order: the depth of the first matrix is in an
-    order of the expert's own.
+    order of the expert's own. narrow_rows: rows are rounded to bfloat16 for products with weights of bfloat16, on
+    machines with dot products of bfloat16.
     """
 
     hidden_size: int
@@ -38,6 +39,7 @@ class ExpertShape:
     formats: tuple[WeightFormat, WeightFormat] | None = None
     arithmetic: Arithmetic = "int8"
     has_order: bool = False
+    narrow_rows: bool = False
 
     @property
     def gate_up_rows(self) -> int:

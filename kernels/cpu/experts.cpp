@@ -52,15 +52,24 @@ inline Floats relu2(Floats x) {
   return positive * positive;
 }
 
-// How an expert's matrix is packed: float32, bfloat16, or the formats of quantised.h from 2 on.
+// How an expert's matrix is packed and multiplied: 0 to 2 as in linear.cpp, the formats of quantised.h from 3 on.
 struct Kind {
   int64_t number;
 
-  bool is_quantised() const { return number >= 2; }
-  Format format() const { return static_cast<Format>(number - 2); }
+  bool is_quantised() const { return number >= 3; }
+  bool is_of_pairs() const { return number == 2 && kMultipliesPairs; }
+  Format format() const { return static_cast<Format>(number - 3); }
   int64_t panel_bytes(int64_t depth) const {
     if (is_quantised()) return Quantised{format(), depth, false}.panel_bytes();
-    return depth * kPanelColumns * (number == 1 ? 2 : 4);
+    return depth * kPanelColumns * (number ? 2 : 4);
+  }
+  // The bytes of a rounded row.
+  int64_t rounded_bytes(int64_t depth) const {
+    return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : depth / kGroup * sizeof(Rounded);
+  }
+  void round(const float* row, int64_t depth, uint8_t* out) const {
+    if (is_of_pairs()) return round_to_pairs(row, depth, reinterpret_cast<Pair*>(out));
+    round_row(row, depth, format(), reinterpret_cast<Rounded*>(out));
   }
 };
 
@@ -82,7 +91,9 @@ struct Shape {
   int64_t padded_intermediate() const { return gate_up_panels() * channels_of_panel(); }
   int64_t gate_up_bytes() const { return gate_up_panels() * gate_up.panel_bytes(hidden); }
   int64_t down_bytes() const { return num_panels(hidden) * down.panel_bytes(intermediate); }
-  bool rounds(Kind kind) const { return kind.is_quantised() && !exact && takes_rounded(kind.format()); }
+  bool rounds(Kind kind) const {
+    return kind.is_of_pairs() || (kind.is_quantised() && !exact && takes_rounded(kind.format()));
+  }
 };
 
 struct Rows {
@@ -119,8 +130,8 @@ struct Step {
   Rows rows;
   float* hidden;            // [chosen rows in sorted order, padded intermediate]
   float* ordered;           // [chosen rows in sorted order, hidden], if experts have an order of channels.
-  Rounded* rounded_x;       // [num_tokens, hidden / 32], if gate and up multiply rounded rows; or of `ordered`.
-  Rounded* rounded_hidden;  // [chosen rows in sorted order, intermediate / 32], if down does.
+  uint8_t* rounded_x;       // [num_tokens] rows, if gate and up multiply rounded rows; or the rows of `ordered`.
+  uint8_t* rounded_hidden;  // [chosen rows in sorted order] rows, if down does.
   float* results;           // [num_tokens * top_k, hidden]
 
   const uint8_t* expert(int64_t group) const { return static_cast<const uint8_t*>(experts[rows.experts[group]]); }
@@ -150,12 +161,17 @@ template <typename FloatsOf, typename RoundedOf, typename Use>
 void for_any_tiles(Kind kind, bool exact, int64_t num_rows, const uint8_t* panel, int64_t depth, FloatsOf floats_of,
                    RoundedOf rounded_of, Use use) {
   if (!kind.is_quantised()) {
-    if (kind.number == 1) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
+    if (kind.is_of_pairs())
+      return for_tiles(
+          num_rows, reinterpret_cast<const Bf16*>(panel), depth,
+          [&](int64_t r) { return reinterpret_cast<const Pair*>(rounded_of(r)); }, use);
+    if (kind.number) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
     return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
   }
   const Quantised weights = {kind.format(), depth, exact || !takes_rounded(kind.format())};
   if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
-  for_rounded_tiles(num_rows, weights, panel, rounded_of, use);
+  for_rounded_tiles(
+      num_rows, weights, panel, [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
 }
 
 void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
@@ -171,7 +187,7 @@ void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t 
   for_any_tiles(
       shape.gate_up, shape.exact, step.num_rows(group), expert + panel * shape.gate_up.panel_bytes(shape.hidden),
       shape.hidden, [&](int64_t r) { return x + token(r) * x_stride; },
-      [&](int64_t r) { return step.rounded_x + token(r) * (shape.hidden / kGroup); },
+      [&](int64_t r) { return step.rounded_x + token(r) * shape.gate_up.rounded_bytes(shape.hidden); },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Floats low = sums[r].low + bias.low, high = sums[r].high + bias.high;
@@ -200,7 +216,7 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
   for_any_tiles(
       shape.down, shape.exact, step.num_rows(group), weights, shape.intermediate,
       [&](int64_t r) { return step.hidden + (first_row + r) * width; },
-      [&](int64_t r) { return step.rounded_hidden + (first_row + r) * (shape.intermediate / kGroup); },
+      [&](int64_t r) { return step.rounded_hidden + (first_row + r) * shape.down.rounded_bytes(shape.intermediate); },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Columns value = {sums[r].low + bias.low, sums[r].high + bias.high};
@@ -234,8 +250,8 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
     const float* x = shape.has_order ? step.ordered : step.x;
     const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
     for_shared(shape.has_order ? chosen : step.num_tokens, kRoundedAtOnce / shape.hidden, [&](int64_t row) {
-      round_row(x + row * x_stride, shape.hidden, shape.gate_up.format(),
-                step.rounded_x + row * (shape.hidden / kGroup));
+      shape.gate_up.round(x + row * x_stride, shape.hidden,
+                          step.rounded_x + row * shape.gate_up.rounded_bytes(shape.hidden));
     });
   }
   for_shared(groups * gate_up_panels, gate_up_grain, [&](int64_t task) {
@@ -243,8 +259,8 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
   });
   if (shape.rounds(shape.down))
     for_shared(chosen, kRoundedAtOnce / shape.intermediate, [&](int64_t row) {
-      round_row(step.hidden + row * shape.padded_intermediate(), shape.intermediate, shape.down.format(),
-                step.rounded_hidden + row * (shape.intermediate / kGroup));
+      shape.down.round(step.hidden + row * shape.padded_intermediate(), shape.intermediate,
+                       step.rounded_hidden + row * shape.down.rounded_bytes(shape.intermediate));
     });
   for_shared(groups * down_panels, down_grain,
              [&](int64_t task) { down_panel(shape, step, task / down_panels, task % down_panels); });
@@ -282,7 +298,7 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
     if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
   Step step = {x, x_stride, num_tokens, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts)};
   static thread_local std::vector<float> floats;
-  static thread_local std::vector<Rounded> rounded;
+  static thread_local std::vector<uint8_t> rounded;
   const int64_t chosen = int64_t(step.rows.places.size());
   const int64_t hidden_floats = chosen * shape.padded_intermediate();
   const int64_t ordered_floats = shape.has_order ? chosen * hidden : 0;
@@ -290,10 +306,10 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
   step.ordered = step.hidden + hidden_floats;
   step.results = weights ? step.ordered + ordered_floats : out;
   const int64_t x_rows = shape.has_order ? chosen : num_tokens;
-  const int64_t x_blocks = shape.rounds(shape.gate_up) ? x_rows * (hidden / kGroup) : 0;
-  const int64_t hidden_blocks = shape.rounds(shape.down) ? chosen * (intermediate / kGroup) : 0;
-  step.rounded_x = scratch(rounded, x_blocks + hidden_blocks);
-  step.rounded_hidden = step.rounded_x + x_blocks;
+  const int64_t x_bytes = shape.rounds(shape.gate_up) ? x_rows * shape.gate_up.rounded_bytes(hidden) : 0;
+  const int64_t hidden_bytes = shape.rounds(shape.down) ? chosen * shape.down.rounded_bytes(intermediate) : 0;
+  step.rounded_x = scratch(rounded, x_bytes + hidden_bytes);
+  step.rounded_hidden = step.rounded_x + x_bytes;
   run(shape, step, ids, weights, out, out_stride);
   return -1;
 }

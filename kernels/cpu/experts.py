@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kernels.activation import activate
 from kernels.cpu.library import NativeKernels
-from kernels.cpu.panels import LANES, PANEL_COLUMNS, gate_beside_up, pack_panels, panel_elements
+from kernels.cpu.panels import LANES, PANEL_COLUMNS, gate_beside_up, linear_kind, pack_panels, panel_elements
 from kernels.cpu.quantised import pack_rows, packed_bytes, quantise
 from kernels.linear import Linear, pack_linear
 from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
@@ -56,10 +56,10 @@ class PanelLayout(ExpertLayout):
     def kinds(self) -> tuple[int, int]:
         """The numbers of the matrices' kinds in experts.cpp."""
         if self.shape.formats is None:
-            kind = int(self._dtype == torch.bfloat16)
+            kind = linear_kind(self._dtype == torch.bfloat16, self.shape.narrow_rows)
             return kind, kind
         first, second = self.shape.formats
-        return 2 + first.number, 2 + second.number
+        return 3 + first.number, 3 + second.number
 
     def pack(
         self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None

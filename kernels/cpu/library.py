@@ -51,7 +51,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 
 class NativeKernels:
-    """The functions of the compiled library, described in its sources. They release the interpreter lock."""
+    """The functions of the compiled library, described in its sources. They release the interpreter lock.
+
+    multiplies_bfloat16: the machine has dot products of bfloat16.
+    """
 
     __slots__ = (
         "_progress",
@@ -63,6 +66,7 @@ class NativeKernels:
         "linear",
         "mamba1_scan",
         "mamba2_scan",
+        "multiplies_bfloat16",
         "pack_quantised",
         "quantise",
         "quantised_linear",
@@ -89,6 +93,7 @@ class NativeKernels:
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._progress = c_int64.in_dll(library, "moeserve_progress")
+        self.multiplies_bfloat16 = bool(c_int64.in_dll(library, "moeserve_multiplies_pairs"))
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"moeserve_{name}")
             function.argtypes = arguments

@@ -1,8 +1,8 @@
 // Products with weights in panels: 32 output columns, depth after depth. A panel of 16-bit weights keeps the columns
 // (j, 16 + j) as the two halves of one 32-bit word, so that widening to float32 takes a shift and a mask.
 //
-// Every result is one chain of fused multiply-adds over the depth in order, whatever the number of rows: a row has the
-// same bits in any batch.
+// Every result is one chain of fused multiply-adds over the depth in order, or of dot products of pairs, whatever the
+// number of rows: a row has the same bits in any batch.
 #pragma once
 
 #include "simd.h"
@@ -15,6 +15,8 @@ constexpr int kTileRows = 12;  // 24 accumulators of the 32 registers.
 #else
 constexpr int kTileRows = 3;
 #endif
+
+constexpr int64_t kRoundedAtOnce = 32768;  // Numbers that a thread rounds at once: fewer cost less than to share them.
 
 struct Bf16 {
   uint16_t bits;
@@ -89,9 +91,63 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
   }
 }
 
+// Two numbers of a row in bfloat16, the one of lower depth in the low half. A zero follows a row of odd depth.
+struct Pair {
+  int32_t bits;
+};
+
+static inline int64_t num_pairs(int64_t depth) { return (depth + kPanelColumns - 1) / kPanelColumns * kLanes; }
+
+#if defined(__AVX512BF16__)
+constexpr bool kMultipliesPairs = true;
+
+// Rounds `depth` floats of a row to num_pairs(depth) pairs.
+static inline void round_to_pairs(const float* x, int64_t depth, Pair* out) {
+  for (int64_t k = 0; k < depth; k += kPanelColumns, out += kLanes) {
+    const int64_t left = depth - k;
+    const auto part = [&](int64_t count) { return count >= kLanes ? 0xffff : count > 0 ? (1 << count) - 1 : 0; };
+    const __m512 low = _mm512_maskz_loadu_ps(__mmask16(part(left)), x + k);
+    const __m512 high = _mm512_maskz_loadu_ps(__mmask16(part(left - kLanes)), x + k + kLanes);
+    _mm512_storeu_si512(out, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+}
+
+// sums[r] = rows[r] . panel, two depths at a time: each pair of products is added by one instruction.
+template <int Rows>
+static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
+  __m512 low[Rows], high[Rows];
+  const Pair* row[Rows];
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) low[r] = high[r] = _mm512_setzero_ps(), row[r] = rows[r];
+  for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanelColumns) {
+    __builtin_prefetch((const char*)panel + 2048);
+    __builtin_prefetch((const char*)panel + 2112);
+    const __m512i first = _mm512_loadu_si512(panel);
+    const __m512i second = k + 1 < depth ? _mm512_loadu_si512(panel + kPanelColumns) : _mm512_setzero_si512();
+    const __m512bh left = (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, first, _mm512_slli_epi32(second, 16));
+    const __m512bh right = (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(first, 16), second);
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+      const __m512bh x = (__m512bh)_mm512_set1_epi32(row[r][k / 2].bits);
+      low[r] = _mm512_dpbf16_ps(low[r], left, x);
+      high[r] = _mm512_dpbf16_ps(high[r], right, x);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < Rows; ++r) sums[r] = {(Floats)low[r], (Floats)high[r]};
+}
+#else
+constexpr bool kMultipliesPairs = false;  // Rows stay floats.
+
+static inline void round_to_pairs(const float*, int64_t, Pair*) {}
+
+template <int Rows>
+static inline void multiply(const Pair* const*, const Bf16*, int64_t, Columns*) {}
+#endif
+
 // The same for a number of rows that is known at run time: 1 ... kTileRows.
-template <typename Weight, int Rows = kTileRows>
-static inline void multiply_tile(int count, const float* const* rows, const Weight* panel, int64_t depth,
+template <typename Weight, int Rows = kTileRows, typename Number>
+static inline void multiply_tile(int count, const Number* const* rows, const Weight* panel, int64_t depth,
                                  Columns* sums) {
   if constexpr (Rows > 1) {
     if (count < Rows) return multiply_tile<Weight, Rows - 1>(count, rows, panel, depth, sums);
@@ -99,12 +155,13 @@ static inline void multiply_tile(int count, const float* const* rows, const Weig
   multiply<Rows>(rows, panel, depth, sums);
 }
 
-// Calls use(first, count, sums) for tiles of rows, as equal as can be. `row_of(r)` is where row r begins.
+// Calls use(first, count, sums) for tiles of rows, as equal as can be. `row_of(r)` is where row r begins, of floats or,
+// with weights of bfloat16, of pairs.
 template <typename Weight, typename RowOf, typename Use>
 static inline void for_tiles(int64_t num_rows, const Weight* panel, int64_t depth, RowOf row_of, Use use) {
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   Columns sums[kTileRows];
-  const float* rows[kTileRows];
+  decltype(row_of(0)) rows[kTileRows];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
     const int count = int(last - first);

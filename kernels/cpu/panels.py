@@ -31,6 +31,11 @@ class PanelWeight:
         return PanelWeight(data, data.data_ptr(), narrow)
 
 
+def linear_kind(is_bf16: bool, narrow_rows: bool) -> int:
+    """Return the number of a product in linear.cpp. narrow_rows: round rows to bfloat16 for weights of bfloat16."""
+    return is_bf16 + (is_bf16 and narrow_rows)
+
+
 def panel_elements(num_columns: int, depth: int) -> int:
     """Return the number of elements of a packed [num_columns, depth] weight."""
     return -(-num_columns // PANEL_COLUMNS) * PANEL_COLUMNS * depth

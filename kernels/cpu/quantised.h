@@ -79,8 +79,6 @@ struct Rounded {
   int32_t shift_of_half[2];  // The same as `shift` for each 16 numbers.
 };
 
-constexpr int64_t kRoundedAtOnce = 32768;  // Numbers that a thread rounds at once: fewer cost less than to share them.
-
 // Rounds `depth` floats of a row, a multiple of 32, for products with weights of `format`.
 void round_row(const float* x, int64_t depth, Format format, Rounded* out);
 

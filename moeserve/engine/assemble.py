@@ -112,7 +112,7 @@ class _CpuBody:
     depth = 0
 
     def __init__(self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None) -> None:
-        self.ops: Ops = CpuOps(plan.rounding.arithmetic)
+        self.ops: Ops = CpuOps(plan.rounding.arithmetic, narrow_rows=plan.rounding.narrow)
         self.resident = resident
         self._plan = plan
         self._config = config
@@ -177,7 +177,7 @@ def load_rank(
         observers.append(tap)
     group = None if collectives is None else _make_group(config, plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
-    rounding = {} if plan.rounding.is_none else {"rounding": plan.rounding}
+    rounding = {"rounding": plan.rounding} if isinstance(spec, DecoderSpec) else {}
     decoder = _load_decoder(
         directory,
         spec,
@@ -283,9 +283,11 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
 
 
 def arithmetic_of(plan: ModelPlan) -> str:
-    """Return how a rank multiplies, for people: `float32`, or with `weights int4, activations int8` behind it."""
-    name = str(plan.dtype).removeprefix("torch.")
-    rounding = plan.rounding
+    """Return how a rank multiplies, for people: `float32`, or with `products of bfloat16` or `weights int4, activations
+    int8 within products` behind it."""
+    name, rounding, kernels = str(plan.dtype).removeprefix("torch."), plan.rounding, native_kernels()
+    if rounding.narrow and kernels is not None and kernels.multiplies_bfloat16:
+        name += ", products of bfloat16"
     if rounding.is_none:
         return name
     activations = "int8 within products" if rounding.arithmetic == "int8" else "exact"

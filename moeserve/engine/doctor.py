@@ -21,6 +21,7 @@ from moeserve.engine.memory_plan import (
     ModelPlan,
     compute_dtype,
     keeps_narrow,
+    native_dtype,
     no_experts,
     plan_in_memory,
     plan_on_cpu,
@@ -279,7 +280,7 @@ def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterat
         setup = _cpu_setup(model, machine, replace(config, dtype="bfloat16"))
         yield setup
     if setup.obstacle is not None and spec.moe is not None and config.expert_memory is None:
-        dtype = compute_dtype(config, "cpu")
+        dtype = native_dtype(config, "cpu")
         try:
             rounding = rounding_of(config, spec, index)
             others = weights_bytes(spec, dtype, index, [no_experts], rounding)
@@ -292,7 +293,7 @@ def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterat
 
 
 def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Setup:
-    spec, dtype, flags = model.spec, compute_dtype(config, "cpu"), _flags_of(config)
+    spec, dtype, flags = model.spec, native_dtype(config, "cpu"), _flags_of(config)
     try:
         refuse_gpu_settings(config, "--device cuda")
         plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes)

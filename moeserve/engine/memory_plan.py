@@ -55,7 +55,16 @@ class ModelPlan:
 
 def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
     """Return the architecture of a model on our own code, and the dtype to compute in."""
-    return build_spec(load_config(directory)), compute_dtype(config, device)
+    return build_spec(load_config(directory)), native_dtype(config, device)
+
+
+def native_dtype(config: ServeConfig, device: str) -> torch.dtype:
+    """Return the dtype in which a model on our own code computes: float32 where bfloat16 is for products alone."""
+    return torch.float32 if device == "cpu" and _narrows(config) else compute_dtype(config, device)
+
+
+def _narrows(config: ServeConfig) -> bool:
+    return config.dtype == "bfloat16" and native_kernels() is not None
 
 
 def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
@@ -240,7 +249,7 @@ def weights_bytes(
     owned_by: for each rank the experts that it loads, None for all.
     """
     narrow = keeps_narrow(dtype)
-    packed = spec.moe is not None and (rounding.experts is not None or rounding.keeps_stored)
+    packed = spec.moe is not None and (rounding.experts is not None or rounding.keeps_stored or rounding.narrow)
     layouts = native_layouts(index, spec, dtype, rounding).layers if packed else ()
     total = 0
     for owned in owned_by:
@@ -268,21 +277,21 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
     }
     if spec.quantization is not None and spec.quantization.kind == "mxfp4":
         stored.add(spec.quantization.kind)
-    computes = config.dtype in ("auto", "float32")
-    absence = native_kernels_absence()
+    absence, narrow = native_kernels_absence(), _narrows(config)
+    computes = config.dtype in ("auto", "float32") or narrow
     if stored and not rounding.is_none:
         raise ConfigError(f"--quantization is for weights of 16 or 32 bits; these are {', '.join(sorted(stored))}.")
     if stored and computes and absence is None:
-        return replace(rounding, keeps_stored=True, stored=tuple(sorted(stored)))
+        return replace(rounding, keeps_stored=True, stored=tuple(sorted(stored)), narrow=narrow)
     if rounding.is_none:
         if config.arithmetic == "int8":
-            raise ConfigError("--arithmetic int8 needs quantised weights, compiled kernels and --dtype float32.")
-        return rounding
-    if not computes:
-        raise ConfigError("Quantised weights on a CPU need --dtype float32: they multiply activations of float32.")
+            raise ConfigError("--arithmetic int8 needs quantised weights, and compiled kernels, which lack float16.")
+        return replace(rounding, narrow=narrow)
     if absence is not None:
         raise ConfigError(f"Quantised weights need the compiled kernels. {absence}")
-    return rounding
+    if not computes:
+        raise ConfigError("Quantised weights on a CPU do not multiply activations of float16: leave --dtype at auto.")
+    return replace(rounding, narrow=narrow)
 
 
 def keeps_narrow(dtype: torch.dtype) -> bool:

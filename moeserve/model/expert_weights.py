@@ -228,11 +228,12 @@ def expert_shape(
         spec.hidden_size,
         spec.moe.intermediate_size,
         dtype,
-        _kept_dtype(plan, dtype),
+        torch.bfloat16 if rounding.narrow else _kept_dtype(plan, dtype),
         spec.moe.expert_bias,
         formats=formats,
         arithmetic=rounding.arithmetic,
         has_order=formats is not None and any(tensors[key].has_order for tensors in plan.tensors for key in tensors),
+        narrow_rows=rounding.narrow,
     )
 
 

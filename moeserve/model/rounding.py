@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 from torch import Tensor
 
@@ -17,6 +18,8 @@ _FORMATS = {"none": None, "int8": Q8_0, "int4": Q4_0}
 _KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
 # Matrices of 8 bits even where others have 4, because all tokens meet in them.
 _OUTER = frozenset(("embedding", "lm_head"))
+# Matrices of float32 even where others are of bfloat16: they choose experts or scale a whole block, and are small.
+_GATES = frozenset(("moe_gate", "shared_gate"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,8 @@ class Rounding:
     """The format to which matrices outside experts are rounded while they are loaded, and that of experts.
 
     None keeps the numbers of the checkpoint, in its own bits where `keeps_stored`. arithmetic: of all products with
-    quantised weights. stored: the names of the checkpoint's own formats, for people.
+    quantised weights. stored: the names of the checkpoint's own formats, for people. narrow: matrices that are not
+    quantised are kept in bfloat16, and rows are rounded to bfloat16 for their products; gates are not.
     """
 
     matrices: WeightFormat | None = None
@@ -32,6 +36,7 @@ class Rounding:
     arithmetic: Arithmetic = "int8"
     keeps_stored: bool = False
     stored: tuple[str, ...] = ()
+    narrow: bool = False
 
     @staticmethod
     def named(quantization: str, expert_quantization: str, arithmetic: str) -> Rounding:
@@ -41,6 +46,7 @@ class Rounding:
 
     @property
     def is_none(self) -> bool:
+        """Whether no matrix is quantised."""
         return self.matrices is None and self.experts is None and not self.keeps_stored
 
     @property
@@ -68,6 +74,10 @@ class Rounding:
             return None
         return format_in_file(stored.dtype)
 
+    def narrows(self, key: str) -> bool:
+        """Return whether a matrix outside experts is kept in bfloat16 whatever the checkpoint has."""
+        return self.narrow and key not in _GATES
+
     def apply(self, matrix: Tensor, key: str) -> Matrix:
         """Round a matrix [N, K] outside experts."""
         form = self.format_of(key, matrix.shape[1])
@@ -80,7 +90,9 @@ class Rounding:
             return None
         own = key.rpartition(".")[2]
         form = self.stored_format(key, stored) or self.format_of(own, stored.shape[1])
-        return None if form is None else packed_bytes(form, *stored.shape)
+        if form is not None:
+            return packed_bytes(form, *stored.shape)
+        return prod(stored.shape) * (2 if self.narrows(own) else 4) if self.narrow else None
 
 
 NO_ROUNDING = Rounding()

@@ -101,7 +101,8 @@ class _Loader:
         if self._rounding.stored_format("embedding", stored) is not None:
             return self._reader.read_quantised(stored)
         narrow = self._ops.keeps_narrow and self._dtype == torch.float32
-        table = self._tensor(stored, _NARROW.get(stored.dtype, self._dtype) if narrow else self._dtype)
+        wide = torch.bfloat16 if self._rounding.narrow else self._dtype
+        table = self._tensor(stored, _NARROW.get(stored.dtype, wide) if narrow else self._dtype)
         return self._rounding.apply(table, "embedding")
 
     def layer(self, plan: LayerPlan, number: int) -> DecoderLayer:
@@ -127,7 +128,7 @@ class _Loader:
         biases = self._biases(tensors, keys, dtype)
         if any(self._rounding.stored_format(key, tensors[key]) for key in keys):
             return self._stored_linear(tensors, keys, biases, dtype, order)
-        rows = self._rows([tensors[key] for key in keys], dtype)
+        rows = self._rows([tensors[key] for key in keys], dtype, keys[0])
         if order is not None:
             order = order.to(rows.device)
             rows, biases = rows[order], None if biases is None else biases[order]
@@ -147,7 +148,7 @@ class _Loader:
 
     def _stored_matrix(self, key: str, stored: StoredTensor, dtype: torch.dtype) -> Matrix:
         if self._rounding.stored_format(key, stored) is None:
-            return self._rows([stored], dtype)
+            return self._rows([stored], dtype, key)
         return self._reader.read_quantised(stored)
 
     def _mixer(self, tensors: Tensors, number: int) -> GqaAttention | MlaAttention | GatedDeltaNet:
@@ -198,7 +199,7 @@ class _Loader:
 
     def _mla(self, tensors: Tensors, spec: MlaSpec) -> MlaAttention:
         low_rank = spec.q_lora_rank is not None
-        up = self._rows([tensors["kv_b"]], self._dtype).view(spec.num_heads, -1, spec.kv_lora_rank)
+        up = self._rows([tensors["kv_b"]], self._dtype, "kv_b").view(spec.num_heads, -1, spec.kv_lora_rank)
         keys, values = torch.split(up, [spec.nope_dim, spec.value_dim], 1)
         return MlaAttention(
             spec,
@@ -223,7 +224,7 @@ class _Loader:
             if joined is None:
                 raise CheckpointError(f"{tensors[gate].name} orders its columns otherwise than {tensors[up].name}.")
             return self._pack_gated(tensors, (gate, up, down), joined, parts[2])
-        dtype = self._kept_dtype([tensors[key] for key in (gate, up, down)], self._dtype)
+        dtype = self._kept_dtype([tensors[key] for key in (gate, up, down)], self._dtype, gate)
         gate_up = self._reader.read_rows([tensors[gate], tensors[up]], dtype).to(self._ops.device)
         second = self._tensor(tensors[down], dtype)
         rounding = self._rounding if self._rounding.format_of("down", second.shape[1]) else NO_ROUNDING
@@ -274,17 +275,19 @@ class _Loader:
     def _optional(self, tensors: Tensors, key: str, dtype: torch.dtype | None = None) -> Tensor | None:
         return self._tensor(tensors[key], dtype) if key in tensors else None
 
-    def _rows(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> Tensor:
-        """Return the weights of a projection that computes in ``dtype``, one below the other."""
-        return self._reader.read_rows(parts, self._kept_dtype(parts, dtype)).to(self._ops.device)
+    def _rows(self, parts: Sequence[StoredTensor], dtype: torch.dtype, key: str) -> Tensor:
+        """Return the weights of the projection ``key``, which computes in ``dtype``, one below the other."""
+        return self._reader.read_rows(parts, self._kept_dtype(parts, dtype, key)).to(self._ops.device)
 
     def _biases(self, tensors: Tensors, keys: Sequence[str], dtype: torch.dtype) -> Tensor | None:
         found = self._reader.read_biases(tensors, keys, dtype)
         return None if found is None else found.to(self._ops.device)
 
-    def _kept_dtype(self, parts: Sequence[StoredTensor], dtype: torch.dtype) -> torch.dtype:
+    def _kept_dtype(self, parts: Sequence[StoredTensor], dtype: torch.dtype, key: str) -> torch.dtype:
         """Return bfloat16 if products in float32 read such weights as they are, else ``dtype``."""
         narrow = self._ops.keeps_narrow and dtype == torch.float32
+        if narrow and self._rounding.narrow:
+            return torch.bfloat16 if self._rounding.narrows(key) else dtype
         return torch.bfloat16 if narrow and all(part.dtype in KEPT_IN_BFLOAT16 for part in parts) else dtype
 
 
