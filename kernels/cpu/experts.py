@@ -68,14 +68,17 @@ class PanelLayout(ExpertLayout):
             rows = torch.cat([down.order, down.order + down.depth])[: gate_up.shape[0]]
             gate_up, down = gate_up.rows(rows), QuantizedRows(down.format, down.data, down.depth)
             gate_up_bias = None if gate_up_bias is None else gate_up_bias[rows]
+        order = self._ordered(torch.arange(1, gate_up.shape[0] + 1)) - 1
         if self.shape.formats is not None:
             first, second = self.shape.formats
-            order = self._ordered(torch.arange(1, gate_up.shape[0] + 1)) - 1
             parts = [self._pack_rows(gate_up, first, order), self._pack_rows(down, second)]
         else:
             if isinstance(gate_up, QuantizedRows) or isinstance(down, QuantizedRows):
                 raise ValueError(f"quantised weights do not go into {self.name}")
-            parts = [pack_panels(self._ordered(gate_up.to(self._dtype))), pack_panels(down.to(self._dtype))]
+            parts = [
+                pack_panels(gate_up.to(self._dtype), self._kernels, order),
+                pack_panels(down.to(self._dtype), self._kernels),
+            ]
         if gate_up_bias is not None and down_bias is not None:
             parts += [bias.float().view(torch.uint8) for bias in (self._ordered(gate_up_bias), down_bias)]
         if self.shape.has_order:

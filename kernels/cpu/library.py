@@ -35,6 +35,7 @@ _P, _N, _R = c_void_p, c_int64, c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _N, _N, _P, _N, _N, _N, _P, _P, _N),
     "quantised_linear": (_P, _N, _N, _P, _N, _N, _N, _N, _P, _P, _N),
+    "pack_panels": (_P, _N, _N, _N, _P, _N, _P),
     "pack_quantised": (_N, _P, _N, _N, _P, _N, _P),
     "quantise": (_P, _N, _N, _N, _N, _N, _P),
     "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
@@ -67,6 +68,7 @@ class NativeKernels:
         "mamba1_scan",
         "mamba2_scan",
         "multiplies_bfloat16",
+        "pack_panels",
         "pack_quantised",
         "quantise",
         "quantised_linear",
@@ -77,6 +79,7 @@ class NativeKernels:
 
     linear: Callable[..., None]
     quantised_linear: Callable[..., None]
+    pack_panels: Callable[..., None]
     pack_quantised: Callable[..., None]
     quantise: Callable[..., None]
     experts: Callable[..., int]

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn import functional
+
+from kernels.cpu.library import NativeKernels, native_kernels
 
 LANES = 16
 PANEL_COLUMNS = 2 * LANES
@@ -25,7 +26,9 @@ class PanelWeight:
     def pack(weight: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> PanelWeight:
         """Pack weight [N, K], bfloat16 as it is, any other dtype as float32. keep: moves the data to where it stays."""
         narrow = weight.dtype == torch.bfloat16
-        data = pack_panels(weight if narrow else weight.float())
+        kernels = native_kernels()
+        assert kernels is not None
+        data = pack_panels(weight if narrow else weight.float(), kernels)
         if keep is not None:
             data = keep(data)
         return PanelWeight(data, data.data_ptr(), narrow)
@@ -41,16 +44,27 @@ def panel_elements(num_columns: int, depth: int) -> int:
     return -(-num_columns // PANEL_COLUMNS) * PANEL_COLUMNS * depth
 
 
-def pack_panels(weight: Tensor) -> Tensor:
-    """Pack weight [N, K], bfloat16 or float32, into uint8 [bytes]. Columns beyond N are zeros."""
-    num_columns, depth = weight.shape
-    missing = -num_columns % PANEL_COLUMNS
-    if missing:
-        weight = functional.pad(weight, (0, 0, 0, missing))
-    halves = weight.reshape(-1, 2, LANES, depth)
-    # In bfloat16 the columns (j, 16 + j) are the halves of one word.
-    order = (0, 3, 2, 1) if weight.dtype == torch.bfloat16 else (0, 3, 1, 2)
-    return halves.permute(order).contiguous().view(torch.uint8).flatten()
+def pack_panels(weight: Tensor, kernels: NativeKernels, order: Tensor | None = None) -> Tensor:
+    """Pack weight [N, K], bfloat16 or float32, into uint8 [bytes].
+
+    order: [columns] int64, the row of each column of the panels, -1 for zeros, a multiple of 32 of them; by default the
+    rows as they are. In bfloat16 the columns (j, 16 + j) are the halves of one word.
+    """
+    num_rows, depth = weight.shape
+    if order is None:
+        order = columns_of_rows(num_rows)
+    rows = weight if weight.stride(1) == 1 else weight.contiguous()
+    out = torch.empty(len(order) * depth * weight.itemsize, dtype=torch.uint8)
+    narrow = weight.dtype == torch.bfloat16
+    kernels.pack_panels(rows.data_ptr(), narrow, rows.stride(0), depth, order.data_ptr(), len(order), out.data_ptr())
+    return out
+
+
+def columns_of_rows(num_rows: int) -> Tensor:
+    """Return the row of each column of panels, int64, -1 for columns beyond them."""
+    order = torch.arange(-(-num_rows // PANEL_COLUMNS) * PANEL_COLUMNS)
+    order[num_rows:] = -1
+    return order
 
 
 def gate_beside_up(gate_up: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import NativeKernels
-from kernels.cpu.panels import PANEL_COLUMNS
+from kernels.cpu.panels import PANEL_COLUMNS, columns_of_rows
 from kernels.weight_formats import Q4_0, Q8_0, QuantizedRows, WeightFormat
 
 _ROUNDED_TO = (Q4_0, Q8_0)
@@ -43,8 +43,7 @@ def pack_rows(rows: QuantizedRows, kernels: NativeKernels, order: Tensor | None 
     """
     num_rows, depth = rows.shape
     if order is None:
-        order = torch.arange(-(-num_rows // PANEL_COLUMNS) * PANEL_COLUMNS)
-        order[num_rows:] = -1
+        order = columns_of_rows(num_rows)
     data = rows.data if rows.data.stride(1) == 1 else rows.data.contiguous()
     out = torch.empty(packed_bytes(rows.format, len(order), depth), dtype=torch.uint8)
     kernels.pack_quantised(

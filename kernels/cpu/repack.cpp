@@ -1,4 +1,5 @@
-// Quantised weights before any product: rows of blocks into the panels of quantised.h, and floats into rows of blocks.
+// Weights before any product: rows of numbers into the panels of panels.h, rows of blocks into those of quantised.h, and
+// floats into rows of blocks.
 #include <algorithm>
 
 #if defined(__F16C__)
@@ -215,6 +216,54 @@ inline Numbers load_numbers(const Bf16* from) {
   return out;
 }
 
+// Sixteen numbers of a row from `from` on, or `count` of them and zeros, one in each 32 bits. null: zeros.
+inline Words load_row(const float* from, int64_t count) {
+  Words words{};
+  if (from) std::memcpy(&words, from, std::min<int64_t>(count, kLanes) * sizeof(float));
+  return words;
+}
+
+inline Words load_row(const Bf16* from, int64_t count) {
+  typedef uint16_t Halves __attribute__((vector_size(32)));
+  Halves halves{};
+  if (from) std::memcpy(&halves, from, std::min<int64_t>(count, kLanes) * sizeof(Bf16));
+  return __builtin_convertvector(halves, Words);
+}
+
+// Writes the panel of 32 rows of `depth` numbers.
+template <typename Number>
+void write_panel(const Number* const* rows, int64_t depth, uint8_t* out) {
+  constexpr bool is_bf16 = sizeof(Number) == 2;
+  for (int64_t k = 0; k < depth; k += kLanes) {
+    const int64_t count = std::min<int64_t>(depth - k, kLanes);
+    Floats words[2][kLanes];
+    for (int c = 0; c < kLanes; ++c) {
+      const Words low = load_row(rows[c] ? rows[c] + k : nullptr, count);
+      const Words high = load_row(rows[kLanes + c] ? rows[kLanes + c] + k : nullptr, count);
+      words[0][c] = (Floats)(is_bf16 ? low | high << 16 : low);
+      words[1][c] = (Floats)high;
+    }
+    for (int half = 0; half < (is_bf16 ? 1 : 2); ++half) transpose_16x16(words[half]);
+    for (int64_t i = 0; i < count; ++i)
+      for (int half = 0; half < (is_bf16 ? 1 : 2); ++half, out += sizeof(Floats))
+        std::memcpy(out, &words[half][i], sizeof(Floats));
+  }
+}
+
+template <typename Number>
+void pack_panels(const Number* rows, int64_t row_stride, int64_t depth, const int64_t* order, int64_t num_columns,
+                 uint8_t* out) {
+#pragma omp parallel for schedule(dynamic, 4)
+  for (int64_t panel = 0; panel < num_columns / kPanelColumns; ++panel) {
+    const Number* of[kPanelColumns];
+    for (int c = 0; c < kPanelColumns; ++c) {
+      const int64_t row = order[panel * kPanelColumns + c];
+      of[c] = row < 0 ? nullptr : rows + row * row_stride;
+    }
+    write_panel(of, depth, out + panel * kPanelColumns * depth * sizeof(Number));
+  }
+}
+
 template <typename Number>
 void quantise_row(const Number* x, int64_t depth, Format format, uint8_t* out) {
   for (int64_t k = 0; k < depth; k += kGroup, out += traits_of(format).row_bytes) {
@@ -228,6 +277,16 @@ void quantise_row(const Number* x, int64_t depth, Format format, uint8_t* out) {
 
 }  // namespace
 }  // namespace moeserve
+
+// Packs rows of `depth` numbers, float32 or bfloat16, `row_stride` numbers apart. order: as below.
+extern "C" void moeserve_pack_panels(const void* rows, int64_t is_bf16, int64_t row_stride, int64_t depth,
+                                     const int64_t* order, int64_t num_columns, uint8_t* out) {
+  using namespace moeserve;
+  if (is_bf16)
+    pack_panels(static_cast<const Bf16*>(rows), row_stride, depth, order, num_columns, out);
+  else
+    pack_panels(static_cast<const float*>(rows), row_stride, depth, order, num_columns, out);
+}
 
 // Packs rows of blocks, `row_bytes` apart, each of `depth` weights. order [num_columns] tells the row of each column of
 // the panels, -1 for zeros; num_columns is a multiple of 32.

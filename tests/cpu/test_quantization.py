@@ -148,7 +148,7 @@ def test_int8_is_close_to_the_unrounded_model(model_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"quantization": "int8", "dtype": "bfloat16"}, "--dtype float32"),
+        ({"quantization": "int8", "dtype": "float16"}, "float16"),
         ({"arithmetic": "int8"}, "--arithmetic int8 needs quantised weights"),
     ],
 )

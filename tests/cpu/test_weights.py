@@ -130,9 +130,9 @@ def test_fp8_weights_take_16_bits_in_memory(tmp_path: Path, monkeypatch: pytest.
     assert plan.loaded_num_bytes(4, narrow=True) == 2 * in_fp8 + 4 * others
     packed: list[Tensor] = []
 
-    def pack(weight: Tensor) -> Tensor:
+    def pack(weight: Tensor, *arguments: Any) -> Tensor:
         packed.append(weight)
-        return pack_panels(weight)
+        return pack_panels(weight, *arguments)
 
     for module in ("kernels.cpu.panels", "kernels.cpu.experts"):
         monkeypatch.setattr(f"{module}.pack_panels", pack)

@@ -1,0 +1,152 @@
+"""`--dtype bfloat16` on a CPU: rows rounded to bfloat16 times weights of bfloat16, with the same bits in any batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from benchmarks.token_engine import Completion, TokenEngine
+from kernels.activation import Activation
+from kernels.cpu.experts import PanelLayout
+from kernels.cpu.library import native_kernels
+from kernels.linear import pack_linear
+from kernels.moe import moe_experts_reference
+from kernels.packed_experts import ExpertShape, PackedExperts
+from moeserve.config import ServeConfig
+from moeserve.engine.assemble import arithmetic_of
+from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of, weights_bytes
+from moeserve.model.checkpoint import read_index
+from tests.support.llm_prompts import (
+    BASE,
+    PROMPTS,
+    SAMPLINGS,
+    assert_same,
+    assert_same_cold_and_cached,
+    complete_alone,
+    in_any_batch,
+    small_engine,
+)
+from tests.support.tiny_models import save
+
+NATIVE = native_kernels()
+pytestmark = pytest.mark.skipif(NATIVE is None, reason="There are no compiled kernels.")
+CONFIG = replace(BASE, dtype="bfloat16")
+NUM_EXPERTS, HIDDEN, WIDTH = 6, 80, 40
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def as_multiplied(x: Tensor) -> Tensor:
+    """Return rows as this machine multiplies them."""
+    assert NATIVE is not None
+    return x.bfloat16() if NATIVE.multiplies_bfloat16 else x
+
+
+@pytest.mark.parametrize("depth", [1, 2, 31, 33, 64, 577])
+def test_a_product_is_that_of_rounded_rows(depth: int) -> None:
+    weight, bias, x = torch.randn(70, depth).bfloat16(), torch.randn(70), torch.randn(14, depth)
+    found = pack_linear(weight, bias, torch.float32, narrow_rows=True)(x)
+    wanted = as_multiplied(x).double() @ weight.double().T + bias
+    torch.testing.assert_close(found, wanted.float(), atol=1e-5 * depth**0.5, rtol=1e-5)
+
+
+def test_a_row_of_a_product_has_the_same_bits_in_any_batch_and_with_any_number_of_threads() -> None:
+    linear = pack_linear(torch.randn(160, 95).bfloat16(), None, torch.float32, narrow_rows=True)
+    x, threads = torch.randn(430, 95), torch.get_num_threads()
+    whole = linear(x)
+    try:
+        for number in range(600):
+            torch.set_num_threads(1 + number % 3)
+            rows = torch.randperm(430)[: int(torch.randint(1, 60, ()))]
+            assert torch.equal(linear(x[rows]), whole[rows])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
+    linear, x = pack_linear(torch.randn(64, 96).bfloat16(), None, torch.float32, narrow_rows=True), torch.randn(5, 96)
+    wanted = linear(x)
+    x[2, 77] = float("nan")
+    found = linear(x)
+    assert found[2].isnan().all()
+    assert torch.equal(found[[0, 1, 3, 4]], wanted[[0, 1, 3, 4]])
+
+
+def make_experts(activation: Activation) -> tuple[PackedExperts, Tensor, Tensor]:
+    gate_up = (torch.randn(NUM_EXPERTS, (1 + activation.is_gated) * WIDTH, HIDDEN) / 8).bfloat16()
+    down = (torch.randn(NUM_EXPERTS, HIDDEN, WIDTH) / 8).bfloat16()
+    shape = ExpertShape(HIDDEN, WIDTH, torch.float32, torch.bfloat16, is_gated=activation.is_gated, narrow_rows=True)
+    assert NATIVE is not None
+    layout = PanelLayout(shape, NATIVE)
+    experts = layout.experts(NUM_EXPERTS)
+    for e in range(NUM_EXPERTS):
+        experts.put(e, layout.pack(gate_up[e], down[e]))
+    return experts, gate_up, down
+
+
+@pytest.mark.parametrize("activation", [Activation(), Activation("relu2")], ids=lambda activation: activation.kind)
+def test_experts_multiply_rounded_rows_with_the_same_bits_in_any_batch(activation: Activation) -> None:
+    experts, gate_up, down = make_experts(activation)
+    x = torch.randn(150, HIDDEN)
+    ids = torch.stack([torch.randperm(NUM_EXPERTS)[:3] for _ in x])
+    weights = torch.rand(150, 3)
+    whole = experts(x, ids, weights, activation)
+    wanted = moe_experts_reference(as_multiplied(x).float(), ids, weights, gate_up, down, activation)
+    # The reference does not round the activations between the two products.
+    torch.testing.assert_close(whole, wanted, atol=0.02, rtol=0.02)
+    for _ in range(300):
+        rows = torch.randperm(150)[: int(torch.randint(1, 40, ()))]
+        assert torch.equal(experts(x[rows], ids[rows], weights[rows], activation), whole[rows])
+
+
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "deepseek_v3-yarn", "qwen3_next"])
+def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp(request.param)
+    save(request.param, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def alone(model_dir: Path) -> list[Completion]:
+    return complete_alone(model_dir, config=CONFIG)
+
+
+@in_any_batch
+def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+    model_dir: Path, alone: list[Completion], changes: dict[str, object]
+) -> None:
+    assert_same_cold_and_cached(TokenEngine(model_dir, replace(CONFIG, **changes)), alone)  # type: ignore[arg-type]
+
+
+def test_preempted_requests_end_with_the_same_bits(model_dir: Path, alone: list[Completion]) -> None:
+    llm = small_engine(model_dir, 24, max_num_seqs=8, max_num_batched_tokens=16, dtype="bfloat16")
+    assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)
+
+
+def test_weights_of_a_checkpoint_in_float32_take_half_the_memory(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    planned = {}
+    for config in (BASE, CONFIG):
+        spec, dtype = read_spec(tmp_path, config)
+        assert dtype == torch.float32
+        index = read_index(tmp_path)
+        planned[config.dtype] = weights_bytes(spec, dtype, index, rounding=rounding_of(config, spec, index))
+    assert planned["bfloat16"] < 0.6 * planned[BASE.dtype]
+
+
+@pytest.mark.parametrize("config", [CONFIG, replace(CONFIG, quantization="int8")], ids=["bfloat16", "int8 too"])
+def test_the_service_says_how_it_multiplies(tmp_path: Path, config: ServeConfig) -> None:
+    save("mixtral", tmp_path)
+    assert NATIVE is not None
+    said = arithmetic_of(plan_model(tmp_path, config))
+    assert ("products of bfloat16" in said) == NATIVE.multiplies_bfloat16
+    assert ("weights int8" in said) == (config.quantization == "int8")
