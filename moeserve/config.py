@@ -86,7 +86,8 @@ class ServeConfig:
     )
     dtype: str = setting(
         "auto",
-        "Weights and activations; auto is float32 on a CPU and bfloat16 on a GPU.",
+        "Weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. On a CPU bfloat16 is for products "
+        "alone.",
         group="Model",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
