@@ -89,6 +89,7 @@ def config_for(directory: Path, num_slots: int, store: Path, **changes: object) 
     [
         ("mixtral", 2, "off", set()),
         ("gpt_oss", 4, "gate", {"gate-early"}),
+        ("glm4_moe", 3, "gate", {"gate-shared"}),
         ("qwen3_moe", 5, "affinity", {"affinity"}),
         ("glm4_moe", 3, "affinity", {"affinity"}),
     ],
