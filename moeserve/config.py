@@ -145,9 +145,9 @@ class ServeConfig:
     )
     placement: str = setting(
         "contiguous",
-        "Which ranks hold which experts; the last three learn it from the statistics.",
+        "Which ranks hold which experts; the last two learn it from the statistics.",
         group="Experts",
-        choices=("contiguous", "round-robin", "balanced", "coactivation", "affinity"),
+        choices=("contiguous", "round-robin", "balanced", "coactivation"),
     )
     num_redundant_experts: int = setting(
         0, "Replicas per layer, of its busiest experts; each rank holds equally many.", group="Experts", minimum=0

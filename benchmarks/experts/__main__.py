@@ -33,9 +33,6 @@ class Measurement:
 MEASUREMENTS = {
     "rows-sent": Measurement("rows sent between ranks", ("dispatch:rows_sent",)),
     "remote-ranks": Measurement("remote ranks that a token is sent to, by placement", ("placement:remote_ranks",)),
-    "layer-hops": Measurement(
-        "transitions between layers that change the rank (ExFlow's metric, simulated)", ("placement:layer_hops",)
-    ),
     "balance": Measurement("balancedness of the ranks' load (mean over maximum)", ("placement:balance",)),
     "recall": Measurement("recall of a token's experts, one to three layers ahead", ("prediction:recall",)),
     "stall-simulated": Measurement(

@@ -1,13 +1,12 @@
-"""Where experts are placed, on traces: remote ranks of a token, hops between layers, balance of load.
+"""Where experts are placed, on traces: remote ranks of a token, balance of load.
 
 Structure is learnt on half of the requests and measured on the other half.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from statistics import fmean
@@ -15,16 +14,14 @@ from statistics import fmean
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.experts.figures import Amount, Figure, Limit, Progress, at_least, at_most, over_seeds, within
-from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
+from benchmarks.experts.figures import Amount, Figure, Progress, at_least, over_seeds, within
+from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import BUILDS, halves, recorded_trace, with_controls
-from experts.placement.placement import Placement, balancedness, contiguous, from_first_ranks, hops, round_robin
+from experts.placement.placement import Placement, balancedness, contiguous, from_first_ranks, round_robin
 from experts.placement.placement import remote_ranks as remote_ranks_by_token
 from experts.placement.search import (
-    affinity_placement,
     coactivation_placement,
     load_balanced,
-    staying,
     token_sets,
     with_replicas,
 )
@@ -50,12 +47,6 @@ _OPTIMUM = "optimum for the requests measured, loads left aside"
 # Not by topic: a service that places experts does not know on which ranks requests will live.
 _TARGETED = (_SERVED, _AS_BUSY)
 _FEW_EXPERTS = 8
-
-_HOPS_TARGETS = {4: 0.25, 8: 0.18}
-_HOPS_BASELINE = "round-robin"
-_BY_LOAD = "the same algorithm, knowing loads alone"
-_OPTIMUM_RANKS = 4
-_SKEWED = "loads stay skewed: busy experts of neighbouring layers on one rank"
 
 _BALANCE_LAYERS, _BALANCE_EXPERTS, _NUM_SPARE = 24, 64, 8
 _NUM_CHOICES = 200_000
@@ -111,69 +102,6 @@ def _remote_figures(name: str, of_seeds: list[dict[str, RemoteRanksFigure]], *, 
         yield Figure(f"{name}, {variant}", _REMOTE_BASELINE, saved, "%", limit, note=note)
 
 
-def layer_hops(amount: Amount, progress: Progress) -> Iterator[Figure]:
-    """ExFlow's metric in simulation, its distance to the optimum, and the time of the solver."""
-    count = amount.of(64, 16)
-    for num_ranks, target in _HOPS_TARGETS.items():
-        progress(f"{num_ranks} ranks")
-        traces = (synthetic_trace(MIXTRAL_LIKE, count, 100, seed) for seed in amount.seeds)
-        found = [hops_of_trace(trace, num_ranks, seed) for trace, seed in zip(traces, amount.seeds, strict=True)]
-        yield from _hops_figures(f"synthetic 32 x 8, R={num_ranks}", found, at_least(target))
-    trace = recorded_trace(BUILDS[0], amount, progress)
-    for num_ranks in _HOPS_TARGETS:
-        found = [hops_of_trace(trace, num_ranks, seed) for seed in amount.seeds]
-        yield from _hops_figures(f"{BUILDS[0].name}, R={num_ranks}", found, None)
-    progress("optimum")
-    yield _beside_the_optimum(amount)
-    progress("solver")
-    yield _solver_time(amount)
-
-
-def hops_of_trace(trace: RoutingTrace, num_ranks: int, seed: int) -> dict[str, HopsFigure]:
-    """Return the figures on held-out requests, by control."""
-    return {control: hops_figure(*halves(routing, seed), num_ranks) for control, routing in with_controls(trace, seed)}
-
-
-def _hops_figures(name: str, of_seeds: list[dict[str, HopsFigure]], limit: Limit | None) -> Iterator[Figure]:
-    """Yield shares of hops saved.
-
-    Shuffling keeps loads skewed. Against a placement that knows loads alone, the gain in its control vanishes too.
-    """
-    for control in of_seeds[0]:
-        found = [of_seed[control] for of_seed in of_seeds]
-        label = f"{name}, {control} control" if control else name
-        note = _SKEWED if control == "shuffled" else ""
-        saved = tuple(figure.saved for figure in found)
-        yield Figure(label, _HOPS_BASELINE, saved, "%", _NOTHING if control else limit, note=note)
-        beyond = tuple(figure.saved_beyond_load for figure in found)
-        yield Figure(label, _BY_LOAD, beyond, "%", _NOTHING if control else None)
-
-
-def _beside_the_optimum(amount: Amount) -> Figure:
-    excess = []
-    for seed in amount.seeds:
-        transitions = synthetic_trace(MIXTRAL_LIKE, amount.of(64, 16), 100, seed).transitions()
-        transitions = transitions[: amount.of(len(transitions), 8)]
-        most = most_staying(transitions, _OPTIMUM_RANKS)
-        found = staying(affinity_placement(transitions, _OPTIMUM_RANKS).first_ranks(), transitions)
-        excess.append((most - found) / (transitions.sum() - most))
-    name = f"hops more than the optimum, E=8, R={_OPTIMUM_RANKS}"
-    return Figure(name, "exact optimum over all layers", tuple(excess), "%", at_most(0.02))
-
-
-def _solver_time(amount: Amount) -> Figure:
-    """Time one core; the figure depends on the machine."""
-    spec = QWEN3_LIKE if not amount.quick else replace(QWEN3_LIKE, num_layers=12)
-    seconds = []
-    for seed in amount.seeds:
-        transitions = synthetic_trace(spec, amount.of(32, 4), 100, seed).transitions()
-        started = time.perf_counter()
-        affinity_placement(transitions, 4)
-        seconds.append(time.perf_counter() - started)
-    name = f"time to solve {spec.num_layers} x 128, R=4"
-    return Figure(name, "", tuple(seconds), "s", None if amount.quick else at_most(60.0))
-
-
 def balance(amount: Amount, progress: Progress) -> Iterator[Figure]:
     """How evenly ranks are loaded with a few replicas of the busiest experts."""
     for num_ranks in (4, 8):
@@ -223,22 +151,6 @@ def balanced(learning: Load, held_out: Load, num_ranks: int, num_spare: int) -> 
         "replicas": load_balanced(learning, num_ranks, num_redundant=num_spare),
     }
     return {name: float(balancedness(held_out, placement).mean()) for name, placement in placements.items()}
-
-
-def most_staying(transitions: NDArray[np.float64], num_ranks: int) -> float:
-    """Return the most transitions [L - 1, E, E] that any placement with equal shares keeps within a rank.
-
-    Exact: layer by layer over all E! / (E / R)! ** R ways to share the experts of a layer. Integer programming finds
-    the same and takes far longer.
-    """
-    num_experts = transitions.shape[1]
-    places = np.eye(num_ranks)[np.array(list(_shares(range(num_experts), num_ranks)))]
-    flat = places.reshape(len(places), -1)
-    best = np.zeros(len(places))
-    for counts in transitions:
-        stays = np.einsum("ij,pir->pjr", counts, places).reshape(len(places), -1) @ flat.T
-        best = (best[:, None] + stays).max(axis=0)
-    return float(best.max())
 
 
 def fewest_touched(routing: NDArray[np.integer], num_experts: int, num_ranks: int) -> Placement:
@@ -293,30 +205,6 @@ class RemoteRanksFigure:
         return 1 - self.learnt / self.plain
 
 
-@dataclass(frozen=True, slots=True)
-class HopsFigure:
-    """Share of layer transitions at which a token's first choice changes its rank (ExFlow's metric), by placement.
-
-    by_load: placed by the same algorithm as if the next expert did not depend on the last one, so that it knows only
-    which experts are busy. The metric does not apply to data-parallel attention, where a token returns home after every
-    layer.
-    """
-
-    num_ranks: int
-    round_robin: float
-    by_load: float
-    affinity: float
-
-    @property
-    def saved(self) -> float:
-        return 1 - self.affinity / self.round_robin
-
-    @property
-    def saved_beyond_load(self) -> float:
-        """Share saved by knowing which expert follows which."""
-        return 1 - self.affinity / self.by_load
-
-
 def remote_ranks_figure(
     learning: RoutingTrace,
     held_out: RoutingTrace,
@@ -364,17 +252,3 @@ def served_balance(ids: NDArray[np.integer], homes: NDArray[np.integer], placeme
         ]
     )
     return float((loads.mean(axis=1) / loads.max(axis=1)).mean())
-
-
-def hops_figure(learning: RoutingTrace, held_out: RoutingTrace, num_ranks: int) -> HopsFigure:
-    """PlacementError if the ranks cannot share the experts equally."""
-    transitions = learning.transitions()
-    leaving, arriving = transitions.sum(axis=2), transitions.sum(axis=1)
-    independent = leaving[:, :, None] * arriving[:, None, :] / leaving.sum(axis=1)[:, None, None]
-    placements = (
-        round_robin(len(learning.ids), learning.num_experts, num_ranks),
-        affinity_placement(independent, num_ranks),
-        affinity_placement(transitions, num_ranks),
-    )
-    first = held_out.ids[:, :, 0]
-    return HopsFigure(num_ranks, *(hops(first, placement) for placement in placements))

@@ -188,16 +188,6 @@ def remote_ranks(routing: Ids, homes: Ids, placement: Placement) -> Float:
     return found
 
 
-def hops(first_choices: Ids, placement: Placement) -> float:
-    """Return the share of layer transitions in which a token's first choice lies on another rank than the one before.
-
-    ExFlow's metric (arXiv 2401.08383), for routing in which a token stays on its expert's rank. If tokens return home
-    after every layer, as with data-parallel attention, use `remote_ranks`. first_choices: [L, T].
-    """
-    ranks = np.take_along_axis(placement.first_ranks(), first_choices.astype(np.int64), axis=1)
-    return float((ranks[1:] != ranks[:-1]).mean())
-
-
 def rank_load(load: NDArray[np.floating], placement: Placement, home_load: Float | None = None) -> Float:
     """[L, R]: the load that arrives at each rank, if every token goes to its experts' destinations.
 

@@ -109,15 +109,6 @@ class RoutingTrace:
             np.float64
         )
 
-    def transitions(self) -> NDArray[np.float64]:
-        """[L - 1, E, E]: tokens whose first choice was i at layer l and j at l + 1."""
-        first = self.ids[:, :, 0].astype(np.int64)
-        pairs = first[:-1] * self.num_experts + first[1:]
-        size = self.num_experts
-        return np.stack([np.bincount(pair, minlength=size * size).reshape(size, size) for pair in pairs]).astype(
-            np.float64
-        )
-
 
 def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
     """Return the trace with k experts drawn at random for each token. The gates' guesses stay, and mean nothing."""

@@ -14,14 +14,12 @@ from benchmarks.experts.figures import Figure, Unavailable, Verdict, at_least, a
 from benchmarks.experts.placement import (
     balanced,
     fewest_touched,
-    hops_of_trace,
-    most_staying,
     remote_ranks_of_trace,
     zipf_loads,
 )
 from benchmarks.experts.prediction import recalls, stall_saved
 from benchmarks.experts.services import migration_figures
-from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SyntheticSpec, synthetic_trace
+from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import documents, halves
 from experts.routing.files import GateGuesses, Tap
 
@@ -108,29 +106,9 @@ def test_remote_ranks_are_saved_where_there_is_structure():
     assert {"shuffled control", "homes by topic, known when placing"} <= saved.keys()
 
 
-def test_hops_are_saved_where_there_is_structure():
-    found = hops_of_trace(synthetic_trace(replace(MIXTRAL_LIKE, num_layers=6), 8, 50, 0), 4, 0)
-    assert found[""].saved > 0.05 > abs(found["uniform"].saved)
-
-
-def test_what_loads_alone_save_is_told_apart():
-    skewed = SyntheticSpec(6, 8, 1, popularity=1.5, coupling=0, topic=0, token_class=0, persistence=0)
-    found = hops_of_trace(synthetic_trace(skewed, 24, 100, 0), 4, 0)[""]
-    assert found.saved > 0.2
-    assert abs(found.saved_beyond_load) < 0.03
-
-
 def test_the_fewest_ranks_are_those_of_all_placements():
     routing = np.array([[[0, 3], [1, 2], [0, 3]], [[0, 1], [2, 3], [2, 3]]])
     assert fewest_touched(routing, 4, 2).first_ranks().tolist() == [[0, 1, 1, 0], [0, 0, 1, 1]]
-
-
-def test_the_optimum_is_that_of_all_placements():
-    chain = np.zeros((2, 4, 4))
-    chain[0, [0, 1, 2, 3], [2, 3, 0, 1]] = 5
-    chain[1, [2, 3, 0, 1], [0, 2, 1, 3]] = 3
-    assert most_staying(chain, 2) == 4 * 5 + 4 * 3
-    assert most_staying(chain[:1], 4) == 20
 
 
 def test_replicas_balance_skewed_loads():

@@ -27,7 +27,9 @@ def first_choice_repeats(trace: RoutingTrace) -> NDArray[np.float64]:
 
 def transition_lookup(trace: RoutingTrace, guesses: int) -> float:
     """How often the next layer's first choice is among the `guesses` most frequent after this layer's, in sample."""
-    counts = np.sort(trace.transitions(), axis=2)
+    first, size = trace.ids[:, :, 0].astype(np.int64), trace.num_experts
+    pairs = first[:-1] * size + first[1:]
+    counts = np.sort([np.bincount(pair, minlength=size * size).reshape(size, size) for pair in pairs], axis=2)
     return float(counts[..., -guesses:].sum() / counts.sum())
 
 

@@ -13,7 +13,6 @@ from experts.placement.placement import (
     balancedness,
     contiguous,
     from_first_ranks,
-    hops,
     rank_load,
     remote_ranks,
     round_robin,
@@ -107,12 +106,6 @@ def test_remote_ranks_and_loads_equal_plain_counting_with_replicas(seed):
                 sent[layer, table[home, expert]] += load[layer, expert] / 4
         assert remote_ranks(ids, homes, placement)[layer] == pytest.approx(remote / 20)
     np.testing.assert_allclose(rank_load(load, placement), sent)
-
-
-def test_hops_are_the_share_of_transitions_between_ranks():
-    first = np.array([[0, 1, 2], [1, 2, 2], [3, 0, 3]])
-    assert hops(first, contiguous(3, 4, 2)) == pytest.approx(3 / 6)
-    assert hops(first, contiguous(3, 4, 1)) == 0
 
 
 def test_balancedness_is_mean_over_maximum():
