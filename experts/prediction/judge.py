@@ -19,7 +19,7 @@ class JudgeRules:
     probe of prefetching that loses time comes more seldom, at the longest after `longest_period`, so that probes take
     no more than the share `budget` of the time. compared: the latest steps of the choice in use that a probe is
     compared with. memory: probes that the mean gain goes back. least: probes before the first decision. gain: the
-    share of a step's time that prefetching has to save, beyond the standard error, to be switched on.
+    share of a step's time that prefetching has to save, beyond `sure` standard errors, to be switched on.
     """
 
     block: int = 2
@@ -29,8 +29,9 @@ class JudgeRules:
     budget: float = 0.002
     compared: int = 12
     memory: int = 48
-    least: int = 6
+    least: int = 8
     gain: float = 0.01
+    sure: float = 2.0
 
 
 class PrefetchJudge:
@@ -130,7 +131,7 @@ class _Kind:
         error = sqrt(self.variance / min(self.num_probes, rules.memory))
         was_on = self.is_on
         if self.num_probes >= rules.least:
-            self.is_on = self.mean < 0 if was_on else self.mean + error < -rules.gain
+            self.is_on = self.mean < 0 if was_on else self.mean + rules.sure * error < -rules.gain
         if self.is_on is not was_on:
             self.usual.clear()
         if self.num_probes < rules.least:
