@@ -24,7 +24,7 @@ from benchmarks.experts.traces import (
     FITTED,
     PLAIN,
     Build,
-    first_requests,
+    drawn_requests,
     halves,
     perplexity,
     recorded_trace,
@@ -105,7 +105,7 @@ def _recalls(
     trace: RoutingTrace, max_tokens: int, seed: int, predictors: Sequence[str], distance: int
 ) -> dict[tuple[str, int], float]:
     learning, held_out = halves(trace, seed)
-    figures = recall_figures(learning, first_requests(held_out, max_tokens // 2), predictors, distance)
+    figures = recall_figures(learning, drawn_requests(held_out, max_tokens // 2, seed), predictors, distance)
     return {(figure.predictor, figure.distance): figure.recall for figure in figures}
 
 
@@ -131,7 +131,7 @@ def stall_saved(
     """Return by (beta, name), on held-out requests: stall saved, also by an oracle; bytes wasted; the controls."""
     found = {}
     for control, routing in with_controls(trace, seed):
-        learning, held_out = (first_requests(half, max_tokens // 2) for half in halves(routing, seed))
+        learning, held_out = (drawn_requests(half, max_tokens // 2, seed) for half in halves(routing, seed))
         oracle = None if control else (all_knowing(learning), all_knowing(held_out))
         for beta in betas:
             prefetching = _setup(beta)

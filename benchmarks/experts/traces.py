@@ -107,10 +107,10 @@ def _recorded(build: Build, amount: Amount, progress: Progress) -> dict[str, Pat
     return found
 
 
-def first_requests(trace: RoutingTrace, max_tokens: int) -> RoutingTrace:
-    """Return whole requests from the start of the trace, at least two, with at most `max_tokens` tokens together."""
-    requests, first, counts = np.unique(trace.requests, return_index=True, return_counts=True)
-    order = np.argsort(first)
+def drawn_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
+    """Return whole requests drawn at random, at least two, with at most `max_tokens` tokens together."""
+    requests, counts = np.unique(trace.requests, return_counts=True)
+    order = np.random.default_rng(seed).permutation(len(requests))
     fits = np.cumsum(counts[order]) <= max_tokens
     fits[:2] = True
     return trace.select(np.isin(trace.requests, requests[order][fits]))
