@@ -20,6 +20,7 @@ from types import UnionType
 from typing import Any, get_args, get_type_hints
 
 from moeserve.kv_events import parse_kv_events
+from moeserve.kv_transfer import parse_kv_transfer
 
 # The packaging reads it too. Skip versions 0.18.2 to 0.19: with such a version transformers mistakes the distribution
 # that has the import name `kernels` for its optional kernel loader.
@@ -61,8 +62,8 @@ def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
 
     `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "duration"
     (see `parse_duration`), "count" (0 is `auto`), "limits" (see `parse_limits`), "drafts" (see `parse_speculative`),
-    "efforts" (see `parse_effort_budgets`), "kv_events" (see `parse_kv_events`), "prose" (a text whose white space
-    stays).
+    "efforts" (see `parse_effort_budgets`), "kv_events" (see `parse_kv_events`), "kv_transfer" (see
+    `parse_kv_transfer`), "prose" (a text whose white space stays).
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -313,6 +314,14 @@ class ServeConfig:
         "replicas.md.",
         group="Memory and scheduling",
         kind="kv_events",
+        metavar="JSON",
+    )
+    kv_transfer_config: str | None = setting(
+        None,
+        "JSON object that lets services compute prompts for each other: key_file, kv_ip, kv_port, lease_seconds; see "
+        "replicas.md.",
+        group="Memory and scheduling",
+        kind="kv_transfer",
         metavar="JSON",
     )
     expert_memory: int | None = setting(
@@ -677,6 +686,7 @@ _CHECKS: dict[str, Callable[[str], object]] = {
     "drafts": parse_speculative,
     "efforts": parse_effort_budgets,
     "kv_events": parse_kv_events,
+    "kv_transfer": parse_kv_transfer,
     "limits": _check_slo,
 }
 

@@ -6,10 +6,11 @@ module needs the standard library alone.
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any
+
+from moeserve.json_setting import read_object
 
 _MAX_PORT = 65535
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]*\]|[^:/\[\]]+):(\*|\d{1,5})")
@@ -56,19 +57,7 @@ def parse_kv_events(text: str | None) -> KvEventsConfig:
     """Return the setting; what it leaves out has the default. Raise ValueError, a clause each, for a wrong one."""
     if text is None:
         return KvEventsConfig()
-    try:
-        given = json.loads(text)
-    except ValueError:
-        raise ValueError("it is not JSON") from None
-    if not isinstance(given, dict):
-        raise ValueError("it is not a JSON object")
-    known = {field.name: field.type for field in fields(KvEventsConfig)}
-    for name, value in given.items():
-        if name not in known:
-            raise ValueError(f"{name!r} is not one of {', '.join(known)}")
-        if not _has_type(value, str(known[name])):
-            raise ValueError(f"{name} is {json.dumps(value)[:80]}, not {_NOUNS[str(known[name])]}")
-    config = KvEventsConfig(**given)
+    config = read_object(text, KvEventsConfig)
     _check(config)
     return config
 
@@ -80,26 +69,6 @@ def endpoint_of(endpoint: str, rank: int) -> str:
         return f"{endpoint}_dp{rank}" if rank else endpoint
     port = 0 if tcp[2] == "*" else int(tcp[2])
     return f"tcp://{tcp[1]}:{port + rank if port else '*'}"
-
-
-_NOUNS = {
-    "bool": "true or false",
-    "int": "a whole number above 0",
-    "str": "a text",
-    "str | None": "a text or null",
-}
-
-
-def _has_type(value: object, kind: str) -> bool:
-    match kind:
-        case "bool":
-            return isinstance(value, bool)
-        case "int":
-            return isinstance(value, int) and not isinstance(value, bool) and 0 < value <= 10**9
-        case "str | None":
-            return value is None or isinstance(value, str)
-        case _:
-            return isinstance(value, str)
 
 
 def _check(config: KvEventsConfig) -> None:

@@ -9,6 +9,7 @@ from enum import StrEnum
 from math import inf
 from typing import Generic, Protocol, SupportsBytes, TypeVar
 
+from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import BudgetedThought, ThoughtBudget
 from radix_cache import Lease, Miss, Snapshot
 
@@ -162,6 +163,9 @@ class Request:
     `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
     there. `num_restores` counts its waits. `restored`: the first token and the end of the blocks that it waited for;
     `num_disk_tokens` of `num_cached_tokens` were such, None without a disk.
+
+    `offers_kv`: once it has ended the blocks of its prompt are held for another service, by the ticket `offered`.
+    `ticket`: its own blocks are to be fetched from another service; None once that has begun.
     """
 
     request_id: str
@@ -198,6 +202,9 @@ class Request:
     restored: tuple[int, int] = (0, 0)
     num_disk_tokens: int | None = None
     least_cached: float = 0.0
+    offers_kv: bool = False
+    ticket: KvTicket | None = None
+    offered: KvTicket | None = None
     _is_always_plain: bool = field(init=False)
     mask: bytes | None = None
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))

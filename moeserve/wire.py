@@ -18,6 +18,7 @@ import msgpack
 import msgspec
 
 from moeserve.config import ServeConfig
+from moeserve.kv_transfer import KvTicket
 from moeserve.plan import (
     DEFAULT_TERMS,
     CacheWish,
@@ -156,6 +157,7 @@ class Generate(Message):
     probabilities of its prompt are known already. `thought`: the budget of its thoughts, None for no bound.
     `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed. `session`: a name
     that the turns of a conversation share, empty without one; None for a request that calls no tools (see `Turned`).
+    `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
     """
 
     request_id: str
@@ -172,6 +174,8 @@ class Generate(Message):
     thought: ThoughtBudget | None = None
     cache_hit_threshold: float = 0.0
     session: str | None = None
+    offers_kv: bool = False
+    ticket: KvTicket | None = None
 
 
 class Turned(Message):
@@ -259,7 +263,7 @@ class Output(Message):
     `token_ids` are the tokens since the last output. `num_cached_tokens` counts the prompt tokens that came from the
     prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens. `miss`,
     in the first output, answers `CacheWish.report`. `num_disk_tokens` of the cached tokens were read from disk; None
-    where blocks are in memory alone.
+    where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that are held.
     """
 
     request_id: str
@@ -272,6 +276,7 @@ class Output(Message):
     error: str | None = None
     miss: Miss | None = None
     num_disk_tokens: int | None = None
+    ticket: KvTicket | None = None
 
 
 class Outputs(Message):

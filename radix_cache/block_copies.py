@@ -51,6 +51,11 @@ class BlockCopies:
         """The number of blocks that are being copied: none of them can be given away at once."""
         return len(self._copied)
 
+    @property
+    def is_used(self) -> bool:
+        """True while a block is to be copied, or is being copied."""
+        return bool(self._wanted or self._copied)
+
     def __contains__(self, name: bytes) -> bool:
         """Whether a block is to be written, or is being written."""
         return name in self._names

@@ -31,7 +31,7 @@ _SPARED_SHARE = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """A prefix that is being read from disk. Its lease ends with it.
+    """A prefix that is being read from disk, or fetched from another service. Its lease ends with it.
 
     tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies`, which is not empty.
     """
@@ -670,20 +670,16 @@ class PrefixCache:
         """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.
 
         Return None, with no lease made, if nothing is on disk or too few blocks are available. spare: blocks that are
-        to be available beside these. The caller fills the
-        blocks of `Restore.copies` and calls `end_restore`; it may release the lease before.
+        to be available beside these. The caller fills the blocks of `Restore.copies` and calls `end_restore`; it may
+        release the lease before.
         """
         assert self._disk is not None
         lease = self.match(tokens, namespace, names=names)
         first = lease.num_published_tokens // self.block_size
         stop = self.num_stored(tokens, namespace, names, first)
-        wanted = stop - first
-        is_room = wanted > 0 and (not spare or self.num_available_to(namespace, wanted + spare) >= wanted + spare)
-        blocks = self.extend(lease, wanted, sparing=True) if is_room else None
+        blocks = self._extend_beside(lease, stop - first, spare)
         if blocks is None:
-            self.release(lease)
             return None
-        self._copies.begin(blocks)
         copies = self._disk.copies_of(blocks, lease, tokens, first)
         return Restore(lease, tokens[: stop * self.block_size], first, copies)
 
@@ -693,12 +689,42 @@ class PrefixCache:
         is_whole: False if the next block's file is missing or damaged; it is then removed.
         """
         assert self._disk is not None
+        if not is_whole:
+            self._disk.stored.discard(restore.copies[num_filled].name)
+        self.end_fill(restore, num_filled)
+
+    def begin_fill(self, tokens: array[int], namespace: str, stop: int, spare: int = 0) -> Restore | None:
+        """Lease the cached prefix of `tokens` and blocks up to number `stop`, whose content comes from elsewhere.
+
+        The copies name blocks of memory alone. For the rest see `begin_restore`; `end_fill` ends it.
+        """
+        lease, size = self.match(tokens, namespace), self.block_size
+        first = lease.num_published_tokens // size
+        blocks = self._extend_beside(lease, stop - first, spare)
+        if blocks is None:
+            return None
+        copies = [BlockCopy(block, b"", "", index, b"") for index, block in enumerate(blocks, first)]
+        return Restore(lease, tokens[: stop * size], first, copies)
+
+    def _extend_beside(self, lease: Lease, count: int, spare: int) -> list[int] | None:
+        """Extend a lease by blocks to be copied into, beside which `spare` are available.
+
+        Return None, with the lease released, if that is not possible or `count` is not positive.
+        """
+        is_room = not spare or self.num_available_to(lease.namespace, count + spare) >= count + spare
+        blocks = self.extend(lease, count, sparing=True) if count > 0 and is_room else None
+        if blocks is None:
+            self.release(lease)
+        else:
+            self._copies.begin(blocks)
+        return blocks
+
+    def end_fill(self, restore: Restore, num_filled: int) -> None:
+        """Note that the first `num_filled` blocks have their content, and enter them into the tree."""
         for copy in restore.copies:
             is_alone, _ = self._copies.end(copy.block)
             if is_alone:
                 self._allocator.free([copy.block])
-        if not is_whole:
-            self._disk.stored.discard(restore.copies[num_filled].name)
         lease = restore.lease
         if lease.owner is self:
             filled = (restore.first + num_filled) * self.block_size
@@ -850,7 +876,7 @@ class PrefixCache:
         """Free KV blocks, and their window blocks; blocks that are being copied are freed when the copy ends."""
         if self._windows is not None:
             self._windows.drop(blocks)
-        if self._disk is not None:
+        if self._copies.is_used:
             blocks = self._copies.let_go(blocks)
         self._allocator.free(blocks)
 

@@ -33,6 +33,7 @@ from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in
 from moeserve.engine.memory_plan import ModelPlan, no_experts, owned_experts, state_demand
 from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
 from moeserve.engine.ranks.together import GroupSteps, StepRows
+from moeserve.kv_transfer import TicketOffice
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_store import stored_experts
@@ -462,12 +463,14 @@ def build_scheduler(
     slo: Slo | None = None,
     stored: StoredBlocks | None = None,
     tells_facts: bool = False,
+    office: TicketOffice | None = None,
+    lease_s: float = 0.0,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
     `Scheduler.tell_time`. stored: the blocks on disk, of a single rank; None if none are kept there. tells_facts: see
-    `PrefixCache.take_facts`.
+    `PrefixCache.take_facts`. office, lease_s: see `Scheduler`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -501,6 +504,8 @@ def build_scheduler(
         rope_switch=rope_switch,
         drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
         overflow=Overflow(config.kv_overflow),
+        office=office,
+        lease_s=lease_s,
     )
     return scheduler, caches
 

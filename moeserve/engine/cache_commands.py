@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from moeserve.scheduling.disk_tier import DiskTier
+from moeserve.scheduling.kv_transfer import KvTransfer
 from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
 from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
@@ -64,8 +65,16 @@ class CacheCommands:
     A command is a generator: the engine does other work between its slices, and it returns the answer.
     """
 
-    def __init__(self, caches: Sequence[PrefixCache], disk: DiskTier | None = None, block_bytes: int = 0) -> None:
-        """disk: None if blocks are in memory alone. block_bytes: of KV, in memory."""
+    def __init__(
+        self,
+        caches: Sequence[PrefixCache],
+        disk: DiskTier | None = None,
+        block_bytes: int = 0,
+        transfer: KvTransfer | None = None,
+    ) -> None:
+        """disk: None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves
+        between services."""
+        self._transfer = transfer
         self._block_bytes = block_bytes
         self._caches = caches
         self._disk = disk
@@ -121,6 +130,8 @@ class CacheCommands:
                 "moeserve_state_snapshots_used": [[sum(table.num_used for table in tables)]],
                 "moeserve_state_snapshots_evicted": [[sum(table.num_evicted for table in tables)]],
             }
+        if self._transfer is not None:
+            samples |= _transfer_samples(self._transfer, self._block_bytes)
         return samples if self._disk is None else samples | self._disk_samples(self._disk)
 
     def _disk_samples(self, disk: DiskTier) -> FeatureSamples:
@@ -243,4 +254,17 @@ def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:
         "is_pinned": prefix.is_pinned,
         "is_leased": prefix.is_leased,
         "preview": pack_token_ids(prefix.preview),
+    }
+
+
+def _transfer_samples(transfer: KvTransfer, block_bytes: int) -> FeatureSamples:
+    offers, counters = transfer.offers, transfer.fetches.counters
+    return {
+        "moeserve_kv_transfer_held_blocks": [[offers.num_held]],
+        "moeserve_kv_transfer_offers": [[offers.num_made]],
+        "moeserve_kv_transfer_expired": [[offers.num_expired]],
+        "moeserve_kv_transfer_tokens": [[counters.num_tokens]],
+        "moeserve_kv_transfer_bytes": [[counters.num_blocks * block_bytes]],
+        "moeserve_kv_transfer_seconds": [[round(counters.seconds, 6)]],
+        "moeserve_kv_transfer_failed": [[reason, count] for reason, count in sorted(counters.failures.items())],
     }

@@ -11,6 +11,7 @@ from moeserve.engine.command_queue import CommandQueue
 from moeserve.engine.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.engine.file_writer import FileJob, FileWriter
 from moeserve.scheduling.disk_tier import DiskTier
+from moeserve.scheduling.kv_transfer import KvTransfer
 from moeserve.wire import Control, ControlResult, FeatureSamples
 from radix_cache import PrefixCache
 
@@ -36,10 +37,11 @@ class Commands:
         answer: Callable[[bytes, ControlResult], None],
         disk: DiskTier | None = None,
         block_bytes: int = 0,
+        transfer: KvTransfer | None = None,
     ) -> None:
         """experts: None for a model without experts. answer: called once for each command, with who sent it. disk: None
-        if blocks are in memory alone. block_bytes: of KV, in memory."""
-        self._cache_commands = CacheCommands(caches, disk, block_bytes)
+        if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves between services."""
+        self._cache_commands = CacheCommands(caches, disk, block_bytes, transfer)
         self._experts = experts
         self._answer = answer
         self._queue: CommandQueue[_Command] = CommandQueue()

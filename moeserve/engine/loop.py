@@ -15,6 +15,7 @@ from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_events.publisher import KvEvents
+from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduling.drafting import DraftCounters
@@ -72,10 +73,11 @@ class Engine:
         step_progress: Callable[[], int] = lambda: 0,
         copier: BlockCopier | None = None,
         events: KvEvents | None = None,
+        exchange: KvExchange | None = None,
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
         within a long step too. copier: carries out the scheduler's copies between memory and disk, if it has any.
-        events: None if nobody is told what is cached."""
+        events: None if nobody is told what is cached. exchange: None if no KV moves between services."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
@@ -85,13 +87,14 @@ class Engine:
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
         block_bytes = ready.kv_bytes // ready.num_blocks
-        self._commands = Commands(caches, experts, self._send, scheduler.disk, block_bytes)
+        self._commands = Commands(caches, experts, self._send, scheduler.disk, block_bytes, scheduler.transfer)
         self._tool_waits = ToolWaits(caches, scheduler)
         self._stats = EngineStats(scheduler, caches, self._tool_waits.counters)
         self._progress = 0
         self._step_progress = step_progress
         self._copier = copier
         self._events = events
+        self._exchange = exchange
 
     def run(self, stop: threading.Event) -> None:
         """Serve until `stop` is set. Open requests are then left to the frontends, which see this process end."""
@@ -108,6 +111,8 @@ class Engine:
             self._scheduler.tell_time(started)
             self._tool_waits.advance(started)
             self._drop_late()
+            if self._exchange is not None:
+                self._exchange.turn(self._scheduler)
             self._exchange_copies()
             self._send_outputs(self._scheduler.decline_cold())
             outputs = self._steps.advance()
@@ -120,9 +125,8 @@ class Engine:
                 self._scheduler.count_step(seconds)
                 if self._stats.due():
                     self._send_stats()
-            elif self._copier is not None and not self._scheduler.is_idle:
-                # Every open request waits for the disk.
-                self._exchange_copies(_COPY_SECONDS)
+            elif not self._scheduler.is_idle:
+                self._wait_for_blocks()
             if self._events is not None:
                 self._events.send()
         self._commands.close()
@@ -145,6 +149,13 @@ class Engine:
         self._send_stats()
         is_writing = self._commands.is_writing or (self._copier is not None and self._copier.is_busy)
         self._socket.wait(_WRITING_POLL_SECONDS if is_writing else _IDLE_POLL_SECONDS)
+
+    def _wait_for_blocks(self) -> None:
+        """Wait a moment for blocks, since every open request waits for some."""
+        if self._exchange is not None and self._scheduler.waits_for_fetches:
+            self._exchange.turn(self._scheduler, _COPY_SECONDS)
+        else:
+            self._exchange_copies(_COPY_SECONDS)
 
     def _exchange_copies(self, seconds: float = 0.0) -> None:
         """Hand new copies to the copier, and ended copies to the scheduler. Wait for one up to `seconds`."""
@@ -248,6 +259,8 @@ class Engine:
             session=message.session,
             earlier_output=output,
             least_cached=0.0 if output else message.cache_hit_threshold,
+            offers_kv=message.offers_kv,
+            ticket=message.ticket,
         )
 
     def _wait_s(self, request: Request) -> float:
@@ -316,6 +329,7 @@ def _to_message(output: RequestOutput) -> Output:
         output.error,
         output.miss,
         request.num_disk_tokens,
+        request.offered,
     )
 
 

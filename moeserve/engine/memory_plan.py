@@ -94,6 +94,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     """
     device = choose_device(config, cuda_absence)
     check_kv_tiers(config, device)
+    _check_kv_transfer(config, device)
     spec, dtype = read_any_spec(directory, config, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
@@ -175,9 +176,12 @@ def _share_memory(
         states=state_demand(spec, dtype, config),
         windows=window_demand(spec.kv_layers, config.block_size, dtype, config.max_num_seqs, step_budget(config)),
     )
-    if config.kv_disk_path is not None and (spec.state_layers or kv.num_window_blocks):
+    if spec.state_layers or kv.num_window_blocks:
         kind = "recurrent states" if spec.state_layers else "window blocks"
-        raise ConfigError(f"--kv-disk-path keeps KV blocks alone so far, and this model also needs its {kind}.")
+        if config.kv_disk_path is not None:
+            raise ConfigError(f"--kv-disk-path keeps KV blocks alone so far, and this model also needs its {kind}.")
+        if config.kv_transfer_config is not None:
+            raise ConfigError(f"--kv-transfer-config moves KV blocks alone so far, and this model needs its {kind}.")
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
 
 
@@ -197,6 +201,18 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
         raise ConfigError("--kv-disk-path is for a single rank so far: each of several ranks has KV of its own.")
     elif not config.enable_prefix_caching:
         raise ConfigError("--kv-disk-path keeps cached prefixes, and --no-enable-prefix-caching makes none.")
+
+
+def _check_kv_transfer(config: ServeConfig, device: str) -> None:
+    """Raise ConfigError if the transfer of KV between services contradicts other settings."""
+    if config.kv_transfer_config is None:
+        return
+    if device != "cpu":
+        raise ConfigError("--kv-transfer-config is for a CPU so far.")
+    if config.expert_parallel_size > 1:
+        raise ConfigError("--kv-transfer-config is for a single rank so far: each of several ranks has KV of its own.")
+    if not config.enable_prefix_caching:
+        raise ConfigError("--kv-transfer-config moves cached prefixes, and --no-enable-prefix-caching makes none.")
 
 
 def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> StateDemand | None:

@@ -25,12 +25,14 @@ from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.opening import open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
+from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.loop import Engine
 from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.kv_events import KvEventsConfig, parse_kv_events
+from moeserve.kv_transfer import parse_kv_transfer
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
@@ -133,6 +135,8 @@ def serve(
         observers = (*observers, recording)
     disk = None if config.kv_disk_path is None else open_kv_disk(context, rank)
     kv_events = parse_kv_events(config.kv_events_config)
+    kv_transfer = None if config.kv_transfer_config is None else parse_kv_transfer(config.kv_transfer_config)
+    exchange = None if kv_transfer is None else KvExchange(context, rank, kv_transfer)
     scheduler, caches = build_scheduler(
         config,
         model.kv,
@@ -142,8 +146,12 @@ def serve(
         slo=service_slo(config),
         stored=None if disk is None else disk.stored,
         tells_facts=kv_events.is_on,
+        office=None if exchange is None else exchange.office,
+        lease_s=0.0 if kv_transfer is None else kv_transfer.lease_seconds,
     )
     with ExitStack() as ends:
+        if exchange is not None:
+            ends.callback(exchange.close)
         sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ends.callback(sockets.term)
         socket = EngineSocket(sockets, context.engine_address, context.incarnation)
@@ -161,9 +169,11 @@ def serve(
         monitor = _monitor(context, model.spec, recording, sources)
         copier = None if disk is None else BlockCopier(disk.files, disk.memory)
         progress = rank.progress.count
-        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events)
+        engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events, exchange)
         if recording is not None:
             ends.callback(_save, recording)
+        if exchange is not None:
+            exchange.serve(scheduler)
         heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
         heartbeat.start()
         ends.callback(heartbeat.stop)

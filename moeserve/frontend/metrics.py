@@ -273,6 +273,17 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
         "Preempted requests by what was to become of their KV: keep it in memory, swap it to disk, recompute it",
         ("fate",),
     ),
+    "moeserve_kv_transfer_held_blocks": (GaugeMetricFamily, "KV blocks that are held for other services", ()),
+    "moeserve_kv_transfer_offers": (CounterMetricFamily, "Prompts that were held for other services", ()),
+    "moeserve_kv_transfer_expired": (CounterMetricFamily, "Prompts held that nobody fetched in time", ()),
+    "moeserve_kv_transfer_tokens": (CounterMetricFamily, "Tokens whose KV was fetched from other services", ()),
+    "moeserve_kv_transfer_bytes": (CounterMetricFamily, "Bytes of KV fetched from other services", ()),
+    "moeserve_kv_transfer_seconds": (CounterMetricFamily, "Time that fetches from other services took", ()),
+    "moeserve_kv_transfer_failed": (
+        CounterMetricFamily,
+        "Prompts that were computed, wholly or in part, because their KV could not be fetched",
+        ("reason",),
+    ),
     "moeserve_kv_window_blocks": (
         GaugeMetricFamily,
         "Blocks of layers with a sliding window by state, where they have some of their own",

@@ -150,6 +150,7 @@ class Services:
                 default_sampling=ready.default_sampling,
                 max_logprobs=self.run.config.max_logprobs,
                 keeps_states=ready.keeps_states,
+                moves_kv=self.run.config.kv_transfer_config is not None,
             )
         return self._facts
 

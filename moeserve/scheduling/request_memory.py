@@ -303,10 +303,13 @@ class RequestMemory:
                 unequal = middle
         return equal
 
-    def check_idle(self) -> None:
-        """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
+    def check_idle(self, num_held: int = 0) -> None:
+        """Raise AssertionError unless every block is free or cached, as it must be when nothing runs.
+
+        num_held: the number of blocks that are held for other services.
+        """
         self._cache.check_counts()
-        if self._cache.num_leased or self._cache.num_duplicates:
+        if self._cache.num_leased != num_held or self._cache.num_duplicates:
             raise AssertionError(f"idle, but {self._cache.num_leased} blocks are leased")
         if self._states is not None:
             self._states.check_idle()

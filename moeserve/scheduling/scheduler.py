@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice, takewhile
 
+from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import (
     Chunk,
     ChunkResult,
@@ -24,6 +25,7 @@ from moeserve.plan import (
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
+from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvTransfer
 from moeserve.scheduling.open_prompts import OpenPrompts
 from moeserve.scheduling.outcomes import (
     NeverFitsError,
@@ -77,11 +79,14 @@ class Scheduler:
         rope_switch: int | None = None,
         drafting: Drafting | None = None,
         overflow: Overflow = Overflow.AUTO,
+        office: TicketOffice | None = None,
+        lease_s: float = 0.0,
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
         draft tokens; recurrent states cannot go back to a row, so it is None where there are `states`. overflow: of the
-        KV of preempted requests, where blocks are on disk."""
+        KV of preempted requests, where blocks are on disk. office: of the tickets for KV that the only rank holds for
+        other services, for `lease_s` seconds, or fetches from them; None for neither."""
         if drafting is not None and states is not None:
             raise ValueError("recurrent states cannot go back, so their requests get no drafts")
         if max_num_batched_tokens < max_num_seqs:
@@ -97,6 +102,7 @@ class Scheduler:
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         # Blocks of the only rank are on disk, too; None where they are in memory alone.
         self.disk = None if caches[0].stored is None else DiskTier(caches[0], self._pace.compute_s, overflow)
+        self.transfer = None if office is None else KvTransfer(caches[0], office, lease_s, self._pace.compute_s)
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
@@ -131,7 +137,13 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._unmasked) + (0 if self.disk is None else len(self.disk.waiting))
+        return len(self._waiting) + len(self._unmasked) + sum(map(len, self._waiting_for_blocks))
+
+    @property
+    def _waiting_for_blocks(self) -> list[Collection[Request]]:
+        """The requests outside the queue whose prefixes are read from disk, or fetched from another service."""
+        disk = [] if self.disk is None else [self.disk.waiting]
+        return disk if self.transfer is None else [*disk, self.transfer.fetches.waiting]
 
     @property
     def is_idle(self) -> bool:
@@ -167,6 +179,8 @@ class Scheduler:
                 f"{request.num_prompt_tokens} in the prompt and {request.sampling.max_tokens} for the completion"
             )
         self._check_queue(request)
+        if self.transfer is not None:
+            self.transfer.fetches.check(request)
         self._check_wait(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
@@ -221,19 +235,64 @@ class Scheduler:
             return []
         for request in self.disk.take_overdue(self._pace.now):
             self._place(request)
-        if len(self._waiting):
-            num_next = max(0, self._num_places - len(self._running)) + 1
-            loads = RankLoads(self._memories, self._running)
-            first = list(islice(self._waiting.candidates(), min(num_next, _FORESEEN)))
-            undecided = [r for r in self._undecided if not (r.finished or r in self.disk.waiting)]
-            for request in dict.fromkeys((*undecided, *first)):
-                waits = self.disk.seek(request, self._pace.now)
-                if not waits and not (request.lacks_mask or self._is_cold(request)):
-                    num_spoken_for = loads.num_spoken_for(request)
-                    waits = self.disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
-                if waits:
-                    self._waiting.remove(request)
+        waiting = self._next_waiting()
+        loads = RankLoads(self._memories, self._running if waiting else ())
+        for request in waiting:
+            waits = self.disk.seek(request, self._pace.now)
+            if not waits and not self._is_cold(request):
+                num_spoken_for = loads.num_spoken_for(request)
+                waits = self.disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
+            if waits:
+                self._take_out(request)
         return self.disk.take_jobs(now)
+
+    def take_fetches(self) -> list[FetchJob]:
+        """Return the blocks that are to be fetched from other services. To be called before `take_copies`.
+
+        Requests that are next in the queue wait from now on if blocks are fetched for them.
+        """
+        if self.transfer is None:
+            return []
+        self.transfer.offers.expire(self._pace.now, lacks_memory=bool(self._lacking))
+        fetches = self.transfer.fetches
+        for request in fetches.take_overdue(self._pace.now):
+            self._place(request)
+        waiting = [request for request in self._next_waiting() if request.ticket is not None]
+        loads = RankLoads(self._memories, self._running if waiting else ())
+        for request in waiting:
+            if fetches.look_up(request, self._pace.now, loads.num_spoken_for(request)):
+                self._take_out(request)
+        return fetches.take_jobs()
+
+    @property
+    def waits_for_fetches(self) -> bool:
+        """True while a request waits until its blocks have been fetched from another service."""
+        return self.transfer is not None and len(self.transfer.fetches.waiting) > 0
+
+    def end_fetch(self, result: FetchResult) -> None:
+        """Receive the end of a fetch; requests that waited for it take their places."""
+        assert self.transfer is not None
+        for request in self.transfer.fetches.end(result):
+            self._place(request)
+
+    def note_fetched(self, ticket_id: str, *, is_last: bool) -> None:
+        """Note that another service has fetched blocks that are held for it, or the last of them."""
+        assert self.transfer is not None
+        self.transfer.offers.note_fetch(ticket_id, self._pace.now, is_last=is_last)
+
+    def _next_waiting(self) -> list[Request]:
+        """Return the requests whose blocks are looked for elsewhere: undecided ones, and those that are next."""
+        if not (len(self._waiting) or self._unmasked):
+            return []
+        most = min(max(0, self._num_places - len(self._running)) + 1, _FORESEEN)
+        undecided = [r for r in self._undecided if not (r.finished or any(r in w for w in self._waiting_for_blocks))]
+        unmasked, first = islice(self._unmasked.values(), most), islice(self._waiting.candidates(), most)
+        return list(dict.fromkeys((*undecided, *unmasked, *first)))
+
+    def _take_out(self, request: Request) -> None:
+        """Let a request wait for its blocks, outside the queue. Its mask may come meanwhile."""
+        if self._unmasked.pop(request.request_id, None) is None:
+            self._waiting.remove(request)
 
     def end_copy(self, result: CopyResult, now: float) -> None:
         """Receive the end of a copy between memory and disk; requests that waited for it take their places.
@@ -265,7 +324,7 @@ class Scheduler:
 
         Each has had its chance in at least one step, however long the previous step took.
         """
-        apart = chain(self._unmasked.values(), () if self.disk is None else self.disk.waiting)
+        apart = chain(self._unmasked.values(), *self._waiting_for_blocks)
         late = [r for r in apart if self._pace.now - r.arrived_at > self._pace.limit(r)]
         if not len(self._waiting):
             return [self._end(request, FinishReason.LATE) for request in late]
@@ -301,7 +360,8 @@ class Scheduler:
         for request in undecided:
             if request.finished:
                 continue
-            if self.disk is not None and self.disk.seeks(request):
+            is_fetching = self.transfer is not None and request in self.transfer.fetches.waiting
+            if is_fetching or (self.disk is not None and self.disk.seeks(request)):
                 self._undecided.append(request)
             elif self._is_cold(request):
                 request.num_cached_tokens = self._num_found(request)
@@ -310,9 +370,6 @@ class Scheduler:
                 ended.append(self._end(request, FinishReason.CACHE_THRESHOLD))
             else:
                 request.least_cached = 0.0
-                if request.lacks_mask:
-                    self._waiting.remove(request)
-                    self._place(request)
         return ended
 
     def abort(self, request_id: str) -> RequestOutput | None:
@@ -478,15 +535,17 @@ class Scheduler:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
         if self.disk is not None and self.disk.is_reading:
             return  # into leased blocks, for nobody yet
+        num_held = 0 if self.transfer is None else self.transfer.offers.num_held
         for memory in self._memories:
-            memory.check_idle()
+            memory.check_idle(num_held)
 
     def _num_cached(self, request: Request) -> int:
         return max(memory.peek(request) for memory in self._memories)
 
     def _num_found(self, request: Request) -> int:
-        """Count the request's tokens that are in memory or, as far as is known, on disk."""
-        return self._num_cached(request) if self.disk is None else self.disk.num_stored(request)
+        """Count the request's tokens that are in memory, on disk as far as is known, or held by another service."""
+        found = self._num_cached(request) if self.disk is None else self.disk.num_stored(request)
+        return found if self.transfer is None else max(found, self.transfer.fetches.num_held(request))
 
     def _is_cold(self, request: Request) -> bool:
         """Return whether an undecided request is to be declined, as far as is known."""
@@ -604,6 +663,8 @@ class Scheduler:
             self._tenants.end_wait(request)
             self._tenants.of(request).num_running += 1
             self._running.append(request)
+            if self.transfer is not None:
+                self.transfer.fetches.forgo(request)
             self._memories[request.rank].foresee(request, first)
             self._count_start(request)
             self._plan_chunk(request, _num_pending(request), draft)
@@ -751,7 +812,7 @@ class Scheduler:
 
     def _place(self, request: Request) -> None:
         """Let a request wait for its turn, or first for its mask."""
-        if request.lacks_mask and request not in self._undecided:
+        if request.lacks_mask:
             self._unmasked[request.request_id] = request
         else:
             self._waiting.add(request)
@@ -805,11 +866,14 @@ class Scheduler:
         if request.lease is None:
             self._tenants.end_wait(request)
             is_reading = self.disk is not None and self.disk.leave(request)
-            if not is_reading and self._unmasked.pop(request.request_id, None) is None:
+            is_fetching = self.transfer is not None and self.transfer.fetches.leave(request)
+            if not (is_reading or is_fetching) and self._unmasked.pop(request.request_id, None) is None:
                 self._waiting.remove(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
         self._tenants.of(request).num_running -= 1
+        if request.offers_kv and self.transfer is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
+            request.offered = self.transfer.offers.make(request, self._pace.now)
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 

@@ -25,7 +25,9 @@ ROOMS = {
         "prediction",
     ),
     "moeserve": (
+        "json_setting",
         "kv_events",
+        "kv_transfer",
         "config",
         "device",
         "machine",

@@ -88,13 +88,13 @@ class BlockCopier:
     def _write_all(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        buffer = _Buffer(self._memory)
+        buffer = BlockBuffer(self._memory)
         while (job := self._writes.get()) is not None:
             begun, sizes, error = time.monotonic(), list[int](), None
             try:
                 self._do_chores(job.chores)
                 for copy in job.copies:
-                    buffer.load(copy)
+                    buffer.load(copy.block)
                     sizes.append(self._files.write(copy, buffer.content))
             except OSError as failure:
                 error = str(failure)
@@ -112,7 +112,7 @@ class BlockCopier:
                 self._files.stamp(path, seconds)
 
     def _read_all(self) -> None:
-        buffer = _Buffer(self._memory)
+        buffer = BlockBuffer(self._memory)
         while (part := self._reads.get()) is not None:
             if isinstance(part, _Search):
                 self._results.put(self._search(part.job))
@@ -134,7 +134,7 @@ class BlockCopier:
                 found.append(self._files.status(block))
         return CopyResult(job, (), time.monotonic() - begun, found=found)
 
-    def _read(self, copy: BlockCopy, buffer: _Buffer) -> int | str:
+    def _read(self, copy: BlockCopy, buffer: BlockBuffer) -> int | str:
         """Fill a block and return the size of its file, or why it cannot be."""
         try:
             size = self._files.read(copy, buffer.content)
@@ -146,7 +146,7 @@ class BlockCopier:
         except Exception as failure:
             log.error("kv_disk_fault", exc_info=failure)
             return type(failure).__name__
-        buffer.store(copy)
+        buffer.store(copy.block)
         return size
 
 
@@ -202,7 +202,7 @@ class _Search:
     job: CopyJob
 
 
-class _Buffer:
+class BlockBuffer:
     """Bytes of one block, in a row, for one thread."""
 
     def __init__(self, memory: BlockMemory) -> None:
@@ -216,15 +216,15 @@ class _Buffer:
             self._parts.append(bytes_[start : start + size].reshape(array.shape[0], array.shape[2]))
             start += size
 
-    def load(self, copy: BlockCopy) -> None:
+    def load(self, block: int) -> None:
         """Take the bytes of a block of memory."""
         for part, array in zip(self._parts, self._memory, strict=True):
-            np.copyto(part, array[:, copy.block])
+            np.copyto(part, array[:, block])
 
-    def store(self, copy: BlockCopy) -> None:
+    def store(self, block: int) -> None:
         """Write the bytes to a block of memory."""
         for part, array in zip(self._parts, self._memory, strict=True):
-            np.copyto(array[:, copy.block], part)
+            np.copyto(array[:, block], part)
 
 
 def block_bytes(memory: BlockMemory) -> int:

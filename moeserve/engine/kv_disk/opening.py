@@ -50,24 +50,10 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
     assert rank.kv_pool is not None
     root = disk_root(config.kv_disk_path)
     memory = as_block_memory(rank.kv_pool.block_bytes())
-    layout = [(array.shape[0], array.shape[2]) for array in memory]
-    facts = (
-        config.block_size,
-        model.arithmetic,
-        str(model.dtype),
-        [str(pool.dtype) for layer in rank.kv_pool.layers for pool in layer if pool is not None],
-        layout,
-        config.model_impl,
-        config.quantization,
-        config.expert_quantization,
-        "torch" if native_kernels() is None else build_library().name,
-        version("torch"),
-        version("transformers"),
-    )
     begun = time.monotonic()
     try:
         secret = open_root(root)
-        fingerprint = fingerprint_of(Path(context.model_dir), root, facts)
+        fingerprint = fingerprint_of_rank(context, rank, root)
         files = BlockFiles(root, fingerprint, block_bytes(memory))
         about = About(context.served_model_names[0], model.arithmetic, config.block_size, block_bytes(memory))
         files.describe(msgspec.json.encode(about) + b"\n")
@@ -91,3 +77,25 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
         seconds=round(time.monotonic() - begun, 2),
     )
     return KvDisk(stored, files, memory)
+
+
+def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
+    """Return the fingerprint of a rank's blocks. For `root` and errors see `fingerprint_of`."""
+    config, model = context.config, rank.model
+    assert rank.kv_pool is not None
+    memory = as_block_memory(rank.kv_pool.block_bytes())
+    layout = [(array.shape[0], array.shape[2]) for array in memory]
+    facts = (
+        config.block_size,
+        model.arithmetic,
+        str(model.dtype),
+        [str(pool.dtype) for layer in rank.kv_pool.layers for pool in layer if pool is not None],
+        layout,
+        config.model_impl,
+        config.quantization,
+        config.expert_quantization,
+        "torch" if native_kernels() is None else build_library().name,
+        version("torch"),
+        version("transformers"),
+    )
+    return fingerprint_of(Path(context.model_dir), root, facts)

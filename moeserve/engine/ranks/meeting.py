@@ -199,18 +199,21 @@ def create_keys(path: Path) -> None:
         file.write(text)
 
 
-def load_keys(path: Path) -> RankKeys:
-    """Read the file of `create_keys`. Raise ConfigError if it holds no key pair or every user may read it."""
+def load_keys(path: Path, setting: str = "--curve-key-file") -> RankKeys:
+    """Read the file of `create_keys` that `setting` names.
+
+    Raise ConfigError if it holds no key pair or every user may read it.
+    """
     advice = "make one with 'moeserve curve-key FILE' and copy it to every node"
     try:
         mode = path.stat().st_mode
         public, secret = zmq.auth.load_certificate(path)
     except (OSError, ValueError):
-        raise ConfigError(f"--curve-key-file {path} cannot be read as a key: {advice}.") from None
+        raise ConfigError(f"{setting} {path} cannot be read as a key: {advice}.") from None
     if mode & 0o007:
-        raise ConfigError(f"--curve-key-file {path} is open to every user of this machine: chmod 600 it.")
+        raise ConfigError(f"{setting} {path} is open to every user of this machine: chmod 600 it.")
     if secret is None or len(public) != 40 or len(secret) != 40:
-        raise ConfigError(f"--curve-key-file {path} holds no key pair: {advice}.")
+        raise ConfigError(f"{setting} {path} holds no key pair: {advice}.")
     return RankKeys(public, secret)
 
 

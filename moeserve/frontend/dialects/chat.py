@@ -62,6 +62,7 @@ class ChatBody(fields.SamplingBody, kw_only=True):
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     cache_hit_threshold: float | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     functions: list[FunctionBody] | None = None
     function_call: str | dict[str, Any] | None = None
 
@@ -81,6 +82,8 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     if chat.echo and not prompt.continue_final:
         raise invalid("`echo` needs `continue_final_message`: it repeats the text that the answer continues", "echo")
     is_legacy = bool(chat.functions)
+    is_single = chat.n in (None, 1)
+    offers_kv, ticket = fields.read_transfer(chat.kv_transfer_params, model, is_single=is_single, stream=stream)
     return GenerateRequest(
         model=name,
         prompts=[prompt],
@@ -96,6 +99,8 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         priority=fields.read_priority(chat),
         background=bool(chat.background),
         cache_salt=fields.read_cache_salt(chat.cache_salt),
+        offers_kv=offers_kv,
+        ticket=ticket,
         cache_hit_threshold=fields.read_hit_threshold(chat.cache_hit_threshold),
         cache=read_cache(chat),
         thought=fields.read_thought(chat, chat.reasoning_effort),
@@ -345,6 +350,7 @@ class ChatFormatter:
                 ],
                 "usage": fields.openai_usage(usage),
                 "system_fingerprint": self._fingerprint,
+                **usage.handed_over,
                 **extra,
             }
         )

@@ -32,6 +32,7 @@ class CompletionBody(fields.SamplingBody, kw_only=True):
     logprobs: int | None = None
     best_of: int | None = None
     cache_hit_threshold: float | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 class _Repeated(msgspec.Struct):
@@ -51,9 +52,12 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     least = 0 if echo or prompt_logprobs is not None else 1
     max_tokens = fields.read_count("max_tokens", completion.max_tokens, least)
     n, best = _read_best(completion)
+    prompts = read_prompts(completion.prompt, model.vocab_size)
+    is_single, params = n * len(prompts) == 1, completion.kv_transfer_params
+    offers_kv, ticket = fields.read_transfer(params, model, is_single=is_single, stream=stream)
     return GenerateRequest(
         model=name,
-        prompts=read_prompts(completion.prompt, model.vocab_size),
+        prompts=prompts,
         sampling=fields.read_sampling(completion, model, 0 if best and logprobs is None else logprobs, echo),
         max_tokens=DEFAULT_MAX_TOKENS if max_tokens is None else max_tokens,
         seed=fields.read_seed(completion.seed),
@@ -66,6 +70,8 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         priority=fields.read_priority(completion),
         background=bool(completion.background),
         cache_salt=fields.read_cache_salt(completion.cache_salt),
+        offers_kv=offers_kv,
+        ticket=ticket,
         cache_hit_threshold=fields.read_hit_threshold(completion.cache_hit_threshold),
         cache=fields.read_cache(completion),
         thought=fields.read_thought(completion),
@@ -173,7 +179,9 @@ class CompletionFormatter:
             )
             if self._wants_prompt:
                 written[-1]["prompt_logprobs"] = yield from fields.prompt_logprobs(choice.prompt, self._tokenizer)
-        return msgspec.json.encode({**self._head, "choices": written, "usage": fields.openai_usage(usage)})
+        return msgspec.json.encode(
+            {**self._head, "choices": written, "usage": fields.openai_usage(usage), **usage.handed_over}
+        )
 
     def _written(self, tokens: list[TokenText]) -> Generator[None, None, dict[str, msgspec.Raw]]:
         lists = {}

@@ -23,6 +23,7 @@ from moeserve.frontend.dialects.internal import (
 )
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.frontend.text import TextTokenizer
+from moeserve.kv_transfer import KvTicket, read_params
 from moeserve.plan import SamplingParams, TokenLogprobs
 
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
@@ -384,6 +385,27 @@ def read_cache_salt(salt: str | None) -> str:
 def read_hit_threshold(threshold: float | None) -> float:
     """Return the share of the prompt that must be cached for the request to be computed. Raises ApiError."""
     return float(bounded("cache_hit_threshold", threshold or 0.0, 0, 1))
+
+
+def read_transfer(
+    params: dict[str, Any] | None, model: ModelFacts, *, is_single: bool, stream: bool
+) -> tuple[bool, KvTicket | None]:
+    """Return what `kv_transfer_params` asks for (see `read_params`). Raises ApiError.
+
+    is_single: the request has one prompt and one choice.
+    """
+    name = "kv_transfer_params"
+    if params is None:
+        return False, None
+    try:
+        offers, ticket = read_params(params)
+    except ValueError as error:
+        raise invalid(str(error), name) from None
+    if (offers or ticket is not None) and not model.moves_kv:
+        raise invalid(f"`{name}` needs a server that was started with --kv-transfer-config", name)
+    if offers and (stream or not is_single):
+        raise invalid("`do_remote_decode` takes one prompt and one choice, and is not streamed", name)
+    return offers, ticket
 
 
 def read_effort(name: str, effort: str | None) -> str | None:

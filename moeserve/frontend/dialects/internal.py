@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from moeserve.frontend.http import ApiError
+from moeserve.kv_transfer import KvTicket
 from moeserve.plan import SamplingParams, TokenLogprobs
 
 
@@ -14,7 +15,8 @@ from moeserve.plan import SamplingParams, TokenLogprobs
 class ModelFacts:
     """The facts about the model that reading a request needs. `default_sampling` holds the checkpoint's defaults.
 
-    keeps_states: prompts are resumed from snapshots of recurrent states.
+    keeps_states: prompts are resumed from snapshots of recurrent states. moves_kv: services compute prompts for each
+    other.
     """
 
     names: tuple[str, ...]
@@ -24,6 +26,7 @@ class ModelFacts:
     default_sampling: dict[str, float]
     max_logprobs: int
     keeps_states: bool = False
+    moves_kv: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +151,8 @@ class GenerateRequest:
     probability; all where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token.
     `truncate` is how many tokens at the end of each prompt are kept. `include_stop` leaves the stop string in the text,
     `skip_special_tokens` special tokens out of it. A prompt is computed only if at least the share
-    `cache_hit_threshold` of it is cached: otherwise its choices end as `cache_threshold`.
+    `cache_hit_threshold` of it is cached: otherwise its choices end as `cache_threshold`. For
+    `offers_kv` and `ticket` see `Generate`.
     """
 
     model: str
@@ -172,6 +176,8 @@ class GenerateRequest:
     output_format: OutputFormat | None = None
     cache: CacheOptions = CacheOptions()
     cache_hit_threshold: float = 0.0
+    offers_kv: bool = False
+    ticket: KvTicket | None = None
     thought: ThoughtOptions = ThoughtOptions()
     best: int | None = None
     include_stop: bool = False
@@ -257,7 +263,8 @@ class Usage:
     """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache, `reasoning_tokens` of
     the completion tokens were reasoning. `cache_report`: what `CacheOptions.report` asked for, of one prompt or, as a
     list, of several. `resumed`: an engine ended while it had the request, and another one went on with it.
-    `disk_tokens` of the cached tokens came from disk; None where the cache is in memory alone."""
+    `disk_tokens` of the cached tokens came from disk; None where the cache is in memory alone. `ticket`: for the KV
+    of the prompt, which is held for another service."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -266,6 +273,12 @@ class Usage:
     cache_report: dict[str, Any] | list[dict[str, Any]] | None = None
     resumed: bool = False
     disk_tokens: int | None = None
+    ticket: KvTicket | None = None
+
+    @property
+    def handed_over(self) -> dict[str, Any]:
+        """The field of an answer with which another service fetches the prompt's KV, if it is held."""
+        return {} if self.ticket is None else {"kv_transfer_params": self.ticket.params()}
 
     @property
     def extensions(self) -> dict[str, Any]:

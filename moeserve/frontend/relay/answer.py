@@ -86,6 +86,8 @@ def build_generates(
                     thought=thought,
                     cache_hit_threshold=request.cache_hit_threshold,
                     session=session if request.tools else None,
+                    offers_kv=request.offers_kv,
+                    ticket=request.ticket,
                 )
             )
     return generates
@@ -194,6 +196,7 @@ class Answer:
         delta = text.push(output)
         if output.finish_reason is not None:
             self.num_open -= 1
+            self._usage.ticket = output.ticket
             text.finish(delta, output.finish_reason.value)
             if delta.finish_reason == "tool_calls":
                 self.turns.append((choice, text.called))

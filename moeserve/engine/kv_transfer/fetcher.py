@@ -1,0 +1,153 @@
+"""The threads that fetch blocks of KV from other services, into the memory that the engine computes in."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import structlog
+import zmq
+
+from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
+from moeserve.engine.kv_transfer.messages import BLOCK, BLOCKS_AT_ONCE, FREE, GET, pack_number, read_number
+from moeserve.engine.ranks.meeting import RankKeys
+from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
+
+_NUM_THREADS = 4  # fetches at once
+_ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are on their way
+_POLL_MS = 100  # between two looks whether anybody still wants the blocks
+_SILENCE_SECONDS = 5.0  # after which a service counts as gone
+_LINGER_MS = 500  # for the word that the lease may end
+_GONE = (
+    zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_CONNECT_RETRIED
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+)
+
+log = structlog.get_logger(__name__)
+
+
+class BlockFetcher:
+    """Fetches blocks as jobs say, on threads of its own. One thread calls the methods.
+
+    A thread fills only blocks of its job, which nobody else reads, frees or gives away until the job's result has been
+    taken.
+    """
+
+    def __init__(self, sockets: zmq.Context[Any], keys: RankKeys, memory: BlockMemory) -> None:
+        self._sockets = sockets
+        self._keys = keys
+        self._memory = memory
+        self._results: SimpleQueue[FetchResult] = SimpleQueue()
+        self._stopped = threading.Event()
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-fetcher")
+
+    def start(self, job: FetchJob) -> None:
+        """Begin a job; `take` returns its result."""
+        self._threads.submit(self._run, job)
+
+    def take(self, seconds: float = 0.0) -> list[FetchResult]:
+        """Return the results since the last call. Wait up to `seconds` for the first."""
+        results = []
+        with suppress(Empty):
+            results.append(self._results.get(timeout=seconds) if seconds else self._results.get_nowait())
+            while True:
+                results.append(self._results.get_nowait())
+        return results
+
+    def close(self) -> None:
+        """End the threads, and what they fetch."""
+        self._stopped.set()
+        self._threads.shutdown(cancel_futures=True)
+
+    def _run(self, job: FetchJob) -> None:
+        begun, fetch = time.monotonic(), _Fetch(job, BlockBuffer(self._memory))
+        failure: str | None
+        try:
+            failure = self._fetch(fetch)
+        except Exception as error:
+            log.error("kv_transfer_fault", exc_info=error)
+            failure = "fault"
+        if failure is not None:
+            ticket = job.ticket
+            log.warning("kv_not_fetched", reason=failure, host=ticket.host, port=ticket.port, fetched=fetch.num_filled)
+        self._results.put(FetchResult(job, fetch.num_filled, time.monotonic() - begun, failure))
+
+    def _fetch(self, fetch: _Fetch) -> str | None:
+        """Fetch a job's blocks, and end their lease. Return in a word why not all were fetched."""
+        ticket = fetch.job.ticket
+        with self._sockets.socket(zmq.DEALER) as socket:
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            self._keys.secure_client(socket)
+            monitor = socket.get_monitor_socket(_GONE)
+            try:
+                socket.connect(f"tcp://{ticket.host}:{ticket.port}")
+                failure = self._receive(fetch, socket, monitor)
+                if failure != "gone":
+                    socket.send_multipart([b"", FREE, ticket.request_id.encode()])
+                return failure
+            finally:
+                socket.disable_monitor()
+
+    def _receive(self, fetch: _Fetch, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> str | None:
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(monitor, zmq.POLLIN)
+        last_heard = time.monotonic()
+        while not fetch.is_over:
+            if self._stopped.is_set() or fetch.job.is_cancelled:
+                return None
+            fetch.ask(socket)
+            ready = dict(poller.poll(_POLL_MS))
+            if socket in ready:
+                last_heard = time.monotonic()
+                failure = fetch.take(socket.recv_multipart(copy=False))
+                if failure is not None:
+                    return failure
+            elif monitor in ready:
+                return "gone"
+            elif time.monotonic() - last_heard > _SILENCE_SECONDS:
+                return "silent"
+        return None
+
+
+class _Fetch:
+    """The progress of one job."""
+
+    def __init__(self, job: FetchJob, buffer: BlockBuffer) -> None:
+        self.job = job
+        self.num_filled = 0
+        self._num_asked = 0
+        self._buffer = buffer
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_filled == len(self.job.copies)
+
+    def ask(self, socket: zmq.Socket[bytes]) -> None:
+        """Ask for the next blocks, as many as may be on their way at once."""
+        job = self.job
+        while self._num_asked < min(len(job.copies), self.num_filled + _ASKED_AHEAD):
+            count = min(BLOCKS_AT_ONCE, len(job.copies) - self._num_asked)
+            first = pack_number(job.first + self._num_asked)
+            socket.send_multipart([b"", GET, job.ticket.request_id.encode(), first, pack_number(count)])
+            self._num_asked += count
+
+    def take(self, frames: list[zmq.Frame]) -> str | None:
+        """Fill the next block with the bytes of a message. Return in a word why that is impossible."""
+        kind = frames[1].bytes if len(frames) > 1 else b""
+        if kind != BLOCK:
+            return "lease"
+        expected = self.job.first + self.num_filled
+        if len(frames) != 5 or read_number(frames[3].bytes) != expected or len(frames[4]) != len(self._buffer.content):
+            return "damaged"
+        self._buffer.content[:] = frames[4].buffer
+        self._buffer.store(self.job.copies[self.num_filled].block)
+        self.num_filled += 1
+        return None

@@ -1,0 +1,285 @@
+"""KV that moves between services: prompts whose blocks are held for another one, and blocks that are fetched from it.
+
+The service that computes a prompt holds its blocks by a lease, which ends when they have been fetched, or with its
+time. In the one that decodes, a request with a ticket waits outside the queue while threads fetch its blocks into
+leased ones; then it takes its place again, by its arrival, and finds them as a prefix hit. Whatever goes wrong is
+counted by its reason, and the prompt is computed. No sockets and no clock here: threads copy, and are told what to.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+
+from moeserve.kv_transfer import KvTicket, TicketOffice
+from moeserve.plan import Request
+from radix_cache import BlockCopy, Lease, PrefixCache, Restore
+
+_MOST_HELD = 0.5  # share of all blocks that are held for other services; beyond it the oldest leases end
+# A request waits for its blocks at most as long as computing them would take, but at least for the first of these
+# times; for the second where that is not known.
+_LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
+
+
+@dataclass(slots=True)
+class _Offer:
+    lease: Lease
+    deadline: float
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.lease.block_ids)
+
+
+class KvOffers:
+    """The prompts whose blocks are held for other services, by the number of their ticket."""
+
+    def __init__(self, cache: PrefixCache, office: TicketOffice, lease_s: float) -> None:
+        self._cache = cache
+        self._office = office
+        self._lease_s = lease_s
+        self._offers: dict[str, _Offer] = {}
+        self.num_made = 0
+        self.num_expired = 0
+
+    @property
+    def num_held(self) -> int:
+        """The number of blocks that are held."""
+        return len({block for offer in self._offers.values() for block in offer.lease.block_ids})
+
+    def blocks(self, ticket_id: str) -> Sequence[int] | None:
+        """Return the blocks of a ticket, None if they are not held any more. Any thread may call it.
+
+        Who has copied a block and then finds it still held has copied what it held.
+        """
+        offer = self._offers.get(ticket_id)
+        return None if offer is None else offer.lease.block_ids
+
+    def make(self, request: Request, now: float) -> KvTicket | None:
+        """Hold the blocks of a request's prompt; return the ticket, None if the prompt has no whole block."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        lease = self._cache.match(prompt, request.namespace)
+        if not lease.block_ids:
+            self._cache.release(lease)
+            return None
+        ticket = self._office.issue(prompt, len(lease.block_ids))
+        self._offers[ticket.request_id] = _Offer(lease, now + self._lease_s)
+        self.num_made += 1
+        most = int(_MOST_HELD * self._cache.num_blocks)
+        while sum(offer.num_blocks for offer in self._offers.values()) > most:
+            self._expire(next(iter(self._offers)))
+        return ticket if ticket.request_id in self._offers else None
+
+    def note_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
+        """Note that blocks of a ticket were fetched, or the last of them, which ends its lease."""
+        offer = self._offers.get(ticket_id)
+        if offer is not None and is_last:
+            self._end(ticket_id)
+        elif offer is not None:
+            offer.deadline = now + self._lease_s
+
+    def expire(self, now: float, *, lacks_memory: bool) -> None:
+        """End the leases whose time is over, and the oldest one if requests lack memory."""
+        for ticket_id in [one for one, offer in self._offers.items() if now > offer.deadline]:
+            self._expire(ticket_id)
+        if lacks_memory and self._offers:
+            self._expire(next(iter(self._offers)))
+
+    def _expire(self, ticket_id: str) -> None:
+        self.num_expired += 1
+        self._end(ticket_id)
+
+    def _end(self, ticket_id: str) -> None:
+        # Threads must not find it any more when its blocks are given to others.
+        offer = self._offers.pop(ticket_id)
+        self._cache.release(offer.lease)
+
+
+@dataclass(eq=False, slots=True)
+class FetchJob:
+    """Blocks to be fetched into memory, in their order, the first of them number `first` of the ticket.
+
+    Without any the lease is to be ended. is_cancelled: nobody wants the blocks any more.
+    """
+
+    ticket: KvTicket
+    first: int = 0
+    copies: Sequence[BlockCopy] = ()
+    is_cancelled: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """The end of a job: how many of its blocks were fetched, in how many seconds, and in a word why not all."""
+
+    job: FetchJob
+    num_filled: int
+    seconds: float
+    failure: str | None = None
+
+
+@dataclass(slots=True)
+class FetchCounters:
+    """Totals since the start. failures: by reason, of requests that computed what they could not fetch."""
+
+    num_tokens: int = 0
+    num_blocks: int = 0
+    seconds: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(eq=False, slots=True)
+class _Fetch:
+    """Blocks that are being fetched, for requests that wait for them until `deadline`."""
+
+    restore: Restore
+    job: FetchJob
+    deadline: float
+    waiting: list[Request] = field(default_factory=list)
+
+
+class KvFetches:
+    """The requests that wait until blocks of their prompts have been fetched from other services."""
+
+    def __init__(self, cache: PrefixCache, office: TicketOffice, compute_s: Callable[[int, int], float]) -> None:
+        """compute_s: see `DiskTier`."""
+        self._cache = cache
+        self._office = office
+        self._compute_s = compute_s
+        self._fetches: dict[str, _Fetch] = {}  # by the number of the ticket
+        self._of_request: dict[Request, _Fetch] = {}
+        self._new_jobs: list[FetchJob] = []
+        self.counters = FetchCounters()
+
+    @property
+    def waiting(self) -> Collection[Request]:
+        """The requests that wait for their blocks."""
+        return self._of_request.keys()
+
+    def check(self, request: Request) -> None:
+        """Take a ticket that does not serve it away from a new request, and count why."""
+        if request.ticket is not None:
+            failure = self._office.why_unusable(request.ticket, request.token_ids)
+            if failure is not None:
+                self.counters.failures[failure] += 1
+                request.ticket = None
+
+    def num_held(self, request: Request) -> int:
+        """Count the request's tokens that another service holds for it, by its ticket."""
+        ticket = request.ticket
+        return 0 if ticket is None else min(ticket.num_blocks * self._cache.block_size, len(request.token_ids) - 1)
+
+    def look_up(self, request: Request, now: float, num_spoken_for: int) -> bool:
+        """Return whether a request of the queue waits, from now on, until the blocks of its ticket have been fetched.
+
+        It is then to leave the queue until `end` or `take_overdue` returns it. now: on the scheduler's clock.
+        num_spoken_for: blocks that running requests will need, beside which the request has to fit.
+        """
+        ticket = request.ticket
+        if ticket is None:
+            return False
+        fetch = self._fetches.get(ticket.request_id)
+        if fetch is None:
+            if request.wants_prompt_logprobs or self.num_lacking(request) <= 0:
+                self._return(request)
+                return False
+            fetch = self._begin(request, ticket, now, num_spoken_for)
+        if fetch is None or fetch.job.is_cancelled:
+            # There is no room yet, or another request has just given up these blocks.
+            return False
+        request.ticket = None
+        fetch.waiting.append(request)
+        self._of_request[request] = fetch
+        return True
+
+    def forgo(self, request: Request) -> None:
+        """Note that a request is computed; if it has its ticket still, its blocks found no memory before."""
+        if request.ticket is not None:
+            self.counters.failures["memory"] += 1
+            self._return(request)
+
+    def leave(self, request: Request) -> bool:
+        """Forget a request that has ended. Return whether it waited for its blocks."""
+        self._return(request)
+        fetch = self._of_request.pop(request, None)
+        if fetch is None:
+            return False
+        fetch.waiting.remove(request)
+        if not fetch.waiting:
+            self._give_up(fetch)
+        return True
+
+    def take_overdue(self, now: float) -> list[Request]:
+        """Return the requests that have waited too long; they are to be computed."""
+        overdue: list[Request] = []
+        for fetch in self._fetches.values():
+            if now > fetch.deadline and not fetch.job.is_cancelled:
+                self.counters.failures["timeout"] += 1
+                overdue += fetch.waiting
+                fetch.waiting = []
+                self._give_up(fetch)
+        for request in overdue:
+            del self._of_request[request]
+        return overdue
+
+    def take_jobs(self) -> list[FetchJob]:
+        """Return the jobs that are to begin."""
+        jobs, self._new_jobs = self._new_jobs, []
+        return jobs
+
+    def end(self, result: FetchResult) -> list[Request]:
+        """Take note of the end of a job. Return the requests that go back to the queue."""
+        job, counters = result.job, self.counters
+        if not job.copies:
+            return []
+        fetch = self._fetches.pop(job.ticket.request_id)
+        counters.num_blocks += result.num_filled
+        counters.num_tokens += result.num_filled * self._cache.block_size
+        counters.seconds += result.seconds
+        if result.failure is not None:
+            counters.failures[result.failure] += 1
+        self._cache.end_fill(fetch.restore, result.num_filled)
+        for request in fetch.waiting:
+            del self._of_request[request]
+        return fetch.waiting
+
+    def num_lacking(self, request: Request) -> int:
+        """Count the request's tokens that another service holds for it and that are not cached here."""
+        size = self._cache.block_size
+        return self.num_held(request) // size * size - self._cache.peek(request.token_ids, request.namespace)
+
+    def _return(self, request: Request) -> None:
+        """End the lease of a request's ticket: the other service need not hold the blocks any longer."""
+        ticket, request.ticket = request.ticket, None
+        if ticket is not None and ticket.request_id not in self._fetches:
+            self._new_jobs.append(FetchJob(ticket))
+
+    def _begin(self, request: Request, ticket: KvTicket, now: float, num_spoken_for: int) -> _Fetch | None:
+        size = self._cache.block_size
+        stop = self.num_held(request) // size
+        spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
+        restore = self._cache.begin_fill(request.token_ids, request.namespace, stop, spare)
+        if restore is None:
+            return None
+        job = FetchJob(ticket, restore.first, restore.copies)
+        compute_s = self._compute_s(restore.first * size, stop * size)
+        deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
+        fetch = self._fetches[ticket.request_id] = _Fetch(restore, job, deadline)
+        self._new_jobs.append(job)
+        return fetch
+
+    def _give_up(self, fetch: _Fetch) -> None:
+        """Release the lease of a fetch that nobody waits for. Its blocks are free once the job has ended."""
+        fetch.job.is_cancelled = True
+        self._cache.release(fetch.restore.lease)
+
+
+class KvTransfer:
+    """Both sides of the transfer of KV between services."""
+
+    def __init__(
+        self, cache: PrefixCache, office: TicketOffice, lease_s: float, compute_s: Callable[[int, int], float]
+    ) -> None:
+        self.offers = KvOffers(cache, office, lease_s)
+        self.fetches = KvFetches(cache, office, compute_s)
