@@ -15,7 +15,7 @@ import hashlib
 import hmac
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, log2
 
@@ -87,6 +87,8 @@ class StoredBlocks:
         self._folders: dict[str, str] = {}
         self._seeds: dict[str, bytes] = {}
         self._removals: list[str] = []
+        # The paths of files that are to be removed, until they are.
+        self._going: set[str] = set()
         self._stamps: list[tuple[str, float]] = []
         self.num_bytes = 0
         self.num_evicted = 0
@@ -192,11 +194,20 @@ class StoredBlocks:
         """Remove a block, and have its file removed. Do nothing if it is not on disk."""
         block = self._forget(name)
         if block is not None:
-            self._removals.append(block.path)
+            self.remove(block.path)
 
     def remove(self, path: str) -> None:
         """Have a file removed that is no block's."""
         self._removals.append(path)
+        self._going.add(path)
+
+    def end_removals(self, paths: Iterable[str]) -> None:
+        """Note that files of `take_chores` are gone, or could not be removed."""
+        self._going.difference_update(set(paths).difference(self._removals))
+
+    def is_going(self, block: StoredBlock) -> bool:
+        """Return whether a block's file is to be removed, and may be there still."""
+        return block.path in self._going
 
     def drop(self, namespaces: Collection[str] | None) -> None:
         """Remove the blocks of namespaces, or all blocks (None)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
+from itertools import takewhile
 
 from radix_cache.block_copies import BlockCopies, BlockCopy
 from radix_cache.nodes import Lease, Node
@@ -84,8 +85,9 @@ class TreeOnDisk:
         if first >= stop:
             return []
         self.stored.name(names, namespace, tokens, stop, self._size)
-        folder = self.stored.folder_of(namespace)
-        return [StoredBlock(name, folder, 0, 0.0) for name in names[self.stored.depth(names[:stop], first) : stop]]
+        folder, depth = self.stored.folder_of(namespace), self.stored.depth(names[:stop], first)
+        blocks = (StoredBlock(name, folder, 0, 0.0) for name in names[depth:stop])
+        return list(takewhile(lambda block: not self.stored.is_going(block), blocks))
 
     def copies_of(self, blocks: Iterable[int], lease: Lease, tokens: array[int], first: int) -> list[BlockCopy]:
         """Return the copies of blocks of a lease, numbers `first` and so on, whose names are known."""

@@ -276,6 +276,8 @@ class DiskTier:
         """Take note of the end of a job. Return the requests that go back to the queue."""
         job, counters = result.job, self.counters
         num_bytes = sum(result.num_bytes)
+        if job.chores is not None:
+            self._stored.end_removals(job.chores.removals)
         if job.to_disk:
             self._is_writing = False
             for index, copy in enumerate(job.copies):
@@ -321,7 +323,7 @@ class DiskTier:
 
     def _end_search(self, reading: _Reading, result: CopyResult) -> list[Request]:
         for block in result.found:
-            if block.name not in self._stored:
+            if block.name not in self._stored and not self._stored.is_going(block):
                 self._stored.put(block)
         for request in reading.waiting:
             del self._of_request[request]
