@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
-import re
 import signal
 import sys
 from collections.abc import Iterable, Iterator
@@ -21,8 +20,7 @@ import msgspec
 from launcher.own_service import ServiceGone, ServiceNotStarted, ask_patiently, own_service
 from launcher.server_client import optional_server_option
 from moeserve.bench.client import Endpoint, ExchangeError, Response, error_message
-
-_PATH = re.compile(r"/v1/[\w/.-]{1,200}")
+from moeserve.frontend.jobs.batch_lines import Job, read_job
 
 
 @click.command(name="run-batch")
@@ -86,21 +84,6 @@ class BatchError(Exception):
     """The run cannot go on; the message is one sentence or two."""
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A request of the input, or why its line is none: then `problem` says so, and `custom_id` is None."""
-
-    number: int
-    custom_id: str | None = None
-    path: str = ""
-    body: bytes = b""
-    problem: str | None = None
-
-    @property
-    def result_id(self) -> str:
-        return f"batch_req_{self.number}"
-
-
 def read_input(source: Path) -> Iterator[Job]:
     """Yield the job of every line that is not blank."""
     seen: set[str] = set()
@@ -108,29 +91,6 @@ def read_input(source: Path) -> Iterator[Job]:
         for number, line in enumerate(lines, start=1):
             if line.strip():
                 yield read_job(number, line, seen)
-
-
-def read_job(number: int, line: bytes, seen: set[str]) -> Job:
-    """Return the job of a line, and add its `custom_id` to those seen."""
-    try:
-        entry = msgspec.json.decode(line, type=dict[str, Any])
-        custom_id, path, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
-        if not isinstance(custom_id, str) or not custom_id:
-            raise ValueError("`custom_id` must be a text")
-        if custom_id in seen:
-            raise ValueError(f"`custom_id` {custom_id!r} is that of an earlier line")
-        if entry.get("method") != "POST":
-            raise ValueError("`method` must be POST")
-        if not isinstance(path, str) or not _PATH.fullmatch(path):
-            raise ValueError("`url` must be the path of a route, such as /v1/chat/completions")
-        if not isinstance(body, dict):
-            raise ValueError("`body` must be an object")
-        if body.get("stream"):
-            raise ValueError("`stream` is for one answer, not for a batch")
-    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
-        return Job(number, problem=f"line {number}: {error}")
-    seen.add(custom_id)
-    return Job(number, custom_id, path, msgspec.json.encode(body))
 
 
 class Results:

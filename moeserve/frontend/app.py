@@ -6,6 +6,7 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -18,13 +19,16 @@ from starlette.routing import Route as StarletteRoute
 from moeserve.config import ConfigError
 from moeserve.frontend.absent import why_absent
 from moeserve.frontend.http import ApiError
+from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.jobs import Jobs
+from moeserve.frontend.jobs.owners import Owner
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.page_gate import PageGate
 from moeserve.frontend.pages import Pages
 from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
 from moeserve.frontend.route import RouteTable
+from moeserve.frontend.routes.batches import BatchRoutes, FileRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
 from moeserve.frontend.routes.conversations import ConversationRoutes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
@@ -34,7 +38,7 @@ from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
 from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes
 from moeserve.frontend.routes.sleep import SleepRoutes
-from moeserve.frontend.routes.table import ROUTES, Endpoints
+from moeserve.frontend.routes.table import BATCH_ROUTES, ROUTES, Endpoints
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.shelves import Bounds
 from moeserve.frontend.store.store import Store
@@ -53,14 +57,19 @@ def create_app(services: Services) -> Starlette:
     public = load_public_prefixes(config.public_prefixes)
     bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S)
     store = Store(services.run.store_file, bounds)
-    jobs = Jobs(services, store, keys.holder)
+    owner = Owner(Path(services.run.run_dir))
+    jobs = Jobs(services, store, owner, keys.holder)
+    endpoints = _endpoints(services, store, jobs, owner.name)
+    batches = Batches(services, store, owner, keys.holder, {path: of(endpoints) for path, of in BATCH_ROUTES.items()})
     table = RouteTable(ROUTES)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         await store.start()
         await services.start()
+        owner.hold()
         await jobs.start()
+        batches.start()
         # One of several frontends is enough: all share the engine, and one that ends is started again.
         is_publisher = bool(public) and services.number == 0
         publishing = asyncio.create_task(publish_prefixes(services, public)) if is_publisher else None
@@ -70,12 +79,14 @@ def create_app(services: Services) -> Starlette:
             if publishing is not None:
                 publishing.cancel()
                 await asyncio.gather(publishing, return_exceptions=True)
+            await batches.stop()
             await jobs.stop()
             await services.stop()
             await store.stop()
+            owner.release()
 
     app = Starlette(
-        routes=_starlette_routes(_endpoints(services, store, jobs)),
+        routes=_starlette_routes(endpoints),
         lifespan=lifespan,
         middleware=[
             *_cors(config.cors_allow_origin),
@@ -94,7 +105,7 @@ def create_app(services: Services) -> Starlette:
     return app
 
 
-def _endpoints(services: Services, store: Store, jobs: Jobs) -> Endpoints:
+def _endpoints(services: Services, store: Store, jobs: Jobs, owner: str) -> Endpoints:
     return Endpoints(
         chat=GenerateRoute(services, CHAT, jobs),
         completions=GenerateRoute(services, COMPLETIONS, jobs),
@@ -103,6 +114,8 @@ def _endpoints(services: Services, store: Store, jobs: Jobs) -> Endpoints:
         warm=GenerateRoute(services, WARM, jobs),
         kept=KeptResponseRoutes(services, store, jobs),
         conversations=ConversationRoutes(services, store),
+        files=FileRoutes(store),
+        batches=BatchRoutes(store, owner, BATCH_ROUTES),
         tokens=TokenRoutes(services),
         render_chat=RenderRoute(services, "chat"),
         render_completions=RenderRoute(services, "completions"),

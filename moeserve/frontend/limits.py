@@ -82,6 +82,15 @@ MAX_OPEN_JOBS_PER_KEY = 1024
 # Processes that take a job over one after another without its putting anything out: then it has failed.
 MAX_JOB_TRIES = 5
 MAX_IDEMPOTENCY_KEY_CHARS = 255
+# Files and batches of requests.
+MAX_FILE_BYTES = 32 * 2**20
+MAX_UPLOADS = 2  # that one HTTP process receives at once
+MAX_FILES_PER_KEY = 1024
+MAX_FILE_NAME_CHARS = 255
+MAX_OPEN_BATCHES_PER_KEY = 64
+MAX_BATCH_LINES = 50_000
+MAX_BATCH_ERRORS = 50  # that a batch tells which has lines that are no requests
+BATCH_AT_ONCE = 16  # requests of one batch
 # How long a key is known after its answer was complete.
 IDEMPOTENCY_KEY_S = 24 * 3600.0
 

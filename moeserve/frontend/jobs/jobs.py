@@ -6,7 +6,6 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
-from pathlib import Path
 
 from moeserve.frontend import limits
 from moeserve.frontend.http import ApiError, unavailable
@@ -29,17 +28,18 @@ _POLL_S = 0.05  # how often the journal of another process's job is read while s
 class Jobs:
     """Jobs by id. Nobody finds another caller's."""
 
-    def __init__(self, services: Services, store: Store, identify: Callable[[bytes], Identity | None]) -> None:
-        """identify: returns who has the key of that digest."""
+    def __init__(
+        self, services: Services, store: Store, owner: Owner, identify: Callable[[bytes], Identity | None]
+    ) -> None:
+        """owner: this process. identify: returns who has the key of that digest."""
         self._services = services
         self._store = store
-        self._owner = Owner(Path(services.run.run_dir))
+        self._owner = owner
         self._journal = Journal(store, self._owner.name)
         self._runner = Runner(services, store, self._journal, self._owner, identify)
         self.reader = reader_of(services.run)
 
     async def start(self) -> None:
-        self._owner.hold()
         self._journal.start()
         self._runner.start()
 
@@ -47,7 +47,6 @@ class Jobs:
         """Leave the jobs of this process to others."""
         await self._runner.stop()
         await self._journal.stop()
-        self._owner.release()
 
     async def create(
         self,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+
+from starlette.types import ASGIApp
 
 from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.dialects.chat import ChatBody
@@ -14,6 +17,7 @@ from moeserve.frontend.dialects.responses import ResponsesBody
 from moeserve.frontend.dialects.tokens import DetokenizeBody, TokenizeBody
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, TEXT, Route
+from moeserve.frontend.routes.batches import BatchBody, BatchRoutes, FileRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
 from moeserve.frontend.routes.conversations import ConversationRoutes
 from moeserve.frontend.routes.generate import GenerateRoute
@@ -36,6 +40,8 @@ class Endpoints:
     warm: GenerateRoute
     kept: KeptResponseRoutes
     conversations: ConversationRoutes
+    files: FileRoutes
+    batches: BatchRoutes
     tokens: TokenRoutes
     render_chat: RenderRoute
     render_completions: RenderRoute
@@ -49,6 +55,12 @@ class Endpoints:
     pages: Pages
 
 
+# By the paths that lines of a batch may have.
+BATCH_ROUTES: dict[str, Callable[[Endpoints], ASGIApp]] = {
+    "/v1/chat/completions": lambda made: made.chat,
+    "/v1/completions": lambda made: made.completions,
+    "/v1/responses": lambda made: made.responses,
+}
 _HELLO = [{"role": "user", "content": "Hello"}]
 _PREFIX = MESSAGE_FIELDS | {"prompt"}
 ROUTES: tuple[Route[Endpoints], ...] = (
@@ -177,6 +189,73 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         role="user",
         summary="Take an item out of a conversation",
         endpoint=lambda made: made.conversations.item,
+    ),
+    Route(
+        method="POST",
+        path="/v1/files",
+        role="user",
+        summary="Upload a file of requests",
+        endpoint=lambda made: made.files.all,
+    ),
+    Route(
+        method="GET",
+        path="/v1/files",
+        role="user",
+        summary="List one's files",
+        endpoint=lambda made: made.files.all,
+    ),
+    Route(
+        method="GET",
+        path="/v1/files/file-{name}",
+        role="user",
+        summary="Describe a file",
+        endpoint=lambda made: made.files.one,
+    ),
+    Route(
+        method="DELETE",
+        path="/v1/files/file-{name}",
+        role="user",
+        summary="Drop a file",
+        endpoint=lambda made: made.files.one,
+    ),
+    Route(
+        method="GET",
+        path="/v1/files/file-{name}/content",
+        role="user",
+        summary="Download a file",
+        endpoint=lambda made: made.files.content,
+        media=(BYTES,),
+    ),
+    Route(
+        method="POST",
+        path="/v1/batches",
+        role="user",
+        summary="Have the requests of a file answered",
+        endpoint=lambda made: made.batches.all,
+        body=BatchBody,
+        required=("input_file_id", "endpoint", "completion_window"),
+        example={"input_file_id": "file-1", "endpoint": "/v1/chat/completions", "completion_window": "24h"},
+    ),
+    Route(
+        method="GET",
+        path="/v1/batches",
+        role="user",
+        summary="List one's batches",
+        endpoint=lambda made: made.batches.all,
+    ),
+    Route(
+        method="GET",
+        path="/v1/batches/batch_{name}",
+        role="user",
+        summary="Describe a batch",
+        endpoint=lambda made: made.batches.one,
+    ),
+    Route(
+        method="POST",
+        path="/v1/batches/batch_{name}/cancel",
+        role="user",
+        summary="Cancel a batch",
+        endpoint=lambda made: made.batches.cancel,
     ),
     Route(
         method="POST",

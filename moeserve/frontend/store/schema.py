@@ -6,9 +6,10 @@ import os
 import sqlite3
 from pathlib import Path
 
-# Raised with every change of the schema. A file of version 1 lacks the tables that came later and gets them; others are
-# refused.
-VERSION = 2
+# Raised with every change of the schema. A file of an earlier one lacks the tables that came later and gets them;
+# others are refused.
+VERSION = 3
+_EARLIER = (1, 2)
 _BUSY_S = 10.0  # how long a transaction waits for that of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
@@ -83,6 +84,35 @@ CREATE TABLE IF NOT EXISTS idempotency(
   job TEXT NOT NULL REFERENCES jobs ON DELETE CASCADE,
   PRIMARY KEY (caller, name)) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS idempotency_by_job ON idempotency(job);
+CREATE TABLE IF NOT EXISTS files(
+  id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
+  name TEXT NOT NULL,
+  purpose TEXT NOT NULL,
+  created INTEGER NOT NULL,
+  content BLOB NOT NULL);
+-- `owner`: the HTTP process that works on it. `times`: JSON, UNIX times by state.
+CREATE TABLE IF NOT EXISTS batches(
+  id TEXT PRIMARY KEY REFERENCES kept ON DELETE CASCADE,
+  caller BLOB NOT NULL,
+  owner TEXT NOT NULL,
+  state TEXT NOT NULL,
+  path TEXT NOT NULL,
+  input_file TEXT NOT NULL,
+  created INTEGER NOT NULL,
+  expires INTEGER NOT NULL,
+  metadata BLOB NOT NULL,
+  times TEXT NOT NULL DEFAULT '{}',
+  errors BLOB,
+  total INTEGER NOT NULL DEFAULT 0,
+  output_file TEXT,
+  error_file TEXT);
+CREATE INDEX IF NOT EXISTS batches_by_caller ON batches(caller);
+CREATE TABLE IF NOT EXISTS batch_results(
+  batch TEXT NOT NULL REFERENCES batches ON DELETE CASCADE,
+  number INTEGER NOT NULL,
+  line BLOB NOT NULL,
+  failed INTEGER NOT NULL,
+  PRIMARY KEY (batch, number)) WITHOUT ROWID;
 """
 
 
@@ -127,7 +157,7 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
     version, num_tables = connection.execute(
         "SELECT (SELECT user_version FROM pragma_user_version), (SELECT count(*) FROM sqlite_schema)"
     ).fetchone()
-    if num_tables == 0 or version == 1:
+    if num_tables == 0 or version in _EARLIER:
         connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {VERSION}; COMMIT;")
     elif version != VERSION:
         raise StoreError(f"The response store {path} was not written by this version of moeserve: name another file.")

@@ -1,0 +1,244 @@
+"""Works on batches: asks the routes for each line in the background, and keeps every answer as it comes.
+
+A batch belongs to one HTTP process; where that dies another one goes on with the lines that have no answer yet.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+import structlog
+from starlette.types import ASGIApp, Message, Scope
+
+from moeserve.frontend import limits
+from moeserve.frontend.http import ApiError, internal_error
+from moeserve.frontend.jobs.batch_lines import Job, read_job, result_line
+from moeserve.frontend.jobs.owners import Owner
+from moeserve.frontend.keys import Identity
+from moeserve.frontend.services import Services
+from moeserve.frontend.store import batches
+from moeserve.frontend.store.batches import StoredBatch
+from moeserve.frontend.store.store import Store
+
+log = structlog.get_logger(__name__)
+
+_LOOK_APART_S = 0.5
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.5, 10.0
+_NOT_NOW = (429, 503)
+
+
+class Batches:
+    """The batches of this process, each on a task of its own."""
+
+    def __init__(
+        self,
+        services: Services,
+        store: Store,
+        owner: Owner,
+        identify: Callable[[bytes], Identity | None],
+        routes: Mapping[str, ASGIApp],
+    ) -> None:
+        """identify: returns who has the key of that digest. routes: that answer lines, by their paths."""
+        self._services = services
+        self._store = store
+        self._owner = owner
+        self._identify = identify
+        self._routes = routes
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to look for batches that nobody works on."""
+        self._looking = asyncio.create_task(self._look())
+
+    async def stop(self) -> None:
+        """Leave all batches to the next owner."""
+        await _cancel([*self._tasks.values(), *([self._looking] if self._looking is not None else [])])
+
+    async def _look(self) -> None:
+        while True:
+            try:
+                await self._look_once()
+            except ApiError as error:
+                log.warning("batches_unknown", reason=error.message)
+            await asyncio.sleep(_LOOK_APART_S)
+
+    async def _look_once(self) -> None:
+        if self._services.is_draining:
+            await _cancel(list(self._tasks.values()))
+            return
+        if self._services.engine.ready is None:
+            return
+        found = await self._store.read(b"", batches.open_ones)
+        for batch_id, task in list(self._tasks.items()):
+            if found.get(batch_id, ("", "cancelling"))[1] == "cancelling":
+                await _cancel([task])
+        dead = {owner for owner, _ in found.values() if self._owner.is_dead(owner)}
+        left = [
+            batch_id
+            for batch_id, (owner, _) in found.items()
+            if owner in dead or (owner == self._owner.name and batch_id not in self._tasks)
+        ]
+        if left:
+            for batch in await self._store.write(b"", partial(batches.adopt, batch_ids=left, owner=self._owner.name)):
+                task = asyncio.create_task(self._run(batch))
+                self._tasks[batch.batch_id] = task
+                task.add_done_callback(partial(self._forget, batch.batch_id))
+
+    def _forget(self, batch_id: str, _: asyncio.Task[None]) -> None:
+        self._tasks.pop(batch_id, None)
+
+    async def _run(self, batch: StoredBatch) -> None:
+        """Work on a batch to its end."""
+        try:
+            if batch.state == "cancelling":
+                await self._end(batch, "cancelled")
+            else:
+                await self._work(batch)
+        except ApiError as error:
+            log.warning("batch_interrupted", batch=batch.batch_id, reason=error.message)
+        except Exception as error:  # A defect here is its batch's alone.
+            log.error("batch_failed", exc_info=error)
+            await self._fail(batch, [{"code": "internal_error", "message": internal_error().message}])
+
+    async def _work(self, batch: StoredBatch) -> None:
+        identity = self._identify(batch.caller)
+        content = await self._store.read(batch.caller, partial(batches.input_of, found=batch))
+        if identity is None or content is None:
+            reason = "The API key of this batch is not valid any more" if content is not None else "Its file is gone"
+            await self._fail(batch, [{"code": "cannot_go_on", "message": reason}])
+            return
+        jobs = await asyncio.to_thread(read_lines, content, batch.path)
+        if problems := [job.problem for job in jobs if job.problem is not None]:
+            errors = [{"code": "invalid_line", "message": problem} for problem in problems[: limits.MAX_BATCH_ERRORS]]
+            await self._fail(batch, errors)
+            return
+        begin = partial(
+            batches.move, batch_id=batch.batch_id, before=("validating", "in_progress"), state="in_progress"
+        )
+        if not await self._store.write(batch.caller, partial(begin, field="in_progress", total=len(jobs))):
+            return  # it was cancelled meanwhile
+        done = await self._store.read(batch.caller, partial(batches.answered, batch_id=batch.batch_id))
+        left = iter([job for job in jobs if job.number not in done])
+        ready = self._services.engine.ready
+        at_once = min(limits.BATCH_AT_ONCE, ready.max_num_seqs if ready is not None else 1)
+        try:
+            async with asyncio.timeout(max(0.0, batch.expires - time.time())), asyncio.TaskGroup() as group:
+                for _ in range(at_once):
+                    group.create_task(self._answer_all(batch, left, identity))
+        except TimeoutError:
+            await self._expire(batch, jobs)
+            return
+        except BaseExceptionGroup as error_group:
+            raise error_group.exceptions[0] from None
+        await self._end(batch, "completed")
+
+    async def _answer_all(self, batch: StoredBatch, jobs: Iterator[Job], identity: Identity) -> None:
+        for job in jobs:
+            wait_s = _FIRST_WAIT_S
+            while True:
+                request_id = secrets.token_hex(12)
+                status, body = await self._ask(job, identity, request_id)
+                if status not in _NOT_NOW:
+                    break
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
+            keep = partial(batches.add_result, batch_id=batch.batch_id, number=job.number)
+            line = result_line(job, response, None)
+            await self._store.write(batch.caller, partial(keep, line=line, failed=not 200 <= status < 300))
+
+    async def _ask(self, job: Job, identity: Identity, request_id: str) -> tuple[int, bytes]:
+        """Return status and body of a route's answer."""
+        status, parts = 500, [b""]
+        messages: list[Message] = [{"type": "http.request", "body": job.body, "more_body": False}]
+
+        async def receive() -> Message:
+            if messages:
+                return messages.pop()
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+        async def send(message: Message) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            parts.append(message.get("body", b""))
+
+        try:
+            await self._routes[job.path](_scope(job, identity, request_id), receive, send)
+        except ApiError as error:
+            return error.status, error.body()
+        except Exception as error:  # A defect here is its line's alone.
+            log.error("batch_line_failed", exc_info=error)
+            return 500, internal_error().body()
+        return status, b"".join(parts)
+
+    async def _expire(self, batch: StoredBatch, jobs: list[Job]) -> None:
+        """End a batch whose time is over; lines without an answer get an error."""
+        error = {"code": "batch_expired", "message": "The batch's time was over before this request was answered"}
+        done = await self._store.read(batch.caller, partial(batches.answered, batch_id=batch.batch_id))
+        for job in jobs:
+            if job.number not in done:
+                keep = partial(batches.add_result, batch_id=batch.batch_id, number=job.number)
+                await self._store.write(batch.caller, partial(keep, line=result_line(job, None, error), failed=True))
+        await self._end(batch, "expired")
+
+    async def _end(self, batch: StoredBatch, state: batches.BatchState) -> None:
+        await self._store.write(batch.caller, partial(batches.end, batch_id=batch.batch_id, state=state, field=state))
+
+    async def _fail(self, batch: StoredBatch, errors: list[dict[str, str]]) -> None:
+        told = msgspec.json.encode({"object": "list", "data": errors})
+        end = partial(batches.end, batch_id=batch.batch_id, state="failed", field="failed", errors=told)
+        await self._store.write(batch.caller, end)
+
+
+def read_lines(content: bytes, path: str) -> list[Job]:
+    """Return the job of every line that is not blank; all must be for one route."""
+    seen: set[str] = set()
+    lines = enumerate(content.split(b"\n"), start=1)
+    jobs = [_checked(read_job(number, line, seen), path) for number, line in lines if line.strip()]
+    if not jobs:
+        return [Job(0, problem="the file holds no request")]
+    if len(jobs) > limits.MAX_BATCH_LINES:
+        return [Job(0, problem=f"a batch takes at most {limits.MAX_BATCH_LINES} requests")]
+    return jobs
+
+
+def _checked(job: Job, path: str) -> Job:
+    if job.problem is None and job.path != path:
+        return Job(job.number, problem=f"line {job.number}: `url` must be the batch's `endpoint`, {path}")
+    if job.problem is None and path == "/v1/responses" and msgspec.json.decode(job.body).get("background"):
+        return Job(job.number, problem=f"line {job.number}: `background` is for one answer, not for a batch")
+    return job
+
+
+def _scope(job: Job, identity: Identity, request_id: str) -> Scope:
+    """Return the scope of a request as the layers around the routes would have made it."""
+    state: dict[str, Any] = {
+        "identity": identity,
+        "request_id": request_id,
+        "log": {},
+        "arrival": time.monotonic(),
+        "error_body": lambda error: error.body(),
+        "is_batch": True,
+    }
+    return {
+        "type": "http",
+        "http_version": "1.1",
+        "method": "POST",
+        "path": job.path,
+        "headers": [(b"content-type", b"application/json")],
+        "extensions": {},
+        "state": state,
+    }
+
+
+async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)

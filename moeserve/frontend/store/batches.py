@@ -1,0 +1,209 @@
+"""Files that callers upload, and batches of requests in them, with an answer for each line."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+from moeserve.frontend import limits
+from moeserve.frontend.store.jobs import NoRoom
+from moeserve.frontend.store.shelves import Shelf, is_overfull
+
+FILE_PREFIX, BATCH_PREFIX = "file-", "batch_"
+BatchState = Literal[
+    "validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"
+]
+OPEN = ("validating", "in_progress", "finalizing", "cancelling")
+_OPEN = "state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredFile:
+    """created: UNIX time."""
+
+    file_id: str
+    name: str
+    purpose: str
+    created: int
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoredBatch:
+    """A batch. metadata, errors: JSON. times: UNIX times by the field of the API, as JSON. total: its lines, once they
+    are known."""
+
+    batch_id: str
+    caller: bytes
+    state: BatchState
+    path: str
+    input_file: str
+    created: int
+    expires: int
+    metadata: bytes
+    times: str
+    errors: bytes | None
+    total: int
+    output_file: str | None
+    error_file: str | None
+
+
+_COLUMNS = """id, caller, state, path, input_file, created, expires, metadata, times, errors, total, output_file,
+              error_file"""
+
+
+def add_file(shelf: Shelf, name: str, purpose: str, content: bytes) -> StoredFile:
+    """Keep a file. Raises NoRoom."""
+    if len(files(shelf)) >= limits.MAX_FILES_PER_KEY:
+        raise NoRoom
+    made = StoredFile(FILE_PREFIX + secrets.token_hex(12), name, purpose, int(shelf.now), len(content))
+    shelf.add(made.file_id, len(content))
+    shelf.db.execute(
+        "INSERT INTO files(id, name, purpose, created, content) VALUES (?, ?, ?, ?, ?)",
+        (made.file_id, name, purpose, made.created, content),
+    )
+    shelf.make_room()
+    if not shelf.has(made.file_id) or is_overfull(shelf):
+        raise NoRoom
+    return made
+
+
+def file(shelf: Shelf, file_id: str) -> StoredFile | None:
+    if not shelf.has(file_id):
+        return None
+    query = "SELECT id, name, purpose, created, length(content) FROM files WHERE id = ?"
+    row = shelf.db.execute(query, (file_id,)).fetchone()
+    return None if row is None else StoredFile(*row)
+
+
+def files(shelf: Shelf) -> list[StoredFile]:
+    """Return the caller's files, the oldest first."""
+    query = """SELECT id, name, purpose, created, length(content) FROM files JOIN kept USING (id)
+               WHERE caller = ? AND NOT hidden ORDER BY created, files.rowid"""
+    return [StoredFile(*row) for row in shelf.db.execute(query, (shelf.caller,))]
+
+
+def content(shelf: Shelf, file_id: str) -> bytes | None:
+    if not shelf.has(file_id):
+        return None
+    row = shelf.db.execute("SELECT content FROM files WHERE id = ?", (file_id,)).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+def delete_file(shelf: Shelf, file_id: str) -> bool:
+    """Drop a file; return whether there was one. Batches that read it keep it until they end."""
+    if file(shelf, file_id) is None:
+        return False
+    shelf.drop(file_id)
+    return True
+
+
+def add_batch(
+    shelf: Shelf, owner: str, path: str, input_file: str, expires: int, metadata: bytes
+) -> StoredBatch | None:
+    """Enter a batch of a file that the caller has; return None where too many of the caller's are open."""
+    counted = f"SELECT count(*) FROM batches WHERE caller = ? AND {_OPEN}"
+    if shelf.db.execute(counted, (shelf.caller,)).fetchone()[0] >= limits.MAX_OPEN_BATCHES_PER_KEY:
+        return None
+    batch_id = BATCH_PREFIX + secrets.token_hex(12)
+    shelf.add(batch_id, len(metadata), needs=input_file, busy=True)
+    shelf.db.execute(
+        """INSERT INTO batches(id, caller, owner, state, path, input_file, created, expires, metadata)
+           VALUES (?, ?, ?, 'validating', ?, ?, ?, ?, ?)""",
+        (batch_id, shelf.caller, owner, path, input_file, int(shelf.now), expires, metadata),
+    )
+    return batch(shelf, batch_id)
+
+
+def batch(shelf: Shelf, batch_id: str) -> StoredBatch | None:
+    query = f"SELECT {_COLUMNS} FROM batches WHERE id = ? AND caller = ?"
+    row = shelf.db.execute(query, (batch_id, shelf.caller)).fetchone()
+    return None if row is None else StoredBatch(*row)
+
+
+def batches(shelf: Shelf) -> list[StoredBatch]:
+    """Return the caller's batches, the oldest first."""
+    query = f"SELECT {_COLUMNS} FROM batches WHERE caller = ? ORDER BY created, rowid"
+    return [StoredBatch(*row) for row in shelf.db.execute(query, (shelf.caller,))]
+
+
+def counts(shelf: Shelf, batch_id: str) -> tuple[int, int]:
+    """Return how many lines of a batch have succeeded and failed."""
+    query = "SELECT coalesce(sum(NOT failed), 0), coalesce(sum(failed), 0) FROM batch_results WHERE batch = ?"
+    succeeded, failed = shelf.db.execute(query, (batch_id,)).fetchone()
+    return succeeded, failed
+
+
+def move(
+    shelf: Shelf, batch_id: str, before: Collection[str], state: BatchState, field: str, *, total: int | None = None
+) -> bool:
+    """Bring a batch from one of some states into another, and note the time; return False from any other state."""
+    now = int(shelf.now)
+    moved = shelf.db.execute(
+        f"""UPDATE batches SET state = ?, times = json_set(times, ?, ?), total = coalesce(?, total)
+            WHERE id = ? AND state IN ({",".join("?" * len(before))})""",
+        (state, f"$.{field}", now, total, batch_id, *before),
+    )
+    return moved.rowcount > 0
+
+
+def add_result(shelf: Shelf, batch_id: str, number: int, line: bytes, *, failed: bool) -> None:
+    """Note the answer to a line of an open batch, unless there is one."""
+    added = shelf.db.execute(
+        f"""INSERT OR IGNORE INTO batch_results(batch, number, line, failed)
+            SELECT id, ?, ?, ? FROM batches WHERE id = ? AND {_OPEN}""",
+        (number, line, failed, batch_id),
+    )
+    if added.rowcount:
+        shelf.grow(batch_id, len(line))
+
+
+def answered(shelf: Shelf, batch_id: str) -> set[int]:
+    """Return the numbers of the lines that have an answer."""
+    return {number for (number,) in shelf.db.execute("SELECT number FROM batch_results WHERE batch = ?", (batch_id,))}
+
+
+def end(shelf: Shelf, batch_id: str, state: BatchState, field: str, errors: bytes | None = None) -> None:
+    """End an open batch: its answers become files, successes and failures apart, in the order of the lines."""
+    if not move(shelf, batch_id, OPEN, state, field):
+        return
+    made: dict[bool, str | None] = {}
+    for failed in (False, True):
+        query = "SELECT line FROM batch_results WHERE batch = ? AND failed = ? ORDER BY number"
+        lines = [bytes(line) for (line,) in shelf.db.execute(query, (batch_id, failed))]
+        ending = "error" if failed else "output"
+        made[failed] = None
+        if lines:
+            row = (FILE_PREFIX + secrets.token_hex(12), f"{batch_id}_{ending}.jsonl", b"".join(lines))
+            shelf.add(row[0], len(row[2]))
+            shelf.db.execute(
+                "INSERT INTO files(id, name, purpose, created, content) VALUES (?, ?, 'batch_output', ?, ?)",
+                (row[0], row[1], int(shelf.now), row[2]),
+            )
+            made[failed] = row[0]
+    ready = (made[False], made[True], errors, batch_id)
+    shelf.db.execute("UPDATE batches SET output_file = ?, error_file = ?, errors = ? WHERE id = ?", ready)
+    shelf.db.execute("UPDATE kept SET busy = 0, used = ? WHERE id = ?", (shelf.now, batch_id))
+
+
+def input_of(shelf: Shelf, found: StoredBatch) -> bytes | None:
+    """Return the content of a batch's input file, also where the caller has dropped that meanwhile."""
+    row = shelf.db.execute("SELECT content FROM files WHERE id = ?", (found.input_file,)).fetchone()
+    return None if row is None else bytes(row[0])
+
+
+def open_ones(shelf: Shelf) -> dict[str, tuple[str, str]]:
+    """Return owner and state of every open batch."""
+    found = shelf.db.execute(f"SELECT id, owner, state FROM batches WHERE {_OPEN}")
+    return {batch_id: (owner, state) for batch_id, owner, state in found}
+
+
+def adopt(shelf: Shelf, batch_ids: Collection[str], owner: str) -> list[StoredBatch]:
+    """Give an owner batches, as far as they are open; return them."""
+    found = []
+    for batch_id in batch_ids:
+        query = f"UPDATE batches SET owner = ? WHERE id = ? AND {_OPEN} RETURNING {_COLUMNS}"
+        found += [StoredBatch(*row) for row in shelf.db.execute(query, (owner, batch_id)).fetchall()]
+    return found

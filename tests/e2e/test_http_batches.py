@@ -1,0 +1,135 @@
+"""`/v1/files` and `/v1/batches` over real HTTP from a frontend whose engine follows a script, by the openai package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+from openai import OpenAI
+
+from moeserve.plan import BACKGROUND_PRIORITY
+from moeserve.wire import Abort, Generate
+from tests.support.fake_engine import admit_only, say
+from tests.support.frontend import Frontend, frontend
+from tests.support.service import wait_until
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    with frontend(tmp_path_factory.mktemp("frontend"), api_key=("first", "second")) as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Frontend) -> Iterator[OpenAI]:
+    server.engine.received.clear()
+    server.engine.script = say("Hello")
+    with OpenAI(base_url=server.url + "/v1", api_key="first", max_retries=0, timeout=20) as client:
+        yield client
+
+
+def line(name: str, **fields: Any) -> str:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": name}], "max_tokens": 8, **fields}
+    return json.dumps({"custom_id": name, "method": "POST", "url": "/v1/chat/completions", "body": body})
+
+
+def begun(client: OpenAI, *lines: str) -> Any:
+    file = client.files.create(file=("in.jsonl", "\n".join(lines).encode()), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h", metadata={"a": "b"}
+    )
+
+
+def ended(client: OpenAI, batch: Any) -> Any:
+    wait_until(
+        lambda: client.batches.retrieve(batch.id).status in ("completed", "failed", "cancelled", "expired"), timeout=30
+    )
+    return client.batches.retrieve(batch.id)
+
+
+def results(client: OpenAI, file_id: str) -> dict[str, Any]:
+    lines = client.files.content(file_id).text.splitlines()
+    found = {entry["custom_id"]: entry for entry in map(json.loads, lines)}
+    assert len(found) == len(lines)
+    return found
+
+
+def test_a_batch_has_an_answer_for_each_line(server: Frontend, client: OpenAI) -> None:
+    batch = begun(client, line("a"), line("b"), line("bad", temperature=9))
+    assert (batch.status, batch.metadata) == ("validating", {"a": "b"})
+    batch = ended(client, batch)
+    assert batch.status == "completed"
+    assert (batch.request_counts.total, batch.request_counts.completed, batch.request_counts.failed) == (3, 2, 1)
+    answers = results(client, batch.output_file_id)
+    assert answers.keys() == {"a", "b"}
+    assert answers["a"]["response"]["status_code"] == 200
+    assert answers["a"]["response"]["body"]["choices"][0]["message"]["content"] == "Hello"
+    refused = results(client, batch.error_file_id)
+    assert refused["bad"]["response"]["status_code"] == 400
+    assert refused["bad"]["response"]["body"]["error"]["param"] == "temperature"
+    assert {generate.priority for generate in server.engine.of(Generate)} == {BACKGROUND_PRIORITY}
+    assert batch.id in [one.id for one in client.batches.list()]
+
+
+def test_a_file_with_lines_that_are_no_requests_fails_as_a_whole(server: Frontend, client: OpenAI) -> None:
+    other = line("b").replace("/v1/chat/completions", "/v1/completions")
+    batch = ended(client, begun(client, line("a"), "{}", line("a"), other, line("c", stream=True)))
+    assert batch.status == "failed"
+    assert [error.message[:6] for error in batch.errors.data] == ["line 2", "line 3", "line 4", "line 5"]
+    assert server.engine.of(Generate) == []
+
+
+def test_a_cancelled_batch_asks_no_more(server: Frontend, client: OpenAI) -> None:
+    server.engine.script = admit_only
+    batch = begun(client, *[line(str(number)) for number in range(30)])
+    server.engine.wait_for(Generate)
+    assert client.batches.cancel(batch.id).status in ("cancelling", "cancelled")
+    server.engine.wait_for(Abort)
+    batch = ended(client, batch)
+    assert (batch.status, batch.output_file_id) == ("cancelled", None)
+    assert client.batches.cancel(batch.id).status == "cancelled"
+
+
+def test_files_are_kept_listed_and_dropped(client: OpenAI) -> None:
+    content = b'{"a": 1}\r\n--x\r\n\r\n\x00\xff'
+    made = client.files.create(file=('a "b".jsonl', content), purpose="batch")
+    assert (made.bytes, made.purpose, made.status) == (len(content), "batch", "processed")
+    assert client.files.retrieve(made.id) == made
+    assert client.files.content(made.id).read() == content
+    assert made.id in [one.id for one in client.files.list(purpose="batch")]
+    assert client.files.delete(made.id).deleted
+    with pytest.raises(openai.NotFoundError):
+        client.files.content(made.id)
+
+
+def test_other_keys_find_neither(server: Frontend, client: OpenAI) -> None:
+    batch = ended(client, begun(client, line("a")))
+    with OpenAI(base_url=server.url + "/v1", api_key="second", max_retries=0) as other:
+        for look in (
+            lambda: other.files.retrieve(batch.input_file_id),
+            lambda: other.files.content(batch.output_file_id),
+            lambda: other.batches.retrieve(batch.id),
+            lambda: other.batches.cancel(batch.id),
+            lambda: other.batches.create(
+                input_file_id=batch.input_file_id, endpoint="/v1/chat/completions", completion_window="24h"
+            ),
+        ):
+            with pytest.raises(openai.NotFoundError):
+                look()
+        assert list(other.files.list()) == list(other.batches.list()) == []
+
+
+def test_what_cannot_be_done_is_refused(server: Frontend, client: OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="purpose"):
+        client.files.create(file=b"x", purpose="vision")
+    file = client.files.create(file=("in.jsonl", b"{}"), purpose="batch")
+    with pytest.raises(openai.BadRequestError, match="endpoint"):
+        client.batches.create(input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h")
+    with pytest.raises(openai.BadRequestError, match="24h"):
+        client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")  # type: ignore[arg-type]
+    headers = {"authorization": "Bearer first", "content-type": "multipart/form-data; boundary=b"}
+    assert server.http.post("/v1/files", content=b"--b\r\nno end", headers=headers).status_code == 400
+    assert server.http.post("/v1/files", json={}, headers={"authorization": "Bearer first"}).status_code == 415
