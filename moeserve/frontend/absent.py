@@ -19,7 +19,6 @@ _ELSEWHERE = (
         f"{_TEXT_ALONE}: for images run a server for them beside this one, such as stable-diffusion.cpp's `sd-server`, "
         "and give clients its address for them",
     ),
-    (("/v1/batches", "/v1/files"), "There are no batches over HTTP here: `moeserve run-batch` answers a file of them"),
     (
         ("/api/chat", "/api/generate", "/api/tags", "/api/show"),
         "Ollama's API is not served here: set clients to OpenAI's, at /v1",

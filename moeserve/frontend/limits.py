@@ -90,6 +90,7 @@ MAX_FILE_NAME_CHARS = 255
 MAX_OPEN_BATCHES_PER_KEY = 64
 MAX_BATCH_LINES = 50_000
 MAX_BATCH_ERRORS = 50  # that a batch tells which has lines that are no requests
+BATCHES_AT_ONCE = 4  # of one HTTP process, and one of each key
 BATCH_AT_ONCE = 16  # requests of one batch
 # How long a key is known after its answer was complete.
 IDEMPOTENCY_KEY_S = 24 * 3600.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -149,3 +150,65 @@ def test_a_restarted_service_goes_on(model: Path, tmp_path: Path, undisturbed: s
         seen += list(rest)
     assert [event.sequence_number for event in seen] == list(range(len(seen)))
     assert seen[-1].response.output_text == undisturbed
+
+
+LINES = {str(number): {"prompt": f"{number} upon a time", "max_tokens": 60, "ignore_eos": True} for number in range(24)}
+
+
+def batch_file() -> bytes:
+    lines = (
+        {
+            "custom_id": name,
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"model": "m", "temperature": 0, **body},
+        }
+        for name, body in LINES.items()
+    )
+    return "\n".join(map(json.dumps, lines)).encode()
+
+
+def begun_batch(client: OpenAI) -> str:
+    file = patiently(lambda: client.files.create(file=("in.jsonl", batch_file()), purpose="batch"))
+    make = client.batches.create
+    batch = patiently(lambda: make(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"))
+    return str(batch.id)
+
+
+def texts_of(client: OpenAI, batch_id: str) -> dict[str, str]:
+    """Wait for the end of a batch; return the texts of its answers."""
+    wait_until(lambda: patiently(lambda: client.batches.retrieve(batch_id)).status == "completed", timeout=100)
+    batch = patiently(lambda: client.batches.retrieve(batch_id))
+    assert (batch.request_counts.completed, batch.error_file_id) == (len(LINES), None)
+    lines = [
+        json.loads(line) for line in patiently(lambda: client.files.content(batch.output_file_id)).text.splitlines()
+    ]
+    assert sorted(line["custom_id"] for line in lines) == sorted(LINES)
+    return {line["custom_id"]: line["response"]["body"]["choices"][0]["text"] for line in lines}
+
+
+def num_answered(client: OpenAI, batch_id: str) -> int:
+    return int(patiently(lambda: client.batches.retrieve(batch_id)).request_counts.completed)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 6))])
+def test_a_batch_is_answered_once_over_deaths(running: Service, model: Path, tmp_path: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    with client_of(running) as client:
+        undisturbed = texts_of(client, begun_batch(client))
+        batch_id = begun_batch(client)
+        for at in sorted(draw.sample(range(1, 20), 3)):
+            wait_until(lambda at=at: num_answered(client, batch_id) >= at, timeout=60)
+            strike(running, draw.choice(("worker", "frontend", "frontend 1")))
+        assert texts_of(client, batch_id) == undisturbed
+    wait_until(lambda: len(children_of(running.process.pid)) == 3, timeout=60)
+    if seed:
+        return
+    store = ("--response-store", str(tmp_path / "store"))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    with service(model, tmp_path / "a", *SETTINGS, *store) as first, client_of(first) as client:
+        batch_id = begun_batch(client)
+        wait_until(lambda: num_answered(client, batch_id) >= 1)
+    with service(model, tmp_path / "b", *SETTINGS, *store) as second, client_of(second) as client:
+        assert texts_of(client, batch_id) == undisturbed

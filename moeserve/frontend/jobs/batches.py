@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
@@ -50,6 +51,8 @@ class Batches:
         self._owner = owner
         self._identify = identify
         self._routes = routes
+        self._turns: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._places = asyncio.Semaphore(limits.BATCHES_AT_ONCE)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._looking: asyncio.Task[None] | None = None
 
@@ -100,7 +103,8 @@ class Batches:
             if batch.state == "cancelling":
                 await self._end(batch, "cancelled")
             else:
-                await self._work(batch)
+                async with self._turns[batch.caller], self._places:
+                    await self._work(batch)
         except ApiError as error:
             log.warning("batch_interrupted", batch=batch.batch_id, reason=error.message)
         except Exception as error:  # A defect here is its batch's alone.

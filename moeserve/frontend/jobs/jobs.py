@@ -18,7 +18,7 @@ from moeserve.frontend.prepare.messages import Kind, Prepared
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs
-from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, Status, StoredJob, TooManyJobs
+from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, OpenJob, Status, StoredJob, TooManyJobs
 from moeserve.frontend.store.store import Store
 from moeserve.plan import Terms
 
@@ -85,7 +85,7 @@ class Jobs:
             raise unavailable("The response store is full of requests that have not ended", "store_full", 5.0) from None
         job = StoredJob(answer_id, caller, packed)
         if not self._runner.has(answer_id):
-            self._runner.begin(job, record, terms)
+            self._runner.begin(OpenJob(answer_id, caller), terms, is_patient=detached)
         return job
 
     async def named(self, caller: bytes, name: Name) -> StoredJob | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 
 import structlog
@@ -21,7 +21,7 @@ from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.http import ApiError, internal_error
 from moeserve.frontend.jobs.journal import JobEnded, Journal
 from moeserve.frontend.jobs.owners import Owner
-from moeserve.frontend.jobs.record import JobRecord, pack_failure, reader_of, unpack_entries, unpack_record
+from moeserve.frontend.jobs.record import pack_failure, reader_of, unpack_entries, unpack_record
 from moeserve.frontend.jobs.replay import Replay
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.relay.progress import Progress
@@ -29,7 +29,7 @@ from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
 from moeserve.frontend.relay.writing import completed
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
-from moeserve.frontend.store.jobs import StoredJob
+from moeserve.frontend.store.jobs import OpenJob
 from moeserve.frontend.store.shelves import Shelf
 from moeserve.frontend.store.store import Store
 from moeserve.plan import FinishReason, Terms
@@ -76,7 +76,7 @@ class Runner:
         self._identify = identify
         self._reader = reader_of(services.run)
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._detached: set[str] = set()
+        self._patient: set[str] = set()
         self._places: defaultdict[bytes, asyncio.Semaphore] = defaultdict(self._make_places)
         self._looking: asyncio.Task[None] | None = None
 
@@ -95,12 +95,13 @@ class Runner:
         """Return whether this process runs the job."""
         return job_id in self._tasks
 
-    def begin(self, job: StoredJob, record: JobRecord, terms: Terms | None = None) -> None:
-        """Run a job. terms: of its client's request, None for one that somebody has run before."""
-        task = asyncio.create_task(self._run(job, record, terms))
+    def begin(self, job: OpenJob, terms: Terms | None, *, is_patient: bool) -> None:
+        """Run a job. terms: of its client's request, None for one that somebody has run before. is_patient: it waits
+        for a place, and nobody waits for it."""
+        task = asyncio.create_task(self._run(job, terms, is_patient))
         self._tasks[job.job_id] = task
-        if record.is_detached:
-            self._detached.add(job.job_id)
+        if is_patient:
+            self._patient.add(job.job_id)
         task.add_done_callback(partial(self._forget, job.job_id))
 
     def withdraw(self, job_id: str) -> None:
@@ -110,7 +111,7 @@ class Runner:
 
     def _forget(self, job_id: str, task: asyncio.Task[None]) -> None:
         self._tasks.pop(job_id, None)
-        self._detached.discard(job_id)
+        self._patient.discard(job_id)
         self._journal.ring(job_id)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("job_failed", job=job_id, exc_info=error)
@@ -140,7 +141,7 @@ class Runner:
                 self.withdraw(job_id)
         if self._services.is_draining:
             if self._services.run.response_store is not None:
-                for job_id in list(self._detached):
+                for job_id in list(self._patient):
                     self.withdraw(job_id)
             return
         dead = [name for name in owners if self._owner.is_dead(name)]
@@ -149,27 +150,24 @@ class Runner:
             adopt = partial(jobs.adopt, dead=dead, left=left, owner=self._owner.name)
             for job in await self._store.write(b"", adopt):
                 if not self.has(job.job_id):
-                    self.begin(job, unpack_record(job.record))
+                    self.begin(job, None, is_patient=True)
 
     # Running.
 
-    async def _run(self, job: StoredJob, record: JobRecord, terms: Terms | None) -> None:
+    async def _run(self, job: OpenJob, terms: Terms | None, is_patient: bool) -> None:
         """Work until the job has ended, or until this process is to leave it to another one."""
         wait_s = _FIRST_WAIT_S
         while True:
             try:
-                if record.is_detached or terms is None:
-                    async with self._places[job.caller]:
-                        await self._attempt(job, record, terms)
-                else:
-                    await self._attempt(job, record, terms)
+                async with self._places[job.caller] if is_patient else nullcontext():
+                    await self._attempt(job, terms)
                 return
             except JobEnded:
                 return
             except ApiError as error:
                 if self._services.is_draining or self._services.engine.dead_reason is not None:
                     return
-                if error.status != 503 or (not record.is_detached and terms is not None):
+                if error.status != 503 or not is_patient:
                     await self._fail(job, error)
                     return
             except Exception as error:  # A defect here is its request's alone.
@@ -179,9 +177,13 @@ class Runner:
             await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
-    async def _attempt(self, job: StoredJob, record: JobRecord, terms: Terms | None) -> None:
+    async def _attempt(self, job: OpenJob, terms: Terms | None) -> None:
         """Go on with a job to its end. Raises ApiError, JobEnded."""
         services = self._services
+        stored = await self._store.read(job.caller, partial(jobs.find, job_id=job.job_id))
+        if stored is None:
+            raise JobEnded
+        record = unpack_record(stored.record)
         identity = self._identify(job.caller)
         if record.reader != self._reader:
             raise _OTHER_SERVICE
@@ -212,7 +214,7 @@ class Runner:
                 await self._follow(job, replay, group, past)
         await self._complete(job, replay)
 
-    async def _follow(self, job: StoredJob, replay: Replay, group: RequestGroup, past: Past | None) -> None:
+    async def _follow(self, job: OpenJob, replay: Replay, group: RequestGroup, past: Past | None) -> None:
         """Take the group's outputs into the journal, to the end of every choice."""
         progress = Progress(
             self._services.metrics, asyncio.get_running_loop().time(), replay.prepared.request.num_choices
@@ -258,7 +260,7 @@ class Runner:
                 return
             number = found.number
 
-    async def _complete(self, job: StoredJob, replay: Replay) -> None:
+    async def _complete(self, job: OpenJob, replay: Replay) -> None:
         """Say that a job is done, and keep its response, at once."""
         ended_at = self._store.now()
         replay.end_at(ended_at)
@@ -274,7 +276,7 @@ class Runner:
 
         await self._store.write(job.caller, end)
 
-    async def _fail(self, job: StoredJob, error: ApiError) -> None:
+    async def _fail(self, job: OpenJob, error: ApiError) -> None:
         fail = partial(jobs.end, job_id=job.job_id, state="failed", failure=pack_failure(error))
         with suppress(ApiError):
             await self._store.write(job.caller, fail)

@@ -28,11 +28,19 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job as the store has it. record: `moeserve.frontend.jobs.record`. ended_at: UNIX time."""
+    """A job as the store has it. record: `moeserve.frontend.jobs.record`."""
 
     job_id: str
     caller: bytes
     record: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenJob:
+    """A job that waits or runs: without its record, for there may be many that wait."""
+
+    job_id: str
+    caller: bytes
     tries: int = 0
 
 
@@ -111,10 +119,10 @@ def _named(shelf: Shelf, name: Name) -> NameTaken | None:
 def find(shelf: Shelf, job_id: str) -> StoredJob | None:
     """Return a job of the caller's, None for an unknown one."""
     row = shelf.db.execute(
-        "SELECT record, tries FROM jobs JOIN kept USING (id) WHERE id = ? AND jobs.caller = ? AND NOT hidden",
+        "SELECT record FROM jobs JOIN kept USING (id) WHERE id = ? AND jobs.caller = ? AND NOT hidden",
         (job_id, shelf.caller),
     ).fetchone()
-    return None if row is None else StoredJob(job_id, shelf.caller, bytes(row[0]), row[1])
+    return None if row is None else StoredJob(job_id, shelf.caller, bytes(row[0]))
 
 
 def status(shelf: Shelf, job_id: str) -> Status | None:
@@ -202,16 +210,16 @@ def open_of(shelf: Shelf, owner: str) -> set[str]:
     return {job_id for (job_id,) in found}
 
 
-def adopt(shelf: Shelf, dead: Collection[str], left: Collection[str], owner: str) -> list[StoredJob]:
+def adopt(shelf: Shelf, dead: Collection[str], left: Collection[str], owner: str) -> list[OpenJob]:
     """Give an owner all open jobs of dead ones, and those of its own that it has `left`; return them, oldest first."""
     job_ids = [job_id for other in dead for job_id in open_of(shelf, other)] + [*left]
     for job_id in job_ids:
         shelf.db.execute("UPDATE jobs SET owner = ?, tries = tries + 1 WHERE id = ?", (owner, job_id))
     found = []
     for job_id in job_ids:
-        query = "SELECT rowid, caller, record, tries FROM jobs WHERE id = ? AND state = 'open'"
+        query = "SELECT rowid, caller, tries FROM jobs WHERE id = ? AND state = 'open'"
         if (row := shelf.db.execute(query, (job_id,)).fetchone()) is not None:
-            found.append((row[0], StoredJob(job_id, bytes(row[1]), bytes(row[2]), row[3])))
+            found.append((row[0], OpenJob(job_id, bytes(row[1]), row[2])))
     return [job for _, job in sorted(found, key=lambda one: one[0])]
 
 
