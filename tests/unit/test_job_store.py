@@ -1,0 +1,124 @@
+"""Jobs and batches in the store: one end each, adopted once, bounded, keys of clients known for a time."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from moeserve.frontend import limits
+from moeserve.frontend.store import batches, jobs
+from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, TooManyJobs
+from moeserve.frontend.store.schema import VERSION, connect, prepare
+from moeserve.frontend.store.shelves import Bounds, Shelf
+from tests.support.stores import shelves
+
+MakeShelf = Callable[..., Shelf]
+NAME = Name(b"key", b"content")
+
+
+@pytest.fixture
+def shelf(tmp_path: Path) -> Iterator[MakeShelf]:
+    with shelves(tmp_path) as make:
+        yield make
+
+
+def create(shelf: Shelf, job_id: str, owner: str = "me", name: Name | None = None) -> None:
+    jobs.create(shelf, job_id, b"record", owner, None, name)
+
+
+def test_a_job_ends_once_and_its_journal_with_it(shelf: MakeShelf) -> None:
+    create(shelf(), "a")
+    assert jobs.append(shelf(), "me", {"a": b"one"}) == set()
+    assert jobs.append(shelf(), "other", {"a": b"no"}) == {"a"}
+    assert jobs.end(shelf(), "a", "cancelled")
+    assert not jobs.end(shelf(), "a", "done")
+    assert jobs.append(shelf(), "me", {"a": b"late"}) == {"a"}
+    found = jobs.news(shelf(), "a", -1)
+    assert found is not None
+    assert (found.rows, found.status.state, found.is_whole) == ([b"one"], "cancelled", True)
+
+
+def test_open_jobs_of_the_dead_are_adopted_once_and_tries_count_until_there_is_progress(shelf: MakeShelf) -> None:
+    for job_id in ("a", "b"):
+        create(shelf(), job_id, "dead")
+    jobs.end(shelf(), "b", "done")
+    assert [(job.job_id, job.tries) for job in jobs.adopt(shelf(), {"dead"}, (), "me")] == [("a", 1)]
+    assert jobs.adopt(shelf(), {"dead"}, (), "late") == []
+    assert [job.tries for job in jobs.adopt(shelf(), (), {"a"}, "me")] == [2]
+    jobs.append(shelf(), "me", {"a": b"one"})
+    assert [job.tries for job in jobs.adopt(shelf(), {"me"}, (), "next")] == [1]
+
+
+def test_a_key_names_one_request_of_one_caller_until_that_fails_or_is_old(shelf: MakeShelf) -> None:
+    create(shelf(), "a", name=NAME)
+    with pytest.raises(NameTaken) as same:
+        create(shelf(), "b", name=NAME)
+    assert same.value.job_id == "a"
+    with pytest.raises(NameTaken) as another:
+        jobs.named(shelf(), Name(NAME.key, b"else"))
+    assert another.value.job_id is None
+    assert jobs.named(shelf(b"other caller"), NAME) is None
+    jobs.end(shelf(), "a", "failed", failure=b"x")
+    assert jobs.named(shelf(), NAME) is None
+    create(shelf(), "c", name=NAME)
+    jobs.end(shelf(), "c", "done", at=100.0)
+    jobs.drop_old_names(shelf(now=99.0 + limits.IDEMPOTENCY_KEY_S))
+    assert jobs.named(shelf(), NAME) == "c"
+    jobs.drop_old_names(shelf(now=101.0 + limits.IDEMPOTENCY_KEY_S))
+    assert jobs.named(shelf(), NAME) is None
+    assert jobs.find(shelf(), "c") is None
+
+
+def test_a_caller_has_so_many_open_jobs(shelf: MakeShelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "MAX_OPEN_JOBS_PER_KEY", 2)
+    for job_id in ("a", "b"):
+        create(shelf(), job_id)
+    with pytest.raises(TooManyJobs):
+        create(shelf(), "c")
+    create(shelf(b"other"), "d")
+    jobs.end(shelf(), "a", "done")
+    create(shelf(), "e")
+
+
+def test_what_runs_makes_no_room(tmp_path: Path) -> None:
+    with shelves(tmp_path, Bounds(5_000, 1e9)) as shelf:
+        create(shelf(), "a")
+        with pytest.raises(NoRoom):
+            jobs.create(shelf(), "b", b"x" * 4_000, "me", None, None)
+        assert jobs.find(shelf(), "a") is not None
+
+
+def test_answers_of_a_batch_count_once_and_end_as_files(shelf: MakeShelf) -> None:
+    file = batches.add_file(shelf(), "in", "batch", b"{}")
+    batch = batches.add_batch(shelf(), "me", "/v1/completions", file.file_id, 10**9, b"null")
+    assert batch is not None
+    for line, failed in ((b"first\n", False), (b"again\n", False)):
+        batches.add_result(shelf(), batch.batch_id, 2, line, failed=failed)
+    batches.add_result(shelf(), batch.batch_id, 1, b"bad\n", failed=True)
+    assert batches.delete_file(shelf(), file.file_id)
+    assert batches.input_of(shelf(), batch) == b"{}"
+    batches.end(shelf(), batch.batch_id, "completed", "completed")
+    batches.end(shelf(), batch.batch_id, "failed", "failed")
+    batches.add_result(shelf(), batch.batch_id, 3, b"late\n", failed=False)
+    found = batches.batch(shelf(), batch.batch_id)
+    assert found is not None
+    assert found.state == "completed"
+    assert (found.output_file, found.error_file) != (None, None)
+    assert batches.content(shelf(), found.output_file or "") == b"first\n"
+    assert batches.content(shelf(), found.error_file or "") == b"bad\n"
+    assert batches.content(shelf(b"other"), found.output_file or "") is None
+
+
+def test_an_older_file_gets_the_tables_that_came_later(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    prepare(path)
+    db = connect(path)
+    db.executescript("DROP TABLE batches; DROP TABLE idempotency; PRAGMA user_version = 1;")
+    db.close()
+    prepare(path)
+    with sqlite3.connect(path) as again:
+        assert again.execute("PRAGMA user_version").fetchone() == (VERSION,)
+        assert again.execute("SELECT count(*) FROM batches").fetchone() == (0,)
