@@ -138,3 +138,14 @@ def test_a_preflight_is_refused_in_words_that_name_the_setting(is_open: bool) ->
     assert (error.status, error.code) == (405, "cors_not_enabled")
     assert "--cors-allow-origin https://chat.example" in error.message
     assert refusal(method="OPTIONS", origins=("https://chat.example",)) is None
+
+
+def test_forms_are_for_files_and_no_foreign_page_sends_one() -> None:
+    form = {"host": "localhost", "content_type": "multipart/form-data; boundary=b", "content_length": "9"}
+    assert refusal(method="POST", path="/v1/files", **form) is None
+    refused = refusal(method="POST", path="/v1/batches", **form)
+    assert refused is not None
+    assert refused.status == 415
+    foreign = refusal(method="POST", path="/v1/files", origin="https://evil.example", **form)
+    assert foreign is not None
+    assert foreign.status == 403
