@@ -3,6 +3,7 @@
 # make quick                                                     while you work: lint, unit tests, one generation
 # make test                                                      the suite; make test-long for what takes longer
 # make test-clients [CLIENTS=...]                                real clients, each in its own environment
+# make test-routers                                              vllm-router and dynamo's indexer over two services
 # make pictures                                                  the README's pictures, from a demo that runs meanwhile
 # make gpu [PYTHON=python3] [OUT=DIR]                             on a GPU: the three below, one after the other
 # make gpu-test [TESTS=...] | gpu-bench | gpu-decode              kernels' tests, kernels, decode steps: ten minutes each
@@ -34,7 +35,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e pictures test-clients openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
@@ -113,6 +114,10 @@ kernels-long: venv
 # Installs real clients and runs them against the demo; docs/clients.md says what CLIENTS may be.
 test-clients: venv
 	@$(TIMED) $(RUN) -m tests.clients $(if $(filter --%,$(CLIENTS)),$(CLIENTS),$(if $(CLIENTS),--only $(CLIENTS)))
+
+# Installs routers of others, each in an environment of its own, and runs them over two services.
+test-routers: venv
+	@$(TIMED) $(RUN) -m pytest -n 0 -m long tests/routers
 
 # Chat and dashboard of a running demo, and a plot of what docs/benchmarks.md has. It needs a Chromium.
 pictures: venv

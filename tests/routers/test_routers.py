@@ -1,0 +1,191 @@
+"""Routers of others, unchanged and each in an environment of its own, over two services: `make test-routers`."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import pytest
+
+from moeserve.engine.ranks.meeting import create_keys
+from tests.clients.environments import Client, cache_folder, ensure_environment
+from tests.support.service import Service, service, wait_until
+from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+ROUTER = Client("vllm-router", "vllm-router", "pip", ("vllm-router==0.1.17",), "")
+INDEXER = Client(
+    "dynamo-indexer",
+    "dynamo.indexer",
+    "pip",
+    ("pydantic", "uvloop", "zstandard", "numpy"),
+    "",
+    no_deps=("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),
+)
+# It installs packages, so only `make test-routers` runs it.
+pytestmark = pytest.mark.long
+
+NUM_PROMPTS = 24
+PREFIX = 96  # tokens, in whole blocks
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def program(client: Client, folder: Path, *command: str, path: str) -> Iterator[httpx2.Client]:
+    """Run a program of an environment, with {port} in its command, until it answers at `path`."""
+    environment, port = ensure_environment(client, cache_folder()), free_port()
+    arguments = [part.format(port=port) for part in command]
+    log = folder / f"{client.name}.log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [str(environment.programs / arguments[0]), *arguments[1:]], stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
+            wait_until(lambda: _answers(http, path, process, log))
+            yield http
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _answers(http: httpx2.Client, path: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    assert process.poll() is None, log.read_text()[-3000:]
+    try:
+        return bool(http.get(path).status_code == 200)
+    except httpx2.TransportError:
+        return False
+
+
+def start(stack: ExitStack, model: Path, folder: Path, *settings: str) -> Service:
+    folder.mkdir()
+    return stack.enter_context(service(model, folder, *settings))
+
+
+def address(running: Service) -> str:
+    return str(running.http.base_url).rstrip("/")
+
+
+def prompt_of(number: int, tail: int = 0) -> list[int]:
+    return [3 + (number * 11 + i * (7 + number)) % 50 for i in range(PREFIX)] + [5 + (tail + i) % 40 for i in range(8)]
+
+
+def ask(http: httpx2.Client, prompt: list[int], **fields: Any) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 6, "temperature": 0, "logprobs": 1, "ignore_eos": True}
+    answer = http.post("/v1/completions", json=body | fields)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def cached(answer: dict[str, Any]) -> int:
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def bits(answer: dict[str, Any]) -> list[float]:
+    found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
+    return found
+
+
+def figure(running: Service, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:
+    create_keys(tmp_path / "kv.key")
+    settings = ("--kv-transfer-config", json.dumps({"key_file": str(tmp_path / "kv.key")}))
+    with ExitStack() as stack:
+        prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
+        command = ("vllm-router", "--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", "{port}")
+        workers = ("--prefill", address(prefills), "--decode", address(decodes))
+        router = stack.enter_context(program(ROUTER, tmp_path, *command, *workers, path="/health"))
+        for number in range(4):
+            alone = bits(ask(prefills.http, prompt_of(number), cache_salt="alone"))
+            answer = ask(router, prompt_of(number))
+            # The router replaces the cached tokens in `usage` by those of the service that computed the prompt.
+            assert bits(answer) == alone
+        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
+        wait_until(lambda: figure(prefills, "moeserve_kv_transfer_held_blocks") == 0)
+        messages = [{"role": "user", "content": "tell me of whales " * 8}]
+        chat = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
+        assert "[DONE]" in router.post("/v1/chat/completions", json=chat).text
+        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
+
+
+def replicas(stack: ExitStack, model: Path, folder: Path) -> list[Service]:
+    """Start two services that publish what they cache."""
+    settings = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
+    flags = ("--kv-events-config", json.dumps(settings))
+    return [start(stack, model, folder / name, *flags) for name in ("a", "b")]
+
+
+def source_of(running: Service) -> dict[str, str]:
+    found: dict[str, str] = running.http.get("/kv_event_sources").json()["0"]
+    return found
+
+
+def test_vllm_router_sends_prompts_to_the_replica_that_has_them(model: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        both = replicas(stack, model, tmp_path)
+        flags = ["--worker-urls", *map(address, both), "--kv-event-model", "m"]
+        for one in both:
+            source = source_of(one)
+            flags += ["--kv-event-source", f"{address(one)}={source['endpoint']}"]
+            flags += ["--kv-event-replay-source", f"{address(one)}={source['replay_endpoint']}"]
+        command = ("vllm-router", "--policy", "kv_aware", "--host", "127.0.0.1", "--port", "{port}", *flags)
+        router = stack.enter_context(program(ROUTER, tmp_path, *command, path="/health"))
+        for number in range(NUM_PROMPTS):
+            ask(both[number % 2].http, prompt_of(number))
+        # The router follows in its own time: one more prompt tells that it has got so far.
+        wait_until(lambda: cached(ask(router, prompt_of(NUM_PROMPTS - 1, 1))) == PREFIX)
+        found = [cached(ask(router, prompt_of(number, 2))) for number in range(NUM_PROMPTS)]
+        assert found == [PREFIX] * NUM_PROMPTS
+        # What one of them has dropped and the other one then has is looked for there.
+        assert both[0].http.delete("/v1/cache").status_code == 200
+        for number in range(0, NUM_PROMPTS, 2):
+            ask(both[1].http, prompt_of(number))
+        wait_until(lambda: cached(ask(router, prompt_of(NUM_PROMPTS - 2, 3))) == PREFIX)
+        found = [cached(ask(router, prompt_of(number, 4))) for number in range(NUM_PROMPTS)]
+        assert found == [PREFIX] * NUM_PROMPTS
+
+
+def test_the_indexer_of_dynamo_finds_what_each_replica_has(model: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        both = replicas(stack, model, tmp_path)
+        command = ("python", "-m", "dynamo.indexer", "--port", "{port}")
+        indexer = stack.enter_context(program(INDEXER, tmp_path, *command, path="/workers"))
+        for number, one in enumerate(both, 1):
+            source = source_of(one)
+            told = {"instance_id": number, "model_name": "m", "block_size": 16, "dp_rank": 0}
+            told |= {name: source[name] for name in ("endpoint", "replay_endpoint")}
+            assert indexer.post("/register", json=told).status_code == 201
+        for number in range(NUM_PROMPTS):
+            ask(both[number % 2].http, prompt_of(number))
+
+        def held(number: int) -> dict[str, int]:
+            body = {"model_name": "m", "token_ids": prompt_of(number)}
+            scores = indexer.post("/query", json=body).json()["scores"]
+            return {instance: tokens["0"] for instance, tokens in scores.items() if tokens.get("0")}
+
+        expected = [{str(1 + number % 2): PREFIX} for number in range(NUM_PROMPTS)]
+        wait_until(lambda: [held(number) for number in range(NUM_PROMPTS)] == expected)
+        assert both[0].http.delete("/v1/cache").status_code == 200
+        expected = [each if "2" in each else {} for each in expected]
+        wait_until(lambda: [held(number) for number in range(NUM_PROMPTS)] == expected)
