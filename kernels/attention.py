@@ -12,6 +12,7 @@ from kernels.attention_plan import AttentionPlan
 from kernels.cpu.attention import AttentionTiles, torch_attention
 from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.cpu.panels import LANES
+from kernels.kv_rows import KINDS, SCALE_BYTES, unpack_rows
 
 
 def paged_attention(
@@ -28,7 +29,8 @@ def paged_attention(
 
     The new tokens' own keys and values are in the pools already. A `window` counts the token itself. `sinks` [H] are
     logits of a key without value (gpt-oss). If values are a prefix of the keys, the caller passes the keys twice and
-    cuts the result.
+    cuts the result. Pools may keep rounded rows (`kernels.kv_rows`): those of bfloat16 are multiplied in float32; with
+    those of int8 the compiled kernel multiplies integers, to which it rounds queries and weights of 16 bits.
     """
     kernels = native_kernels()
     if kernels is not None and _native_computes(q, keys_pool, values_pool):
@@ -42,9 +44,14 @@ def paged_attention(
 def _native_computes(q: Tensor, keys_pool: Tensor, values_pool: Tensor) -> bool:
     return (
         q.device.type == "cpu"
-        and q.dtype == keys_pool.dtype == torch.float32
-        and keys_pool.shape[2] % LANES == values_pool.shape[2] % LANES == 0
+        and q.dtype == torch.float32
+        and keys_pool.dtype in KINDS
+        and q.shape[2] % LANES == _numbers_of_row(values_pool) % LANES == 0
     )
+
+
+def _numbers_of_row(pool: Tensor) -> int:
+    return pool.shape[2] - (SCALE_BYTES if pool.dtype == torch.int8 else 0)
 
 
 def _native_attention(
@@ -58,7 +65,8 @@ def _native_attention(
     sinks: Tensor | None,
 ) -> Tensor:
     num_rows, num_heads, key_dim = q.shape
-    num_kv_heads, num_slots, value_dim = values_pool.shape
+    num_kv_heads, num_slots, _ = values_pool.shape
+    value_dim = _numbers_of_row(values_pool)
     arrays = plan.arrays()
     out = q.new_empty((num_rows, num_heads, value_dim))
     kernels.attention(
@@ -70,6 +78,7 @@ def _native_attention(
         value_dim,
         keys_pool.data_ptr(),
         values_pool.data_ptr(),
+        KINDS[keys_pool.dtype],
         num_slots,
         plan.block_size,
         len(plan.chunks),
@@ -105,11 +114,13 @@ def paged_attention_reference(
 
     Causal attention of q [T, H, Dk] over pools [KV, num_slots, D]; returns [T, H, Dv], zeros where nothing is seen.
     Position p of sequence s lies in block `block_table[s, p // block_size]`. Without `query_starts` [S + 1] each of the
-    `seq_lens` [S] has one new token. Results of tokens of no sequence are 0.
+    `seq_lens` [S] has one new token. Results of tokens of no sequence are 0. Rounded rows of the pools are widened.
     """
     accurate = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // keys_pool.shape[0]
     starts = list(range(len(seq_lens) + 1)) if query_starts is None else query_starts.tolist()
+    if keys_pool.dtype == torch.int8:
+        keys_pool, values_pool = unpack_rows(keys_pool, accurate), unpack_rows(values_pool, accurate)
     out = q.new_zeros((*q.shape[:2], values_pool.shape[2]))
     for seq, length in enumerate(seq_lens.tolist()):
         count = starts[seq + 1] - starts[seq]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import NativeKernels, native_kernels
+from kernels.kv_rows import KINDS, pack_rows
 from kernels.norm import rms_norm_reference
 
 
@@ -26,11 +27,18 @@ def rotate_and_store(
 ) -> Tensor:
     """Store the keys and values of qkv [T, H + 2 KV, D] in the slots [T] (int64) of pools [KV, num_slots, D].
 
+    Pools of other dtypes than qkv keep rounded rows (`kernels.kv_rows`).
+
     Queries and keys are first normalised by `head_norms` (weights [D] for each), then rotated by cos, sin [T, R/2] as
     `apply_rotary` does. Returns the queries [T, H, D], which may be a view of qkv. Mutates the pools and qkv.
     """
     kernels = native_kernels()
-    if kernels is not None and qkv.device.type == "cpu" and qkv.dtype == cos.dtype == keys_pool.dtype == torch.float32:
+    if (
+        kernels is not None
+        and qkv.device.type == "cpu"
+        and qkv.dtype == cos.dtype == torch.float32
+        and keys_pool.dtype in KINDS
+    ):
         return _rotate_and_store_native(
             kernels, qkv, cos, sin, slots, keys_pool, values_pool, interleaved, head_norms, eps
         )
@@ -74,8 +82,8 @@ def _rotate_and_store_native(
     head_norms: tuple[Tensor, Tensor] | None,
     eps: float,
 ) -> Tensor:
-    num_kv_heads, num_slots, dim = keys_pool.shape
-    num_heads = qkv.shape[1] - 2 * num_kv_heads
+    num_kv_heads, num_slots, _ = keys_pool.shape
+    num_heads, dim = qkv.shape[1] - 2 * num_kv_heads, qkv.shape[2]
     q_norm, k_norm = (None, None) if head_norms is None else (norm.data_ptr() for norm in head_norms)
     kernels.rotate_and_store(
         qkv.data_ptr(),
@@ -95,6 +103,7 @@ def _rotate_and_store_native(
         keys_pool.data_ptr(),
         values_pool.data_ptr(),
         num_slots,
+        KINDS[keys_pool.dtype],
     )
     return qkv[:, :num_heads]
 
@@ -125,8 +134,10 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool) -> T
 def write_kv(keys_pool: Tensor, values_pool: Tensor | None, slots: Tensor, keys: Tensor, values: Tensor | None) -> None:
     """Store keys [T, KV, Dk] and values [T, KV, Dv] in the slots [T] (int64) of pools [KV, num_slots, D].
 
+    Rows are rounded to the pools' dtype (`kernels.kv_rows`).
+
     Mutates the pools. With `values_pool` None (values are a prefix of the keys) only keys are stored.
     """
-    keys_pool.index_copy_(1, slots, keys.transpose(0, 1))
+    keys_pool.index_copy_(1, slots, pack_rows(keys, keys_pool.dtype).transpose(0, 1))
     if values_pool is not None and values is not None:
-        values_pool.index_copy_(1, slots, values.transpose(0, 1))
+        values_pool.index_copy_(1, slots, pack_rows(values, values_pool.dtype).transpose(0, 1))

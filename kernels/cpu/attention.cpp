@@ -5,9 +5,10 @@
 // as split-KV decoding does (Dao et al., 2023). Tiles and segments lie at fixed positions, so a row has the same bits
 // in any batch and any chunking, whether its segments were computed one after another or side by side.
 #include <algorithm>
+#include <utility>
 #include <vector>
 
-#include "attention_tile.h"
+#include "integer_tile.h"
 #include "team.h"
 
 namespace moeserve {
@@ -21,7 +22,8 @@ constexpr int64_t kSplitTokens = 4;   // Chunks up to this long have their segme
 struct Inputs {
   const float* q;
   int64_t q_stride, num_heads, num_kv_heads, key_dim, value_dim;
-  const float *keys, *values;
+  const uint8_t *keys, *values;
+  Kind kind;
   int64_t num_slots, block_size;
   const int64_t *first_rows, *starts, *table_offsets;  // Per chunk, first_rows and table_offsets with one more bound.
   const int32_t* block_tables;
@@ -31,6 +33,13 @@ struct Inputs {
   float* out;
 
   int64_t group() const { return num_heads / num_kv_heads; }
+
+  // The keys of a tile of `num_keys` positions that a row at `position` sees, from the first to before the last; either
+  // may lie outside the tile.
+  std::pair<int64_t, int64_t> seen(int64_t position, int64_t first_key, int64_t num_keys) const {
+    const int64_t end = position + 1 - first_key;
+    return {window ? std::max<int64_t>(0, end - window) : 0, std::min(num_keys, end)};
+  }
 };
 
 // Some tokens of a chunk under one KV head, over some of their segments.
@@ -42,13 +51,18 @@ struct Task {
 // Buffers of one thread, kept from call to call.
 class Workspace {
  public:
-  void reserve(int64_t rows, int64_t key_dim, int64_t value_dim) {
+  void reserve(int64_t rows, int64_t key_dim, int64_t value_dim, Kind kind) {
     rows_ = rows;
     value_dim_ = value_dim;
     queries.resize(rows * key_dim);
     positions.resize(rows);
-    keys.resize(key_dim * kTileKeys);
     weights.resize(rows * kTileKeys);
+    if (kind == Kind::kInt8) {
+      rounded_queries.reserve(rows, key_dim);
+      integers.reserve(key_dim, value_dim);
+    } else {
+      keys.resize(key_dim * kTileKeys);
+    }
     states_.resize(2 * rows * (value_dim + 2));
   }
 
@@ -59,39 +73,78 @@ class Workspace {
 
   std::vector<float> queries, keys, weights;
   std::vector<int64_t> positions;
-  const float *key_rows[kTileKeys], *value_rows[kTileKeys];
+  RoundedQueries rounded_queries;
+  IntegerTile integers;
+  const uint8_t *key_rows[kTileKeys], *value_rows[kTileKeys];
 
  private:
   std::vector<float> states_;
   int64_t rows_ = 0, value_dim_ = 0;
 };
 
-template <int Rows>
-void attend_group(const Inputs& in, const float* queries, const int64_t* positions, int64_t first_key, int64_t num_keys,
-                  Workspace& work, float* scores, State state, int64_t row) {
-  score<Rows>(queries, in.key_dim, work.keys.data(), scores);
-  for (int r = 0; r < Rows; ++r) {
-    const int64_t end = positions[r] + 1 - first_key;
-    const int64_t begin = in.window ? std::max<int64_t>(0, end - in.window) : 0;
-    weigh(in.scale, begin, std::min(num_keys, end), in.value_dim, scores + r * kTileKeys, state.largest + row + r,
-          state.total + row + r, state.sums + (row + r) * in.value_dim);
+// Rows that share registers, and a tile of keys and values that are numbers of a width.
+template <typename Number>
+struct WideRows {
+  static void take_tile(const Inputs& in, int64_t num_keys, Workspace& work) {
+    transpose_keys<Number>(work.key_rows, num_keys, in.key_dim, work.keys.data());
   }
-  add_all_values<Rows>(scores, work.value_rows, num_keys, in.value_dim, state.sums + row * in.value_dim);
-}
 
-template <int Rows = kGroupRows>
-void attend_rows(int count, const Inputs& in, const float* queries, const int64_t* positions, int64_t first_key,
-                 int64_t num_keys, Workspace& work, float* scores, State state, int64_t row) {
-  if constexpr (Rows > 1) {
-    if (count < Rows)
-      return attend_rows<Rows - 1>(count, in, queries, positions, first_key, num_keys, work, scores, state, row);
+  template <int Rows>
+  static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
+    float* scores = work.weights.data() + row * kTileKeys;
+    score<Rows>(work.queries.data() + row * in.key_dim, in.key_dim, work.keys.data(), scores);
+    for (int64_t r = row; r < row + Rows; ++r) {
+      const auto [first, last] = in.seen(work.positions[r], first_key, num_keys);
+      weigh(in.scale, first, last, in.value_dim, work.weights.data() + r * kTileKeys, state.largest + r,
+            state.total + r, state.sums + r * in.value_dim);
+    }
+    add_all_values<Rows, Number>(scores, work.value_rows, num_keys, in.value_dim, state.sums + row * in.value_dim);
   }
-  attend_group<Rows>(in, queries, positions, first_key, num_keys, work, scores, state, row);
+};
+
+// The same with a tile of integers.
+struct IntegerRows {
+  static void take_tile(const Inputs& in, int64_t num_keys, Workspace& work) {
+    work.integers.take(work.key_rows, work.value_rows, num_keys, in.key_dim, in.value_dim);
+  }
+
+  template <int Rows>
+  static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
+    const RoundedQueries& queries = work.rounded_queries;
+    const IntegerTile& tile = work.integers;
+    float* scores = work.weights.data() + row * kTileKeys;
+    for (int64_t column = 0; column < kTileKeys; column += kColumnsAtOnce * kLanes)
+      score_integers<Rows>(queries.high.data() + row * in.key_dim, queries.low.data() + row * in.key_dim,
+                           queries.high_shifts.data() + row, queries.low_shifts.data() + row, in.key_dim,
+                           tile.keys.data() + column, scores + column);
+    RoundedWeights weights[Rows];
+    for (int r = 0; r < Rows; ++r) {
+      const auto [first, last] = in.seen(work.positions[row + r], first_key, num_keys);
+      weigh_integers(queries.factors[row + r], first, last, tile, scores + r * kTileKeys, state.largest + row + r,
+                     state.total + row + r, &weights[r]);
+    }
+    float* sums = state.sums + row * in.value_dim;
+    int64_t channel = 0;
+    for (; channel + kColumnsAtOnce * kLanes <= in.value_dim; channel += kColumnsAtOnce * kLanes)
+      add_integers<Rows, kColumnsAtOnce>(weights, tile.values.data() + channel, num_keys, in.value_dim, sums + channel);
+    for (; channel < in.value_dim; channel += kLanes)
+      add_integers<Rows, 1>(weights, tile.values.data() + channel, num_keys, in.value_dim, sums + channel);
+  }
+};
+
+template <typename Form, int Rows = kGroupRows>
+void attend_rows(int count, const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work,
+                 State state) {
+  if constexpr (Rows > 1) {
+    if (count < Rows) return attend_rows<Form, Rows - 1>(count, in, row, first_key, num_keys, work, state);
+  }
+  Form::template attend<Rows>(in, row, first_key, num_keys, work, state);
 }
 
 // One segment of a task's rows into `state`, which is cleared first.
-void attend_segment(const Inputs& in, const Task& task, int64_t segment, const int64_t* positions, Workspace& work,
-                    State state) {
+template <typename Form>
+void attend_segment(const Inputs& in, const Task& task, int64_t segment, Workspace& work, State state) {
+  const int64_t* positions = work.positions.data();
   const int64_t rows = task.num_tokens * in.group();
   count_progress();
   clear(state, rows, in.value_dim);
@@ -99,33 +152,43 @@ void attend_segment(const Inputs& in, const Task& task, int64_t segment, const i
   const int64_t oldest = in.window ? std::max<int64_t>(0, positions[0] + 1 - in.window) : 0;
   const int64_t begin = std::max(segment * kSegmentKeys, oldest / kTileKeys * kTileKeys);
   const int32_t* table = in.block_tables + in.table_offsets[task.chunk];
+  const int64_t key_bytes = row_bytes(in.kind, in.key_dim), value_bytes = row_bytes(in.kind, in.value_dim);
   for (int64_t first_key = begin; first_key < end; first_key += kTileKeys) {
     const int64_t num_keys = std::min(kTileKeys, end - first_key);
     for (int64_t k = 0; k < num_keys; ++k) {
       const int64_t position = first_key + k;
       const int64_t slot = table[position / in.block_size] * in.block_size + position % in.block_size;
-      work.key_rows[k] = in.keys + (task.kv_head * in.num_slots + slot) * in.key_dim;
-      work.value_rows[k] = in.values + (task.kv_head * in.num_slots + slot) * in.value_dim;
+      work.key_rows[k] = in.keys + (task.kv_head * in.num_slots + slot) * key_bytes;
+      work.value_rows[k] = in.values + (task.kv_head * in.num_slots + slot) * value_bytes;
     }
-    transpose_keys(work.key_rows, num_keys, in.key_dim, work.keys.data());
+    Form::take_tile(in, num_keys, work);
     for (int64_t row = 0; row < rows; row += kGroupRows) {
       const int count = int(std::min<int64_t>(kGroupRows, rows - row));
       if (positions[row + count - 1] < first_key) continue;
-      attend_rows(count, in, work.queries.data() + row * in.key_dim, positions + row, first_key, num_keys, work,
-                  work.weights.data() + row * kTileKeys, state, row);
+      attend_rows<Form>(count, in, row, first_key, num_keys, work, state);
     }
   }
 }
 
+void attend_segment_of_kind(const Inputs& in, const Task& task, int64_t segment, Workspace& work, State state) {
+  switch (in.kind) {
+    case Kind::kFloat32: return attend_segment<WideRows<float>>(in, task, segment, work, state);
+    case Kind::kBfloat16: return attend_segment<WideRows<Brain>>(in, task, segment, work, state);
+    case Kind::kInt8: return attend_segment<IntegerRows>(in, task, segment, work, state);
+  }
+}
+
 // The task's queries, rows of one KV head side by side, and the position of each row.
-void take_queries(const Inputs& in, const Task& task, Workspace& work, int64_t* positions) {
+void take_queries(const Inputs& in, const Task& task, Workspace& work) {
   const int64_t group = in.group();
   for (int64_t t = 0; t < task.num_tokens; ++t) {
     const int64_t token = task.first_token + t;
     const float* from = in.q + (in.first_rows[task.chunk] + token) * in.q_stride + task.kv_head * group * in.key_dim;
     std::copy_n(from, group * in.key_dim, work.queries.data() + t * group * in.key_dim);
-    std::fill_n(positions + t * group, group, in.starts[task.chunk] + token);
+    std::fill_n(work.positions.data() + t * group, group, in.starts[task.chunk] + token);
   }
+  if (in.kind == Kind::kInt8)
+    work.rounded_queries.take(work.queries.data(), task.num_tokens * group, in.key_dim, in.scale);
 }
 
 // Divides by the sum of weights, to which a sink adds its own, and stores the rows of a task.
@@ -152,15 +215,14 @@ State scratch_state(float* scratch, int64_t place, int64_t rows) {
 }
 
 void run(const Inputs& in, const Task& task, Workspace& work, float* scratch) {
-  int64_t* positions = work.positions.data();
-  take_queries(in, task, work, positions);
+  take_queries(in, task, work);
   if (task.scratch >= 0)
-    return attend_segment(in, task, task.first_segment, positions, work,
-                          scratch_state(scratch, task.scratch, task.num_tokens * in.group()));
+    return attend_segment_of_kind(in, task, task.first_segment, work,
+                                  scratch_state(scratch, task.scratch, task.num_tokens * in.group()));
   State whole = work.state(0);
   for (int64_t segment = task.first_segment; segment < task.last_segment; ++segment) {
     const bool is_first = segment == task.first_segment;
-    attend_segment(in, task, segment, positions, work, work.state(is_first ? 0 : 1));
+    attend_segment_of_kind(in, task, segment, work, work.state(is_first ? 0 : 1));
     if (!is_first) merge(whole, work.state(1), task.num_tokens * in.group(), in.value_dim);
   }
   finish(in, task, whole);
@@ -211,7 +273,7 @@ void run_all(const Inputs& in, int64_t num_chunks) {
   const int64_t num_tasks = int64_t(plan.tasks.size()), num_splits = int64_t(plan.splits.size());
   for_shared(num_tasks, 1, [&](int64_t i) {
     static thread_local Workspace work;
-    work.reserve(std::max(kTaskRows, in.group()), in.key_dim, in.value_dim);
+    work.reserve(std::max(kTaskRows, in.group()), in.key_dim, in.value_dim, in.kind);
     run(in, plan.tasks[i], work, scratch.data());
   });
   for_equal(num_splits, [&](int64_t i) {
@@ -228,15 +290,16 @@ void run_all(const Inputs& in, int64_t num_chunks) {
 }  // namespace
 }  // namespace moeserve
 
-// q rows `q_stride` floats apart, each [num_heads, key_dim]; keys and values pools [num_kv_heads, num_slots, dim] (dims
-// multiples of 16); per chunk its rows, the position of its first token and its block table. window 0 and sinks null
+// q rows `q_stride` floats apart, each [num_heads, key_dim]; keys and values pools [num_kv_heads, num_slots] of rows
+// (kv_rows.h; dims multiples of 16); per chunk its rows, the position of its first token and its block table. window 0 and sinks null
 // for none. out [num_rows, num_heads, value_dim].
 extern "C" void moeserve_attention(const float* q, int64_t q_stride, int64_t num_heads, int64_t num_kv_heads,
-                                   int64_t key_dim, int64_t value_dim, const float* keys, const float* values,
-                                   int64_t num_slots, int64_t block_size, int64_t num_chunks, const int64_t* first_rows,
-                                   const int64_t* starts, const int64_t* table_offsets, const int32_t* block_tables,
-                                   double scale, int64_t window, const float* sinks, float* out) {
-  moeserve::run_all({q, q_stride, num_heads, num_kv_heads, key_dim, value_dim, keys, values, num_slots, block_size,
-                     first_rows, starts, table_offsets, block_tables, float(scale), window, sinks, out},
+                                   int64_t key_dim, int64_t value_dim, const uint8_t* keys, const uint8_t* values,
+                                   int64_t kind, int64_t num_slots, int64_t block_size, int64_t num_chunks,
+                                   const int64_t* first_rows, const int64_t* starts, const int64_t* table_offsets,
+                                   const int32_t* block_tables, double scale, int64_t window, const float* sinks,
+                                   float* out) {
+  moeserve::run_all({q, q_stride, num_heads, num_kv_heads, key_dim, value_dim, keys, values, moeserve::Kind(kind),
+                     num_slots, block_size, first_rows, starts, table_offsets, block_tables, float(scale), window, sinks, out},
                     num_chunks);
 }

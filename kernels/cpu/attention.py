@@ -7,7 +7,7 @@ together, once. Layers with a sliding window have only tiles. The cut is made on
 
 Query heads of a KV head are folded into the query length. If a context has segments, the parts are combined by their
 log-sum-exp, in the order of the context (as in split-KV decoding; Dao et al., 2023). If the blocks of a tile or segment
-are one run, keys and values are read in place.
+are one run, keys and values are read in place. Rows of other dtypes than the queries' are widened after reading.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.attention_plan import ChunkSpan
+from kernels.kv_rows import SCALE_BYTES, unpack_rows
 
 SEGMENT_TOKENS = 512
 # Rows are padded to a multiple of this: with fewer rows the matrix library takes another path with other last bits.
@@ -48,7 +49,7 @@ def torch_attention(
         q.view(num_rows, kv_heads, group, key_dim).transpose(0, 1)
     )
     folded[:, :, num_rows * group :] = 0
-    reader = _Reader(keys_pool, values_pool, tiling.block_size)
+    reader = _Reader(keys_pool, values_pool, tiling.block_size, q.dtype)
     if sinks is None and (window is not None or not tiling.segments):
         out = _attend_tiles(folded, reader, tiling, group, window, scale)
     else:
@@ -140,14 +141,19 @@ def padded(num_rows: int) -> int:
 class _Reader:
     """Keys and values [1, KV, num_keys, D] of a tile or segment: views for a slot range, else copies."""
 
-    __slots__ = ("_block_size", "_pools", "value_dim")
+    __slots__ = ("_block_size", "_dtype", "_pools", "value_dim")
 
-    def __init__(self, keys_pool: Tensor, values_pool: Tensor, block_size: int) -> None:
+    def __init__(self, keys_pool: Tensor, values_pool: Tensor, block_size: int, dtype: torch.dtype) -> None:
         self._pools = (keys_pool.unsqueeze(0), values_pool.unsqueeze(0))
-        self._block_size = block_size
-        self.value_dim = values_pool.shape[2]
+        self._block_size, self._dtype = block_size, dtype
+        self.value_dim = values_pool.shape[2] - (SCALE_BYTES if values_pool.dtype == torch.int8 else 0)
 
     def __call__(self, part: Tile | Segment) -> tuple[Tensor, Tensor]:
+        keys, values = self._read(part)
+        wide = unpack_rows(keys, self._dtype)
+        return wide, wide if values is keys else unpack_rows(values, self._dtype)
+
+    def _read(self, part: Tile | Segment) -> tuple[Tensor, Tensor]:
         where = part.keys
         keys_pool, values_pool = self._pools
         if isinstance(where, slice):

@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "simd.h"
+#include "kv_rows.h"
 
 namespace moeserve {
 
@@ -48,12 +48,13 @@ static inline void merge(State whole, State part, int64_t rows, int64_t value_di
   }
 }
 
-// Keys [count][dim] to [dim][64]; columns from `count` on hold anything finite.
-static inline void transpose_keys(const float* const* rows, int64_t count, int64_t dim, float* out) {
+// Keys [count][dim], float or Brain, to [dim][64]; columns from `count` on hold anything finite.
+template <typename Number>
+void transpose_keys(const uint8_t* const* rows, int64_t count, int64_t dim, float* out) {
   for (int64_t column = 0; column < count; column += kLanes) {
     for (int64_t d = 0; d < dim; d += kLanes) {
       Floats square[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = load(rows[std::min(column + i, count - 1)] + d);
+      for (int i = 0; i < kLanes; ++i) square[i] = load((const Number*)rows[std::min(column + i, count - 1)] + d);
       transpose_16x16(square);
       for (int i = 0; i < kLanes; ++i) store(out + (d + i) * kTileKeys + column, square[i]);
     }
@@ -90,8 +91,8 @@ void score(const float* queries, int64_t dim, const float* keys, float* scores) 
 }
 
 // sums[r] += weights[r] . values over `Parts` parts of channels.
-template <int Rows, int Parts>
-void add_values(const float* weights, const float* const* values, int64_t count, int64_t channel, int64_t value_dim,
+template <int Rows, int Parts, typename Number>
+void add_values(const float* weights, const uint8_t* const* values, int64_t count, int64_t channel, int64_t value_dim,
                 float* sums) {
   Part local[Rows][Parts];
 #pragma GCC unroll 6
@@ -100,7 +101,7 @@ void add_values(const float* weights, const float* const* values, int64_t count,
     for (int p = 0; p < Parts; ++p) local[r][p] = load_part(sums + r * value_dim + channel + p * kPartLanes);
   }
   for (int64_t k = 0; k < count; ++k) {
-    const float* row = values[k] + channel;
+    const Number* row = (const Number*)values[k] + channel;
     Part value[Parts];
 #pragma GCC unroll 8
     for (int p = 0; p < Parts; ++p) value[p] = load_part(row + p * kPartLanes);
@@ -118,14 +119,14 @@ void add_values(const float* weights, const float* const* values, int64_t count,
   }
 }
 
-template <int Rows>
-void add_all_values(const float* weights, const float* const* values, int64_t count, int64_t value_dim, float* sums) {
+template <int Rows, typename Number>
+void add_all_values(const float* weights, const uint8_t* const* values, int64_t count, int64_t value_dim, float* sums) {
   constexpr int parts = parts_at_once(Rows);
   int64_t channel = 0;
   for (; channel + parts * kPartLanes <= value_dim; channel += parts * kPartLanes)
-    add_values<Rows, parts>(weights, values, count, channel, value_dim, sums);
+    add_values<Rows, parts, Number>(weights, values, count, channel, value_dim, sums);
   for (; channel < value_dim; channel += kPartLanes)
-    add_values<Rows, 1>(weights, values, count, channel, value_dim, sums);
+    add_values<Rows, 1, Number>(weights, values, count, channel, value_dim, sums);
 }
 
 // Turns a row's scores of a tile into weights and folds them into its state. The row sees the tile's keys from `first`

@@ -1,7 +1,5 @@
 // Norms, and rotating and storing new keys and values.
-#include <cstring>
-
-#include "simd.h"
+#include "kv_rows.h"
 #include "team.h"
 
 int64_t moeserve_progress = 0;
@@ -47,13 +45,15 @@ extern "C" void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_
 }
 
 // qkv [num_rows, num_heads + 2 * num_kv_heads, dim], rows `stride` floats apart: normalises query and key heads (norm
-// weights [dim] or null), rotates them by cos, sin [num_rows, half], all in place, and copies keys and values into the
-// slots [num_rows] of pools [num_kv_heads, num_slots, dim].
+// weights [dim] or null), rotates them by cos, sin [num_rows, half], all in place, and stores keys and values in the
+// slots [num_rows] of pools [num_kv_heads, num_slots] of rows (kv_rows.h).
 extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t num_rows, int64_t num_heads,
                                           int64_t num_kv_heads, int64_t dim, const float* q_norm, const float* k_norm,
                                           double eps, const float* cos, const float* sin, int64_t half,
-                                          int64_t interleaved, const int64_t* slots, float* keys, float* values,
-                                          int64_t num_slots) {
+                                          int64_t interleaved, const int64_t* slots, uint8_t* keys, uint8_t* values,
+                                          int64_t num_slots, int64_t kind_of_rows) {
+  const moeserve::Kind kind = moeserve::Kind(kind_of_rows);
+  const int64_t bytes = moeserve::row_bytes(kind, dim);
   moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
     float* heads = qkv + row * stride;
     for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
@@ -63,9 +63,9 @@ extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t nu
       moeserve::rotate(head, cos + row * half, sin + row * half, half, interleaved != 0);
     }
     for (int64_t h = 0; h < num_kv_heads; ++h) {
-      const int64_t slot = (h * num_slots + slots[row]) * dim;
-      std::memcpy(keys + slot, heads + (num_heads + h) * dim, dim * sizeof(float));
-      std::memcpy(values + slot, heads + (num_heads + num_kv_heads + h) * dim, dim * sizeof(float));
+      const int64_t slot = (h * num_slots + slots[row]) * bytes;
+      moeserve::store_row(kind, heads + (num_heads + h) * dim, dim, keys + slot);
+      moeserve::store_row(kind, heads + (num_heads + num_kv_heads + h) * dim, dim, values + slot);
     }
   });
 }

@@ -27,7 +27,16 @@ _SOURCES = (
     "attention.cpp",
     "recurrent.cpp",
 )
-_HEADERS = ("simd.h", "panels.h", "quantised.h", "attention_tile.h", "team.h")
+_HEADERS = (
+    "simd.h",
+    "panels.h",
+    "quantised.h",
+    "dot.h",
+    "kv_rows.h",
+    "attention_tile.h",
+    "integer_tile.h",
+    "team.h",
+)
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _BUILD_SECONDS = 120
 
@@ -41,8 +50,8 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
-    "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N),
-    "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
+    "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N, _N),
+    "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
     "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
     "gated_delta_rule": (_P, _N, _P, _N, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "mamba1_scan": (_P, _N, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _P),

@@ -10,12 +10,15 @@ from math import prod
 import torch
 from torch import Tensor
 
+from kernels.kv_rows import row_width
 from moeserve.device import WindowDemand
 from moeserve.model.spec import KvLayerSpec
 
 
 class KVPool:
-    """Keys and values of every layer: pools [num_heads, num_slots, dim], slot = block id * block_size + offset.
+    """Keys and values of every layer: pools [num_heads, num_slots, width], slot = block id * block_size + offset.
+
+    A row's width is the number of its channels, for int8 with room for its scale (`kernels.kv_rows`).
 
     Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy. If a
     layer's values are a prefix of its keys (`value_dim` 0), None takes their place. On a CPU the memory is taken when
@@ -41,8 +44,9 @@ class KVPool:
         self._has_windows = [num_window_blocks > 0 and layer.window is not None for layer in layers]
         for layer, has_window in zip(layers, self._has_windows, strict=True):
             heads, slots = layer.num_heads, (num_window_blocks if has_window else num_blocks) * block_size
-            keys = zeros_on_demand((heads, slots, layer.key_dim), dtype, device)
-            values = zeros_on_demand((heads, slots, layer.value_dim), dtype, device) if layer.value_dim else None
+            key_width, value_width = row_width(layer.key_dim, dtype), row_width(layer.value_dim, dtype)
+            keys = zeros_on_demand((heads, slots, key_width), dtype, device)
+            values = zeros_on_demand((heads, slots, value_width), dtype, device) if value_width else None
             self.layers.append((keys, values))
 
     def block_bytes(self) -> list[Tensor]:
@@ -96,7 +100,10 @@ def windowed(layers: Sequence[KvLayerSpec]) -> list[KvLayerSpec]:
 
 def kv_block_bytes(layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers."""
-    return block_size * dtype.itemsize * sum(layer.num_heads * (layer.key_dim + layer.value_dim) for layer in layers)
+    widths = (row_width(layer.key_dim, dtype) + row_width(layer.value_dim, dtype) for layer in layers)
+    return block_size * dtype.itemsize * sum(
+        layer.num_heads * width for layer, width in zip(layers, widths, strict=True)
+    )
 
 
 def zeros_on_demand(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device | str) -> Tensor:

@@ -1,0 +1,277 @@
+// A tile of 64 keys in attention over rows of 8-bit integers.
+//
+// A query becomes integers of 16 bits with one scale, and a row's weights in a tile integers of 14 bits, each as two
+// codes of 8 bits (as in SageAttention, with twice the bits; Zhang et al., 2024). Their products with keys and values
+// are exact sums of integers, and scales multiply the sums. So a row has the same bits beside any others here too.
+#pragma once
+
+#include <vector>
+
+#include "attention_tile.h"
+#include "dot.h"
+#include "kv_rows.h"
+
+namespace moeserve {
+
+constexpr float kQueryReach = 32639.0f;   // 127 * 256 + 127.
+constexpr float kWeightReach = 16383.0f;  // 127 * 128 + 127.
+constexpr int kColumnsAtOnce = 2;         // Parts of 16 keys or channels whose sums stay in the registers.
+
+// a * b + c, rounded once.
+static inline Floats fma(Floats a, Floats b, Floats c) {
+  union {
+    Floats whole;
+    Part parts[kLanes / kPartLanes];
+  } x = {a}, y = {b}, z = {c};
+  for (int p = 0; p < kLanes / kPartLanes; ++p) z.parts[p] = fma_part(x.parts[p], y.parts[p], z.parts[p]);
+  return z.whole;
+}
+
+// Adds the products of the four bytes of `four`, each below 128, with the four signed bytes of each lane.
+static inline Ints dot_signed(Ints sums, int32_t four, Words codes) {
+#if defined(__AVX512VNNI__)
+  return (Ints)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four), (__m512i)codes);
+#elif defined(__AVX2__)
+  union {
+    Words whole;
+    __m256i halves[2];
+  } code = {codes};
+  union {
+    Ints whole;
+    __m256i halves[2];
+  } sum = {sums};
+  const __m256i x = _mm256_set1_epi32(four), ones = _mm256_set1_epi16(1);
+  for (int half = 0; half < 2; ++half)
+    sum.halves[half] =
+        _mm256_add_epi32(sum.halves[half], _mm256_madd_epi16(_mm256_maddubs_epi16(x, code.halves[half]), ones));
+  return sum.whole;
+#else
+  for (int b = 0; b < 4; ++b) sums += ((Ints)(codes << (24 - 8 * b)) >> 24) * splat((four >> (8 * b)) & 255);
+  return sums;
+#endif
+}
+
+// Rounded queries: number i of a row is about factor * (256 * high[i] + low[i]).
+struct RoundedQueries {
+  std::vector<int8_t> high, low;
+  std::vector<float> factors;
+  std::vector<int32_t> high_shifts, low_shifts;  // -128 times the sum of a row's codes: keys are stored plus 128.
+
+  void reserve(int64_t rows, int64_t dim) {
+    high.resize(rows * dim), low.resize(rows * dim);
+    factors.resize(rows), high_shifts.resize(rows), low_shifts.resize(rows);
+  }
+
+  // `scale` multiplies all scores.
+  void take(const float* queries, int64_t rows, int64_t dim, float scale) {
+    for (int64_t r = 0; r < rows; ++r) {
+      const float* row = queries + r * dim;
+      const float unit = reach(row, dim) / kQueryReach, divisor = unit == 0.0f ? 1.0f : unit;
+      int32_t high_sum = 0, low_sum = 0;
+      for (int64_t i = 0; i < dim; ++i) {
+        const int32_t whole = int32_t(std::nearbyint(row[i] / divisor)), upper = (whole + 128) >> 8;
+        high[r * dim + i] = int8_t(upper), low[r * dim + i] = int8_t(whole - upper * 256);
+        high_sum += int8_t(upper), low_sum += int8_t(whole - upper * 256);
+      }
+      factors[r] = unit * scale;
+      high_shifts[r] = -128 * high_sum, low_shifts[r] = -128 * low_sum;
+    }
+  }
+};
+
+// The tile itself: codes of keys plus 128 as [dim / 4][64][4], codes of values as [16][dim][4], and their scales.
+struct IntegerTile {
+  std::vector<uint32_t> keys, values;
+  float key_scales[kTileKeys], value_scales[kTileKeys];
+
+  void reserve(int64_t key_dim, int64_t value_dim) {
+    keys.resize(key_dim / 4 * kTileKeys);
+    values.resize(kTileKeys / 4 * value_dim);
+  }
+
+  void take(const uint8_t* const* key_rows, const uint8_t* const* value_rows, int64_t count, int64_t key_dim,
+            int64_t value_dim) {
+    for (int64_t k = 0; k < kTileKeys; ++k) {
+      key_scales[k] = scale_of(key_rows[std::min(k, count - 1)], key_dim);
+      value_scales[k] = k < count ? scale_of(value_rows[k], value_dim) : 0.0f;
+    }
+    for (int64_t column = 0; column < count; column += kLanes)
+      for (int64_t d = 0; d < key_dim; d += 4 * kLanes) take_keys(key_rows, count, column, d, key_dim);
+    for (int64_t quad = 0; 4 * quad < count; ++quad) {
+      const uint8_t* rows[4];
+      for (int i = 0; i < 4; ++i) rows[i] = value_rows[std::min(4 * quad + i, count - 1)];
+      interleave(rows, value_dim, values.data() + quad * value_dim);
+    }
+  }
+
+ private:
+  void take_keys(const uint8_t* const* rows, int64_t count, int64_t column, int64_t d, int64_t dim) {
+    Floats square[kLanes];  // 64 bytes each; their bits are moved, not computed with.
+    const int64_t width = std::min<int64_t>(4 * kLanes, dim - d);
+    for (int i = 0; i < kLanes; ++i) {
+      const uint8_t* from = rows[std::min(column + i, count - 1)] + d;
+      if (width == 4 * kLanes) {
+        std::memcpy(&square[i], from, 4 * kLanes);
+      } else {
+        square[i] = Floats{};
+        std::memcpy(&square[i], from, width);
+      }
+    }
+    transpose_16x16(square);
+    for (int64_t i = 0; i < width / 4; ++i) {
+      const Words codes = (Words)square[i] ^ 0x80808080u;
+      std::memcpy(keys.data() + (d / 4 + i) * kTileKeys + column, &codes, sizeof(codes));
+    }
+  }
+
+  // Four rows of bytes to [dim][4].
+  static void interleave(const uint8_t* const* rows, int64_t dim, uint32_t* out) {
+    typedef uint8_t Bytes __attribute__((vector_size(16)));
+    typedef uint16_t Pairs __attribute__((vector_size(16)));
+    for (int64_t d = 0; d < dim; d += 16) {
+      Bytes row[4], mixed[4];
+      for (int i = 0; i < 4; ++i) std::memcpy(&row[i], rows[i] + d, 16);
+      for (int i = 0; i < 2; ++i) {
+        const Bytes a = row[2 * i], b = row[2 * i + 1];
+        mixed[2 * i] = __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        mixed[2 * i + 1] = __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+      }
+      for (int i = 0; i < 2; ++i) {
+        const Pairs a = (Pairs)mixed[i], b = (Pairs)mixed[2 + i];
+        const Pairs low = __builtin_shufflevector(a, b, 0, 8, 1, 9, 2, 10, 3, 11);
+        const Pairs high = __builtin_shufflevector(a, b, 4, 12, 5, 13, 6, 14, 7, 15);
+        std::memcpy(out + d + 8 * i, &low, 16);
+        std::memcpy(out + d + 8 * i + 4, &high, 16);
+      }
+    }
+  }
+};
+
+static inline Words load_words(const uint32_t* from) {
+  Words value;
+  std::memcpy(&value, from, sizeof(value));
+  return value;
+}
+
+// scores[r] = query . keys, without scales, for kColumnsAtOnce parts of keys.
+template <int Rows>
+void score_integers(const int8_t* high, const int8_t* low, const int32_t* high_shifts, const int32_t* low_shifts,
+                    int64_t dim, const uint32_t* keys, float* scores) {
+  Ints high_sums[Rows][kColumnsAtOnce], low_sums[Rows][kColumnsAtOnce];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kColumnsAtOnce; ++p)
+      high_sums[r][p] = splat(high_shifts[r]), low_sums[r][p] = splat(low_shifts[r]);
+  }
+  for (int64_t d = 0; d < dim; d += 4) {
+    Words key[kColumnsAtOnce];
+#pragma GCC unroll 2
+    for (int p = 0; p < kColumnsAtOnce; ++p) key[p] = load_words(keys + d / 4 * kTileKeys + p * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const Four upper = *(const Four*)(high + r * dim + d), lower = *(const Four*)(low + r * dim + d);
+#pragma GCC unroll 2
+      for (int p = 0; p < kColumnsAtOnce; ++p) {
+        high_sums[r][p] = dot<false>(high_sums[r][p], key[p], upper);
+        low_sums[r][p] = dot<false>(low_sums[r][p], key[p], lower);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+    for (int p = 0; p < kColumnsAtOnce; ++p)
+      store(scores + r * kTileKeys + p * kLanes, __builtin_convertvector(high_sums[r][p], Floats) * 256.0f +
+                                                     __builtin_convertvector(low_sums[r][p], Floats));
+  }
+}
+
+// Rounded weights of one row in a tile: weight k is factor * (128 * high[k] + low[k]) of the new running softmax.
+struct RoundedWeights {
+  int8_t high[kTileKeys], low[kTileKeys];
+  float share;  // Multiplies the sums of earlier tiles.
+  float factor;
+  bool sees;  // Whether the row sees a key of the tile.
+};
+
+// Turns a row's scores of a tile into rounded weights and folds them into its state, but for the sums of values. Not
+// inlined, so that all callers round in the same places.
+__attribute__((noinline)) static void weigh_integers(float factor, int64_t first, int64_t last, const IntegerTile& tile, float* scores,
+                                  float* largest_seen, float* total, RoundedWeights* out) {
+  Floats top = splat(kNothing), scaled[kVectors];
+  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const bool sees_all = first == 0 && last == kTileKeys;
+  for (int v = 0; v < kVectors; ++v) {
+    scaled[v] = load(scores + v * kLanes) * (load(tile.key_scales + v * kLanes) * factor);
+    if (!sees_all) {
+      const Ints key = lane + v * kLanes;
+      const Ints seen =
+          (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
+      scaled[v] = select(seen, scaled[v], splat(kNothing));
+    }
+    top = max(top, scaled[v]);
+  }
+  const float tile_top = largest(top);
+  out->sees = tile_top != kNothing;
+  if (!out->sees) {
+    std::memset(out->high, 0, sizeof(out->high));
+    std::memset(out->low, 0, sizeof(out->low));
+    return;
+  }
+  Floats weight_sum{}, most{};
+  for (int v = 0; v < kVectors; ++v) {
+    const Floats weight = exp(scaled[v] - tile_top);
+    scaled[v] = weight * load(tile.value_scales + v * kLanes);
+    most = max(most, scaled[v]);
+    weight_sum += weight + scaled[v] * 0.0f;  // A value that is no number makes the sum none.
+  }
+  const float most_here = largest(most);
+  const float unit = most_here > 0.0f ? kWeightReach / most_here : 0.0f;
+  typedef int8_t Codes __attribute__((vector_size(kLanes)));
+  for (int v = 0; v < kVectors; ++v) {
+    const Ints whole = __builtin_convertvector(scaled[v] * unit + 0.5f, Ints);
+    const Codes upper = __builtin_convertvector(whole >> 7, Codes), lower = __builtin_convertvector(whole & 127, Codes);
+    std::memcpy(out->high + v * kLanes, &upper, kLanes);
+    std::memcpy(out->low + v * kLanes, &lower, kLanes);
+  }
+  const float new_top = std::max(*largest_seen, tile_top);
+  const Floats shares = exp(Floats{*largest_seen - new_top, tile_top - new_top});
+  out->share = shares[0];
+  out->factor = shares[1] * (most_here / kWeightReach);
+  *largest_seen = new_top;
+  *total = std::fma(sum(weight_sum), shares[1], *total * shares[0]);
+}
+
+// sums[r] = share * sums[r] + factor * (weights[r] . values) over `Parts` parts of channels.
+template <int Rows, int Parts>
+void add_integers(const RoundedWeights* weights, const uint32_t* values, int64_t count, int64_t value_dim,
+                  float* sums) {
+  Ints high[Rows][Parts] = {}, low[Rows][Parts] = {};
+  for (int64_t quad = 0; 4 * quad < count; ++quad) {
+    Words value[Parts];
+#pragma GCC unroll 2
+    for (int p = 0; p < Parts; ++p) value[p] = load_words(values + quad * value_dim + p * kLanes);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const Four upper = *(const Four*)(weights[r].high + 4 * quad), lower = *(const Four*)(weights[r].low + 4 * quad);
+#pragma GCC unroll 2
+      for (int p = 0; p < Parts; ++p) {
+        high[r][p] = dot_signed(high[r][p], upper, value[p]);
+        low[r][p] = dot_signed(low[r][p], lower, value[p]);
+      }
+    }
+  }
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    if (!weights[r].sees) continue;
+#pragma GCC unroll 2
+    for (int p = 0; p < Parts; ++p) {
+      float* to = sums + r * value_dim + p * kLanes;
+      const Floats whole = __builtin_convertvector((high[r][p] << 7) + low[r][p], Floats);
+      store(to, fma(whole, splat(weights[r].factor), load(to) * weights[r].share));
+    }
+  }
+}
+
+}  // namespace moeserve
