@@ -201,9 +201,9 @@ class ServeConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "How keys and values are kept on a GPU; auto is --dtype.",
+        "How keys and values are kept; auto is --dtype. float32, bfloat16 and int8 on a CPU, fp8_e4m3 on a GPU.",
         group="Memory and scheduling",
-        choices=("auto", "fp8_e4m3"),
+        choices=("auto", "float32", "bfloat16", "int8", "fp8_e4m3"),
     )
     gpu_memory_utilization: float = setting(
         0.9,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 # Settings that only a GPU honours.
-_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager", "kv_cache_dtype")
+_OF_A_GPU = ("gpu_memory_utilization", "enforce_eager")
 # Settings that only a CPU honours.
 _OF_A_CPU = ("quantization", "arithmetic")
 # The memory of graphs, an estimate: the allocations of a decode step, once for all sizes, and the driver's copies of
@@ -64,6 +64,8 @@ def refuse_gpu_settings(config: ServeConfig, needed: str) -> None:
     refuse_changed(config, _OF_A_GPU, needed)
     if config.expert_quantization == "fp8":
         raise ConfigError(f"--expert-quantization fp8 needs {needed}.")
+    if config.kv_cache_dtype == "fp8_e4m3":
+        raise ConfigError(f"--kv-cache-dtype fp8_e4m3 needs {needed}.")
 
 
 def needs_fp8(config: ServeConfig) -> bool:
@@ -110,6 +112,8 @@ def _unsupported(config: ServeConfig) -> str | None:
             flag = f"--{name.replace('_', '-')}"
             if config.dtype == "float32":
                 return f"{flag} is for 16 bits: use --dtype bfloat16 or float16"
+    if config.kv_cache_dtype not in ("auto", "fp8_e4m3"):
+        return f"--kv-cache-dtype {config.kv_cache_dtype} is for a CPU; a GPU has fp8_e4m3"
     for name in _OF_A_CPU:
         if getattr(config, name) != getattr(ServeConfig, name):
             return f"--{name} is for a CPU; a GPU has --expert-quantization"

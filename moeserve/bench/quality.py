@@ -17,15 +17,19 @@ from moeserve.model.rounding import Rounding
 from moeserve.model.source import resolve_model
 from moeserve.model.spec import ModelError
 
-# (quantization, experts' quantization, arithmetic), as the flags of `moeserve serve` name them; the first is compared
-# with.
-FORMS = (
-    ("none", "none", "exact"),
-    ("int8", "none", "int8"),
-    ("int8", "none", "exact"),
-    ("none", "int4", "int8"),
-    ("int4", "none", "int8"),
-    ("int4", "none", "exact"),
+# (quantization, experts' quantization, arithmetic, dtype of keys and values), as the flags of `moeserve serve` name
+# them; the first is compared with.
+Form = tuple[str, str, str, str]
+FORMS: tuple[Form, ...] = (
+    ("none", "none", "exact", "float32"),
+    ("none", "none", "exact", "bfloat16"),
+    ("none", "none", "exact", "int8"),
+    ("int8", "none", "int8", "float32"),
+    ("int8", "none", "exact", "float32"),
+    ("none", "int4", "int8", "float32"),
+    ("int4", "none", "int8", "float32"),
+    ("int4", "none", "exact", "float32"),
+    ("int4", "none", "int8", "int8"),
 )
 
 
@@ -38,22 +42,23 @@ class Quality:
     num_tokens: int
 
 
-def measure(folder: Path, max_tokens: int, forms: Sequence[tuple[str, str, str]] = FORMS) -> Iterator[Quality]:
+def measure(folder: Path, max_tokens: int, forms: Sequence[Form] = FORMS) -> Iterator[Quality]:
     """Yield the quality of each form on the beginnings of every other topic of Python's documentation.
 
     One form is in memory at a time. Raise ModelError, also for experts that cannot be quantised.
     """
     texts = half_of_topics(1)
-    for quantization, experts, arithmetic in forms:
+    for quantization, experts, arithmetic, kv_dtype in forms:
         rounding = Rounding.named(quantization, experts, arithmetic)
         if rounding.experts is not None:
             layouts_in_store(folder, build_spec(load_config(folder)), torch.float32, rounding)
-        reader = TextReader(folder, rounding)
+        reader = TextReader(folder, rounding, getattr(torch, kv_dtype))
         total, count = 0.0, 0
         for token_ids in pieces(reader, texts, max_tokens):
             total += reader.read(token_ids).log_likelihood
             count += len(token_ids) - 1
         name = "as in the checkpoint" if rounding.is_none else f"{rounding.name}, activations {rounding.arithmetic}"
+        name += "" if kv_dtype == "float32" else f", keys and values {kv_dtype}"
         yield Quality(name, exp(-total / count), count)
 
 

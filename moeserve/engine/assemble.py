@@ -30,7 +30,7 @@ from moeserve.engine.experts.memory import CpuResidentModel, open_experts
 from moeserve.engine.experts.observe import SentCounter
 from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
-from moeserve.engine.memory_plan import ModelPlan, no_experts, owned_experts, state_demand
+from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype, no_experts, owned_experts, state_demand
 from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
 from moeserve.engine.ranks.together import GroupSteps, StepRows
 from moeserve.kv_transfer import TicketOffice
@@ -136,7 +136,8 @@ class _CpuBody:
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
-        pool = KVPool(layers, kv.num_blocks, block_size, plan.dtype, num_window_blocks=kv.num_window_blocks)
+        kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype)
+        pool = KVPool(layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
         states = plan.spec.state_layers
         state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
         runner = ModelRunner(decoder, pool, tap, state_pool)
@@ -146,7 +147,7 @@ class _CpuBody:
                 group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
 
         runner.warm_up(step_budget(self._config), begin_step)
-        kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, plan.dtype)
+        kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
         row_bytes = state_row_bytes(states, plan.dtype)
         return Prepared(runner, kv, kv_bytes, plan.weights_bytes, _release_nothing, row_bytes, pool)
 
@@ -283,12 +284,14 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
     return lambda done, total: report({"event": "loading", "done": done, "total": total, "stage": stage})
 
 
-def arithmetic_of(plan: ModelPlan) -> str:
+def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
     """Return how a rank multiplies, for people: `float32`, or with `products of bfloat16` or `weights int4, activations
     int8 within products` behind it."""
     name, rounding, kernels = str(plan.dtype).removeprefix("torch."), plan.rounding, native_kernels()
     if rounding.narrow and kernels is not None and kernels.multiplies_bfloat16:
         name += ", products of bfloat16"
+    if config.kv_cache_dtype not in ("auto", str(plan.dtype).removeprefix("torch.")):
+        name += f", keys and values {config.kv_cache_dtype}"
     if rounding.is_none:
         return name
     activations = "int8 within products" if rounding.arithmetic == "int8" else "exact"
@@ -351,7 +354,7 @@ class LoadedRank:
             prepared.kv_bytes,
             plan.device,
             prepared.state_row_bytes,
-            arithmetic_of(plan),
+            arithmetic_of(plan, config),
         )
         return Rank(
             ObservedRunner(prepared.runner, self._observers),

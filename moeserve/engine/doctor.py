@@ -20,6 +20,7 @@ from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share
 from moeserve.engine.memory_plan import (
     ModelPlan,
     compute_dtype,
+    cpu_kv_dtype,
     keeps_narrow,
     native_dtype,
     no_experts,
@@ -351,7 +352,11 @@ def _fitting(
         None,
         plan.weights_bytes,
         kv_pool_bytes(
-            plan.spec.kv_layers, plan.kv.num_blocks, plan.kv.num_window_blocks, config.block_size, plan.dtype
+            plan.spec.kv_layers,
+            plan.kv.num_blocks,
+            plan.kv.num_window_blocks,
+            config.block_size,
+            cpu_kv_dtype(config, plan.spec, plan.dtype),
         ),
         plan.kv.num_blocks * config.block_size,
         plan.kv.max_model_len,

@@ -73,6 +73,17 @@ def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
     return dtype
 
 
+def cpu_kv_dtype(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of keys and values on a CPU that computes in `dtype`. Raise ConfigError."""
+    name = config.kv_cache_dtype
+    kv_dtype: torch.dtype = dtype if name == "auto" else getattr(torch, name)
+    if kv_dtype != dtype and dtype != torch.float32:
+        raise ConfigError(f"--kv-cache-dtype {name} on a CPU needs --dtype float32.")
+    if kv_dtype != dtype and not isinstance(spec, DecoderSpec):
+        raise ConfigError(f"--kv-cache-dtype {name} is for models on our own code so far.")
+    return kv_dtype
+
+
 def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[ModelSpec, torch.dtype]:
     """Do as `read_spec`, for a model on our own code or on transformers'."""
     if is_native(read_model_type(directory), config.model_impl):
@@ -166,15 +177,16 @@ def _share_memory(
         raise ModelError(
             f"{what} {show_size(num_bytes, up=True)} of memory, but only {show_size(free_bytes)} are free."
         )
+    kv_dtype = cpu_kv_dtype(config, spec, dtype)
     kv = plan_kv(
-        block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, dtype),
+        block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype),
         block_size=config.block_size,
         available_bytes=(free_bytes - num_bytes) // config.expert_parallel_size,
         kv_cache_memory=config.kv_cache_memory,
         model_max_len=spec.max_position,
         max_model_len=config.max_model_len,
         states=state_demand(spec, dtype, config),
-        windows=window_demand(spec.kv_layers, config.block_size, dtype, config.max_num_seqs, step_budget(config)),
+        windows=window_demand(spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config)),
     )
     if spec.state_layers or kv.num_window_blocks:
         kind = "recurrent states" if spec.state_layers else "window blocks"

@@ -101,8 +101,8 @@ def windowed(layers: Sequence[KvLayerSpec]) -> list[KvLayerSpec]:
 def kv_block_bytes(layers: Sequence[KvLayerSpec], block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block over all layers."""
     widths = (row_width(layer.key_dim, dtype) + row_width(layer.value_dim, dtype) for layer in layers)
-    return block_size * dtype.itemsize * sum(
-        layer.num_heads * width for layer, width in zip(layers, widths, strict=True)
+    return (
+        block_size * dtype.itemsize * sum(layer.num_heads * width for layer, width in zip(layers, widths, strict=True))
     )
 
 

@@ -25,16 +25,23 @@ def test_quality_refuses_experts_that_cannot_be_quantised(tmp_path: Path) -> Non
 def test_quality_compares_forms_with_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.tiny_checkpoint._FFN", 64)
     model = write_tiny_checkpoint(tmp_path / "model")
-    forms = (("none", "none", "exact"), ("int8", "none", "int8"), ("int4", "none", "exact"))
-    plain, eight, four = quality.measure(model, 256, forms)
+    forms = (
+        ("none", "none", "exact", "float32"),
+        ("int8", "none", "int8", "float32"),
+        ("int4", "none", "exact", "float32"),
+        ("none", "none", "exact", "int8"),
+    )
+    plain, eight, four, small_kv = quality.measure(model, 256, forms)
     assert plain.num_tokens == eight.num_tokens == four.num_tokens > 100
-    assert [plain.form, eight.form, four.form] == [
+    assert [plain.form, eight.form, four.form, small_kv.form] == [
         "as in the checkpoint",
         "int8, activations int8",
         "int4, activations exact",
+        "as in the checkpoint, keys and values int8",
     ]
     assert eight.perplexity != plain.perplexity
     assert eight.perplexity == pytest.approx(plain.perplexity, rel=0.02)
+    assert small_kv.perplexity == pytest.approx(plain.perplexity, rel=0.02)
     assert four.perplexity == pytest.approx(plain.perplexity, rel=0.2)
 
 

@@ -98,6 +98,7 @@ def test_a_gpu_is_used_only_where_it_is_asked_for() -> None:
         ({"block_size": 24}, None, "power of two"),
         ({"expert_quantization": "int8", "dtype": "float32"}, None, "--expert-quantization is for 16 bits"),
         ({"kv_cache_dtype": "fp8_e4m3", "dtype": "float32"}, None, "--kv-cache-dtype is for 16 bits"),
+        ({"kv_cache_dtype": "int8"}, None, "--kv-cache-dtype int8 is for a CPU"),
     ],
 )
 def test_a_gpu_asked_for_by_name_that_cannot_serve_is_refused(

@@ -120,7 +120,7 @@ class _Seen(AnyObserver):
 class TextReader:
     """A model with experts, all of them in memory, that reads texts one by one, each in one step."""
 
-    def __init__(self, folder: Path, rounding: Rounding = NO_ROUNDING) -> None:
+    def __init__(self, folder: Path, rounding: Rounding = NO_ROUNDING, kv_dtype: torch.dtype = torch.float32) -> None:
         """Raise ModelError."""
         spec, dtype = build_spec(load_config(folder)), torch.float32
         self._seen = _Seen()
@@ -133,7 +133,7 @@ class TextReader:
             observers=[self._seen],
             rounding=rounding,
         )
-        pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, dtype)
+        pool = KVPool(spec.kv_layers, PIECE_TOKENS // _BLOCK_SIZE, _BLOCK_SIZE, kv_dtype)
         self._states = StatePool(spec.state_layers, 1, dtype) if spec.state_layers else None
         self._pools = pools_by_layer(spec, pool.layers, self._states)
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
