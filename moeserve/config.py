@@ -201,7 +201,7 @@ class ServeConfig:
     )
     kv_cache_dtype: str = setting(
         "auto",
-        "How keys and values are kept; auto is --dtype. float32, bfloat16 and int8 on a CPU, fp8_e4m3 on a GPU.",
+        "Dtype of keys and values: float32, bfloat16 or int8 on a CPU, fp8_e4m3 on a GPU; auto: as activations.",
         group="Memory and scheduling",
         choices=("auto", "float32", "bfloat16", "int8", "fp8_e4m3"),
     )
