@@ -132,7 +132,7 @@ openapi-long: venv
 
 test-long: venv kernels-long deep-nvme openapi-long
 	@$(TIMED) $(RUN) -m pytest $(UNIT) --hypothesis-profile=thorough tests/unit
-	@$(TIMED) $(RUN) -m pytest -m long tests
+	@$(TIMED) $(RUN) -m pytest -m long --ignore tests/routers tests
 
 # Compiles for minutes where libaio is and that was not done.
 deep-nvme: venv

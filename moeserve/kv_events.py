@@ -83,7 +83,8 @@ def _check(config: KvEventsConfig) -> None:
         tcp = _TCP.fullmatch(endpoint)
         if tcp is None or (tcp[2] != "*" and int(tcp[2]) > _MAX_PORT):
             raise ValueError(f"{name} is {endpoint[:80]!r}, not like tcp://127.0.0.1:5557 or ipc:///path")
-    if config.endpoint == config.replay_endpoint and endpoint_of(config.endpoint, 0) == config.endpoint:
+    is_fixed = endpoint_of(config.endpoint, 0) == config.endpoint and not config.endpoint.endswith(":*")
+    if config.endpoint == config.replay_endpoint and is_fixed:
         raise ValueError("endpoint and replay_endpoint are the same")
 
 
