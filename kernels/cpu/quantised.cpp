@@ -290,6 +290,7 @@ float* widened_panel(const Quantised& weights, const uint8_t* panel) {
 }
 
 void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
+  typedef int8_t Bytes __attribute__((vector_size(kLanes)));
   const Traits& traits = traits_of(format);
   for (int64_t g = 0; g < depth / kGroup; ++g, ++out) {
     const Floats low = load(x + g * kGroup), high = load(x + g * kGroup + kLanes);
@@ -299,19 +300,17 @@ void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
     out->scale = most / 127.0f + poison;
     const Floats inverse = moeserve::splat(most > 0.0f && poison == 0.0f ? 127.0f / most : 0.0f);
     const Floats magic = moeserve::splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
-    int32_t sums[2];
+    const Floats halves[] = {(low * inverse + magic) - magic, (high * inverse + magic) - magic};
     for (int half = 0; half < 2; ++half) {
-      const Floats rounded = ((half ? high : low) * inverse + magic) - magic;
-      const Ints codes = __builtin_convertvector(rounded, Ints);
-      int32_t total = 0;
-      for (int i = 0; i < kLanes; ++i) {
-        out->codes[half * kLanes + i] = int8_t(codes[i]);
-        total += codes[i];
-      }
-      sums[half] = total;
-      out->shift_of_half[half] = -traits.offset * total;
+      const Bytes codes = __builtin_convertvector(__builtin_convertvector(halves[half], Ints), Bytes);
+      std::memcpy(out->codes + half * kLanes, &codes, sizeof(codes));
     }
-    const int32_t total = sums[0] + sums[1];
+    // Sums of codes are exact: whole numbers below 2^24.
+    if (traits.parts == 2) {
+      for (int half = 0; half < 2; ++half) out->shift_of_half[half] = -traits.offset * int32_t(sum(halves[half]));
+      continue;
+    }
+    const int32_t total = int32_t(sum(halves[0] + halves[1]));
     if (traits.shift == Shift::kConstant)
       out->shift = -traits.offset * total;
     else if (traits.shift == Shift::kZero)

@@ -76,7 +76,7 @@ struct Rounded {
     float scaled_sum; // Shift::kMin and kSuperMin: scale times the sum of the codes.
     float sum;        // Shift::kZero: the sum of the codes.
   };
-  int32_t shift_of_half[2];  // The same as `shift` for each 16 numbers.
+  int32_t shift_of_half[2];  // The same as `shift` for each 16 numbers, for formats with two scales of a group.
 };
 
 // Rounds `depth` floats of a row, a multiple of 32, for products with weights of `format`.
