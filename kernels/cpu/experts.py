@@ -44,13 +44,15 @@ class PanelLayout(ExpertLayout):
         depths = shape.hidden_size, shape.intermediate_size
         if shape.formats is None:
             self.name = f"panels of {str(self._dtype).removeprefix('torch.')}"
-            weights = sum(map(panel_elements, columns, depths)) * self._dtype.itemsize
+            self._matrix_bytes = [self._dtype.itemsize * count for count in map(panel_elements, columns, depths)]
         else:
             self.name = f"panels of {' and '.join(form.name for form in shape.formats)}"
-            weights = sum(map(packed_bytes, shape.formats, columns, depths))
+            self._matrix_bytes = list(map(packed_bytes, shape.formats, columns, depths))
         if shape.has_order:
             self.name += " with orders"
-        self.num_bytes = weights + 4 * (sum(columns) * shape.has_bias + shape.hidden_size * shape.has_order)
+        self.num_bytes = sum(self._matrix_bytes) + 4 * (
+            sum(columns) * shape.has_bias + shape.hidden_size * shape.has_order
+        )
 
     @property
     def kinds(self) -> tuple[int, int]:
@@ -69,31 +71,35 @@ class PanelLayout(ExpertLayout):
             gate_up, down = gate_up.rows(rows), QuantizedRows(down.format, down.data, down.depth)
             gate_up_bias = None if gate_up_bias is None else gate_up_bias[rows]
         order = self._ordered(torch.arange(1, gate_up.shape[0] + 1)) - 1
+        packed = torch.empty(self.num_bytes, dtype=torch.uint8)
+        first_out, second_out, rest = packed.split([*self._matrix_bytes, self.num_bytes - sum(self._matrix_bytes)])
         if self.shape.formats is not None:
             first, second = self.shape.formats
-            parts = [self._pack_rows(gate_up, first, order), self._pack_rows(down, second)]
+            self._pack_rows(gate_up, first, order, first_out)
+            self._pack_rows(down, second, None, second_out)
         else:
             if isinstance(gate_up, QuantizedRows) or isinstance(down, QuantizedRows):
                 raise ValueError(f"quantised weights do not go into {self.name}")
-            parts = [
-                pack_panels(gate_up.to(self._dtype), self._kernels, order),
-                pack_panels(down.to(self._dtype), self._kernels),
-            ]
+            pack_panels(gate_up.to(self._dtype), self._kernels, order, first_out)
+            pack_panels(down.to(self._dtype), self._kernels, None, second_out)
+        parts = []
         if gate_up_bias is not None and down_bias is not None:
             parts += [bias.float().view(torch.uint8) for bias in (self._ordered(gate_up_bias), down_bias)]
         if self.shape.has_order:
             assert isinstance(gate_up, QuantizedRows)
             order = torch.arange(gate_up.depth) if gate_up.order is None else gate_up.order
             parts.append(order.int().view(torch.uint8))
-        return torch.cat(parts)
+        if parts:
+            rest.copy_(torch.cat(parts))
+        return packed
 
-    def _pack_rows(self, matrix: Matrix, form: WeightFormat, order: Tensor | None = None) -> Tensor:
+    def _pack_rows(self, matrix: Matrix, form: WeightFormat, order: Tensor | None, out: Tensor) -> None:
         rows = matrix if isinstance(matrix, QuantizedRows) else quantise(matrix, form, self._kernels)
         if rows.order is not None and not self.shape.has_order:
             raise ValueError(f"rows in an order of their own do not go into {self.name}")
         if rows.format is not form:
             raise ValueError(f"rows of {rows.format.name} do not go into panels of {form.name}")
-        return pack_rows(rows, self._kernels, order)
+        pack_rows(rows, self._kernels, order, out)
 
     def _ordered(self, rows: Tensor) -> Tensor:
         """Order rows of gate and up, [2I, ...] or [I, ...], like a panel's columns, padded with zeros."""

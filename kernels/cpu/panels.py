@@ -44,17 +44,23 @@ def panel_elements(num_columns: int, depth: int) -> int:
     return -(-num_columns // PANEL_COLUMNS) * PANEL_COLUMNS * depth
 
 
-def pack_panels(weight: Tensor, kernels: NativeKernels, order: Tensor | None = None) -> Tensor:
+def pack_panels(
+    weight: Tensor, kernels: NativeKernels, order: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Pack weight [N, K], bfloat16 or float32, into uint8 [bytes].
 
     order: [columns] int64, the row of each column of the panels, -1 for zeros, a multiple of 32 of them; by default the
-    rows as they are. In bfloat16 the columns (j, 16 + j) are the halves of one word.
+    rows as they are. In bfloat16 the columns (j, 16 + j) are the halves of one word. out: the bytes to write; raise
+    ValueError if they are not as many.
     """
     num_rows, depth = weight.shape
     if order is None:
         order = columns_of_rows(num_rows)
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
-    out = torch.empty(len(order) * depth * weight.itemsize, dtype=torch.uint8)
+    num_bytes = len(order) * depth * weight.itemsize
+    out = torch.empty(num_bytes, dtype=torch.uint8) if out is None else out
+    if out.numel() != num_bytes:
+        raise ValueError(f"a matrix of {num_rows} x {depth} does not go into {out.numel()} bytes")
     narrow = weight.dtype == torch.bfloat16
     kernels.pack_panels(rows.data_ptr(), narrow, rows.stride(0), depth, order.data_ptr(), len(order), out.data_ptr())
     return out

@@ -35,17 +35,22 @@ def packed_bytes(form: WeightFormat, num_columns: int, depth: int) -> int:
     return -(-num_columns // PANEL_COLUMNS) * PANEL_COLUMNS * (depth // form.block) * form.packed_bytes
 
 
-def pack_rows(rows: QuantizedRows, kernels: NativeKernels, order: Tensor | None = None) -> Tensor:
+def pack_rows(
+    rows: QuantizedRows, kernels: NativeKernels, order: Tensor | None = None, out: Tensor | None = None
+) -> Tensor:
     """Pack rows into panels, uint8 [packed_bytes]. Every weight keeps its value.
 
     order: [columns] int64, the row of each column of the panels, -1 for zeros, a multiple of 32 of them; by default the
-    rows as they are.
+    rows as they are. out: the bytes to write; raise ValueError if they are not as many.
     """
     num_rows, depth = rows.shape
     if order is None:
         order = columns_of_rows(num_rows)
     data = rows.data if rows.data.stride(1) == 1 else rows.data.contiguous()
-    out = torch.empty(packed_bytes(rows.format, len(order), depth), dtype=torch.uint8)
+    num_bytes = packed_bytes(rows.format, len(order), depth)
+    out = torch.empty(num_bytes, dtype=torch.uint8) if out is None else out
+    if out.numel() != num_bytes:
+        raise ValueError(f"a matrix of {num_rows} x {depth} does not go into {out.numel()} bytes")
     kernels.pack_quantised(
         rows.format.number, data.data_ptr(), data.stride(0), depth, order.data_ptr(), len(order), out.data_ptr()
     )
