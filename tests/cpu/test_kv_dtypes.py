@@ -29,8 +29,9 @@ from tests.support.llm_prompts import (
     assert_same_cold_and_cached,
     complete_alone,
     in_any_batch,
+    without_window_blocks,
 )
-from tests.support.tiny_transformers import save_tiny
+from tests.support.tiny_models import build
 
 BLOCK_SIZE = 8
 kinds = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
@@ -153,7 +154,7 @@ def test_later_keys_never_matter_and_values_that_are_no_numbers_are_seen(dtype: 
 @pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss", "deepseek_v3-yarn"])
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp(request.param)
-    save_tiny(request.param, directory)
+    build(request.param).save_pretrained(directory)
     return directory
 
 
@@ -182,7 +183,8 @@ def test_preempted_requests_end_with_the_same_bits(
     spec, dtype = read_spec(model_dir, config)
     memory = 26 * kv_block_bytes(spec.kv_layers, BLOCK, cpu_kv_dtype(config, spec, dtype))
     changes = replace(config, max_model_len=92, kv_cache_memory=memory, max_num_seqs=8, max_num_batched_tokens=16)
-    llm = TokenEngine(model_dir, changes)
+    with without_window_blocks():
+        llm = TokenEngine(model_dir, changes)
     assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)
     assert llm.scheduler.counters.preemptions > 0
     llm.scheduler.check_idle()
@@ -203,7 +205,7 @@ def test_torch_computes_nearly_the_same_without_the_compiled_kernels(
 
 
 def test_a_dtype_that_cannot_be_kept_is_refused_in_one_sentence(tmp_path: Path) -> None:
-    save_tiny("qwen3_moe", tmp_path)
+    build("qwen3_moe").save_pretrained(tmp_path)
     spec, _ = read_spec(tmp_path, BASE)
     with pytest.raises(ConfigError, match="--kv-cache-dtype int8 on a CPU needs --dtype float32"):
         cpu_kv_dtype(replace(BASE, kv_cache_dtype="int8"), spec, torch.bfloat16)
