@@ -6,6 +6,7 @@ is scraped tells the sums of all, and a frontend that ends takes nothing with it
 
 from __future__ import annotations
 
+import struct
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -126,9 +127,15 @@ class Metrics(Collector):
         stats = self._stats if self._is_awake() else None
         return generate_latest(_Families(list(names.add(self.collect(), stats, ready))))
 
-    def latencies(self) -> tuple[Buckets, Buckets]:
-        """Return the times to the first token and those between tokens."""
-        families = {family.name: family for family in self._counted.collect()}
+    def latencies(self) -> tuple[Buckets, Buckets] | None:
+        """Return the times to the first token, and the times between tokens.
+
+        Return None while another process is just making its file, which is still empty then.
+        """
+        try:
+            families = {family.name: family for family in self._counted.collect()}
+        except struct.error:
+            return None
         first, between = (
             [sample for sample in families[metric.name].samples if sample.name.endswith("_bucket")]
             for histogram in (self.time_to_first_token, self.inter_token)

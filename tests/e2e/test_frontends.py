@@ -27,6 +27,8 @@ SAMPLED = {"prompt": "once upon a time", "temperature": 1.1, "seed": 4, "max_tok
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
     settings = ("--num-frontends", "2", "--engine-timeout", "5", "--max-restarts", "1000", "--max-model-len", "4096")
+    # With drafts a repeated stream would be over before a process is killed.
+    settings += ("--speculative-config", "none")
     with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
         yield started
 
