@@ -147,6 +147,6 @@ def test_weights_of_a_checkpoint_in_float32_take_half_the_memory(tmp_path: Path)
 def test_the_service_says_how_it_multiplies(tmp_path: Path, config: ServeConfig) -> None:
     save("mixtral", tmp_path)
     assert NATIVE is not None
-    said = arithmetic_of(plan_model(tmp_path, config))
+    said = arithmetic_of(plan_model(tmp_path, config), config)
     assert ("products of bfloat16" in said) == NATIVE.multiplies_bfloat16
     assert ("weights int8" in said) == (config.quantization == "int8")
