@@ -19,6 +19,7 @@ from launcher.own_service import ServiceNotStarted, own_service
 from launcher.server_client import ServerError, open_url, optional_server_option
 
 _USUAL_URL = "http://127.0.0.1:8000"
+_PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 2.0  # how long a server at the usual address may take to answer before one is started
 
 
@@ -95,19 +96,24 @@ def run_agent(agent: Agent, program: str, server: Server, arguments: Sequence[st
     environment = {name: value for name, value in os.environ.items() if name not in settings.removed}
     command = [program, *settings.arguments, *arguments]
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A signal that comes while the agent starts waits until it can be passed on.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _PASSED_ON)
     try:
-        process = subprocess.Popen(command, env=environment | dict(settings.variables), preexec_fn=_take_ctrl_c)
+        process = subprocess.Popen(command, env=environment | dict(settings.variables), preexec_fn=_take_signals)
 
         def pass_on(number: int, _: FrameType | None) -> None:
             process.send_signal(number)
 
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in _PASSED_ON:
             signal.signal(number, pass_on)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         code = process.wait()
     finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
         signal.signal(signal.SIGINT, before)
     return code if code >= 0 else 128 - code
 
 
-def _take_ctrl_c() -> None:
+def _take_signals() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _PASSED_ON)
