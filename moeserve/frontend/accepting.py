@@ -20,7 +20,7 @@ from struct import Struct
 _ROW = Struct("<dq")  # when the process was last awake, on the system's monotonic clock; its busy connections
 _ASLEEP_AFTER_S = 0.5  # a process that was not awake for so long is not waited for
 _AHEAD = 2  # connections that a process may have more than another before it leaves the next to that
-_PATIENCE_S = 0.004  # how long a connection is left to the others at most
+_PATIENCE_S = 0.02  # how long a connection is left to the others at most: a few turns of a busy core
 _PAUSE_S = 0.001
 _HURRY_S = 0.05  # how long a process that has waited in vain waits no more
 # Descriptors of an HTTP process beside connections: 44 were counted, and some come and go.

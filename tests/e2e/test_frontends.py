@@ -228,7 +228,7 @@ def test_a_burst_of_connections_is_shared_evenly(running: Service, both: list[Co
             assert client.recv(100).startswith(b"HTTP/1.1 200")
         held = Counter(holder(running, client.getsockname()[1]) for client in clients)
         # A busy machine lets one of them run for longer.
-        assert min(held["frontend"], held["frontend 1"]) >= 9, held
+        assert min(held["frontend"], held["frontend 1"]) >= 8, held
         for client in clients:
             client.close()
 
