@@ -10,10 +10,9 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import deepspeed
 import deepspeed.comm as comm
@@ -227,65 +226,3 @@ class DeviceWaits:
             event = torch.cuda.Event()
             event.record()
             self.wait_for(event)
-
-
-class RecordedTraffic:
-    """Counts the traffic of a captured graph at every replay, in which the host calls no collective.
-
-    A replay counts as all of the graph's collectives, and sets one mark in the device's queue.
-    """
-
-    def __init__(self, collectives: CountedCollectives, exchange: CountedRows) -> None:
-        self._collectives, self._exchange = collectives, exchange
-        self._num_entered = 0
-        self._bytes_to: Sequence[int] = ()
-        self._rows_to: Sequence[int] = ()
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the collectives captured inside. Nothing is sent yet, and the host must not wait for the device."""
-        collectives, exchange = self._collectives, self._exchange
-        before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
-        zeros = [0] * len(collectives.bytes_to)
-        collectives.num_entered, collectives.bytes_to, exchange.rows_to = 0, [*zeros], [*zeros]
-        try:
-            with collectives.waits.without_marks():
-                yield
-            self._num_entered, self._bytes_to = collectives.num_entered, collectives.bytes_to
-            self._rows_to = exchange.rows_to
-        finally:
-            collectives.num_entered, collectives.bytes_to, exchange.rows_to = before
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Count a replay, launched inside. Raises CollectiveError if an earlier replay does not end in time."""
-        collectives, exchange = self._collectives, self._exchange
-        collectives.num_entered += self._num_entered
-        collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]
-        exchange.rows_to = [sum(pair) for pair in zip(exchange.rows_to, self._rows_to, strict=True)]
-        yield
-        collectives.waits.mark()
-
-
-class Marks(Protocol):
-    """See `experts.parallel.collectives.DeviceWaits`."""
-
-    def mark(self) -> None: ...
-
-    def without_marks(self) -> AbstractContextManager[None]: ...
-
-
-class CountedCollectives(Protocol):
-    """See `experts.parallel.collectives.Collectives`."""
-
-    num_entered: int
-    bytes_to: list[int]
-
-    @property
-    def waits(self) -> Marks: ...
-
-
-class CountedRows(Protocol):
-    """See `experts.parallel.exchange.Exchange`."""
-
-    rows_to: list[int]

@@ -9,8 +9,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from experts.parallel.collectives import Collectives, RecordedTraffic
-from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, SlotTables
+from experts.parallel.collectives import Collectives
+from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, RecordedTraffic, SlotTables
 from experts.placement.placement import Placement, Ranks, refilled
 from kernels.activation import Activation
 

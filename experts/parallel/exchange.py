@@ -9,7 +9,8 @@ and its experts, by which replicas are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -290,3 +291,41 @@ def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tenso
     # `contiguous` would keep the stride of a single row, at an offset that may be no multiple of its element size.
     rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
     return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)
+
+
+class RecordedTraffic:
+    """Counts the traffic of a captured graph at every replay, in which the host calls no collective.
+
+    A replay counts as all of the graph's collectives, and sets one mark in the device's queue.
+    """
+
+    def __init__(self, collectives: Collectives, exchange: Exchange) -> None:
+        self._collectives, self._exchange = collectives, exchange
+        self._num_entered = 0
+        self._bytes_to: Sequence[int] = ()
+        self._rows_to: Sequence[int] = ()
+
+    @contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record the collectives captured inside. Nothing is sent yet, and the host must not wait for the device."""
+        collectives, exchange = self._collectives, self._exchange
+        before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
+        zeros = [0] * len(collectives.bytes_to)
+        collectives.num_entered, collectives.bytes_to, exchange.rows_to = 0, [*zeros], [*zeros]
+        try:
+            with collectives.waits.without_marks():
+                yield
+            self._num_entered, self._bytes_to = collectives.num_entered, collectives.bytes_to
+            self._rows_to = exchange.rows_to
+        finally:
+            collectives.num_entered, collectives.bytes_to, exchange.rows_to = before
+
+    @contextmanager
+    def replayed(self) -> Iterator[None]:
+        """Count a replay, launched inside. Raises CollectiveError if an earlier replay does not end in time."""
+        collectives, exchange = self._collectives, self._exchange
+        collectives.num_entered += self._num_entered
+        collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]
+        exchange.rows_to = [sum(pair) for pair in zip(exchange.rows_to, self._rows_to, strict=True)]
+        yield
+        collectives.waits.mark()

@@ -267,20 +267,6 @@ class Outcome:
     error: str | None
 
 
-class Migrator(Protocol):
-    """A rank's part in migrations: `ExpertMigrator`. version: the migration in use."""
-
-    version: int
-
-    def begin(self, migration: Migration) -> None: ...
-
-    def outcome(self) -> Outcome | None: ...
-
-    def switch(self, version: int) -> None: ...
-
-    def drop(self, version: int) -> None: ...
-
-
 class ExpertMigrator(Generic[Weights]):
     """A rank's part in migrations: reads arriving experts beside the steps, then installs them all at once.
 

@@ -260,7 +260,7 @@ def _serve_with_others(
     rebalancing = start_rebalancing(config, group.experts.placement, migrator, hub.send_all)
     executor = RankedExecutor(
         rank.runner,
-        rank,
+        rank.begin_step,
         hub,
         timeout=collective_timeout(config),
         num_entered=lambda: group.collectives.num_entered,
@@ -312,7 +312,7 @@ def _follow_first(
         started = _start(meeting, member)
         report({"event": "computing"})
         assert started.migrator is not None
-        RankSteps(number, link, started.runner, started, started.migrator, beats).run()
+        RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats).run()
         started.close()
     except CollectiveError as error:
         raise RankError(f"Rank {number} cannot reach the others: {error}.") from error

@@ -81,7 +81,7 @@ class Service:
     def drop(self, version: int) -> None: ...
 
     def serve(self) -> list[str]:
-        RankSteps(1, cast("RankLink", self), self, self, self, cast("BeatThread", self)).run()
+        RankSteps(1, cast("RankLink", self), self, self.begin_step, self, cast("BeatThread", self)).run()
         return self.log
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from experts.parallel.collectives import RecordedTraffic
+from experts.parallel.exchange import RecordedTraffic
 from moeserve.engine.ranks.together import StepRows, captures_decodes
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 

@@ -117,7 +117,7 @@ def group(tmp_path: Path) -> Iterator[Group]:
     first, received = FirstRank(), list[object]()
     executor = RankedExecutor(
         first,
-        first,
+        first.begin_step,
         hub,
         timeout=0.3,
         num_entered=lambda: 5,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import structlog
 
@@ -14,9 +15,9 @@ from experts.memory.residency import ExpertMemoryStats, ResidencyCounters
 from experts.placement.placement import Placement
 from experts.placement.rebalance import (
     Drop,
+    ExpertMigrator,
     Load,
     LoadWindow,
-    Migrator,
     RebalancePolicy,
     Rebalancer,
     RebalanceStats,
@@ -42,7 +43,7 @@ class Rebalancing(RanksObserver):
     def __init__(
         self,
         rebalancer: Rebalancer,
-        migrator: Migrator,
+        migrator: ExpertMigrator[Any],
         send_all: Callable[[ToRank], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -97,7 +98,7 @@ class Rebalancing(RanksObserver):
 
 
 def start_rebalancing(
-    config: ServeConfig, placement: Placement, migrator: Migrator, send_all: Callable[[ToRank], None]
+    config: ServeConfig, placement: Placement, migrator: ExpertMigrator[Any], send_all: Callable[[ToRank], None]
 ) -> Rebalancing | None:
     """Return None unless the settings ask for rebalancing. It needs the recorded routing."""
     if not config.rebalance_interval or not config.record_experts:

@@ -7,10 +7,10 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from experts.errors import CollectiveError
-from experts.placement.rebalance import Migration, Migrator
+from experts.placement.rebalance import ExpertMigrator, Migration
 from moeserve.engine.ranks.messages import DropLayer, Forward, LayerLoaded, PlaceLayer, RankError, RankResult, Shutdown
 from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
 from moeserve.engine.ranks.together import StepRows
@@ -24,12 +24,6 @@ _POLL_SECONDS = 0.1
 _SECONDS_BETWEEN_LOOKS = 20e-6
 
 
-class StepSizes(Protocol):
-    """Receives the numbers of rows of all ranks before each step."""
-
-    def begin_step(self, rows: StepRows) -> None: ...
-
-
 class RankedExecutor:
     """Sends every rank its plan, launches the plan of rank 0 and collects all results.
 
@@ -39,7 +33,7 @@ class RankedExecutor:
     def __init__(
         self,
         runner: Runner,
-        sizes: StepSizes,
+        begin_step: Callable[[StepRows], None],
         hub: RankHub,
         *,
         timeout: float,
@@ -51,7 +45,7 @@ class RankedExecutor:
         that this rank has entered. placement_version: the version for the next step. listeners: each receives every
         message of the other ranks that is no result."""
         self._runner = runner
-        self._sizes = sizes
+        self._begin_step = begin_step
         self._hub = hub
         self._timeout = timeout
         self._num_entered = num_entered
@@ -67,7 +61,7 @@ class RankedExecutor:
         counts = [*rows.num_rows], [*rows.num_logit_rows], rows.only_decodes
         for rank, sender in self._plans.items():
             self._hub.send(rank, Forward(sender.encode(plans[rank]), *counts, self._placement_version()))
-        self._sizes.begin_step(rows)
+        self._begin_step(rows)
         with self._blaming():
             step = self._in_flight[number] = self._runner.launch(plans[0])
         return _RankedStep(step, lambda: self._wait(number))
@@ -144,10 +138,16 @@ class RankSteps:
     """
 
     def __init__(
-        self, rank: int, link: RankLink, runner: Runner, sizes: StepSizes, migrator: Migrator, beats: BeatThread
+        self,
+        rank: int,
+        link: RankLink,
+        runner: Runner,
+        begin_step: Callable[[StepRows], None],
+        migrator: ExpertMigrator[Any],
+        beats: BeatThread,
     ) -> None:
         self._rank, self._link, self._beats = rank, link, beats
-        self._runner, self._sizes, self._migrator = runner, sizes, migrator
+        self._runner, self._begin_step, self._migrator = runner, begin_step, migrator
         self._plans = PlanReceiver()
         self._in_flight: deque[Pending[StepResult]] = deque()
 
@@ -180,7 +180,7 @@ class RankSteps:
         self._beats.busy.set()
         if step.placement_version != self._migrator.version:
             self._migrator.switch(step.placement_version)
-        self._sizes.begin_step(StepRows(step.num_rows, step.num_logit_rows, step.only_decodes))
+        self._begin_step(StepRows(step.num_rows, step.num_logit_rows, step.only_decodes))
         self._in_flight.append(self._runner.launch(self._plans.decode(step.plan)))
 
     def _finish(self, step: Pending[StepResult]) -> None:
@@ -190,7 +190,7 @@ class RankSteps:
         self._link.send(RankResult(self._rank, encode_result(result)))
 
 
-def follow(message: PlaceLayer | DropLayer, migrator: Migrator) -> None:
+def follow(message: PlaceLayer | DropLayer, migrator: ExpertMigrator[Any]) -> None:
     """Carry out a migration message of rank 0, between steps."""
     match message:
         case PlaceLayer():

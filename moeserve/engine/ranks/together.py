@@ -16,8 +16,9 @@ from moeserve.plan import StepPlan
 if TYPE_CHECKING:
     import torch
 
-    from experts.parallel.collectives import Collectives, RecordedTraffic
+    from experts.parallel.collectives import Collectives
     from experts.parallel.dispatch import ExpertParallel
+    from experts.parallel.exchange import RecordedTraffic
     from moeserve.model.step_arrays import StepShape
 
 # The sizes of this shape of dispatch follow from the number of rows alone, so a graph can hold it.

@@ -12,7 +12,7 @@ rank without rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -31,6 +31,8 @@ from moeserve.plan import StepPlan, StepResult, wanted_logits
 
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
+
+    from experts.parallel.exchange import RecordedTraffic
 
 # Makes the host wait for an event on the device.
 Wait = Callable[[torch.cuda.Event], None]
@@ -208,16 +210,6 @@ class HeardDecoder:
         return Computed(states, decoder.logits(states) if with_logits else None, routing)
 
 
-class Traffic(Protocol):
-    """The exchange of rows in one graph."""
-
-    def recorded(self) -> AbstractContextManager[None]:
-        """Return a context to capture the graph in."""
-
-    def replayed(self) -> AbstractContextManager[None]:
-        """Return a context to launch the graph in."""
-
-
 class Peers(Protocol):
     """The other ranks, which compute every step together with this one. All make the same calls in the same order.
 
@@ -234,7 +226,7 @@ class Peers(Protocol):
     def begin_decodes(self, size: int) -> None:
         """Begin a step in the decode batches of `size` rows."""
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> RecordedTraffic:
         """Return the exchange of rows for the graph of the step that has begun."""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
@@ -250,7 +242,7 @@ class _Captured:
 
     graph: torch.cuda.CUDAGraph
     computed: Computed
-    traffic: Traffic | None
+    traffic: RecordedTraffic | None
 
     def replay(self) -> Computed:
         with self.traffic.replayed() if self.traffic is not None else nullcontext():
