@@ -89,11 +89,11 @@ def main() -> None:
             parallel.begin_step([len(ids)] * num_ranks, [len(ids)] * num_ranks)
             logged = logged_bytes()
             dispatch(x, ids, torch.full(ids.shape, 1 / top_k), experts, Activation())
-            counted = {"rows": parallel.num_rows_sent, "bytes": sum(collectives.bytes_to)}
+            counted = {"rows": parallel.num_rows_sent, "bytes": sum(collectives.traffic.bytes_to)}
             counted["logged"] = logged_bytes() - logged
-            before, logged = sum(collectives.bytes_to), logged_bytes()
+            before, logged = sum(collectives.traffic.bytes_to), logged_bytes()
             counted["plain_rows"] = row_per_expert(collectives, x, ids, rank_of)
-            counted["plain_bytes"] = sum(collectives.bytes_to) - before
+            counted["plain_bytes"] = sum(collectives.traffic.bytes_to) - before
             counted["plain_logged"] = logged_bytes() - logged
             found.append({"routing": routing, "seed": seed, "tokens": len(ids), **counted})
     collectives.close()

@@ -11,6 +11,7 @@ import warnings
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -34,13 +35,31 @@ _MARKS_AHEAD = 32
 _POLL_SECONDS = 20e-6
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Totals of a rank. num_entered: collectives; among ranks that wait for one another, the rank at fault has entered
+    the fewest. bytes_to[r], rows_to[r]: the bytes handed over for rank r and the rows sent to it; 0 for this rank.
+    """
+
+    num_entered: int
+    bytes_to: list[int]
+    rows_to: list[int]
+
+    @classmethod
+    def none(cls, num_ranks: int) -> Traffic:
+        return cls(0, [0] * num_ranks, [0] * num_ranks)
+
+    def add(self, other: Traffic) -> None:
+        self.num_entered += other.num_entered
+        self.bytes_to = [sum(pair) for pair in zip(self.bytes_to, other.bytes_to, strict=True)]
+        self.rows_to = [sum(pair) for pair in zip(self.rows_to, other.rows_to, strict=True)]
+
+
 class Collectives:
     """All ranks call `open`, then the same methods in the same order, with sizes that agree. Tensors are contiguous, on
     `device`.
 
-    On a GPU a call returns once it is queued on the current stream; the host waits only in `waits`. `num_entered`
-    counts the calls: among ranks that wait for one another, the rank at fault has entered the fewest. `bytes_to[r]`
-    counts the bytes handed over for rank r, none for this rank.
+    On a GPU a call returns once it is queued on the current stream; the host waits only in `waits`. `traffic` counts.
     """
 
     def __init__(self, rank: int, num_ranks: int, *, device: torch.device | None = None) -> None:
@@ -49,8 +68,7 @@ class Collectives:
         self._on_gpu = self.device.type == "cuda"
         self.rank = rank
         self.num_ranks = num_ranks
-        self.num_entered = 0
-        self.bytes_to = [0] * num_ranks
+        self.traffic = Traffic.none(num_ranks)
         self.waits = DeviceWaits(self.device, 0.0)
 
     def open(self, rendezvous: Path | Store | None, timeout: float, *, interface: str = "lo") -> None:
@@ -101,10 +119,7 @@ class Collectives:
         received = rows.new_empty((sum(from_ranks), *rows.shape[1:]))
         with self._entered():
             comm.all_to_all_single(received, rows, list(from_ranks), list(to_ranks))
-        row_bytes = rows[:1].nbytes
-        for rank, count in enumerate(to_ranks):
-            if rank != self.rank:
-                self.bytes_to[rank] += count * row_bytes
+        self._count_bytes([count * rows[:1].nbytes for count in to_ranks])
         return received
 
     def all_gather(self, rows: Tensor) -> Tensor:
@@ -116,8 +131,7 @@ class Collectives:
             gathered = rows.new_empty((self.num_ranks * rows.shape[0], *rows.shape[1:]))
             with self._entered():
                 comm.all_gather_into_tensor(gathered, rows)
-            for rank in range(self.num_ranks):
-                self.bytes_to[rank] += rows.nbytes * (rank != self.rank)
+            self._count_bytes([rows.nbytes] * self.num_ranks)
             return gathered
         sizes = [rows.shape[0]] * self.num_ranks
         return self.all_to_all(torch.cat([rows] * self.num_ranks), sizes, sizes)
@@ -145,10 +159,48 @@ class Collectives:
         """Return the sum of the ranks' numbers to all of them. Waits for the others."""
         return int(self.all_gather(torch.tensor([number], device=self.device)).sum())
 
+    def forget_traffic(self) -> None:
+        """Start counting at zero again, but for the collectives entered, which other ranks compare with theirs."""
+        self.traffic = Traffic(self.traffic.num_entered, [0] * self.num_ranks, [0] * self.num_ranks)
+
+    def count_rows(self, num_to: Sequence[int]) -> None:
+        """Count `num_to[r]` rows that are sent to rank r; those of this rank itself do not count."""
+        for rank, count in enumerate(num_to):
+            self.traffic.rows_to[rank] += count * (rank != self.rank)
+
+    def _count_bytes(self, num_to: Sequence[int]) -> None:
+        for rank, count in enumerate(num_to):
+            self.traffic.bytes_to[rank] += count * (rank != self.rank)
+
+    @contextmanager
+    def recorded(self) -> Iterator[Traffic]:
+        """Return the traffic of the collectives captured inside, whole at the end.
+
+        Nothing is sent yet, and the host must not wait for the device.
+        """
+        before, inside = self.traffic, Traffic.none(self.num_ranks)
+        self.traffic = inside
+        try:
+            with self.waits.without_marks():
+                yield inside
+        finally:
+            self.traffic = before
+
+    @contextmanager
+    def replayed(self, recorded: Traffic) -> Iterator[None]:
+        """Count a replay, launched inside. Raises CollectiveError if an earlier replay does not end in time.
+
+        A replay, in which the host calls no collective, counts as all of the graph's collectives, and sets one mark in
+        the device's queue.
+        """
+        self.traffic.add(recorded)
+        yield
+        self.waits.mark()
+
     @contextmanager
     def _entered(self) -> Iterator[None]:
         """Count a collective, and keep the host from running far ahead of the device in it."""
-        self.num_entered += 1
+        self.traffic.num_entered += 1
         try:
             yield
         except RuntimeError as error:

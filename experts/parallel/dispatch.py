@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experts.parallel.collectives import Collectives
-from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, RecordedTraffic, SlotTables
+from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, SlotTables
 from experts.placement.placement import Placement, Ranks, refilled
 from kernels.activation import Activation
 
@@ -117,23 +117,16 @@ class ExpertParallel(Generic[Experts]):
     @property
     def num_rows_sent(self) -> int:
         """The number of rows sent to other ranks, padding included."""
-        return sum(self._rows_to)
+        return sum(self._collectives.traffic.rows_to)
 
     def sent(self) -> list[int]:
         """Return the rows sent to each rank, then the bytes handed over for each rank, both ways and with counts."""
-        return [*self._rows_to, *self._collectives.bytes_to]
-
-    @property
-    def _rows_to(self) -> list[int]:
-        return [sum(counts) for counts in zip(*(shape.rows_to for shape in self._exchanges.values()), strict=True)]
+        traffic = self._collectives.traffic
+        return [*traffic.rows_to, *traffic.bytes_to]
 
     def use(self, shape: str) -> None:
         """Use the shape `allgather` or `alltoall` from the next step on."""
         self._exchange = self._exchanges[shape]
-
-    def traffic(self) -> RecordedTraffic:
-        """Return the counter for a graph that is captured with the shape in use."""
-        return RecordedTraffic(self._collectives, self._exchange)
 
     def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:
         """Set the number of rows that each rank has in this step, and in its last layer."""
@@ -169,9 +162,7 @@ class ExpertParallel(Generic[Experts]):
 
     def forget_counts(self) -> None:
         """Start counting rows and bytes at zero again."""
-        for exchange in self._exchanges.values():
-            exchange.rows_to = [0] * self._collectives.num_ranks
-        self._collectives.bytes_to = [0] * self._collectives.num_ranks
+        self._collectives.forget_traffic()
 
     def measure(
         self,

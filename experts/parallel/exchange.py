@@ -9,8 +9,7 @@ and its experts, by which replicas are chosen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -39,9 +38,7 @@ class Arrived:
 
 
 class Exchange(Protocol):
-    """A shape of dispatch. `rows_to[r]`: the number of rows that this rank has dispatched to rank r."""
-
-    rows_to: list[int]
+    """A shape of dispatch. It counts the rows that it sends to other ranks in `Collectives.traffic`."""
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -57,7 +54,6 @@ class AllToAll:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.rows_to = [0] * collectives.num_ranks
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -72,7 +68,7 @@ class AllToAll:
             pack_rows(x[rows], slots[rank][rows], weights[rows]) for rank, rows in enumerate(of_home) if rank != me
         ]
         received = self._collectives.all_to_all(torch.cat(packed), num_to, num_from)
-        self.rows_to = [total + count for total, count in zip(self.rows_to, num_to, strict=True)]
+        self._collectives.count_rows(num_to)
         rows, ids, of_rows = unpack_rows(received, x, expert_ids.shape[1])
         mine = of_home[me]
         before = sum(num_from[:me])
@@ -109,7 +105,6 @@ class DeviceAllToAll:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.rows_to = [0] * collectives.num_ranks
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -124,10 +119,7 @@ class DeviceAllToAll:
         rows = pairs % max(1, num_here)
         packed = pack_rows(x[rows], slots.view(-1, top_k)[pairs], weights[rows])
         received = self._collectives.all_to_all(packed, num_to, num_from)
-        me = self._collectives.rank
-        self.rows_to = [
-            total + count * (rank != me) for rank, (total, count) in enumerate(zip(self.rows_to, num_to, strict=True))
-        ]
+        self._collectives.count_rows(num_to)
         arrived, ids, of_rows = unpack_rows(received, x, top_k)
         return Arrived(arrived, ids, of_rows, num_from, list(rows.split(num_to)))
 
@@ -159,7 +151,6 @@ class AllGather:
 
     def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self.rows_to = [0] * collectives.num_ranks
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -169,8 +160,7 @@ class AllGather:
         if len(packed) < longest:
             # With every bit set an expert id is -1, which no rank holds; the rest of such a row is not read.
             packed = torch.cat((packed, packed.new_full((longest - len(packed), packed.shape[1]), 255)))
-        me = self._collectives.rank
-        self.rows_to = [total + longest * (rank != me) for rank, total in enumerate(self.rows_to)]
+        self._collectives.count_rows([longest] * self._collectives.num_ranks)
         rows, ids, of_rows = unpack_rows(self._collectives.all_gather(packed), x, expert_ids.shape[1])
         return Arrived(rows, tables.slots_here(ids), of_rows)
 
@@ -291,41 +281,3 @@ def unpack_rows(packed: Tensor, like: Tensor, top_k: int) -> tuple[Tensor, Tenso
     # `contiguous` would keep the stride of a single row, at an offset that may be no multiple of its element size.
     rows, weights, ids = (part.new_empty(part.shape).copy_(part) for part in packed.split(sizes, 1))
     return rows.view(like.dtype), ids.view(torch.int16).long(), weights.view(torch.float32)
-
-
-class RecordedTraffic:
-    """Counts the traffic of a captured graph at every replay, in which the host calls no collective.
-
-    A replay counts as all of the graph's collectives, and sets one mark in the device's queue.
-    """
-
-    def __init__(self, collectives: Collectives, exchange: Exchange) -> None:
-        self._collectives, self._exchange = collectives, exchange
-        self._num_entered = 0
-        self._bytes_to: Sequence[int] = ()
-        self._rows_to: Sequence[int] = ()
-
-    @contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record the collectives captured inside. Nothing is sent yet, and the host must not wait for the device."""
-        collectives, exchange = self._collectives, self._exchange
-        before = collectives.num_entered, collectives.bytes_to, exchange.rows_to
-        zeros = [0] * len(collectives.bytes_to)
-        collectives.num_entered, collectives.bytes_to, exchange.rows_to = 0, [*zeros], [*zeros]
-        try:
-            with collectives.waits.without_marks():
-                yield
-            self._num_entered, self._bytes_to = collectives.num_entered, collectives.bytes_to
-            self._rows_to = exchange.rows_to
-        finally:
-            collectives.num_entered, collectives.bytes_to, exchange.rows_to = before
-
-    @contextmanager
-    def replayed(self) -> Iterator[None]:
-        """Count a replay, launched inside. Raises CollectiveError if an earlier replay does not end in time."""
-        collectives, exchange = self._collectives, self._exchange
-        collectives.num_entered += self._num_entered
-        collectives.bytes_to = [sum(pair) for pair in zip(collectives.bytes_to, self._bytes_to, strict=True)]
-        exchange.rows_to = [sum(pair) for pair in zip(exchange.rows_to, self._rows_to, strict=True)]
-        yield
-        collectives.waits.mark()

@@ -208,7 +208,7 @@ def _start_first(meeting: Meeting, hub: RankHub, member: LoadedMember) -> Rank:
     try:
         return _start(meeting, member)
     except CollectiveError as error:
-        raise find_fault(hub, error, collectives.num_entered, collectives.waits.seconds) from error
+        raise find_fault(hub, error, collectives.traffic.num_entered, collectives.waits.seconds) from error
 
 
 def _start(meeting: Meeting, member: LoadedMember) -> Rank:
@@ -263,7 +263,7 @@ def _serve_with_others(
         rank.begin_step,
         hub,
         timeout=collective_timeout(config),
-        num_entered=lambda: group.collectives.num_entered,
+        num_entered=lambda: group.collectives.traffic.num_entered,
         placement_version=lambda: migrator.version,
         listeners=[listener.on_message for listener in (rebalancing, memories) if listener is not None],
     )
@@ -293,7 +293,7 @@ def _follow_first(
     report({"event": "met", "incarnation": meeting.incarnation})
     link = RankLink(sockets, meeting, number)
     beats = BeatThread(
-        sockets, meeting, number, lambda: member.collectives.num_entered, lambda: member.rank.memory_stats()
+        sockets, meeting, number, lambda: member.collectives.traffic.num_entered, lambda: member.rank.memory_stats()
     )
     beats.busy.set()
     beats.start()

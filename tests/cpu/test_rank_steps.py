@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from experts.parallel.exchange import RecordedTraffic
+from experts.parallel.collectives import Collectives, Traffic
 from moeserve.engine.ranks.together import StepRows, captures_decodes
 from moeserve.plan import Chunk, ChunkExtras, SamplingParams, StepPlan
 
@@ -74,33 +74,30 @@ class Waits:
         self._marks = True
 
 
-class Sender:
-    """Counts as the collectives and an exchange do."""
+class Sender(Collectives):
+    """Collectives of two ranks that has sent 7 rows in 5 collectives, and keeps a log of marks."""
 
     def __init__(self) -> None:
-        self.num_entered = 5
-        self.bytes_to = [0, 70]
-        self.rows_to = [0, 7]
+        super().__init__(0, 2)
         self.waits = Waits()
+        self.traffic = Traffic(5, [0, 70], [0, 7])
 
     def send(self, num_rows: int) -> None:
-        self.num_entered += 1
-        self.bytes_to[1] += 10 * num_rows
-        self.rows_to[1] += num_rows
-        self.waits.mark()
+        with self._entered():
+            self.count_rows([3, num_rows])
+            self._count_bytes([30, 10 * num_rows])
 
 
 def test_a_replay_counts_as_all_its_collectives_and_is_marked_once() -> None:
     sender = Sender()
-    traffic = RecordedTraffic(sender, sender)
-    with traffic.recorded():
+    with sender.recorded() as traffic:
         sender.send(2)
         sender.send(3)
-    assert (sender.num_entered, sender.bytes_to, sender.rows_to, sender.waits.log) == (5, [0, 70], [0, 7], [])
+    assert (sender.traffic, sender.waits.log) == (Traffic(5, [0, 70], [0, 7]), [])
     for _ in range(2):
-        with traffic.replayed():
+        with sender.replayed(traffic):
             sender.waits.log.append("launch")
-    assert (sender.num_entered, sender.bytes_to, sender.rows_to) == (9, [0, 170], [0, 17])
+    assert sender.traffic == Traffic(9, [0, 170], [0, 17])
     assert sender.waits.log == ["launch", "mark"] * 2
     sender.send(1)
     assert sender.waits.log[-1] == "mark"
@@ -108,15 +105,14 @@ def test_a_replay_counts_as_all_its_collectives_and_is_marked_once() -> None:
 
 def test_a_replay_has_entered_its_collectives_before_it_is_launched() -> None:
     sender = Sender()
-    traffic = RecordedTraffic(sender, sender)
-    with traffic.recorded():
+    with sender.recorded() as traffic:
         sender.send(1)
-    with traffic.replayed():
-        assert sender.num_entered == 6
+    with sender.replayed(traffic):
+        assert sender.traffic.num_entered == 6
 
 
 def test_what_fails_while_it_is_captured_leaves_no_counts() -> None:
     sender = Sender()
-    with pytest.raises(IndexError), RecordedTraffic(sender, sender).recorded():
+    with pytest.raises(IndexError), sender.recorded():
         [].pop(sender.send(2) or 0)
-    assert (sender.num_entered, sender.bytes_to, sender.rows_to) == (5, [0, 70], [0, 7])
+    assert sender.traffic == Traffic(5, [0, 70], [0, 7])

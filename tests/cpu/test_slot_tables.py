@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,14 +21,8 @@ NUM_EXPERTS, NUM_ROWS, TOP_K, HIDDEN = 6, 4, 2, 3
 EVERY = torch.arange(NUM_EXPERTS * 2).view(NUM_EXPERTS, TOP_K) % NUM_EXPERTS
 
 
-@dataclass
-class Echo:
-    """Collectives of two ranks of which the other says the same as this one."""
-
-    rank: int = 0
-    num_ranks: int = 2
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    bytes_to: list[int] = field(default_factory=lambda: [0, 0])
+class Echo(Collectives):
+    """Collectives of two ranks. The other rank sends the same as this one."""
 
     def all_gather(self, rows: Tensor) -> Tensor:
         return torch.cat((rows, rows))
@@ -50,7 +43,7 @@ def dispatch_of(experts: ExpertParallel[Any]) -> Any:
 
 def make() -> ExpertParallel[Any]:
     experts: ExpertParallel[Any] = ExpertParallel(
-        cast("Collectives", Echo()), contiguous(1, NUM_EXPERTS, 2), [0], last_layer=7, compute=slots_as_rows
+        Echo(0, 2), contiguous(1, NUM_EXPERTS, 2), [0], last_layer=7, compute=slots_as_rows
     )
     experts.begin_step([NUM_ROWS] * 2, [NUM_ROWS] * 2)
     return experts

@@ -49,22 +49,14 @@ class Peers:
     def wait_for_device(self) -> None:
         self._log.append("wait")
 
-    def traffic(self) -> Traffic:
-        return Traffic(self._log, self.decode_size)
-
-
-class Traffic:
-    def __init__(self, log: Log, size: int | None) -> None:
-        self._log, self._size = log, size
-
     @contextmanager
-    def recorded(self) -> Iterator[None]:
+    def recorded(self) -> Iterator[int | None]:
         self._log.append("record")
-        yield
+        yield self.decode_size
 
     @contextmanager
-    def replayed(self) -> Iterator[None]:
-        self._log.append(f"enter {self._size}")
+    def replayed(self, size: int | None) -> Iterator[None]:
+        self._log.append(f"enter {size}")
         yield
         self._log.append("mark")
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from experts.memory.file import round_to_page
-from experts.parallel.collectives import Collectives, DeviceWaits
+from experts.parallel.collectives import Collectives
 from experts.placement.placement import contiguous
 from kernels.gpu.moe_config import WeightStorage
 from moeserve.config import ServeConfig
@@ -53,13 +53,12 @@ from tests.support.tiny_models import save
 WAYS = ("graphs", "alltoall", "slots")
 
 
-class MadeUp:
+class MadeUp(Collectives):
     """Collectives of rank 0 whose other rank has `other_rows` rows and sends any number of them."""
 
     def __init__(self, generator: random.Random) -> None:
-        self.rank, self.num_ranks, self.device = 0, 2, CPU
-        self.num_entered, self.bytes_to, self.other_rows = 0, [0, 0], MAX_TOKENS
-        self.waits = DeviceWaits(CPU, 10)
+        super().__init__(0, 2)
+        self.other_rows = MAX_TOKENS
         self._generator = generator
 
     def be_patient(self, seconds: float) -> None: ...
@@ -103,7 +102,7 @@ def load(folder: Path, spec: DecoderSpec, storage: str, kv: str, way: str, other
     )
     placement = contiguous(len(spec.moe_layers), spec.moe.num_experts, 2)
     plan = ModelPlan(spec, DTYPE, KvBudget(0, 0), 0, placement, device="cuda")
-    return load_rank(folder, plan, config, lambda _: None, cast("Collectives", others))
+    return load_rank(folder, plan, config, lambda _: None, others)
 
 
 def slot_bytes(spec: DecoderSpec, storage: WeightStorage) -> int:

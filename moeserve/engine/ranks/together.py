@@ -14,11 +14,12 @@ from moeserve.model.step_arrays import padded_size
 from moeserve.plan import StepPlan
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
 
-    from experts.parallel.collectives import Collectives
+    from experts.parallel.collectives import Collectives, Traffic
     from experts.parallel.dispatch import ExpertParallel
-    from experts.parallel.exchange import RecordedTraffic
     from moeserve.model.step_arrays import StepShape
 
 # The sizes of this shape of dispatch follow from the number of rows alone, so a graph can hold it.
@@ -96,9 +97,13 @@ class GroupSteps:
         rows = [size] * self._collectives.num_ranks
         self._experts.begin_step(rows, rows)
 
-    def traffic(self) -> RecordedTraffic:
-        """Return the traffic of the graph for the step that has begun."""
-        return self._experts.traffic()
+    def recorded(self) -> AbstractContextManager[Traffic]:
+        """See `Collectives.recorded`."""
+        return self._collectives.recorded()
+
+    def replayed(self, recorded: Traffic) -> AbstractContextManager[None]:
+        """See `Collectives.replayed`."""
+        return self._collectives.replayed(recorded)
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for `event`. Raise CollectiveError after the time that ranks may be behind each other."""

@@ -12,8 +12,9 @@ rank without rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from moeserve.plan import StepPlan, StepResult, wanted_logits
 if TYPE_CHECKING:
     from torch.cuda import _POOL_HANDLE
 
-    from experts.parallel.exchange import RecordedTraffic
+    from experts.parallel.collectives import Traffic
 
 # Makes the host wait for an event on the device.
 Wait = Callable[[torch.cuda.Event], None]
@@ -226,8 +227,11 @@ class Peers(Protocol):
     def begin_decodes(self, size: int) -> None:
         """Begin a step in the decode batches of `size` rows."""
 
-    def traffic(self) -> RecordedTraffic:
-        """Return the exchange of rows for the graph of the step that has begun."""
+    def recorded(self) -> AbstractContextManager[Traffic]:
+        """Return a context to capture a graph in; it yields the graph's exchange of rows."""
+
+    def replayed(self, recorded: Traffic) -> AbstractContextManager[None]:
+        """Return a context to launch a graph in."""
 
     def wait_for(self, event: torch.cuda.Event) -> None:
         """Wait for an event, at most as long as ranks may be behind each other."""
@@ -238,14 +242,14 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _Captured:
-    """A graph, the tensors that it writes, and its exchange of rows; None on a single rank."""
+    """A graph, the tensors that it writes, and the context to launch it in, which counts its exchange of rows."""
 
     graph: torch.cuda.CUDAGraph
     computed: Computed
-    traffic: RecordedTraffic | None
+    replayed: Callable[[], AbstractContextManager[None]]
 
     def replay(self) -> Computed:
-        with self.traffic.replayed() if self.traffic is not None else nullcontext():
+        with self.replayed():
             self.graph.replay()
         return self.computed
 
@@ -308,13 +312,15 @@ class DecodeSteps:
         graph, peers = torch.cuda.CUDAGraph(), self._peers
         if peers is None:
             with torch.cuda.graph(graph, pool=pool, stream=stream):
-                return _Captured(graph, self._compute(batch), None)
+                return _Captured(graph, self._compute(batch), nullcontext)
         # Wait with a time limit first: beginning a capture waits for the device without one.
         peers.wait_for_device()
-        traffic = peers.traffic()
         # Threads of the collectives and of migrations may call CUDA during the capture and are no part of it.
-        with traffic.recorded(), torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
-            return _Captured(graph, self._compute(batch), traffic)
+        with (
+            peers.recorded() as traffic,
+            torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"),
+        ):
+            return _Captured(graph, self._compute(batch), partial(peers.replayed, traffic))
 
     def _compute(self, batch: DecodeBatch) -> Computed:
         batch.update_works()
