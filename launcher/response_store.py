@@ -1,9 +1,11 @@
-"""Chooses the file of the response store and holds it for one service: two on one file would run each other's work."""
+"""Chooses the file of the response store and joins its services.
+
+Services of one model share a file: each goes on with the requests of another one that has ended. Another model could
+not, so its service is refused.
+"""
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,23 +13,26 @@ from pathlib import Path
 from launcher.preflight import LaunchError
 from moeserve.config import ConfigError, ServeConfig, state_root
 from moeserve.frontend.store.schema import StoreError, prepare
+from moeserve.frontend.store.shared import Locks, network_of
+from moeserve.wire import RunContext
 
 FORGETFUL = "memory"
 
 
 @contextmanager
-def response_store(config: ServeConfig, notice: Callable[[str], None]) -> Iterator[str | None]:
+def response_store(run: RunContext, notice: Callable[[str], None]) -> Iterator[str | None]:
     """Give the path of a store that outlives the service, held until the end; None where it goes with the service.
 
     Raises LaunchError for a file of the settings that cannot be used. The default one is done without then, as
     `notice` is told.
     """
+    config = run.config
     if config.response_store == FORGETFUL or (config.response_store is None and config.port == 0):
         yield None
         return
     try:
         path = _path(config)
-        held = _hold(path)
+        held = _join(path, run.reader)
     except (StoreError, ConfigError) as error:
         if config.response_store is not None:
             raise LaunchError(str(error)) from None
@@ -37,7 +42,7 @@ def response_store(config: ServeConfig, notice: Callable[[str], None]) -> Iterat
     try:
         yield str(path)
     finally:
-        os.close(held)
+        held.close()
 
 
 def _path(config: ServeConfig) -> Path:
@@ -46,14 +51,20 @@ def _path(config: ServeConfig) -> Path:
     return state_root() / f"responses-{config.port}.sqlite3"
 
 
-def _hold(path: Path) -> int:
-    """Make the file ready and lock it; return the descriptor that holds the lock. Raises StoreError."""
+def _join(path: Path, reader: str) -> Locks:
+    """Make the file ready and join the services that use it; return the locks that say so. Raises StoreError."""
+    if kind := network_of(path.resolve(), Path("/proc/self/mountinfo").read_text()):
+        raise StoreError(
+            f"The response store {path} is on a network file system ({kind}): it takes a disk of this machine."
+        )
     prepare(path)
-    # SQLite's own locks are of another kind, and on other descriptors.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(descriptor)
-        raise StoreError(f"Another service uses the response store {path}.") from None
-    return descriptor
+        locks = Locks(path)
+    except OSError as error:
+        raise StoreError(f"The response store {path} cannot be shared ({error.strerror}).") from None
+    if not locks.join(int(reader, 16)):
+        locks.close()
+        raise StoreError(
+            f"Another service uses the response store {path} with another model, parser or version of moeserve."
+        )
+    return locks

@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,8 +97,9 @@ def run_first_node(
             model_dir = resolve(config, progress.update)
         finally:
             progress.close()
-        with response_store(config, partial(say, errors, "Notice")) as store, run_directory(os.environ) as directory:
+        with run_directory(os.environ) as directory, ExitStack() as stack:
             context = make_context(config, model_dir, directory, meets_in_store=meets_in_store)
+            store = stack.enter_context(response_store(context, partial(say, errors, "Notice")))
             context = replace(context, response_store=store)
             listeners = _listeners(context, url(address), progress, errors)
             supervisor = Supervisor(context, listener, listeners, worker_module=worker_module)

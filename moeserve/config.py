@@ -422,8 +422,9 @@ class ServeConfig:
     )
     response_store: str | None = setting(
         None,
-        "File that keeps responses and conversations for all HTTP processes and over a restart; `memory` forgets them "
-        "with the service, as does --port 0. By default one for each port in ~/.local/state/moeserve.",
+        "File that keeps responses and conversations for all HTTP processes and over a restart; services of one model "
+        "may share it. `memory` forgets them with the service, as does --port 0. By default one for each port in "
+        "~/.local/state/moeserve.",
         group="HTTP",
         metavar="FILE|memory",
     )

@@ -7,6 +7,7 @@ travel as int32 bytes. `RunContext` names the sockets; the supervisor hands it t
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from typing import Any, TypeVar
 import msgpack
 import msgspec
 
-from moeserve.config import ServeConfig
+from moeserve.config import VERSION, ServeConfig
 from moeserve.kv_transfer import KvTicket
 from moeserve.plan import (
     DEFAULT_TERMS,
@@ -502,6 +503,12 @@ class RunContext:
     def load_file(self) -> Path | None:
         """The file in which several frontends tell each other of their load; None for a single frontend."""
         return Path(self.run_dir) / "load" if self.config.num_frontends > 1 else None
+
+    @property
+    def reader(self) -> str:
+        """A name (hex) of all that reading a stored answer depends on: the model, its parsers, this program."""
+        facts = (VERSION, self.model_hash, self.config.tool_call_parser, self.config.reasoning_parser)
+        return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
     @property
     def store_file(self) -> Path:

@@ -6,7 +6,6 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
@@ -57,7 +56,7 @@ def create_app(services: Services) -> Starlette:
     public = load_public_prefixes(config.public_prefixes)
     bounds = Bounds(config.response_store_size, config.response_store_days * _DAY_S)
     store = Store(services.run.store_file, bounds)
-    owner = Owner(Path(services.run.run_dir))
+    owner = Owner(services.run.store_file)
     jobs = Jobs(services, store, owner, keys.holder)
     endpoints = _endpoints(services, store, jobs, owner.name)
     batches = Batches(services, store, owner, keys.holder, {path: of(endpoints) for path, of in BATCH_ROUTES.items()})

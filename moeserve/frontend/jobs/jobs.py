@@ -11,7 +11,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.http import ApiError, unavailable
 from moeserve.frontend.jobs.journal import Journal
 from moeserve.frontend.jobs.owners import Owner
-from moeserve.frontend.jobs.record import Entry, JobRecord, pack_prepared, pack_record, reader_of, unpack_entries
+from moeserve.frontend.jobs.record import Entry, JobRecord, pack_prepared, pack_record, unpack_entries
 from moeserve.frontend.jobs.runner import Runner
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Kind, Prepared
@@ -37,7 +37,7 @@ class Jobs:
         self._owner = owner
         self._journal = Journal(store, self._owner.name)
         self._runner = Runner(services, store, self._journal, self._owner, identify)
-        self.reader = reader_of(services.run)
+        self.reader = services.run.reader
 
     async def start(self) -> None:
         self._journal.start()

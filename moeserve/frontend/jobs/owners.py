@@ -1,48 +1,34 @@
-"""Who runs a job: each HTTP process holds a lock as long as it lives, by whatever it ends."""
+"""Who runs a job: each HTTP process of the services that share a store holds a lock as long as it lives."""
 
 from __future__ import annotations
 
-import fcntl
-import os
 import secrets
 from pathlib import Path
+
+from moeserve.frontend.store.shared import Locks
 
 
 class Owner:
     """This process as an owner of jobs. `name` is told to others through the store."""
 
-    def __init__(self, folder: Path) -> None:
-        """folder: the run directory; owners of earlier runs have left nothing in it."""
+    def __init__(self, store: Path) -> None:
+        """store: the store's file."""
         self.name = secrets.token_hex(8)
-        self._folder = folder
-        self._lock: int | None = None
+        self._store = store
+        self._locks: Locks | None = None
 
     def hold(self) -> None:
         """Own jobs from now on."""
-        self._lock = os.open(self._file(self.name), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._locks = Locks(self._store)
+        self._locks.own(int(self.name, 16))
 
     def is_dead(self, name: str) -> bool:
-        """Return whether another owner has ended."""
-        if name == self.name:
-            return False
-        try:
-            descriptor = os.open(self._file(name), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return True
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        finally:
-            os.close(descriptor)
-        return True
+        """Return whether another owner has ended. This one must own jobs."""
+        assert self._locks is not None
+        return name != self.name and not self._locks.is_owned(int(name, 16))
 
     def release(self) -> None:
         """Let others take over."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
-
-    def _file(self, name: str) -> Path:
-        return self._folder / f"owner.{name}"
+        if self._locks is not None:
+            self._locks.close()
+            self._locks = None

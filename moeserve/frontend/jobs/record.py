@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 
 import msgspec
 
 from moeserve import wire
-from moeserve.config import VERSION
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect, pack_reply, unpack_reply
-from moeserve.wire import Output, RunContext
+from moeserve.wire import Output
 
 # The output of a choice; None where another engine, or HTTP process, has gone on with the job.
 Entry = tuple[int, Output] | None
@@ -20,8 +18,8 @@ Entry = tuple[int, Output] | None
 class JobRecord(msgspec.Struct, frozen=True, array_like=True):
     """A generation that another process can begin, go on with, and show.
 
-    created: UNIX time. reader: of the service that made it (`reader_of`). is_detached: its client fetches the answer
-    later. prepared: of `pack_prepared`. session: see `Generate`.
+    created: UNIX time. reader: of the service that made it (`RunContext.reader`). is_detached: its client fetches the
+    answer later. prepared: of `pack_prepared`. session: see `Generate`.
     """
 
     kind: Kind
@@ -67,10 +65,3 @@ def unpack_failure(data: bytes) -> ApiError:
     error = unpack_reply(data)
     assert isinstance(error, ApiError)
     return error
-
-
-def reader_of(run: RunContext) -> str:
-    """Return a name of all that reading a journal depends on: the model, how its answers are parsed, this program."""
-    config = run.config
-    facts = (VERSION, run.model_hash, config.tool_call_parser, config.reasoning_parser)
-    return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]

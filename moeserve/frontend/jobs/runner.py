@@ -21,7 +21,7 @@ from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.http import ApiError, internal_error
 from moeserve.frontend.jobs.journal import JobEnded, Journal
 from moeserve.frontend.jobs.owners import Owner
-from moeserve.frontend.jobs.record import pack_failure, reader_of, unpack_entries, unpack_record
+from moeserve.frontend.jobs.record import pack_failure, unpack_entries, unpack_record
 from moeserve.frontend.jobs.replay import Replay
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.relay.progress import Progress
@@ -74,7 +74,7 @@ class Runner:
         self._journal = journal
         self._owner = owner
         self._identify = identify
-        self._reader = reader_of(services.run)
+        self._reader = services.run.reader
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._patient: set[str] = set()
         self._places: defaultdict[bytes, asyncio.Semaphore] = defaultdict(self._make_places)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.http import ApiError, EventStream
@@ -30,11 +32,12 @@ class JobView:
         self._jobs = jobs
         self._job = job
 
-    async def stream(self, stream: EventStream, after: int = -1) -> None:
+    async def stream(self, stream: EventStream, cut: Callable[[ApiError], bytes], after: int = -1) -> None:
         """Write the events behind that of number `after` as they come, up to the last one.
 
-        Raises ApiError, with nothing written, for a job that cannot be shown, and for one that fails before its status
-        is due.
+        cut: returns the event that ends a stream whose job goes on where this process cannot see it; it is none of the
+        job's. Raises ApiError, with nothing written, for a job that cannot be shown, and for one that fails before its
+        status is due.
         """
         replay = self._replay()
         formatter = replay.formatter()
@@ -47,9 +50,9 @@ class JobView:
             begun = True
         try:
             async for found in self._jobs.follow(self._job):
-                if isinstance(found, Status) and found.failure is not None:
-                    raise unpack_failure(found.failure)
                 if not begun:
+                    if isinstance(found, Status) and found.failure is not None:
+                        raise unpack_failure(found.failure)
                     await stream.start()
                     begun = True
                 if found is None:
@@ -66,7 +69,7 @@ class JobView:
         except ApiError as error:
             if not begun:
                 raise
-            await stream.write(behind.cut(formatter.error(error)), last=True)
+            await stream.write(cut(error), last=True)
 
     async def body(self) -> bytes:
         """Wait for the end; return the whole answer. Raises ApiError for a job that failed."""
@@ -115,7 +118,9 @@ class JobView:
 
 
 def _end(status: Status, replay: Replay, formatter: Formatter) -> bytes:
-    """Return the last events of a job that did not fail."""
+    """Return the last events of a job."""
+    if status.failure is not None:
+        return formatter.error(unpack_failure(status.failure))
     if status.state == "cancelled":
         assert isinstance(formatter, ResponsesFormatter)
         return formatter.cancelled()

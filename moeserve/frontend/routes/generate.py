@@ -255,7 +255,7 @@ async def show_events(
     will = Will.of(scope)
     leave_refusal(will, scope, _STILL_RUNS)
     try:
-        await until_disconnect(receive, view.stream(EventStream(send, will, cut(_STILL_RUNS)), after))
+        await until_disconnect(receive, view.stream(EventStream(send, will, cut(_STILL_RUNS)), cut, after))
     finally:
         will.revoke()
 
