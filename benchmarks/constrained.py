@@ -1,7 +1,7 @@
 """`python -m benchmarks.constrained`: what a JSON schema costs a decode step of the demo on this machine's CPU.
 
 Every step is computed twice, with the schema's masks and without them, in turns which goes first: the same tokens at
-the same positions choose the same experts, and whatever else the machine does slows both. The streams go on with the
+the same positions choose the same experts, and other work on the machine slows both. The streams go on with the
 schema's tokens; its end is far away, which keeps every stream going. Masks are made between two steps, so the time from
 one step to the next is told too, beside that of streams without a schema.
 """

@@ -1,4 +1,4 @@
-"""`python -m benchmarks.floods`: what a flood of one key's requests on one route does to a stream of another key.
+"""`python -m benchmarks.floods`: how long a flood of one key's requests on one route delays a stream of another key.
 
 A whole service is started, its cache filled with prefixes of one block, and each route asked `--requests` times at once
 by one key, while a process of its own reads a stream of another key. Printed are the longest time between two tokens of

@@ -2,7 +2,7 @@
 
 Each request of `benchmarks.poison_corpus` is sent alone and 16 times at once, over an engine that computes nothing,
 while two processes of their own watch `/health` every 10 ms and a stream of a token every 20 ms. Before each request
-they watch an idle server for as long as `--pause`, so that what the machine itself does shows.
+they watch an idle server for as long as `--pause`, so that the noise of the machine itself shows.
 
 Printed are the delays of both and the longest time for which the event loop did nothing but one thing: on the clock,
 which counts what the machine takes too, in processor time of its own thread, and of all threads of the process, which

@@ -77,7 +77,7 @@ def _user(content: Any) -> list[dict[str, Any]]:
 
 
 def _shapes(size: int) -> Iterator[Poison]:
-    """JSON that is dear to read, whatever the fields mean."""
+    """JSON that is dear to read, with any meaning of its fields."""
     yield Poison("not JSON", COMPLETIONS, b"x" * size)
     yield Poison("white space", COMPLETIONS, b" " * size)
     yield Poison("arrays in arrays", COMPLETIONS, _nested(b"[", b"]", size))

@@ -1,6 +1,6 @@
 """`python -m benchmarks.transformers_backend`: what a step costs on transformers' code, beside our own decoder.
 
-Both compute every step, in turns which goes first, so that whatever else the machine does slows both. The streams go on
+Both compute every step, in turns which goes first, so that other work on the machine slows both. The streams go on
 with the tokens of our own decoder, and each has its own KV.
 """
 

@@ -1,4 +1,4 @@
-"""Terminal agents: how each is told, for one session alone, to ask a server of moeserve.
+"""Terminal agents: the settings that make each ask a server of moeserve, for one session alone.
 
 Nothing here writes into a user's own configuration: settings are environment variables and arguments.
 """

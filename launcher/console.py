@@ -39,7 +39,7 @@ class ProgressDisplay:
             self._console.print(escape(stage), highlight=False)
             return
         if self._progress is None:
-            # The bar takes what the words leave of the line.
+            # The bar fills the rest of the line.
             self._progress = Progress(
                 TextColumn("{task.description}", table_column=Column(no_wrap=True)),
                 BarColumn(bar_width=None),

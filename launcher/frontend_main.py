@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--news-fd", type=int, help="pipe for news of the engine's lives")
     parser.add_argument("--wills-fd", type=int, help="socket for last wills")
     options = parser.parse_args(arguments)
-    # When the supervisor is killed clients are told, as on an interrupt; `launcher.janitor` sees to the end.
+    # When the supervisor is killed, clients get an error event, as on an interrupt. The janitor ends the process.
     die_with_parent(os.getppid(), signal.SIGINT)
     run = load_run_context(options.context)
     several = run.config.num_frontends > 1
@@ -77,7 +77,7 @@ def settle() -> None:
 
 
 def leave(status: int) -> NoReturn:
-    """End this process at once, whatever its threads still compute: nobody waits for it any more."""
+    """End this process at once, with threads that still compute: nobody waits for it any more."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()

@@ -39,7 +39,7 @@ def launch(
 
     The server is the one at --url, or else one that answers at port 8000, or else one that is started here on a free
     port and ends with the agent. The agent's own configuration stays as it is. Options for moeserve come before AGENT;
-    whatever follows it is the agent's.
+    all arguments after it are the agent's.
     """
     chosen = AGENTS[agent]
     program = shutil.which(chosen.program)
@@ -81,7 +81,7 @@ def _answers(url: str, key: str | None) -> bool:
 
 
 def describe(url: str, key: str | None) -> Server:
-    """Return what agents are told of the server at `url`. Raises ServerError."""
+    """Return the facts of the server at `url` that agents need. Raises ServerError."""
     with open_url(f"{url}/v1/models", None, key) as response:
         model = json.load(response)["data"][0]
     return Server(url, str(model["id"]), int(model["max_model_len"] or 0), key or "none")

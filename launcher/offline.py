@@ -1,6 +1,6 @@
 """A model for scripts: `from moeserve import LLM`.
 
-It is a service of its own on a free port of this machine, so whatever `moeserve serve` and its API can do, it can:
+It is a service of its own on a free port of this machine, with everything that `moeserve serve` and its API can do:
 several GPUs, expert memory, tools, schemas, and one prefix cache for all that is asked.
 """
 

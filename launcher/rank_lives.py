@@ -1,7 +1,7 @@
 """The lives of a node's ranks that serve in copies of themselves: one end and one beginning for all of them.
 
 A rank alone cannot go on: the others wait for it in collectives. So when the copy of one rank has ended the copies of
-the others end too, and when all have, the supervisor is told once. Its order for another life goes to every rank.
+the others end too, and when all have, the supervisor gets one message. Its order for another life goes to every rank.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# A process that has served for so long is sound: its end begins a new count.
+# A process that has served this number of seconds is sound: its end begins a new count.
 SOUND_SECONDS = 60.0
 _FIRST_DELAY = 0.5
 _LONGEST_DELAY = 30.0

@@ -2,7 +2,7 @@
 
 A supervisor that is killed leaves its directory to a process beside it (`launcher.janitor`), which removes it. In case
 both are killed, a supervisor holds an exclusive lock on the file `lock` in its directory for as long as it lives,
-whatever ends it. So a directory whose lock can be taken belongs to no process, and the next supervisor removes it.
+however it ends. So a directory whose lock can be taken belongs to no process, and the next supervisor removes it.
 """
 
 from __future__ import annotations

@@ -174,7 +174,7 @@ class Supervisor:
         self._seconds_to_load = 0.0
         self._engine_lost_at = 0.0
         self._num_engines_lost = 0
-        # By name: the newest life of each frontend, and the pipe on which it hears of the engine.
+        # By name: the newest life of each frontend, and the pipe that brings it news of the engine.
         self._frontends: dict[str, Life] = {}
         self._news: dict[str, int] = {}
         self._will_keepers: dict[str, WillKeeper] = {}
@@ -557,7 +557,7 @@ class Supervisor:
             was_serving = self._exit_code is None
             self._fail(life.why or self._why_no_frontend() or f"{subject(life.child.name)} {life.child.end()}.")
             if was_serving and self._has_frontend:
-                # The others finish what they have.
+                # The others finish their requests.
                 self._drain_frontends()
         if not self._has_frontend:
             self._end_worker()

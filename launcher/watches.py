@@ -106,7 +106,7 @@ async def wait_for_silence(descriptor: int, timeout: float, heard: Callable[[byt
 async def wait_for_stop(pid: int, timeout: float) -> str:
     """Wait until a process, or one that it has started, has been stopped (SIGSTOP) for `timeout` seconds; say which.
 
-    This is for processes that load and show no life yet. Looks are counted, not seconds, so that the time in which this
+    This is for processes that load and do not beat yet. Looks are counted, not seconds, so that the time in which this
     process was stopped with the others (Ctrl-Z) does not count.
     """
     num_looks: Counter[int] = Counter()

@@ -49,7 +49,7 @@ class KvEventsConfig:
         return all(_is_local(endpoint) for endpoint in (self.endpoint, self.replay_endpoint) if endpoint is not None)
 
     def source(self, endpoint: str, replay_endpoint: str | None) -> dict[str, Any]:
-        """Return what routers are told of a rank whose sockets have these addresses."""
+        """Return the description for routers of a rank whose sockets have these addresses."""
         return asdict(self) | {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
 
 

@@ -136,7 +136,7 @@ def _ticket(params: dict[str, Any]) -> KvTicket:
 
 
 class TicketOffice:
-    """Issues tickets for the blocks of this engine, and checks those of others."""
+    """Issues tickets for the blocks of this engine, and checks the tickets of others."""
 
     def __init__(self, secret: bytes, fingerprint: str, block_size: int, host: str, port: int) -> None:
         """secret: the services' common key. host, port: where this engine is asked for blocks."""

@@ -1,6 +1,6 @@
 """The thought of an answer among its tokens: where it begins and ends, how long it is, when its budget is spent.
 
-Frontends count thoughts for usage, and the scheduler ends those that have a budget. Both follow an answer with
+Frontends count thoughts for usage, and the scheduler ends thoughts that have a budget. Both follow an answer with
 `Thought`, so their counts agree. Pure: token ids go in, and what a token's text means was put into tables before
 (`moeserve.frontend.parsers.thoughts`).
 """

@@ -203,7 +203,7 @@ class PrefixCache:
 
     @property
     def num_copied(self) -> int:
-        """The number of blocks that are being copied to or from disk, whoever else holds them."""
+        """The number of blocks that are being copied to or from disk, held by a lease or not."""
         return self._copies.num_copied
 
     @property

@@ -228,7 +228,7 @@ class RadixTree:
         self._drop_reference(node)
 
     def demote(self, node: Node, seconds: float) -> None:
-        """Let the prefix that ends with `node`, and one run behind it, go as if they were last used so long ago.
+        """Age the prefix that ends with `node`, and one run behind it, by `seconds`, for the order of eviction.
 
         As far as nothing else continues the prefix. Its next release ends it.
         """

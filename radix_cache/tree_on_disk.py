@@ -29,7 +29,7 @@ class TreeOnDisk:
         self._write(lease, tokens, first, stop)
 
     def release(self, lease: Lease, keep_tokens: int | None) -> None:
-        """Note that the lease's prefix was used, and have what is missing of it written.
+        """Note that the lease's prefix was used, and have its missing blocks written.
 
         Public blocks have been written for the namespace that published them. keep_tokens: see `PrefixCache.release`.
         """

@@ -1,6 +1,6 @@
 """Evictable rows that all cost the same, snapshots or window blocks, and which of them goes next.
 
-A row that is worth nothing goes first, whoever it belongs to, the oldest before all others. Then the account gives that
+Rows without worth go first, of any account, the oldest before all others. Then the account gives that
 holds most rows in proportion to its weight, as with KV blocks (`radix_cache.victims`), and of its rows the one of least
 worth goes. Worth is that of GreedyDual (Young, 1994; with gains for costs as in Cherkasova's GDSF, 1998): the gain of a
 row added to the age when it was made or used last; the age grows to the worth of what goes. So a row that saves ten

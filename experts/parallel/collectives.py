@@ -164,7 +164,7 @@ class Collectives:
         self.traffic = Traffic(self.traffic.num_entered, [0] * self.num_ranks, [0] * self.num_ranks)
 
     def count_rows(self, num_to: Sequence[int]) -> None:
-        """Count `num_to[r]` rows that are sent to rank r; those of this rank itself do not count."""
+        """Count `num_to[r]` rows that are sent to rank r; rows that stay do not count."""
         for rank, count in enumerate(num_to):
             self.traffic.rows_to[rank] += count * (rank != self.rank)
 

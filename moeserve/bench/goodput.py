@@ -1,4 +1,4 @@
-"""The curve of goodput: what a server still answers in time when more is asked than it can do.
+"""The curve of goodput: the answers that a server gives in time under more requests than it can serve.
 
 Clients come at random at a fixed mean rate, whether earlier ones were answered or not (an open loop), so a server that
 falls behind is not spared by its own slowness. Goodput counts the answers that met the objectives, per second.
@@ -46,8 +46,8 @@ _HEADINGS = (
 class Crowd:
     """The clients of a curve: lengths, for how long they come, and how they behave.
 
-    `impatient_s`: they hang up if their answer is not whole by then. `retries`: they come back when they are told to.
-    `rates`: clients per second; empty for multiples of what the server answers at best.
+    `impatient_s`: they hang up if their answer is not whole by then. `retries`: they come back when the refusal says.
+    `rates`: clients per second; empty for multiples of the server's best rate.
     """
 
     rates: tuple[float, ...]

@@ -77,7 +77,7 @@ class Engine:
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
         within a long step too. copier: carries out the scheduler's copies between memory and disk, if it has any.
-        events: None if nobody is told what is cached. exchange: None if no KV moves between services."""
+        events: None if no router listens. exchange: None if no KV moves between services."""
         self._socket = socket
         self._scheduler = scheduler
         self._steps = steps
@@ -174,7 +174,7 @@ class Engine:
                 self._copier.start(job)
 
     def _finish_writes(self) -> None:
-        """Wait a moment until what was computed is on disk, and end the copier."""
+        """Wait a moment until the computed blocks are on disk, and end the copier."""
         if self._copier is None:
             return
         end = time.monotonic() + _LAST_WRITES_SECONDS

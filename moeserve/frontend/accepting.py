@@ -18,7 +18,7 @@ from pathlib import Path
 from struct import Struct
 
 _ROW = Struct("<dq")  # when the process was last awake, on the system's monotonic clock; its busy connections
-_ASLEEP_AFTER_S = 0.5  # a process that was not awake for so long is not waited for
+_ASLEEP_AFTER_S = 0.5  # seconds; no other process waits for one that has not run for longer
 _AHEAD = 2  # connections that a process may have more than another before it leaves the next to that
 _PATIENCE_S = 0.02  # how long a connection is left to the others at most: a few turns of a busy core
 _PAUSE_S = 0.001

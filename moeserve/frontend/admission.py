@@ -1,7 +1,7 @@
 """Admission: which requests a frontend takes in, on what terms, and how it refuses the others.
 
 Refusals wait for nobody: they follow from counts of this process and from the `Load` that the engine has told last. The
-engine decides again, by what it knows then.
+engine decides again when it admits the request.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ class Admission:
         self._new: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
 
     def on_load(self, load: Load) -> None:
-        """Note what the engine says of its load."""
+        """Record the load that the engine reports."""
         self._load, self._loaded_at = load, self._clock()
         while self._new and self._new[0][0] <= load.at:
             self._new.popleft()

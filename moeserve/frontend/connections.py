@@ -184,7 +184,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._probe_timer = self.loop.call_later(_SECONDS_BETWEEN_PROBES, self._probe)
 
     def _poke(self) -> None:
-        """Send what a client passes over, if there is anything now."""
+        """Send a comment, which clients skip, if one is due."""
         if self.pipeline:
             return
         if self.cycle.response_started:

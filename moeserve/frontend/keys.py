@@ -122,7 +122,7 @@ class AuthGate:
 
 
 def caller_of(scope: Scope) -> bytes:
-    """Return the digest of the caller's key, by which what it keeps is its own."""
+    """Return the digest of the caller's key, which owns all that the caller keeps."""
     identity: Identity = scope["state"]["identity"]
     return identity.digest
 

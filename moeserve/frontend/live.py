@@ -88,7 +88,7 @@ class _Point(msgspec.Struct, frozen=True):
 
 
 class LiveStats:
-    """Keeps the samples of the latest minutes and wakes those who wait for the next one.
+    """Keeps the samples of the latest minutes and wakes the tasks that wait for the next one.
 
     `clock` gives seconds, monotonic. Where another engine has taken the place of one, whose counters begin anew, a
     sample is left out.

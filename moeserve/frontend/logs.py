@@ -64,7 +64,7 @@ class LogStream(io.TextIOBase):
         return len(text)
 
     def drain(self, seconds: float = _LAST_LINES_S) -> bool:
-        """Wait until all lines are written, for so long at most. Return whether they are."""
+        """Wait until all lines are written, or for the given time. Return whether they are."""
         with self._change:
             return self._change.wait_for(lambda: not self._waiting and not self._is_writing, seconds)
 

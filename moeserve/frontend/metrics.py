@@ -174,7 +174,7 @@ class Metrics(Collector):
                     yield family
 
     def _settle(self) -> None:
-        """Add to the counters what was tallied elsewhere in this process."""
+        """Add the tallies of other parts of this process to the counters."""
         for reason, count in self.rejections.items():
             if new := count - self._settled[reason]:
                 self._rejected.labels(reason).inc(new)

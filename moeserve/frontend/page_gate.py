@@ -125,7 +125,7 @@ def _hostname(address: str) -> str:
 
 
 def _is_ip(host: str) -> bool:
-    """Return whether a host is an address: a page that came by one is its own server's, whatever DNS says."""
+    """Return whether a host is an address. A page that came by one is its own server's: DNS has no part in it."""
     try:
         ip_address(host)
     except ValueError:

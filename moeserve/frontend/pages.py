@@ -1,6 +1,6 @@
 """The pages for people: static files of this package, and the choice between page and index at `/`.
 
-Pages are public and the same for everyone; whatever they show they ask for with the key that the browser keeps. The
+Pages are public and the same for everyone; they ask for their figures with the key that the browser keeps. The
 policy lets them run their own scripts alone, and turns no text into HTML.
 """
 
@@ -65,7 +65,7 @@ class Pages:
         return self._files[request.scope["path"]].answer(request)
 
     def index(self, index: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
-        """Return the endpoint of `/`: the chat page for browsers, `index` for whoever does not ask for HTML."""
+        """Return the endpoint of `/`: the chat page for browsers, `index` for clients that do not accept HTML."""
 
         async def answer(request: Request) -> Response:
             wants_page = "text/html" in request.headers.get("accept", "")

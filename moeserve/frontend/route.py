@@ -29,7 +29,7 @@ _E = TypeVar("_E")
 class Route(Generic[_E]):
     """A method of a path. It has no role by default.
 
-    path: as Starlette reads it. endpoint: chosen from what the application has made. error_body: the shape of its
+    path: as Starlette reads it. endpoint: chosen from the objects of the application. error_body: the shape of its
     errors, and of those of unknown paths below it. body, required, fields, example: the struct that reads the body, its
     fields that may not be left out, those with an effect (all where it is empty), and an example without the model's
     name. media: in which forms it answers. is_watch: operators look at it all the time; it is answered also where there

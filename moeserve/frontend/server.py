@@ -1,6 +1,6 @@
 """Runs the application under uvicorn, with its own handling of signals and bounds on headers.
 
-uvicorn closes its listener as soon as it is told to stop, and then no client learns that the server is draining. So
+uvicorn closes its listener as soon as it begins to stop, and then no client learns that the server is draining. So
 this module handles the signals: the first SIGTERM drains while the listener still answers, another one or SIGINT stops
 at once.
 """

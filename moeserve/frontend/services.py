@@ -166,7 +166,7 @@ class Services:
             self._wishes[rest] -= 1
 
     def tick(self) -> Tick:
-        """Return what the supervisor is to know now."""
+        """Return the state that the supervisor needs."""
         engine = self.engine
         is_new, self._num_submitted_before = engine.num_submitted != self._num_submitted_before, engine.num_submitted
         tick = Tick(0)
@@ -176,7 +176,7 @@ class Services:
             tick |= Tick.BUSY
         if self._wishes[Rest.ASLEEP]:
             tick |= Tick.SLEEP
-        # An HTTP process that has not heard of an engine yet cannot take requests that would wake the service.
+        # An HTTP process that knows no engine yet cannot take requests that would wake the service.
         if engine.rest is not Rest.AWAKE and (self._wishes[Rest.AWAKE] or engine.num_requests or engine.ready is None):
             tick |= Tick.WAKE
         return tick
@@ -201,7 +201,7 @@ class Services:
     async def prepare(
         self, kind: Kind, body: bytes, scope: Scope, *, reports: bool = False, lend: Lend | None = None
     ) -> Reply:
-        """Return what the body of a request becomes, or the error that its client gets.
+        """Return the prepared request of a body, or the error that its client gets.
 
         reports: the answer tells about the prompt cache. lend: gives the earlier responses that the body refers to.
         Raises ApiError: 415, and 503 while the model loads.
@@ -225,7 +225,7 @@ class Services:
         return reply
 
     async def prepare_own(self, kind: Kind, body: bytes) -> Reply:
-        """Return what a body of the operator's becomes."""
+        """Return the prepared form of an operator's body."""
         return await self.text.prepare(Ask(kind, self.check_serving()), body)
 
 

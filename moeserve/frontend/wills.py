@@ -1,4 +1,4 @@
-"""Last wills: what a client is sent, by the supervisor, when the HTTP process that has its request dies.
+"""Last wills: the bytes that the supervisor sends a client when the HTTP process with its request dies.
 
 An HTTP process hands a duplicate of a connection's descriptor to the supervisor (`launcher.wills`), with the bytes to
 write: a whole response until the answer begins, then the error event that ends a stream. It revokes the will before it

@@ -301,7 +301,7 @@ class GrammarMasks:
         self._made.append(MadeMask(held.request, error=reason))
 
     def _forget(self, held: _Held) -> None:
-        """Free what a request holds. A compilation that has begun goes on, and its result may serve another request."""
+        """Free everything that a request holds. Its compilation goes on and may serve another request."""
         del self._held[held.request]
         self._awaited.discard(held.request)
         compilation = held.compilation

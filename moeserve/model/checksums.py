@@ -18,7 +18,7 @@ _PIECE_BYTES = 2**22
 def check_sums(folder: Path, files: Sequence[RepoSibling], report: Progress) -> None:
     """Compare files in a folder of the hub library's cache with their checksums.
 
-    Large files have a sha256, others the sha1 that git gives them. Remove those that differ, with the copies that the
+    Large files have a sha256, others the sha1 that git gives them. Remove files that differ, with the copies that the
     cache's links lead to, and raise ModelError.
     """
     total, done, damaged = sum(file.size or 0 for file in files), 0, []

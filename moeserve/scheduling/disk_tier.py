@@ -18,7 +18,7 @@ from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, 
 from radix_cache import BlockCopy, Chores, PrefixCache, Restore, StoredBlock, StoredBlocks
 
 _STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
-_RETRY_SECONDS = 30.0  # nothing is written for so long after the disk has failed
+_RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
 _MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
 _SMOOTHING = 0.3
 # Requests wait for a prefix at most as long as computing it would take, but at least for the first of these times; for
@@ -220,7 +220,7 @@ class DiskTier:
         return min(compute_s, num_blocks * self._read_s) if is_stored and self._read_s is not None else compute_s
 
     def read_back(self, tokens: array[int], namespace: str, now: float, num_spoken_for: int) -> bool:
-        """Begin to read what of a prefix is on disk and not in memory, for nobody yet.
+        """Begin to read the blocks of a prefix that are on disk and not in memory, for no request yet.
 
         Return False if there is nothing, or too little memory beside `num_spoken_for` blocks.
         """

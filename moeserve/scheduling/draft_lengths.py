@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
 
-# Guesses are told apart by the number of tokens before them that matched: up to 1, 2, ...
+# Guesses are counted by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 # The expected share of right guesses before any was seen, and the number of guesses that this expectation counts as.
 _FIRST_RATE = 0.5
@@ -22,7 +22,7 @@ _REMEMBERED_OF_REQUEST = 24.0
 _WEIGHT_OF_SERVICE = 6.0
 # A row is not worth its cost unless its token is at least this likely.
 LEAST_LIKELY = 0.05
-# The least gain for which drafts are verified: below it lies what the cost of a step is not known to.
+# Drafts are verified from this gain on; the cost of a step is not known more exactly.
 _LEAST_GAIN = 1.03
 
 

@@ -165,7 +165,7 @@ class Drafting:
         for rank, (own, memory) in enumerate(zip(decodes, memories, strict=True)):
             size = StepSize(len(own), float(sum(len(request.token_ids) for request in own)))
             rooms = [_room_for_drafts(request, memory, num_running, rope_switch) for request in own]
-            # Half of what the step has room for is left to prompts.
+            # Half of the step's free rows are left to prompts.
             most = (draft.budgets[rank] - len(own)) // 2
             lengths = self.lengths(own, rooms, size, most)
             num_drafts |= {r.request_id: n for r, n in zip(own, lengths, strict=True) if n}

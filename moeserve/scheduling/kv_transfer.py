@@ -3,7 +3,7 @@
 The service that computes a prompt holds its blocks by a lease, which ends when they have been fetched, or with its
 time. In the one that decodes, a request with a ticket waits outside the queue while threads fetch its blocks into
 leased ones; then it takes its place again, by its arrival, and finds them as a prefix hit. Whatever goes wrong is
-counted by its reason, and the prompt is computed. No sockets and no clock here: threads copy, and are told what to.
+counted by its reason, and the prompt is computed. No sockets and no clock here: threads copy blocks.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class KvOffers:
     def blocks(self, ticket_id: str) -> Sequence[int] | None:
         """Return the blocks of a ticket, None if they are not held any more. Any thread may call it.
 
-        Who has copied a block and then finds it still held has copied what it held.
+        A thread that finds a block still held after it has copied it has copied the right content.
         """
         offer = self._offers.get(ticket_id)
         return None if offer is None else offer.lease.block_ids

@@ -31,7 +31,7 @@ class OpenPrompts:
             del self._prompts[request.namespace]
 
     def neighbours(self, request: Request) -> list[Request]:
-        """Return two open requests, one of which begins with most of the new request's tokens."""
+        """Return two open requests. One of the two shares the longest prefix with the new request."""
         prompts = self._prompts.get(request.namespace, [])
         index = bisect_left(prompts, request.token_ids, key=_prompt)
         return prompts[max(0, index - 1) : index + 1]

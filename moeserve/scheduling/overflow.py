@@ -56,7 +56,7 @@ class OverflowCosts:
     num_blocks: int
 
     def is_read_sooner(self, num_blocks: int, more_s: float = 0.0) -> bool:
-        """Return whether all requests together lose less time if so many blocks are read than if they are computed.
+        """Return whether all requests together lose less time if the blocks are read than if they are computed.
 
         more_s: seconds of work before the reading. True while costs are not known: then they are measured.
         """

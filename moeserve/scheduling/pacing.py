@@ -28,8 +28,8 @@ _STEP_SHARE = 1 / 3
 # its least work may take: where it takes more, the step may be longer.
 _LONGEST_GAP_S = 0.25
 _GIVEN_UP_FOR_GAPS = 1 / 5
-# The largest share of the throughput to give up for faster answers: for shorter steps, and while clients leave before
-# their answer is whole.
+# The largest share of the throughput that is traded for faster answers: for shorter steps, and while clients leave
+# before their answer is whole.
 _MOST_GIVEN_UP = 1 / 2
 # The ratio between numbers of running requests that are compared.
 _NEXT_TRIED = 0.8

@@ -110,7 +110,7 @@ class PlanDraft:
         return fitting
 
     def set_half_aside(self) -> tuple[list[int], list[float], list[int]]:
-        """Halve what the step still has room for. Return what `take_back` needs."""
+        """Halve the room that is left in the step. Return what `take_back` needs."""
         halves, limits, least = [budget - budget // 2 for budget in self.budgets], self._limits, self._least
         self.budgets = [budget - half for budget, half in zip(self.budgets, halves, strict=True)]
         so_far = [self._cost.seconds(size.rows, size.attended) for size in self.sizes]

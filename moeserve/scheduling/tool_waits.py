@@ -19,7 +19,7 @@ from moeserve.plan import Request
 from radix_cache import PrefixCache, Retention, account_of
 
 _REMEMBERED = 64  # latest durations of a tool
-_KNOWN_FROM = 4  # durations from which on a tool's own count alone
+_KNOWN_FROM = 4  # with this number of durations of its own, a tool is judged by these alone
 # Seconds: eight quantiles of a log-normal distribution with a median of 5 s, for tools that nothing is known of.
 _UNKNOWN = (0.5, 1.3, 2.4, 3.9, 6.4, 10.4, 19.0, 49.6)
 _MOST_TOOLS = 4096
@@ -29,7 +29,7 @@ _MOST_ENDED = 256  # requests that have ended and may turn out to have called a 
 _LATEST_S = 3600.0  # a conversation that comes later does not count as a tool's duration
 # Seconds that others lose for each second in which all of memory is kept.
 _PRICE = 0.2
-# A wait that is open is expected to take so many times as long as it has.
+# An open wait is expected to last its age times this factor.
 _TIMES_SO_FAR = 1.5
 _MARGIN = 1.1  # times a duration, for which KV is kept that is expected after it
 _EARLY, _LATE = 0.1, 0.9  # quantiles of a tool's duration between which KV that was read back is kept
@@ -51,7 +51,7 @@ class Durations:
         insort(self._sorted, seconds)
 
     def samples(self) -> Sequence[float]:
-        """Return durations, the shortest first, that stand for what the tool will take."""
+        """Return durations that represent the tool's next call, the shortest first."""
         if len(self._latest) >= _KNOWN_FROM:
             return self._sorted
         return sorted((*_UNKNOWN, *self._sorted, *self._sorted))
@@ -121,7 +121,7 @@ class Recovery(Protocol):
 
 
 class ToolWaits:
-    """The conversations whose tools run, and what is known of the tools."""
+    """The conversations whose tools run, and the durations of each tool."""
 
     def __init__(self, caches: Sequence[PrefixCache], recovery: Recovery) -> None:
         self._caches = caches
@@ -241,7 +241,7 @@ class ToolWaits:
         wait.ttl, wait.kept_until = seconds, now + seconds if seconds else None
 
     def _samples(self, wait: Wait, now: float) -> Sequence[float]:
-        """Return durations that stand for what a wait will take.
+        """Return durations that represent the end of a wait.
 
         Waits that are open for longer than most ended ones say as well how long the tool takes.
         """

@@ -31,9 +31,9 @@ class LastWork:
 
 
 def suspicion_after(before: Suspicion, last: LastWork | None, *, from_outside: bool, now: float) -> Suspicion:
-    """Return what the next engine suspects.
+    """Return the suspicions of the next engine.
 
-    before: what the dead one suspected. last: None if it died before it worked. from_outside: no request can have
+    before: the suspicions of the dead one. last: None if it died before it worked. from_outside: no request can have
     caused its death. now: on the clock of `Suspicion.culprits`.
     """
     culprits = tuple((digest, until) for digest, until in before.culprits if now < until)

@@ -90,7 +90,7 @@ class WorkRecord:
 
 
 def read_record(path: Path, incarnation: int) -> LastWork | None:
-    """Return what the engine of that incarnation was working on at its death; None without a record of it."""
+    """Return the requests in the steps of the engine of that incarnation at its death; None without a record of it."""
     try:
         data = path.read_bytes()
         magic, written_by, room = _FILE_HEAD.unpack_from(data)

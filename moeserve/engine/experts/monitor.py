@@ -29,7 +29,7 @@ class Prefetching(Protocol):
     def gains(self) -> list[tuple[int, bool, float]]: ...
 
 
-# Tokens after which it is told whether experts come in groups.
+# The log says after this number of tokens whether experts come in groups.
 _TELLING_TOKENS = 64
 
 # Commands that may return a FileJob.

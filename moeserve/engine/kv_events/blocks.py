@@ -36,7 +36,7 @@ class BlockRemoved:
 
 @dataclass(frozen=True, slots=True)
 class AllBlocksCleared:
-    """Nothing is cached: what was known before is void."""
+    """Nothing is cached: earlier facts are void."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared

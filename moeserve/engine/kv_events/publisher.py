@@ -69,7 +69,7 @@ class KvEvents:
 
 @dataclass(slots=True)
 class _Handed:
-    """Facts of a rank. restarts: they tell of all its blocks, and what was told before is void."""
+    """Facts of a rank. restarts: they name all its blocks, and earlier facts are void."""
 
     rank: int
     facts: Sequence[Fact] | list[Published]
@@ -247,7 +247,7 @@ class KvEventPublisher(threading.Thread):
                     asked[source].answer()
 
     def stop(self) -> None:
-        """Send what was handed over, close the sockets and end the thread."""
+        """Send all queued facts, close the sockets and end the thread."""
         self._stopped.set()
         os.eventfd_write(self._news, 1)
         self.join()

@@ -52,7 +52,7 @@ class KvExchange:
         self._server.serve(scheduler.transfer.offers.blocks)
 
     def turn(self, scheduler: Scheduler, seconds: float = 0.0) -> None:
-        """Tell the scheduler what has been fetched, and begin new fetches. Wait up to `seconds` for one that ends."""
+        """Report finished fetches to the scheduler, and begin new fetches. Wait up to `seconds` for one that ends."""
         for ticket_id, is_last in self._server.take_fetched():
             scheduler.note_fetched(ticket_id, is_last=is_last)
         for result in self._fetcher.take(seconds):

@@ -62,7 +62,7 @@ class BlockFetcher:
         return results
 
     def close(self) -> None:
-        """End the threads, and what they fetch."""
+        """End the threads and their fetches."""
         self._stopped.set()
         self._threads.shutdown(cancel_futures=True)
 

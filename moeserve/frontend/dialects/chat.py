@@ -118,7 +118,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 
 def read_cache(chat: ChatBody) -> CacheOptions:
-    """Return what a body and the marks in its messages ask of the prompt cache. Raises ApiError."""
+    """Return the settings for the prompt cache in a body and in the marks of its messages. Raises ApiError."""
     options = fields.read_cache(chat)
     breakpoints = read_breakpoints(chat.messages, chat.prompt_cache_options)
     return replace(options, breakpoints=breakpoints) if breakpoints else options

@@ -416,7 +416,7 @@ def read_effort(name: str, effort: str | None) -> str | None:
 
 
 def read_thought(body: SamplingBody, effort: str | None = None, **own: int | None) -> ThoughtOptions:
-    """Return what a body asks of thoughts; of several budgets the smallest counts. Raises ApiError.
+    """Return the settings of a body for thoughts; the smallest of several budgets counts. Raises ApiError.
 
     own: budgets in fields of the dialect's own, checked already, by their paths.
     """
@@ -431,7 +431,7 @@ def read_thought(body: SamplingBody, effort: str | None = None, **own: int | Non
 
 
 def read_cache(body: SamplingBody) -> CacheOptions:
-    """Return what a body asks of the prompt cache. Raises ApiError."""
+    """Return the settings of a body for the prompt cache. Raises ApiError."""
     return read_cache_options(
         body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options, body.cache_report
     )

@@ -296,7 +296,7 @@ def by_tier(num_cached: int, num_on_disk: int) -> dict[str, int]:
     return {"device": num_cached - num_on_disk, "host": 0, "disk": num_on_disk}
 
 
-# Yields now and then, and returns what was written.
+# Yields between pieces of work, and returns the text.
 Writing = Generator[None, None, bytes]
 
 

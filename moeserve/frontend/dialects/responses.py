@@ -110,7 +110,7 @@ class _ItemName(msgspec.Struct):
 
 
 def earlier_names(body: bytes) -> Named | None:
-    """Return the ids by which a request refers to what was before; None for one that refers to nothing, or is none."""
+    """Return the ids of the earlier items that a request names; None for a body that names none or is no request."""
     try:
         named = msgspec.json.decode(body, type=_Names)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Writes the journals of this process's jobs: what has come for any of them while one transaction ran is the next."""
+"""Writes the journals of this process's jobs: all outputs that came while one transaction ran are the next one."""
 
 from __future__ import annotations
 

@@ -143,7 +143,7 @@ class _Behind:
         self._left = number + 1
 
     def cut(self, events: bytes) -> bytes:
-        """Return what is left of some events."""
+        """Return the events that the client lacks."""
         if not self._left:
             return events
         parts = events.split(b"\n\n")[:-1]

@@ -43,7 +43,7 @@ CALLS: Mapping[str, CallShape] = {
         call=("<invoke name=", "</invoke>"),
         parameter=("<parameter name=", "</parameter>"),
     ),
-    # Harmony reads calls itself; this is what its calls look like to whoever asks for their markers.
+    # Harmony reads calls itself; these are the markers of its calls, for callers that ask for markers.
     "harmony": JsonCalls(*HARMONY_MARKERS),
     "llama3": JsonCalls("<|python_tag|>", is_bare=True),
     "granite": JsonCalls("<|tool_call|>"),
@@ -115,7 +115,7 @@ class OutputShape:
         return self.is_harmony or self.reasoning != "none" or self.looks_for_calls(request)
 
     def thinks(self, request: GenerateRequest) -> bool:
-        """Return whether answers of the request may hold thoughts that are told apart."""
+        """Return whether answers of the request may hold thoughts that are separated from the text."""
         return self.reasoning != "none" and isinstance(request.prompts[0], ChatPrompt)
 
     def parser(

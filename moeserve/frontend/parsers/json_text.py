@@ -1,7 +1,7 @@
 """One JSON value in text that comes in pieces: where it ends, and whether it is one.
 
 Models write two things into strings that JSON forbids: line breaks and tabs, and backslashes before any character. Both
-are put right on the way, so that what a client gets can be parsed.
+are put right on the way, so that clients can parse the result.
 """
 
 from __future__ import annotations

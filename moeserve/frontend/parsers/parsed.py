@@ -1,4 +1,4 @@
-"""The parts of an answer that parsers find, and the sink that they are told to.
+"""The parts of an answer that parsers find, and the sink that receives them.
 
 White space around calls and at the borders of reasoning belongs to the form in which models write, and is dropped
 unless it stands between two pieces of text.
@@ -78,7 +78,7 @@ class _Lane:
 
 
 class Sink:
-    """Collects what a parser tells, until `take`.
+    """Collects the parts that a parser finds, until `take`.
 
     hidden: markers that are special tokens, which never show as text. parallel: all calls of an answer are
     told; otherwise those after the first are dropped.
@@ -159,7 +159,7 @@ class Sink:
             self._text.release()
 
     def take(self) -> Parsed:
-        """Return what was told since the last time."""
+        """Return the parts since the last call."""
         parsed = Parsed(self._reasoning.take(), self._text.take(), self._calls)
         self._calls = []
         return parsed

@@ -1,7 +1,7 @@
 """Calls with a pair of tags per argument: the forms of Qwen3-Coder, MiniMax and GLM.
 
-Values are plain text, so the tool's schema decides which are strings. A call is told whole, when its tag closes; one
-that was cut stays text.
+Values are plain text, so the tool's schema decides which are strings. A call is reported whole, when its tag closes;
+one that was cut stays text.
 """
 
 from __future__ import annotations

@@ -120,7 +120,7 @@ def _as_user(message: Message) -> Message:
 
 
 def _joined(messages: list[Message], role: str, separator: str) -> Iterator[Message]:
-    """Yield the messages, those of `role` that follow each other as one."""
+    """Yield the messages; neighbours of `role` become one."""
     waiting: list[Message] = []
     for message in [*messages, None]:
         if message is not None and message["role"] == role:

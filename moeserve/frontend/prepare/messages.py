@@ -94,7 +94,7 @@ class Body:
 
 @dataclass(frozen=True, slots=True)
 class NeedsEarlier:
-    """The request refers to what was kept by these names; ask again with that."""
+    """The request names earlier items; send the body again with these."""
 
     named: Named
 

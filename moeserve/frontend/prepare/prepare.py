@@ -68,7 +68,7 @@ class Preparer:
         self._programs = programs
 
     def prepare(self, ask: Ask, body: bytes) -> Reply:
-        """Return what a body becomes, or the refusal that its client gets. Raises NotHere."""
+        """Return the prepared request of a body, or the refusal that its client gets. Raises NotHere."""
         self._watch.enter(Stage.READ, len(body))
         try:
             return self._prepare(ask, body)

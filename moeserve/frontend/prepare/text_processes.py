@@ -41,7 +41,7 @@ _INLINE_KINDS = frozenset({"completions", "detokenize", "prefix", "tokenize", "u
 
 
 def check_model_texts(folder: Path) -> None:
-    """Load tokenizer and template once in a process that may take so much time and memory, and no more.
+    """Load tokenizer and template once in a process with a limit on time and memory.
 
     Raises ModelError, also where a library aborts that process.
     """
@@ -109,7 +109,7 @@ class TextProcesses:
             self._nursery = None
 
     async def prepare(self, ask: Ask, body: bytes) -> Reply:
-        """Return what a body becomes, or the error that its client gets."""
+        """Return the prepared request of a body, or the error that its client gets."""
         if ask.kind in _INLINE_KINDS and len(body) <= limits.INLINE_BODY_BYTES and ask.coding is None:
             with suppress(NotHere):
                 return self._inline.prepare(ask, body)

@@ -1,7 +1,7 @@
 """The program of the text processes: `python -m MODULE [--check] MODEL_DIR CALLS REASONING`.
 
 It loads a checkpoint's tokenizer and chat template once and forks a worker for each request on its standard input, a
-socket: a worker that had to be ended is replaced within milliseconds, and all share the memory of what was loaded. A
+socket: a worker that had to be ended is replaced within milliseconds, and all share tokenizer and template. A
 request carries the worker's own socket and its page (`watch.py`). A worker sends its process number, then answers one
 ask after another until its socket ends. CALLS and REASONING are the settings of `choose_shape`.
 

@@ -46,7 +46,7 @@ class TextQueue(Generic[_T]):
 
     Small and big jobs of a key are flows of their own. The next job is that of the flow with the fewest running jobs,
     of several that which has used the least processor time. Big jobs, and all jobs of a key whose jobs have lately
-    taken long, get one process less than there are: the last one is for jobs that are soon done, whoever sends others.
+    taken long, get one process less than there are: the last one is for jobs that end soon, of any key.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -139,7 +139,7 @@ class TextQueue(Generic[_T]):
 
 @dataclass(frozen=True, slots=True)
 class Running(Generic[_T]):
-    """A job that runs. is_slow: it counts among those that may take long."""
+    """A job that runs. is_slow: it counts among the jobs that may take long."""
 
     job: _T
     flow: _Flow[_T]

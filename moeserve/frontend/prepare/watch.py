@@ -32,7 +32,7 @@ class Stage(IntEnum):
     IDLE = 5
 
 
-# Seconds of processor time: for each stage, and for each character of what it goes through.
+# Seconds of processor time: for each stage, and for each character of its input.
 _CPU_SECONDS = {
     Stage.READ: (1.0, 2e-6),
     Stage.RENDER: (RENDER_CPU_SECONDS, 0.0),
@@ -40,8 +40,8 @@ _CPU_SECONDS = {
     Stage.GRAMMAR: (GRAMMAR_CPU_SECONDS, 0.0),
     Stage.LOCATE: (1.0, 0.0),
 }
-_RENDER_BYTES = 512 * 2**20  # rendering may map at most this much beside what the process has
-_OTHER_BYTES = 4 * 2**30  # any other stage may map at most this much beside what the process had at first
+_RENDER_BYTES = 512 * 2**20  # bytes that rendering may map beyond the process's own
+_OTHER_BYTES = 4 * 2**30  # bytes that any other stage may map beyond the process's own at its start
 
 
 class Watch:
@@ -86,7 +86,7 @@ def refusal(page: bytes) -> ApiError:
 
 
 def limit_cpu(seconds: float) -> None:
-    """End this process by SIGPROF after so much more processor time; 0 takes the limit away."""
+    """End this process by SIGPROF after this number of further seconds of processor time; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 

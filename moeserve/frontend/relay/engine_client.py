@@ -57,7 +57,7 @@ _ASLEEP = "the service sleeps until a request or /wake_up wakes it"
 class EngineClient:
     """Speaks with the engine of the day.
 
-    `ready` is what the newest engine said of itself, None until the first has loaded its model. `away_reason` is set
+    `ready` is the newest engine's first message, None until the first has loaded its model. `away_reason` is set
     while the engine is being restarted, `dead_reason` once none will come any more. `lost` is set with either, and
     another event takes its place with the next engine. `restart_seconds`: how long a restart is likely to take.
     `num_restarts`: the engines that took the place of one that had served, as the supervisor counts. `rest` is AWAKE

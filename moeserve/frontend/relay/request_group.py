@@ -1,6 +1,6 @@
 """The requests of one HTTP request, between the engine's client and the handler that writes the answer.
 
-A group outlives the engine: it keeps what a next life needs to go on where the last one ended.
+A group outlives the engine: from its state the next life goes on where the last one ended.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class RequestRejected(Exception):
 
 @dataclass(slots=True)
 class _Sequence:
-    """One request, and what has come of it: output tokens, and log probabilities of prompt tokens.
+    """One request and its results so far: output tokens, and log probabilities of prompt tokens.
 
     `kept_tokens` is set once the frontend has found a stop string.
     """

@@ -1,4 +1,4 @@
-"""The JSON schemas of request bodies: those of the structs that read them, and the bounds that their readers check.
+"""The JSON schemas of request bodies: made from the structs that read them, with the bounds that their readers check.
 
 A body that a schema refuses is a 400. One that it allows may be a 400 too, since schemas cannot say all that readers
 refuse: tools that are chosen and not there, two formats at once, a grammar that is invalid.

@@ -104,7 +104,7 @@ class GenerateRoute:
             await self._show(scope, receive, send, job)
             return
         facts = services.check_serving()
-        # Overload is told before any work is done for the request, so before it is read.
+        # Overload is answered before any work is done for the request, so before it is read.
         may_be_background = coding is not None or _BACKGROUND in body
         unread = read_terms(scope, services.run.secret, services.slo, background=may_be_background)
         will = Will.of(scope)

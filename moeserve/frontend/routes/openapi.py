@@ -1,6 +1,6 @@
 """Descriptions of the routes: `/openapi.json` and the JSON index at `/`.
 
-The schemas of bodies are those of the structs that read them.
+The schemas of bodies are made from the structs that read them.
 """
 
 from __future__ import annotations

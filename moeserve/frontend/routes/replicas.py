@@ -33,7 +33,7 @@ class ReplicaRoutes:
         self._services = services
 
     async def kv_event_sources(self, request: Request) -> Response:
-        """Answer with the endpoints of each rank. Those on all interfaces are told with the host that was asked."""
+        """Answer with the endpoints of each rank. An endpoint on all interfaces is named by the host of the request."""
         ready = self._ready()
         if not ready.kv_event_sources:
             raise ApiError(

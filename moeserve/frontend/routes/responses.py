@@ -27,7 +27,7 @@ from moeserve.frontend.store.store import Store
 
 
 class ResponsesRoute:
-    """The ASGI endpoint of `POST /v1/responses`: the dialect, tied to the shelf of whoever calls."""
+    """The ASGI endpoint of `POST /v1/responses`: the dialect, tied to the caller's shelf."""
 
     def __init__(self, services: Services, store: Store, jobs: Jobs) -> None:
         self._services = services

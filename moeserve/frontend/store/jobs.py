@@ -1,6 +1,6 @@
 """Jobs: generations that outlive their connection, and their journals.
 
-A job's journal holds what the engine has put out, in order; what clients see follows from the job's record and its
+A job's journal holds the engine's outputs, in order; what clients see follows from the job's record and its
 journal alone, so any HTTP process can show a job, and can go on with one whose owner has died. A job ends once: whoever
 finds it open first says how.
 """

@@ -57,7 +57,7 @@ class Shelf:
         return row is not None and self.now - row[0] > _USE_APART_S
 
     def touch(self, names: Sequence[str]) -> None:
-        """Note that these, and what they need, were used now."""
+        """Record that these things, and the things they need, were used now."""
         self.db.executemany(
             """WITH RECURSIVE used_now(id) AS (
                  VALUES (?1) UNION SELECT needs FROM kept JOIN used_now USING (id) WHERE needs IS NOT NULL)
@@ -66,7 +66,7 @@ class Shelf:
         )
 
     def drop(self, name: str) -> None:
-        """Drop something and what was hidden for its sake; hide it as long as another thing needs it."""
+        """Drop a thing and the hidden things that only it needs; hide it while another thing needs it."""
         found: str | None = name
         while found is not None:
             if self.db.execute("SELECT 1 FROM kept WHERE needs = ?", (found,)).fetchone() is not None:
@@ -78,7 +78,7 @@ class Shelf:
             found = None if hidden is None else hidden[0]
 
     def make_room(self) -> None:
-        """Drop things of whoever keeps most, the least recently used first, until all callers keep few enough bytes."""
+        """Drop the least recently used things of the caller that keeps most, until all together fit."""
         while _total(self.db) > self.bounds.max_bytes:
             callers = self.db.execute("SELECT caller FROM shelves ORDER BY num_bytes DESC, caller")
             oldest = next((name for (caller,) in callers if (name := self._oldest_of(caller)) is not None), None)

@@ -64,7 +64,7 @@ class Store:
     async def write(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         """Return the result of work, which other processes see as a whole when this returns, or not at all.
 
-        It is done also where whoever waits for it is cancelled. Raises what it raises, and ApiError (503) for the
+        It is done even if its caller is cancelled. Raises what it raises, and ApiError (503) for the
         file's faults; then nothing of it is done.
         """
         return await self._run(self._writer, "BEGIN IMMEDIATE", caller, work)
@@ -107,7 +107,7 @@ class _Threads:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._work, work)
 
     async def stop(self) -> None:
-        """Wait for what was begun, and close the file."""
+        """Wait for the transactions that have begun, and close the file."""
         await asyncio.to_thread(self._pool.shutdown)
         for connection in self._idle:
             connection.close()
