@@ -2,8 +2,8 @@
 
 A block on disk is named by the tokens of its whole prefix: names are chained digests, keyed by a secret, the
 fingerprint of everything that the bits of KV depend on, and the namespace. So names are the same in every process with
-the secret, and nobody without it can tell a prompt from a name. As in the tree a prefix serves up to its first block that
-is missing.
+the secret, and nobody without it can tell a prompt from a name. As in the tree a prefix serves up to its first block
+that is missing.
 
 If there are more bytes than the limit, the account that has most of them loses the blocks that it used longest ago
 (`radix_cache.worth_queue`), the end of a prefix before its beginning. Blocks that were not used for `max_age` go, too.
