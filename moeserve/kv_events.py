@@ -16,6 +16,8 @@ _MAX_PORT = 65535
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]*\]|[^:/\[\]]+):(\*|\d{1,5})")
 _LOOPBACK = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])")
 _FORMATS = ("map", "array")
+# What vllm-router asks of a source that it finds by itself; it passes over others without a word.
+_MAP_SCHEMA = {"encoding": "msgpack", "schema_version": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class KvEventsConfig:
 
     def source(self, endpoint: str, replay_endpoint: str | None) -> dict[str, Any]:
         """Return the description for routers of a rank whose sockets have these addresses."""
-        return asdict(self) | {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+        told = asdict(self) | {"endpoint": endpoint, "replay_endpoint": replay_endpoint}
+        return told | _MAP_SCHEMA if self.format == "map" else told
 
 
 def parse_kv_events(text: str | None) -> KvEventsConfig:

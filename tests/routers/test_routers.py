@@ -6,8 +6,11 @@ import json
 import re
 import socket
 import subprocess
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,8 @@ import pytest
 
 from moeserve.engine.ranks.meeting import create_keys
 from tests.clients.environments import Client, cache_folder, ensure_environment
+from tests.support.reconnecting import NUM_TOKENS, Repeated, body_of
+from tests.support.reconnecting import prompt_of as prompt_of_stream
 from tests.support.service import Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -31,6 +36,9 @@ INDEXER = Client(
 # It installs packages, so only `make test-routers` runs it.
 pytestmark = pytest.mark.long
 
+_FREE = "tcp://127.0.0.1:0"
+_PUBLISHES = {"enable_kv_cache_events": True, "endpoint": _FREE, "replay_endpoint": _FREE}
+EVENTS = ("--kv-events-config", json.dumps(_PUBLISHES))
 NUM_PROMPTS = 24
 PREFIX = 96  # tokens, in whole blocks
 
@@ -83,7 +91,9 @@ def address(running: Service) -> str:
 
 
 def prompt_of(number: int, tail: int = 0) -> list[int]:
-    return [3 + (number * 11 + i * (7 + number)) % 50 for i in range(PREFIX)] + [5 + (tail + i) % 40 for i in range(8)]
+    """Return a prompt of one of 2,000 prefixes."""
+    prefix = [3 + number // 50, *(3 + (number * 11 + i * (7 + number)) % 50 for i in range(PREFIX - 1))]
+    return prefix + [5 + (tail + i) % 40 for i in range(8)]
 
 
 def ask(http: httpx2.Client, prompt: list[int], **fields: Any) -> dict[str, Any]:
@@ -131,9 +141,74 @@ def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tm
 
 def replicas(stack: ExitStack, model: Path, folder: Path) -> list[Service]:
     """Start two services that publish what they cache."""
-    settings = {"enable_kv_cache_events": True, "endpoint": "tcp://127.0.0.1:0", "replay_endpoint": "tcp://127.0.0.1:0"}
-    flags = ("--kv-events-config", json.dumps(settings))
-    return [start(stack, model, folder / name, *flags) for name in ("a", "b")]
+    return [start(stack, model, folder / name, *EVENTS) for name in ("a", "b")]
+
+
+def watched(stack: ExitStack, model: Path, folder: Path, services: list[Service], *flags: str) -> httpx2.Client:
+    """Return a client of vllm-router, which looks after these services every second."""
+    command = ("vllm-router", "--policy", "kv_aware", "--host", "127.0.0.1", "--port", "{port}")
+    flags = ("--health-check-interval-secs", "1", "--worker-urls", *map(address, services), *flags)
+    return stack.enter_context(program(ROUTER, folder, *command, *flags, path="/health"))
+
+
+def test_a_restarted_replica_of_four_is_found_again(model: Path, tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        ports = [str(free_port()) for _ in range(4)]
+        all_four = [
+            start(stack, model, tmp_path / port, *EVENTS, "--port", port, "--response-store", "memory")
+            for port in ports
+        ]
+        router = watched(stack, model, tmp_path, all_four)
+        for number in range(NUM_PROMPTS):
+            ask(all_four[number % 4].http, prompt_of(number))
+        wait_until(lambda: cached(ask(router, prompt_of(NUM_PROMPTS - 1, 1))) == PREFIX)
+        assert [cached(ask(router, prompt_of(number, 2))) for number in range(NUM_PROMPTS)] == [PREFIX] * NUM_PROMPTS
+        all_four[0].process.kill()
+        all_four[0].process.wait()
+        for number in range(NUM_PROMPTS):
+            ask(router, prompt_of(number, 3))  # the router asks another one where the first does not answer
+        settings = ("--port", ports[0], "--response-store", "memory")
+        again = start(stack, model, tmp_path / "again", *EVENTS, *settings)
+        numbers = count(NUM_PROMPTS)
+
+        def finds_new_one() -> bool:
+            """Return whether a prompt that only the restarted service has reaches it."""
+            number = next(numbers)
+            ask(again.http, prompt_of(number))
+            return cached(ask(router, prompt_of(number, 4))) == PREFIX
+
+        wait_until(finds_new_one)
+        assert [finds_new_one() for _ in range(12)] == [True] * 12
+
+
+def test_streams_behind_vllm_router_survive_their_replica(model: Path, tmp_path: Path) -> None:
+    shared = ("--response-store", str(tmp_path / "store"), "--kv-disk-path", str(tmp_path / "kv"))
+    begun, all_begun = set[int](), threading.Event()
+
+    def note(number: int) -> None:
+        begun.add(number)
+        if len(begun) == 16:
+            all_begun.set()
+
+    with ExitStack() as stack:
+        both = [start(stack, model, tmp_path / name, *EVENTS, *shared) for name in ("a", "b")]
+        router = watched(stack, model, tmp_path, both)
+        clients = [Repeated([str(router.base_url)], number, note) for number in range(16)]
+        with ThreadPoolExecutor(16) as pool:
+            running = [pool.submit(client.run) for client in clients]
+            assert all_begun.wait(60)
+            busiest = max(both, key=lambda one: one.http.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
+            busiest.process.kill()
+            for each in running:
+                each.result(130)
+        survivor = next(one for one in both if one is not busiest)
+        assert any(client.broken for client in clients)
+        for number, client in enumerate(clients):
+            text = "".join(client.pieces)
+            assert (len(client.ids), client.tokens) == (1, NUM_TOKENS)
+            assert text.startswith("".join(client.broken))
+            body = body_of(number, prompt=prompt_of_stream(number), max_tokens=NUM_TOKENS)
+            assert survivor.http.post("/v1/completions", json=body).json()["choices"][0]["text"] == text
 
 
 def source_of(running: Service) -> dict[str, str]:
@@ -141,14 +216,21 @@ def source_of(running: Service) -> dict[str, str]:
     return found
 
 
-def test_vllm_router_sends_prompts_to_the_replica_that_has_them(model: Path, tmp_path: Path) -> None:
+def named_sources(services: list[Service]) -> list[str]:
+    """Return the flags that name the sources of events, which the router finds by itself without them."""
+    flags = ["--kv-event-model", "m"]
+    for one in services:
+        source = source_of(one)
+        flags += ["--kv-event-source", f"{address(one)}={source['endpoint']}"]
+        flags += ["--kv-event-replay-source", f"{address(one)}={source['replay_endpoint']}"]
+    return flags
+
+
+@pytest.mark.parametrize("finds", [False, True], ids=["named", "found"])
+def test_vllm_router_sends_prompts_to_the_replica_that_has_them(model: Path, tmp_path: Path, finds: bool) -> None:
     with ExitStack() as stack:
         both = replicas(stack, model, tmp_path)
-        flags = ["--worker-urls", *map(address, both), "--kv-event-model", "m"]
-        for one in both:
-            source = source_of(one)
-            flags += ["--kv-event-source", f"{address(one)}={source['endpoint']}"]
-            flags += ["--kv-event-replay-source", f"{address(one)}={source['replay_endpoint']}"]
+        flags = ["--worker-urls", *map(address, both), *([] if finds else named_sources(both))]
         command = ("vllm-router", "--policy", "kv_aware", "--host", "127.0.0.1", "--port", "{port}", *flags)
         router = stack.enter_context(program(ROUTER, tmp_path, *command, path="/health"))
         for number in range(NUM_PROMPTS):

@@ -51,7 +51,8 @@ class ReplicaRoutes:
                 "model_id": run.served_model_names[0],
                 "model_path": run.config.model or run.served_model_names[0],
                 "served_model_name": run.served_model_names[0],
-                "instance_id": hashlib.sha256(f"instance {run.secret}".encode()).hexdigest()[:32],
+                # Services that share KV on disk share the secret.
+                "instance_id": hashlib.sha256(f"instance {run.secret} {run.run_dir}".encode()).hexdigest()[:32],
                 "kv_block_size": ready.block_size,
                 "effective_attention_block_size": ready.block_size,
                 "worker_type": "regular",
