@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import threading
+from array import array
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -108,9 +109,9 @@ def cached(answer: dict[str, Any]) -> int:
     return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def bits(answer: dict[str, Any]) -> list[float]:
-    found: list[float] = answer["choices"][0]["logprobs"]["token_logprobs"]
-    return found
+def bits(answer: dict[str, Any]) -> array[float]:
+    """Return the log probabilities in 32 bits: the router reads decimals of 64 without rounding them to the nearest."""
+    return array("f", answer["choices"][0]["logprobs"]["token_logprobs"])
 
 
 def figure(running: Service, name: str) -> float:
