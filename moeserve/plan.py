@@ -161,7 +161,7 @@ class Request:
 
     Where blocks are kept on disk, `prefix_names` are the names of its first blocks there, as far as they are known.
     `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
-    there. `num_restores` counts its waits. `restored`: the first token and the end of the blocks that it waited for;
+    there. `num_restores` counts its waits. `restored`: the rank, first token and end of the blocks that it waited for;
     `num_disk_tokens` of `num_cached_tokens` were such, None without a disk.
 
     `offers_kv`: once it has ended the blocks of its prompt are held for another service, by the ticket `offered`.
@@ -199,7 +199,7 @@ class Request:
     is_sought: bool = False
     is_looked_up: bool = False
     num_restores: int = 0
-    restored: tuple[int, int] = (0, 0)
+    restored: tuple[int, int, int] = (0, 0, 0)
     num_disk_tokens: int | None = None
     least_cached: float = 0.0
     offers_kv: bool = False

@@ -472,7 +472,7 @@ def build_scheduler(
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.tell_time`. stored: the blocks on disk, of a single rank; None if none are kept there. tells_facts: see
+    `Scheduler.tell_time`. stored: the blocks on disk, of all ranks; None if none are kept there. tells_facts: see
     `PrefixCache.take_facts`. office, lease_s: see `Scheduler`.
     """
     budget = step_budget(config, device)

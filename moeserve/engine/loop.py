@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import structlog
 
@@ -13,11 +13,11 @@ from moeserve.engine.commands import Commands
 from moeserve.engine.crashes.suspects import Suspects
 from moeserve.engine.experts.monitor import ExpertMonitor
 from moeserve.engine.inbox import Inbox
-from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_events.publisher import KvEvents
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult
 from moeserve.scheduling.drafting import DraftCounters
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.scheduler import Scheduler
@@ -58,6 +58,27 @@ _MAX_RETENTION_SECONDS = 31 * 86400.0
 log = structlog.get_logger(__name__)
 
 
+class Copier(Protocol):
+    """Carries out the copies between memory and disk, of one rank or of several."""
+
+    @property
+    def is_busy(self) -> bool:
+        """True until the result of every job has been taken."""
+        ...
+
+    def start(self, job: CopyJob) -> None:
+        """Begin a job; `take` returns its result."""
+        ...
+
+    def take(self, seconds: float = 0.0) -> list[CopyResult]:
+        """Return the results since the last call. Wait up to `seconds` for the first."""
+        ...
+
+    def close(self) -> None:
+        """End all threads after their present jobs, without a wait."""
+        ...
+
+
 class Engine:
     """Runs the loop, and knows the frontend of each request."""
 
@@ -71,7 +92,7 @@ class Engine:
         suspects: Suspects,
         experts: ExpertMonitor | None = None,
         step_progress: Callable[[], int] = lambda: 0,
-        copier: BlockCopier | None = None,
+        copier: Copier | None = None,
         events: KvEvents | None = None,
         exchange: KvExchange | None = None,
     ) -> None:

@@ -209,8 +209,10 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
             raise ConfigError("--kv-overflow swap needs --kv-disk-path, the folder that KV is swapped to.")
     elif device != "cpu":
         raise ConfigError("--kv-disk-path is for a CPU so far.")
-    elif config.expert_parallel_size > 1:
-        raise ConfigError("--kv-disk-path is for a single rank so far: each of several ranks has KV of its own.")
+    elif config.nnodes > 1:
+        raise ConfigError("--kv-disk-path is for the ranks of one machine so far.")
+    elif config.expert_parallel_size > 1 and config.rebalance_interval:
+        raise ConfigError("--kv-disk-path keeps KV that depends on the placement, which --rebalance-interval changes.")
     elif not config.enable_prefix_caching:
         raise ConfigError("--kv-disk-path keeps cached prefixes, and --no-enable-prefix-caching makes none.")
 

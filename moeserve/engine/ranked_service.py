@@ -29,8 +29,10 @@ from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
 from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
+from moeserve.engine.kv_disk.copier import BlockMemory, as_block_memory
 from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
 from moeserve.engine.rank import Rank
+from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
 from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
@@ -258,6 +260,7 @@ def _serve_with_others(
     links = LinkCounts(num_ranks)
     memories = None if memory is None else RankMemories(memory.stats, num_ranks, len(rank.model.spec.moe_layers))
     rebalancing = start_rebalancing(config, group.experts.placement, migrator, hub.send_all)
+    copies = RankCopies(hub.send, hub.others)
     executor = RankedExecutor(
         rank.runner,
         rank.begin_step,
@@ -265,7 +268,7 @@ def _serve_with_others(
         timeout=collective_timeout(config),
         num_entered=lambda: group.collectives.traffic.num_entered,
         placement_version=lambda: migrator.version,
-        listeners=[listener.on_message for listener in (rebalancing, memories) if listener is not None],
+        listeners=[listener.on_message for listener in (rebalancing, memories, copies) if listener is not None],
     )
     recorded = None
     if recording is not None:
@@ -281,7 +284,7 @@ def _serve_with_others(
         strategy=lambda: expert_strategy(config, rank.prefetcher, str(rank.dispatch), all_fit=memory is None),
     )
     observers = [links] if rebalancing is None else [rebalancing, links]
-    serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, observers)
+    serve(context, rank, executor, open_suspects(context), report, stop, recorded, sources, observers, copies)
     executor.close()
 
 
@@ -312,13 +315,20 @@ def _follow_first(
         started = _start(meeting, member)
         report({"event": "computing"})
         assert started.migrator is not None
-        RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats).run()
+        copies = MemberCopies(number, lambda: _block_memory(started), link.send)
+        RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
+        copies.close()
         started.close()
     except CollectiveError as error:
         raise RankError(f"Rank {number} cannot reach the others: {error}.") from error
     finally:
         beats.stop()
         link.close()
+
+
+def _block_memory(rank: Rank) -> BlockMemory:
+    assert rank.kv_pool is not None
+    return as_block_memory(rank.kv_pool.block_bytes())
 
 
 def _check_device(rank: int, own: str, first: str) -> None:

@@ -23,12 +23,13 @@ from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.kv_disk.copier import BlockCopier
-from moeserve.engine.kv_disk.opening import open_kv_disk
+from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.kv_transfer.exchange import KvExchange
-from moeserve.engine.loop import Engine
+from moeserve.engine.loop import Copier, Engine
 from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.rank import Rank, ServedModel
+from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.kv_events import KvEventsConfig, parse_kv_events
@@ -124,8 +125,9 @@ def serve(
     recording: ExpertRecording | None,
     sources: ExpertSources,
     observers: Sequence[RanksObserver] = (),
+    copies: RankCopies | None = None,
 ) -> None:
-    """Run the engine over an executor until `stop` is set. rank: of this process.
+    """Run the engine over an executor until `stop` is set. rank: of this process. copies: of several ranks' KV.
 
     recording: receives the routing in the results, after the other `observers`. It is saved at the end. sources: for
     metrics and commands of the experts.
@@ -167,7 +169,7 @@ def serve(
         ready = _ready(context, model, caches[0], [] if events is None else events.sources)
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
-        copier = None if disk is None else BlockCopier(disk.files, disk.memory)
+        copier = None if disk is None else _start_copier(disk, copies, executor)
         progress = rank.progress.count
         engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events, exchange)
         if recording is not None:
@@ -179,6 +181,15 @@ def serve(
         ends.callback(heartbeat.stop)
         report(_ready_event(ready, model))
         engine.run(stop)
+
+
+def _start_copier(disk: KvDisk, copies: RankCopies | None, executor: Executor) -> Copier:
+    """Return what carries out copies between memory and disk. copies: of several ranks."""
+    copier = BlockCopier(disk.files, disk.memory)
+    if copies is None:
+        return copier
+    copies.open(copier, disk.files, executor.check)
+    return copies
 
 
 def _start_events(

@@ -31,7 +31,7 @@ _FORGIVENESS = 0.02
 
 @dataclass(eq=False, slots=True)
 class CopyJob:
-    """Blocks to be written to disk, or to be read into memory, in their order.
+    """Blocks of one rank's memory to be written to disk, or to be read into it, in their order.
 
     chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, up to the first that
     is not there. is_cancelled: nobody wants the blocks any more.
@@ -42,6 +42,7 @@ class CopyJob:
     chores: Chores | None = None
     sought: Sequence[StoredBlock] = ()
     is_cancelled: bool = False
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,23 +99,29 @@ class _Reading:
 
 
 class DiskTier:
-    """Moves blocks between one rank's cache and disk."""
+    """Moves blocks between the caches of all ranks and one disk: what one rank has written any other can read."""
 
     def __init__(
-        self, cache: PrefixCache, compute_s: Callable[[int, int], float], overflow: Overflow = Overflow.AUTO
+        self,
+        caches: Sequence[PrefixCache],
+        compute_s: Callable[[int, int], float],
+        overflow: Overflow = Overflow.AUTO,
     ) -> None:
-        """compute_s: returns the seconds that computing a request's tokens from one position up to another takes; 0 if
-        that is not known. overflow: the fate of preempted requests."""
-        assert cache.stored is not None
-        self._cache, self._stored = cache, cache.stored
+        """caches: by rank, with the same `stored`. compute_s: returns the seconds that computing a request's tokens
+        from one position up to another takes; 0 if that is not known. overflow: the fate of preempted requests."""
+        stored = caches[0].stored
+        assert stored is not None
+        self._caches, self._stored = caches, stored
+        self._block_size = caches[0].block_size
         self._compute_s = compute_s
         self._overflow = overflow
         self._readings: dict[CopyJob, _Reading] = {}
-        # By the name of each block that is being read.
-        self._coming: dict[bytes, _Reading] = {}
+        # By the rank and the name of each block that is being read.
+        self._coming: dict[tuple[int, bytes], _Reading] = {}
         self._of_request: dict[Request, _Reading] = {}
         self._new_jobs: list[CopyJob] = []
-        self._is_writing = False
+        # The ranks whose blocks are being written.
+        self._writing: set[int] = set()
         self._write_after = 0.0
         # Seconds per block that is read, and written; None before the first.
         self._read_s: float | None = None
@@ -127,10 +134,11 @@ class DiskTier:
         return self._stored
 
     def num_stored(self, request: Request) -> int:
-        """Count the request's leading tokens that are in memory or on disk."""
-        size = self._cache.block_size
-        first = self._cache.peek(request.token_ids, request.namespace) // size
-        return self._cache.num_stored(request.token_ids, request.namespace, request.prefix_names, first) * size
+        """Count the request's leading tokens that are in a rank's memory or on disk."""
+        tokens, namespace, names, size = request.token_ids, request.namespace, request.prefix_names, self._block_size
+        return size * max(
+            cache.num_stored(tokens, namespace, names, cache.peek(tokens, namespace) // size) for cache in self._caches
+        )
 
     @property
     def is_reading(self) -> bool:
@@ -155,7 +163,9 @@ class DiskTier:
         if request.is_sought:
             return False
         request.is_sought = True
-        sought = self._cache.unknown(request.token_ids, request.namespace, request.prefix_names)
+        tokens, namespace = request.token_ids, request.namespace
+        cache = max(self._caches, key=lambda cache: cache.peek(tokens, namespace))
+        sought = cache.unknown(tokens, namespace, request.prefix_names)
         if not sought:
             return False
         job = CopyJob((), sought=sought)
@@ -168,34 +178,35 @@ class DiskTier:
     def preempt(self, request: Request, num_running: int) -> None:
         """Decide what becomes of the KV of a request that is about to lose its lease. num_running: other requests."""
         assert request.lease is not None
-        size = self._cache.block_size
+        cache, size = self._caches[request.rank], self._block_size
         num_blocks = request.lease.num_published_tokens // size
         names = request.prefix_names
         self._stored.name(names, request.namespace, request.token_ids, num_blocks, size)
         unwritten = [name for name in names[:num_blocks] if name not in self._stored]
-        victim = Victim(num_blocks, len(unwritten), self._cache.num_available)
+        victim = Victim(num_blocks, len(unwritten), cache.num_available)
         fate = fate_of(victim, self._costs(0, num_blocks * size, num_running), self._overflow)
         self.counters.fates[fate] += 1
         if fate is Fate.SWAP:
-            self._cache.hurry(unwritten)
+            cache.hurry(unwritten)
         request.is_looked_up, request.num_restores = self._overflow is Overflow.RECOMPUTE, 0
 
     def look_up(self, request: Request, now: float, num_spoken_for: int, num_running: int) -> bool:
         """Return whether a request of the queue waits, from now on, until its prefix has been read.
 
-        It is then to leave the queue until `end` or `take_overdue` returns it. now: on the scheduler's clock.
-        num_spoken_for: blocks that the `num_running` running requests will need, beside which the request has to fit.
+        It is then to leave the queue until `end` or `take_overdue` returns it. It is read for the rank that the request
+        names. now: on the scheduler's clock. num_spoken_for: blocks of the rank that the `num_running` running requests
+        will need, beside which the request has to fit.
         """
         if request.is_looked_up or request.wants_prompt_logprobs:
             return False
-        cache, size = self._cache, self._cache.block_size
+        cache, size = self._caches[request.rank], self._block_size
         first = cache.peek(request.token_ids, request.namespace) // size
         stop = cache.num_stored(request.token_ids, request.namespace, request.prefix_names, first)
         if stop == first:
             # A part that is in memory now may have to leave it before the request begins.
             request.is_looked_up = not first
             return False
-        reading = self._coming.get(request.prefix_names[first])
+        reading = self._coming.get((request.rank, request.prefix_names[first]))
         if reading is None:
             is_forced = request.num_preemptions > 0 and self._overflow is Overflow.SWAP
             # A prompt is read only where it is there sooner so; of a preempted request others feel the computing, too.
@@ -207,7 +218,7 @@ class DiskTier:
             restore = cache.begin_restore(request.token_ids, request.namespace, request.prefix_names, spare)
             if restore is None:
                 return False
-            reading = self._begin(restore, now)
+            reading = self._begin(restore, request.rank, now)
         reading.waiting.append(request)
         self._of_request[request] = reading
         return True
@@ -215,25 +226,25 @@ class DiskTier:
     def recovery_s(self, tokens: array[int], namespace: str, compute_s: float) -> float:
         """Return the seconds that it takes to have the KV of tokens again, which can be computed in `compute_s`."""
         names: list[bytes] = []
-        num_blocks = self._cache.num_stored(tokens, namespace, names, 0)
-        is_stored = num_blocks > 0 and (num_blocks + 1) * self._cache.block_size >= len(tokens)
+        num_blocks = self._caches[0].num_stored(tokens, namespace, names, 0)
+        is_stored = num_blocks > 0 and (num_blocks + 1) * self._block_size >= len(tokens)
         return min(compute_s, num_blocks * self._read_s) if is_stored and self._read_s is not None else compute_s
 
-    def read_back(self, tokens: array[int], namespace: str, now: float, num_spoken_for: int) -> bool:
-        """Begin to read the blocks of a prefix that are on disk and not in memory, for no request yet.
+    def read_back(self, tokens: array[int], namespace: str, rank: int, now: float, num_spoken_for: int) -> bool:
+        """Begin to read the blocks of a prefix that are on disk and not in a rank's memory, for no request yet.
 
         Return False if there is nothing, or too little memory beside `num_spoken_for` blocks.
         """
         names: list[bytes] = []
-        cache = self._cache
+        cache = self._caches[rank]
         first = cache.peek(tokens, namespace) // cache.block_size
         stop = cache.num_stored(tokens, namespace, names, first)
-        if stop == first or names[first] in self._coming:
+        if stop == first or (rank, names[first]) in self._coming:
             return False
         restore = cache.begin_restore(tokens, namespace, names, num_spoken_for)
         if restore is None:
             return False
-        self._begin(restore, now)
+        self._begin(restore, rank, now)
         return True
 
     def leave(self, request: Request) -> bool:
@@ -264,25 +275,28 @@ class DiskTier:
         """Return the jobs that are to begin. now: in seconds since the epoch."""
         jobs, self._new_jobs = self._new_jobs, []
         self._stored.tell_time(now)
-        if not self._is_writing:
-            copies = self._cache.take_stores(_STORED_AT_ONCE) if now >= self._write_after else []
-            chores = self._stored.take_chores()
+        for rank, cache in enumerate(self._caches):
+            if rank in self._writing:
+                continue
+            copies = cache.take_stores(_STORED_AT_ONCE) if now >= self._write_after else []
+            # All ranks see the same files, so the first one does the chores.
+            chores = self._stored.take_chores() if rank == 0 else None
             if copies or chores is not None:
-                self._is_writing = True
-                jobs.append(CopyJob(copies, to_disk=True, chores=chores))
+                self._writing.add(rank)
+                jobs.append(CopyJob(copies, to_disk=True, chores=chores, rank=rank))
         return jobs
 
     def end(self, result: CopyResult, now: float) -> list[Request]:
         """Take note of the end of a job. Return the requests that go back to the queue."""
-        job, counters = result.job, self.counters
+        job, counters, cache = result.job, self.counters, self._caches[result.job.rank]
         num_bytes = sum(result.num_bytes)
         if job.chores is not None:
             self._stored.end_removals(job.chores.removals)
         if job.to_disk:
-            self._is_writing = False
+            self._writing.discard(job.rank)
             for index, copy in enumerate(job.copies):
                 size = result.num_bytes[index] if index < len(result.num_bytes) else 0
-                self._cache.end_store(copy, size, now)
+                cache.end_store(copy, size, now)
             if result.num_bytes:
                 self._write_s = _smoothed(self._write_s, result.seconds / len(result.num_bytes))
             counters.written_bytes += num_bytes
@@ -300,19 +314,19 @@ class DiskTier:
         num_filled = len(result.num_bytes)
         if num_filled:
             self._read_s = _smoothed(self._read_s, result.seconds / num_filled)
-        self._cache.end_restore(reading.restore, num_filled, is_whole=result.error is None)
+        cache.end_restore(reading.restore, num_filled, is_whole=result.error is None)
         if not job.is_cancelled:
-            self._forget(reading.restore, reading)
+            self._forget(reading)
         for request in reading.waiting:
             del self._of_request[request]
-            self._note_found(request, reading.restore, num_filled)
+            self._note_found(request, reading, num_filled)
         return reading.waiting
 
     def count_hit(self, request: Request, num_tokens: int) -> None:
         """Count a hit of `num_tokens`, the last ones that a request has computed, by where they were found."""
-        start, stop = request.restored
+        rank, start, stop = request.restored
         last = request.num_computed_tokens
-        found = max(0, min(stop, last) - max(start, last - num_tokens))
+        found = max(0, min(stop, last) - max(start, last - num_tokens)) if rank == request.rank else 0
         if not request.num_preemptions:
             request.num_disk_tokens = (request.num_disk_tokens or 0) + found
         counters = self.counters
@@ -329,35 +343,38 @@ class DiskTier:
             del self._of_request[request]
         return reading.waiting
 
-    def _begin(self, restore: Restore, now: float) -> _Reading:
-        job = CopyJob(restore.copies)
+    def _begin(self, restore: Restore, rank: int, now: float) -> _Reading:
+        job = CopyJob(restore.copies, rank=rank)
         self._new_jobs.append(job)
-        first = restore.first * self._cache.block_size
-        compute_s = self._compute_s(first, first + len(restore.copies) * self._cache.block_size)
+        first = restore.first * self._block_size
+        compute_s = self._compute_s(first, first + len(restore.copies) * self._block_size)
         deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
         reading = self._readings[job] = _Reading(restore, job, deadline)
         for copy in restore.copies:
-            self._coming[copy.name] = reading
+            self._coming[rank, copy.name] = reading
         return reading
 
     def _give_up(self, reading: _Reading) -> None:
         """Release the lease of a reading that nobody waits for. Its blocks are free once the job has ended."""
         reading.job.is_cancelled = True
         if reading.restore is not None:
-            self._cache.release(reading.restore.lease)
-            self._forget(reading.restore, reading)
+            self._caches[reading.job.rank].release(reading.restore.lease)
+            self._forget(reading)
 
-    def _forget(self, restore: Restore, reading: _Reading) -> None:
+    def _forget(self, reading: _Reading) -> None:
         """Let no further request wait for a reading."""
-        for copy in restore.copies:
-            if self._coming.get(copy.name) is reading:
-                del self._coming[copy.name]
+        rank = reading.job.rank
+        for copy in reading.job.copies:
+            if self._coming.get((rank, copy.name)) is reading:
+                del self._coming[rank, copy.name]
 
-    def _note_found(self, request: Request, restore: Restore, num_filled: int) -> None:
-        size = self._cache.block_size
-        first = restore.first * size
-        last = first + num_filled * size
-        request.restored = (request.restored[0] if request.restored[1] == first else first, last)
+    def _note_found(self, request: Request, reading: _Reading, num_filled: int) -> None:
+        restore, rank = reading.restore, reading.job.rank
+        assert restore is not None
+        first = restore.first * self._block_size
+        last = first + num_filled * self._block_size
+        before, start, stop = request.restored
+        request.restored = (rank, start if (before, stop) == (rank, first) else first, last)
         # It is looked up again: another request may have had a part of it read, or it may be gone again.
         request.num_restores += 1
         request.is_looked_up = num_filled < len(restore.copies) or request.num_restores == _MOST_RESTORES
@@ -369,7 +386,7 @@ class DiskTier:
         """
         costs = self._costs(start, stop, num_delayed)
         ahead = sum(len(reading.job.copies) for reading in self._readings.values())
-        num_blocks = (stop - start) // self._cache.block_size
+        num_blocks = (stop - start) // self._block_size
         if costs.read_s is None or costs.is_read_sooner(num_blocks, ahead * costs.read_s):
             return True
         self._read_s = costs.read_s * (1 - _FORGIVENESS)
@@ -378,7 +395,7 @@ class DiskTier:
 
     def _costs(self, start: int, stop: int, num_running: int) -> OverflowCosts:
         compute_s = self._compute_s(start, stop)
-        return OverflowCosts(compute_s, self._read_s, self._write_s, num_running, self._cache.num_blocks)
+        return OverflowCosts(compute_s, self._read_s, self._write_s, num_running, self._caches[0].num_blocks)
 
 
 def _smoothed(known: float | None, seconds: float) -> float:

@@ -378,7 +378,7 @@ class RankLoads:
         """
         if self._is_known_to_follow(request):
             return AdmissionOutcome.FOLLOWS
-        for rank in self._preferred_ranks(request):
+        for rank in self.preferred_ranks(request):
             request.rank = rank
             memory = self._memories[rank]
             memory.attach(request)
@@ -406,7 +406,7 @@ class RankLoads:
             for namespace, prefix in self._awaited
         )
 
-    def _preferred_ranks(self, request: Request) -> Sequence[int]:
+    def preferred_ranks(self, request: Request) -> Sequence[int]:
         """Return all ranks, the cheapest first and the lowest number among equals.
 
         A rank's price is its work before the request could be done, less the request's tokens that are cached there.

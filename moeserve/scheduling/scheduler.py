@@ -100,8 +100,8 @@ class Scheduler:
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
-        # Blocks of the only rank are on disk, too; None where they are in memory alone.
-        self.disk = None if caches[0].stored is None else DiskTier(caches[0], self._pace.compute_s, overflow)
+        # None where blocks are in memory alone.
+        self.disk = None if caches[0].stored is None else DiskTier(caches, self._pace.compute_s, overflow)
         self.transfer = None if office is None else KvTransfer(caches[0], office, lease_s, self._pace.compute_s)
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
@@ -240,6 +240,7 @@ class Scheduler:
         for request in waiting:
             waits = self.disk.seek(request, self._pace.now)
             if not waits and not self._is_cold(request):
+                request.rank = loads.preferred_ranks(request)[0]
                 num_spoken_for = loads.num_spoken_for(request)
                 waits = self.disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
             if waits:
@@ -308,12 +309,16 @@ class Scheduler:
         compute_s = self._pace.compute_s(0, len(tokens))
         return compute_s if self.disk is None else self.disk.recovery_s(tokens, namespace, compute_s)
 
-    def read_back(self, tokens: array[int], namespace: str) -> bool:
-        """Begin to read KV from disk into memory that running requests do not need. Return False where none is."""
+    def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
+        """Begin to read KV from disk into a rank's memory that running requests do not need.
+
+        Return False where none is.
+        """
         if self.disk is None:
             return False
-        num_spoken_for = sum(map(self._memories[0].num_missing_blocks, self._running)) + len(self._running)
-        return self.disk.read_back(tokens, namespace, self._pace.now, num_spoken_for)
+        running = [request for request in self._running if request.rank == rank]
+        num_spoken_for = sum(map(self._memories[rank].num_missing_blocks, running)) + len(running)
+        return self.disk.read_back(tokens, namespace, rank, self._pace.now, num_spoken_for)
 
     def fail(self, request: Request, error: str) -> RequestOutput | None:
         """End a request with an error. Return None for a request that has finished."""

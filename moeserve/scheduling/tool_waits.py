@@ -115,8 +115,8 @@ class Recovery(Protocol):
         """Return the seconds that it takes to have the KV of tokens again."""
         ...
 
-    def read_back(self, tokens: array[int], namespace: str) -> bool:
-        """Begin to read KV from disk into memory. Return False where that cannot be, or need not be."""
+    def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
+        """Begin to read KV from disk into a rank's memory. Return False where that cannot be, or need not be."""
         ...
 
 
@@ -197,7 +197,7 @@ class ToolWaits:
             if wait.read_at is None or now < wait.read_at:
                 continue
             wait.read_at = None
-            if self._recovery.read_back(wait.tokens, wait.namespace):
+            if self._recovery.read_back(wait.tokens, wait.namespace, wait.rank):
                 self.counters.num_read += 1
                 late = wait.since + _quantile(self._samples(wait, now), _LATE)
                 self._retain(wait, now, 0.0, max(_LEAST_KEPT_S, late - now))

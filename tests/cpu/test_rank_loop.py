@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from experts.errors import CollectiveError
 from experts.placement.rebalance import Migration, Outcome
+from moeserve.engine.ranks.copies import MemberCopies
 from moeserve.engine.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
 from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.engine.ranks.steps import RankSteps
@@ -81,7 +82,8 @@ class Service:
     def drop(self, version: int) -> None: ...
 
     def serve(self) -> list[str]:
-        RankSteps(1, cast("RankLink", self), self, self.begin_step, self, cast("BeatThread", self)).run()
+        copies = MemberCopies(1, list, self.send)
+        RankSteps(1, cast("RankLink", self), self, self.begin_step, self, cast("BeatThread", self), copies).run()
         return self.log
 
 

@@ -81,6 +81,40 @@ def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path
         assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
 
 
+def test_the_ranks_of_a_service_share_what_each_has_written(model: Path, tmp_path: Path) -> None:
+    settings = ("--kv-disk-path", str(tmp_path / "kv"), "--expert-parallel-size", "2", "--engine-timeout", "30")
+    prompts = [[number, *PROMPT, *PROMPT[: 16 * number]] for number in range(3, 9)]
+    nothing = {"device": 0, "host": 0, "disk": 0}
+
+    def ask_all(running: Service) -> list[list[float]]:
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            return list(threads.map(lambda prompt: ask(running, prompt)[0], prompts))
+
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    with service(model, tmp_path / "0", *settings) as running:
+        cold = ask_all(running)
+        wait_for_blocks(running, sum((len(prompt) + 19) // 16 for prompt in prompts))
+        # Prompts differ in length: find one that rank 1 computed. The next life's first request lives on rank 0.
+        listed = running.http.get("/v1/cache").json()["prefixes"]
+        ends = {entry["prefix_tokens"] for entry in listed if entry["id"].startswith("1.")}
+        chosen = next(number for number, prompt in enumerate(prompts) if (len(prompt) + 19) // 16 * 16 in ends)
+        expected = cold[chosen], nothing | {"disk": (len(prompts[chosen]) - 1) // 16 * 16}
+        engine = next(iter(descendants(children_of(running.process.pid)["worker"])))
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == 1)
+        wait_until(lambda: is_ready(running))
+        assert ask(running, prompts[chosen]) == expected
+        assert ask_all(running) == cold
+    with service(model, tmp_path / "1", *settings) as running:
+        assert ask(running, prompts[chosen]) == expected
+        assert running.http.get("/v1/cache").json()["prefixes"][0]["id"].startswith("0.")
+        assert ask_all(running) == cold
+    with service(model, tmp_path / "2", *settings[:2]) as running:
+        # One rank sums the experts of a token in another order.
+        assert ask(running, prompts[chosen])[1] == nothing
+
+
 def is_ready(running: Service) -> bool:
     try:
         return running.http.get("/ready").status_code == 200
@@ -139,7 +173,7 @@ def test_preempted_requests_come_back_from_disk_with_the_same_bits(model: Path, 
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
-        (("--expert-parallel-size", "2"), "--kv-disk-path is for a single rank so far"),
+        (("--expert-parallel-size", "2", "--rebalance-interval", "9"), "--kv-disk-path keeps KV that depends on"),
         (("--kv-host-memory", "1GB"), "--kv-host-memory is for KV that a GPU evicts"),
         (("--no-enable-prefix-caching",), "--kv-disk-path keeps cached prefixes"),
         (("--kv-disk-path", "/dev/null/kv"), "The folder of --kv-disk-path, /dev/null/kv, cannot be used"),

@@ -49,7 +49,7 @@ class Life(Simulation):
         return outputs
 
     def end(self, job: CopyJob) -> None:
-        kv = self.oracle._kv
+        kv = self.oracles[job.rank]._kv
         if job.chores is not None:
             for path in job.chores.removals:
                 self.disk.files.pop(bytes.fromhex(path.rsplit("/", 1)[1]), None)
@@ -75,7 +75,7 @@ class Life(Simulation):
     def settle(self) -> None:
         """Run to the end, copies included."""
         for _ in range(3000):
-            if self.scheduler.is_idle and not self.jobs and not self.cache.num_to_store:
+            if self.scheduler.is_idle and not self.jobs and not any(cache.num_to_store for cache in self.caches):
                 return
             self.step()
         raise AssertionError("no end in sight")

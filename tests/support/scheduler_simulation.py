@@ -201,7 +201,7 @@ class Simulation:
         if plans is None:
             is_reading = self.scheduler.disk is not None and self.scheduler.disk.waiting
             # Blocks that are copied may be all that is left.
-            is_stopped = self._unmasked or is_reading or self.cache.num_copied
+            is_stopped = self._unmasked or is_reading or any(cache.num_copied for cache in self.caches)
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]

@@ -276,6 +276,31 @@ def test_a_load_that_does_not_end_stalls_nobody() -> None:
     second.check_all_done()
 
 
+def test_any_rank_reads_what_another_rank_has_written() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), num_ranks=2, **OPTIONS)
+    assert ask(first, "a", list(range(24))).request.rank == 0
+    first.settle()
+    second = Life(disk, random.Random(2), num_ranks=2, **OPTIONS)
+    ask(second, "busy", [7, 8, 9], max_tokens=30)
+    second.step()
+    record = ask(second, "b", list(range(24)))
+    second.settle()
+    assert (record.request.rank, record.request.num_cached_tokens, record.request.num_disk_tokens) == (1, 20, 20)
+    second.check_all_done()
+
+
+def test_ranks_write_at_the_same_time() -> None:
+    life = Life(Disk(), random.Random(1), num_ranks=2, **OPTIONS)
+    for number in range(2):
+        ask(life, str(number), [number, *range(24)])
+    while not life.scheduler.is_idle:
+        Simulation.step(life)
+    jobs = life.scheduler.take_copies(0.0)
+    assert {job.rank for job in jobs if job.copies} == {0, 1}
+    assert life.scheduler.take_copies(0.0) == []
+
+
 TALK = st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 3), st.sampled_from(["", "tenant"]))
 SHARED = [(5 * i + 1) % VOCAB_SIZE for i in range(24)]
 
@@ -299,8 +324,10 @@ class History:
                 continue  # the engine is killed: what it was doing is lost
             life.is_full = False
             life.run()
-            while life.jobs:
-                life.end(life.jobs.popleft())
+            while jobs := [*life.jobs, *life.scheduler.take_copies(0.0)]:
+                life.jobs.clear()
+                for job in jobs:
+                    life.end(job)
             life.check_all_done()
 
     def talk(self, life: Life) -> None:
@@ -323,7 +350,7 @@ class History:
                 case 3 if self.disk.files:
                     del self.disk.files[choices.choice(sorted(self.disk.files))]
                 case 4 | 5:
-                    life.scheduler.read_back(tokens, namespace)
+                    life.scheduler.read_back(tokens, namespace, choices.randrange(len(life.caches)))
                 case 6 | 7:
                     ttl = choices.choice([0.0, 1.0, 50.0])
                     retention = life.cache.expect_back(tokens, namespace, choices.choice([0.0, 2.0, 100.0]), ttl)
@@ -345,6 +372,7 @@ HISTORIES = st.builds(
     options=st.fixed_dictionaries(
         {
             "num_blocks": st.sampled_from([16, 24, 60]),
+            "num_ranks": st.sampled_from([1, 2, 3]),
             "max_bytes": st.sampled_from([300, 1200, 100_000]),
             "depth": st.sampled_from([0, 1]),
             "overflow": st.sampled_from(Overflow),

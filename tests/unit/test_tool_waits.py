@@ -33,7 +33,7 @@ class Costs:
     def recovery_s(self, tokens: array[int], namespace: str) -> float:
         return self.seconds
 
-    def read_back(self, tokens: array[int], namespace: str) -> bool:
+    def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
         self.read.append(len(tokens))
         return True
 
@@ -163,13 +163,13 @@ def test_what_is_read_back_for_nobody_yet_is_a_hit_in_memory() -> None:
     ask(first, "a", list(range(24)))
     first.settle()
     second = Life(disk, random.Random(2), **OPTIONS)
-    assert second.scheduler.read_back(array("i", range(25)), "")
-    assert not second.scheduler.read_back(array("i", range(25)), "")
+    assert second.scheduler.read_back(array("i", range(25)), "", 0)
+    assert not second.scheduler.read_back(array("i", range(25)), "", 0)
     second.scheduler.check_idle()
     (job,) = second.scheduler.take_copies(0.0)
     second.end(job)
     second.scheduler.check_idle()
-    assert not second.scheduler.read_back(array("i", range(25)), "")
+    assert not second.scheduler.read_back(array("i", range(25)), "", 0)
     record = ask(second, "b", [*range(24), 7, 7])
     second.settle()
     assert (record.request.num_cached_tokens, record.request.num_disk_tokens) == (24, 0)

@@ -84,12 +84,12 @@ class BlockFiles:
     def __init__(self, root: Path, fingerprint: str, num_bytes: int) -> None:
         """fingerprint: of this process's blocks (32 hex digits), which have `num_bytes` each."""
         self.root = root
-        self._fingerprint = fingerprint
+        self.fingerprint = fingerprint
         self._num_bytes = num_bytes
 
     def describe(self, about: bytes) -> None:
         """Make the folder of this process's blocks, with a file for people. Raise OSError."""
-        folder = self.root / self._fingerprint
+        folder = self.root / self.fingerprint
         folder.mkdir(mode=0o700, exist_ok=True)
         self._replace(folder / ABOUT, [about], time.time())
 
@@ -146,7 +146,7 @@ class BlockFiles:
             os.utime(self.root / path, (seconds, seconds))
 
     def _head(self, copy: BlockCopy) -> bytes:
-        fingerprint = self._fingerprint.encode()
+        fingerprint = self.fingerprint.encode()
         return _HEADER.pack(_MAGIC, fingerprint, copy.name, len(copy.tokens) // 4, 0, self._num_bytes) + copy.tokens
 
     @staticmethod

@@ -4,13 +4,15 @@ To load, every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads and
 engine it then sends `Joined` and receives `Start`. In each step rank 0 sends a `Forward` to every rank and receives a
 `RankResult` from it, until it sends `Shutdown`. From `Joined` on a rank sends `RankBeat`. To give a layer a new
 placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded` from every rank and names the new version in the next
-`Forward`.
+`Forward`. With KV on disk it sends `OpenDisk` before the first step, then a `CopyBlocks` at any time, and receives a
+`CopiesEnded` for each.
 """
 
 from __future__ import annotations
 
 from experts.memory.residency import ExpertMemoryStats
 from moeserve.wire import Message
+from radix_cache import BlockCopy
 
 
 class RankError(Exception):
@@ -112,6 +114,37 @@ class DropLayer(Message):
     version: int
 
 
+class OpenDisk(Message):
+    """Copies are of files in the folder `root`, whose blocks have a `fingerprint`."""
+
+    root: str
+    fingerprint: str
+
+
+class CopyBlocks(Message):
+    """Write blocks of the receiver's memory to disk, or read them from there, in their order."""
+
+    number: int
+    copies: list[BlockCopy]
+    to_disk: bool
+
+
+class CancelCopies(Message):
+    """Nobody wants the blocks of a `CopyBlocks` any more. Its `CopiesEnded` still follows."""
+
+    number: int
+
+
+class CopiesEnded(Message):
+    """The end of a `CopyBlocks`; see `moeserve.scheduling.disk_tier.CopyResult`."""
+
+    rank: int
+    number: int
+    num_bytes: list[int]
+    seconds: float
+    error: str | None
+
+
 class RankBeat(Message):
     """Sent a few times a second: the process runs and has entered `num_entered` collectives.
 
@@ -127,5 +160,5 @@ class Shutdown(Message):
     """No further step follows."""
 
 
-ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | Shutdown
-FromRank = Joined | Loaded | RankResult | LayerLoaded | RankBeat
+ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | OpenDisk | CopyBlocks | CancelCopies | Shutdown
+FromRank = Joined | Loaded | RankResult | LayerLoaded | CopiesEnded | RankBeat

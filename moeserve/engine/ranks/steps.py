@@ -11,7 +11,19 @@ from typing import Any
 
 from experts.errors import CollectiveError
 from experts.placement.rebalance import ExpertMigrator, Migration
-from moeserve.engine.ranks.messages import DropLayer, Forward, LayerLoaded, PlaceLayer, RankError, RankResult, Shutdown
+from moeserve.engine.ranks.copies import MemberCopies
+from moeserve.engine.ranks.messages import (
+    CancelCopies,
+    CopyBlocks,
+    DropLayer,
+    Forward,
+    LayerLoaded,
+    OpenDisk,
+    PlaceLayer,
+    RankError,
+    RankResult,
+    Shutdown,
+)
 from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
 from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, find_fault
@@ -22,6 +34,7 @@ from moeserve.wire import decode_result, encode_result
 _POLL_SECONDS = 0.1
 # Between two looks at the device and at the socket: about as long as a launch takes.
 _SECONDS_BETWEEN_LOOKS = 20e-6
+_COPY_SECONDS = 0.002  # between two looks at the socket while only copies of blocks are under way
 
 
 class RankedExecutor:
@@ -145,8 +158,10 @@ class RankSteps:
         begin_step: Callable[[StepRows], None],
         migrator: ExpertMigrator[Any],
         beats: BeatThread,
+        copies: MemberCopies,
     ) -> None:
         self._rank, self._link, self._beats = rank, link, beats
+        self._copies = copies
         self._runner, self._begin_step, self._migrator = runner, begin_step, migrator
         self._plans = PlanReceiver()
         self._in_flight: deque[Pending[StepResult]] = deque()
@@ -158,6 +173,8 @@ class RankSteps:
             while not isinstance(message := self._next(), Shutdown):
                 if isinstance(message, Forward):
                     self._begin(message)
+                elif isinstance(message, OpenDisk | CopyBlocks | CancelCopies):
+                    self._copies.follow(message)
                 else:
                     follow(message, self._migrator)
         except CollectiveError:
@@ -174,6 +191,12 @@ class RankSteps:
             else:
                 time.sleep(_SECONDS_BETWEEN_LOOKS)
         self._beats.busy.clear()
+        self._copies.tell_ends()
+        while self._copies.is_busy:
+            if (message := self._link.poll(_COPY_SECONDS)) is not None:
+                return message
+            self._beats.say_waiting()
+            self._copies.tell_ends()
         return self._link.receive(self._beats.say_waiting)
 
     def _begin(self, step: Forward) -> None:

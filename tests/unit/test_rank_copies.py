@@ -1,0 +1,114 @@
+"""KV of several ranks on disk: rank 0 says what another rank copies, which copies its own memory and says when."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory, block_bytes
+from moeserve.engine.kv_disk.files import BlockFiles
+from moeserve.engine.ranks.copies import MemberCopies, RankCopies
+from moeserve.engine.ranks.messages import FromRank, ToRank
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from moeserve.wire import decode, encode
+from radix_cache import BlockCopy
+
+NUM_BLOCKS = 12
+FINGERPRINT = "a" * 32
+FOLDER = f"{FINGERPRINT}/{'b' * 32}.{'c' * 32}"
+
+
+def memory_of(seed: int) -> BlockMemory:
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 256, (2, NUM_BLOCKS, size), np.uint8) for size in (64, 32)]
+
+
+def copy_of(block: int, number: int) -> BlockCopy:
+    return BlockCopy(block, number.to_bytes(16, "big"), FOLDER, number, bytes(16))
+
+
+def content(memory: BlockMemory, block: int) -> bytes:
+    return b"".join(array[:, block].tobytes() for array in memory)
+
+
+class Ranks:
+    """Rank 0 and rank 1, whose messages go through the wire's bytes."""
+
+    def __init__(self, root: Path) -> None:
+        self.memories = [memory_of(0), memory_of(1)]
+        self.copies = RankCopies(self._to_member, [1])
+        self.member = MemberCopies(1, lambda: self.memories[1], self._to_first)
+        files = BlockFiles(root, FINGERPRINT, block_bytes(self.memories[0]))
+        files.describe(b"{}")
+        self.copies.open(BlockCopier(files, self.memories[0]), files, self._turn)
+
+    def _to_member(self, rank: int, message: ToRank) -> None:
+        assert rank == 1
+        received: Any = decode(encode(message, 1), ToRank, 2**20)[1]
+        self.member.follow(received)
+
+    def _to_first(self, message: FromRank) -> None:
+        self.copies.on_message(decode(encode(message, 1), FromRank, 2**20)[1])
+
+    def _turn(self) -> None:
+        self.member.tell_ends(0.001)
+
+    def run(self, *jobs: CopyJob) -> list[CopyResult]:
+        """Carry jobs out and return their results in the order of the jobs."""
+        for job in jobs:
+            self.copies.start(job)
+        results: list[CopyResult] = []
+        while self.copies.is_busy:
+            results += self.copies.take(0.001)
+        assert not self.member.is_busy
+        return sorted(results, key=lambda result: jobs.index(result.job)) if jobs else results
+
+    def close(self) -> None:
+        self.member.close()
+        self.copies.close()
+
+
+@pytest.fixture
+def ranks(tmp_path: Path) -> Iterator[Ranks]:
+    made = Ranks(tmp_path)
+    yield made
+    made.close()
+
+
+def test_a_rank_reads_the_blocks_that_another_rank_has_written(ranks: Ranks) -> None:
+    here, there = ranks.memories
+    of_first = CopyJob([copy_of(3, 1)], to_disk=True)
+    of_other = CopyJob([copy_of(3, 2), copy_of(4, 3)], to_disk=True, rank=1)
+    written = ranks.run(of_first, of_other)
+    assert [(len(result.num_bytes), result.error) for result in written] == [(1, None), (2, None)]
+    expected = content(here, 3), content(there, 3), content(there, 4)
+    assert len(set(expected)) == 3
+    ranks.run(CopyJob([copy_of(7, 1)], rank=1), CopyJob([copy_of(5, 2), copy_of(6, 3)]))
+    assert (content(there, 7), content(here, 5), content(here, 6)) == expected
+
+
+def test_a_damaged_file_ends_a_job_of_another_rank_where_it_ends_one_here(ranks: Ranks, tmp_path: Path) -> None:
+    copies = [copy_of(block, block) for block in range(4)]
+    ranks.run(CopyJob(copies, to_disk=True, rank=1))
+    path = tmp_path / copies[2].path
+    path.write_bytes(path.read_bytes()[:-1])
+    (result,) = ranks.run(CopyJob(copies, rank=1))
+    assert (len(result.num_bytes), result.error) == (2, "its size is wrong")
+
+
+def test_a_job_that_is_cancelled_ends_all_the_same(ranks: Ranks) -> None:
+    job = CopyJob([copy_of(block % NUM_BLOCKS, block) for block in range(200)], rank=1)
+    ranks.copies.start(job)
+    job.is_cancelled = True
+    (result,) = ranks.run()
+    assert (result.job, result.num_bytes) == (job, [])
+
+
+def test_ends_of_jobs_are_told_once(ranks: Ranks) -> None:
+    jobs = [CopyJob([copy_of(number, number)], to_disk=True, rank=number % 2) for number in range(10)]
+    assert [result.job for result in ranks.run(*jobs)] == jobs
+    assert ranks.copies.take() == []
