@@ -21,8 +21,9 @@ import click
 
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
-from moeserve.engine.kv_disk.copier import BlockCopier, as_block_memory, block_bytes
+from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.files import BlockFiles
+from moeserve.engine.kv_disk.opening import memories_of
 from moeserve.engine.memory_plan import plan_model
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Request, SamplingParams
@@ -85,18 +86,17 @@ class Bench:
         self.num_blocks = sum(-(-(len(prompt) + output) // block_size) for prompt in prompts)
         if rank.model.kv.num_blocks < self.num_blocks:
             raise click.ClickException(f"The KV memory has {rank.model.kv.num_blocks} blocks of {self.num_blocks}.")
-        assert rank.kv_pool is not None
-        self._memory = as_block_memory(rank.kv_pool.block_bytes())
+        self._memories = memories_of(rank)
         self._executor = LocalExecutor(rank.runner)
         self._depth = rank.depth
 
     def run(self, num_blocks: int, policy: Overflow, bytes_per_s: float | None) -> Run:
         """Run all requests in the first blocks of memory."""
         with TemporaryDirectory() as folder:
-            files = SlowFiles(Path(folder), _FINGERPRINT, block_bytes(self._memory))
+            files = SlowFiles(Path(folder), _FINGERPRINT)
             files.bytes_per_s = bytes_per_s
             files.describe(b"{}")
-            copier = BlockCopier(files, self._memory)
+            copier = BlockCopier(files, self._memories)
             stored = StoredBlocks(bytes(32), _FINGERPRINT, 10**12)
             scheduler = Scheduler(
                 [PrefixCache(num_blocks, self._block_size, stored=stored)],

@@ -51,13 +51,14 @@ def list_command(folder: Path) -> None:
         about: dict[str, Any] = {}
         with suppress(OSError, msgspec.DecodeError):
             about = msgspec.json.decode((folder / fingerprint / ABOUT).read_bytes(), type=dict[str, Any])
-        tokens = len(blocks) * int(about.get("block_size", 0))
+        num_blocks = sum(block.is_kv for block in blocks)
+        tokens = num_blocks * int(about.get("block_size", 0))
         size = show_size(sum(block.num_bytes for block in blocks))
         unused = [(now - block.used_at) / _HOUR_SECONDS for block in blocks]
         click.echo(f"{fingerprint}  {about.get('model', 'unknown model')}, {about.get('arithmetic', '')}")
         namespaces = len({block.folder for block in blocks})
         used = f"used {max(0.0, min(unused)):.1f} to {max(unused):.1f} hours ago"
-        click.echo(f"  {len(blocks):,} blocks = {tokens:,} tokens, {size}, of {namespaces} keys and salts, {used}")
+        click.echo(f"  {num_blocks:,} blocks = {tokens:,} tokens, {size}, of {namespaces} keys and salts, {used}")
     if not groups:
         click.echo(f"{folder} holds no blocks.")
 

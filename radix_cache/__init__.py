@@ -1,6 +1,6 @@
 """Which KV block holds which tokens. `PrefixCache` is the only interface."""
 
-from radix_cache.block_copies import BlockCopy
+from radix_cache.block_copies import BlockCopy, Kind, border_name
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Evicted, Fact, Published
@@ -9,11 +9,12 @@ from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import APART, PUBLIC, Lease, Retention, Snapshot
 from radix_cache.prefix_cache import PrefixCache, Restore
 from radix_cache.retention import account_of
-from radix_cache.stored import Chores, StoredBlock, StoredBlocks, used_at
+from radix_cache.stored import NAME_BYTES, Chores, StoredBlock, StoredBlocks, used_at
 
 __all__ = [
     "APART",
     "MAX_RECORDED_EVICTIONS",
+    "NAME_BYTES",
     "PUBLIC",
     "BlockCopy",
     "BudgetError",
@@ -22,6 +23,7 @@ __all__ = [
     "Evicted",
     "Fact",
     "InvariantError",
+    "Kind",
     "Lease",
     "LeaseError",
     "Listing",
@@ -35,5 +37,6 @@ __all__ = [
     "StoredBlock",
     "StoredBlocks",
     "account_of",
+    "border_name",
     "used_at",
 ]

@@ -4,15 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 
 from radix_cache.errors import require
 
 
+class Kind(IntEnum):
+    """The memory of a copy: KV blocks, window blocks, or rows of recurrent states."""
+
+    KV = 0
+    WINDOW = 1
+    STATE = 2
+
+
+def border_name(name: bytes, kind: Kind) -> bytes:
+    """Return the name on disk of the window block, or of the snapshot at the end, of the KV block with a name."""
+    return name + bytes((kind,))
+
+
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A block of memory, and the block on disk that has the same content or will have it.
+    """A block of memory, and the file that has the same content or will have it.
 
-    depth: the number of blocks before it in its prefix. tokens: int32 ids.
+    block: its number in the memory of its kind; for a snapshot, the row. depth: the number of KV blocks before it in
+    its prefix. tokens: int32 ids of the KV block that it belongs to, or that a snapshot follows.
     """
 
     block: int
@@ -20,6 +35,7 @@ class BlockCopy:
     folder: str
     depth: int
     tokens: bytes
+    kind: Kind = Kind.KV
 
     @property
     def path(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
-from radix_cache.block_copies import BlockCopies, BlockCopy
+from radix_cache.block_copies import BlockCopies, BlockCopy, Kind
 from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Fact, Published, facts_of
@@ -33,13 +33,19 @@ _SPARED_SHARE = 0.25
 class Restore:
     """A prefix that is being read from disk, or fetched from another service. Its lease ends with it.
 
-    tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies`, which is not empty.
+    tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies` but the first
+    `num_beside`, which fill window blocks and a snapshot.
     """
 
     lease: Lease
     tokens: array[int]
     first: int
     copies: list[BlockCopy]
+    num_beside: int = 0
+
+    def num_blocks(self, num_filled: int | None = None) -> int:
+        """Count the KV blocks of all copies, or of the first `num_filled`."""
+        return max(0, (len(self.copies) if num_filled is None else num_filled) - self.num_beside)
 
 
 class PrefixCache:
@@ -128,7 +134,9 @@ class PrefixCache:
         self._copies = BlockCopies()
         self._disk: TreeOnDisk | None = None
         if stored is not None and caching:
-            self._disk = TreeOnDisk(stored, self._copies, self._tree, block_size)
+            self._disk = TreeOnDisk(
+                stored, self._copies, self._tree, block_size, self._windows, has_states=self._stateful
+            )
 
     @property
     def num_free(self) -> int:
@@ -203,13 +211,14 @@ class PrefixCache:
 
     @property
     def num_copied(self) -> int:
-        """The number of blocks that are being copied to or from disk, held by a lease or not."""
-        return self._copies.num_copied
+        """The number of blocks, window blocks and snapshots that are being copied, held by a lease or not."""
+        num_lent = 0 if self._windows is None else self._windows.num_lent
+        return self._copies.num_copied + num_lent + self._tree.snapshots.num_lent
 
     @property
     def num_to_store(self) -> int:
         """The number of blocks that wait to be written to disk."""
-        return self._copies.num_wanted
+        return self._copies.num_wanted + (0 if self._disk is None else self._disk.borders.num_wanted)
 
     @property
     def stored(self) -> StoredBlocks | None:
@@ -298,11 +307,14 @@ class PrefixCache:
             self._windows.adopt(lease, first)
         return lease.num_published_tokens
 
-    def extend(self, lease: Lease, count: int, *, sparing: bool = False) -> list[int] | None:
+    def extend(
+        self, lease: Lease, count: int, *, sparing: bool = False, num_windows: int | None = None
+    ) -> list[int] | None:
         """Append `count` blocks to the lease, evicting cached blocks as needed.
 
         Victims come from the accounts that hold most (`share`), the least recently used first. sparing: leave a quarter
         of all blocks to cached prefixes of accounts that hold less than the lease's, as far as they have as many.
+        num_windows: only so many of the new blocks, the last ones, get window blocks.
 
         Return the new ids, or None with nothing changed if fewer than `count` blocks, or window blocks where there are
         some, are available. Raise ValueError if `count` is negative.
@@ -310,7 +322,8 @@ class PrefixCache:
         if lease.owner is not self:
             raise _not_leased()
         allocator, windows = self._allocator, self._windows
-        if windows is not None and count > windows.num_available:
+        num_windows = count if num_windows is None else num_windows
+        if windows is not None and num_windows > windows.num_available:
             return None
         num_missing = count - allocator.num_free
         if num_missing > 0:
@@ -326,7 +339,7 @@ class PrefixCache:
         new = allocator.allocate(count, after)
         if new is not None:
             if windows is not None:
-                windows.grow(new, after, account_of(lease.namespace))
+                windows.grow(new[count - num_windows :], after, account_of(lease.namespace))
             block_ids.extend(new)
             self._count_private(lease, count)
         return new
@@ -367,8 +380,9 @@ class PrefixCache:
             lease.block_ids[first : first + len(canonical)] = canonical
             self._duplicates.update(duplicates)
         if self._windows is not None:
-            for block, other in zip(duplicates, canonical, strict=True):
-                self._windows.exchange(block, other)
+            for index, (block, other) in enumerate(zip(duplicates, canonical, strict=True), first):
+                if index >= lease.first_window:
+                    self._windows.exchange(block, other)
             self._windows.slide(lease, num_computed_tokens)
         if self._disk is not None:
             self._disk.publish(lease, tokens, first + len(canonical), stop)
@@ -448,9 +462,10 @@ class PrefixCache:
         _, above = deepest_snapshot(lease.node, depth, depth)
         return self._tree.snapshots.take(num_tokens // self.block_size - above, account_of(lease.namespace))
 
-    def keep_snapshot(self, lease: Lease, row: int, num_tokens: int) -> Snapshot | None:
+    def keep_snapshot(self, lease: Lease, row: int, num_tokens: int, *, to_disk: bool = False) -> Snapshot | None:
         """Put the state in `row` at the end of the lease's published tokens, which are the first `num_tokens`.
 
+        to_disk: whether prompts are likely to go on from there, so that it is written, too, where blocks are.
         If they are not, or none are published, free the row and return None. To be called after the forward that wrote
         the row. Return the snapshot, or the older one if the boundary already has one.
         """
@@ -459,7 +474,10 @@ class PrefixCache:
         if not num_tokens or lease.num_published_tokens != num_tokens:
             self.drop_row(row)
             return None
-        return self._tree.snapshots.place(row, lease.node)
+        snapshot = self._tree.snapshots.place(row, lease.node)
+        if to_disk and self._disk is not None:
+            self._disk.keep_snapshot(lease, snapshot)
+        return snapshot
 
     def drop_row(self, row: int) -> None:
         """Free a row that `take_snapshot` returned. Raise KeyError if it did not."""
@@ -635,8 +653,12 @@ class PrefixCache:
             yield len(evicted)
 
     def take_stores(self, most: int) -> list[BlockCopy]:
-        """Return the blocks that are to be written to disk next, at most `most`. `end_store` ends each."""
-        return self._copies.take(most)
+        """Return the blocks that are to be written to disk next, at most `most`. `end_store` ends each.
+
+        Window blocks and snapshots are among them.
+        """
+        copies = self._copies.take(most)
+        return copies if self._disk is None else copies + self._disk.borders.take(most - len(copies))
 
     def hurry(self, names: Sequence[bytes]) -> None:
         """Let blocks that wait to be written come before all others."""
@@ -658,9 +680,10 @@ class PrefixCache:
         """
         return first if self._disk is None else self._disk.num_stored(tokens, namespace, names, first)
 
-    def unknown(self, tokens: array[int], namespace: str, names: list[bytes]) -> list[StoredBlock]:
+    def unknown(self, tokens: array[int], namespace: str, names: list[bytes]) -> list[list[StoredBlock]]:
         """Return the whole blocks of `tokens` behind those in memory and on disk, without size and time of use.
 
+        Each is a list, of the KV block and of its window block and snapshot, which it may have, too.
         Other services that share the folder may have written their files. For `names` see `num_stored`.
         """
         assert self._disk is not None
@@ -677,11 +700,16 @@ class PrefixCache:
         lease = self.match(tokens, namespace, names=names)
         first = lease.num_published_tokens // self.block_size
         stop = self.num_stored(tokens, namespace, names, first)
-        blocks = self._extend_beside(lease, stop - first, spare)
+        row = self.take_snapshot(lease, stop * self.block_size) if self._stateful and stop > first else None
+        lacks_row = self._stateful and row is None
+        blocks = self._extend_beside(lease, 0 if lacks_row else stop - first, spare)
         if blocks is None:
+            if row is not None:
+                self.drop_row(row)
             return None
+        beside = self._disk.border_copies(lease, tokens, first, row)
         copies = self._disk.copies_of(blocks, lease, tokens, first)
-        return Restore(lease, tokens[: stop * self.block_size], first, copies)
+        return Restore(lease, tokens[: stop * self.block_size], first, beside + copies, len(beside))
 
     def end_restore(self, restore: Restore, num_filled: int, *, is_whole: bool) -> None:
         """Note that the first `num_filled` blocks of a restore have their content, and enter them into the tree.
@@ -712,7 +740,11 @@ class PrefixCache:
         Return None, with the lease released, if that is not possible or `count` is not positive.
         """
         is_room = not spare or self.num_available_to(lease.namespace, count + spare) >= count + spare
-        blocks = self.extend(lease, count, sparing=True) if count > 0 and is_room else None
+        num_windows = count
+        if self._windows is not None and count > self._windows.span:
+            num_windows = self._windows.span
+            self._windows.jump(lease, len(lease.block_ids) + count - num_windows)
+        blocks = self.extend(lease, count, sparing=True, num_windows=num_windows) if count > 0 and is_room else None
         if blocks is None:
             self.release(lease)
         else:
@@ -720,17 +752,39 @@ class PrefixCache:
         return blocks
 
     def end_fill(self, restore: Restore, num_filled: int) -> None:
-        """Note that the first `num_filled` blocks have their content, and enter them into the tree."""
-        for copy in restore.copies:
+        """Note that the first `num_filled` copies are done, and enter their blocks into the tree."""
+        for copy in restore.copies[restore.num_beside :]:
             is_alone, _ = self._copies.end(copy.block)
             if is_alone:
                 self._allocator.free([copy.block])
         lease = restore.lease
+        is_whole = num_filled == len(restore.copies)
+        row = self._end_beside(restore, is_whole=is_whole)
         if lease.owner is self:
-            filled = (restore.first + num_filled) * self.block_size
-            if num_filled:
+            filled = (restore.first + restore.num_blocks(num_filled)) * self.block_size
+            if filled > lease.num_published_tokens:
                 self.free(self.publish(lease, restore.tokens, filled))
+            if row is not None and is_whole:
+                self.keep_snapshot(lease, row, filled)
+                row = None
             self.release(lease)
+        if row is not None:
+            self.drop_row(row)
+
+    def _end_beside(self, restore: Restore, *, is_whole: bool) -> int | None:
+        """Take back the window blocks of a restore, and return the row of its snapshot; None without one.
+
+        is_whole: whether all is filled; else the lease loses the window blocks.
+        """
+        lease, row = restore.lease, None
+        for copy in restore.copies[: restore.num_beside]:
+            if copy.kind is Kind.STATE:
+                row = copy.block
+            elif self._windows is not None:
+                self._windows.take_back(lease.block_ids[copy.depth], copy.block)
+        if self._windows is not None and not is_whole and lease.owner is self:
+            self._windows.forsake(lease, restore.first)
+        return row
 
     def budget(
         self, account: str, share: float | None = None, pin_share: float | None = None
@@ -789,11 +843,12 @@ class PrefixCache:
         total = self.num_free + self.num_cached + self.num_leased + self.num_duplicates + self.num_in_copy
         require(total == self.num_blocks, f"{total} of {self.num_blocks} blocks accounted for")
         rows = self._tree.snapshots
-        total = rows.num_free + rows.num_cached + rows.num_written
+        total = rows.num_free + rows.num_cached + rows.num_written + rows.num_lent_alone
         require(total == rows.num_rows, f"{total} of {rows.num_rows} rows for snapshots accounted for")
         if self._windows is not None:
             windows = self._windows
-            total = windows.num_free + windows.num_cached + windows.num_held + sum(map(windows.has, self._duplicates))
+            total = windows.num_free + windows.num_cached + windows.num_held + windows.num_lent_alone
+            total += sum(map(windows.has, self._duplicates))
             require(total == windows.num_blocks, f"{total} of {windows.num_blocks} window blocks accounted for")
 
     def check_invariants(self) -> None:
@@ -876,6 +931,8 @@ class PrefixCache:
         """Free KV blocks, and their window blocks; blocks that are being copied are freed when the copy ends."""
         if self._windows is not None:
             self._windows.drop(blocks)
+        if self._disk is not None:
+            self._disk.borders.let_go(blocks)
         if self._copies.is_used:
             blocks = self._copies.let_go(blocks)
         self._allocator.free(blocks)

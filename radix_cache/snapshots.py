@@ -31,6 +31,7 @@ class SnapshotTable:
 
     __slots__ = (
         "_free",
+        "_lent",
         "_queue",
         "_written",
         "num_cached",
@@ -44,6 +45,8 @@ class SnapshotTable:
         """rows: the numbers of the rows, empty if states are not kept. excess: as for `WorthQueue`."""
         self.rows = rows
         self._free = list(reversed(rows))
+        # By row that is being written to disk: its snapshot, None once that has left the tree.
+        self._lent: dict[int, Snapshot | None] = {}
         # By row: the account that will have the snapshot.
         self._written: dict[int, str] = {}
         # The snapshots that are not pinned.
@@ -60,6 +63,16 @@ class SnapshotTable:
     @property
     def num_free(self) -> int:
         return len(self._free)
+
+    @property
+    def num_lent(self) -> int:
+        """The number of rows that are being written to disk."""
+        return len(self._lent)
+
+    @property
+    def num_lent_alone(self) -> int:
+        """The number of rows that are being written to disk and whose snapshots have left the tree."""
+        return sum(snapshot is None for snapshot in self._lent.values())
 
     @property
     def num_written(self) -> int:
@@ -116,6 +129,23 @@ class SnapshotTable:
         if not snapshot.pins:
             self._enqueue(snapshot)
 
+    def lend(self, snapshot: Snapshot) -> None:
+        """Let a snapshot's row be written to disk, until `take_back`. It is pinned but for the end of its prefix."""
+        self.pin(snapshot)
+        self._lent[snapshot.row] = snapshot
+
+    def take_back(self, row: int) -> None:
+        """Note that a row has been written to disk."""
+        snapshot = self._lent.pop(row)
+        if snapshot is None:
+            self._free.append(row)
+        else:
+            self.unpin(snapshot)
+
+    def is_lent(self, row: int) -> bool:
+        """Return whether a row is being written to disk."""
+        return row in self._lent
+
     def note_use(self, snapshot: Snapshot) -> None:
         """Count that a request continues from a pinned snapshot, which makes it recent."""
         snapshot.uses += 1
@@ -146,13 +176,17 @@ class SnapshotTable:
         """Take a snapshot that is not pinned out of the tree, and free its row."""
         node = snapshot.node
         assert node is not None
-        require(not snapshot.pins, f"snapshot {snapshot.row} leaves the tree while a request needs it")
+        is_lent = snapshot.row in self._lent
+        require(snapshot.pins == is_lent, f"snapshot {snapshot.row} leaves the tree while a request needs it")
         self._queue.discard(snapshot)
         self._queue.count(_account(snapshot), -1)
         node.snapshots.remove(snapshot)
         snapshot.node = None
         self.num_cached -= 1
-        self._free.append(snapshot.row)
+        if is_lent:
+            self._lent[snapshot.row] = None
+        else:
+            self._free.append(snapshot.row)
 
     def cut(self, node: Node, num_left: int) -> None:
         """Remove the snapshots of a node after its first `num_left` blocks; only these blocks stay."""
@@ -166,7 +200,8 @@ class SnapshotTable:
     def check(self, snapshots: list[Snapshot]) -> None:
         """Raise InvariantError unless these are the snapshots in the tree, and all that are not pinned may go."""
         require(len(snapshots) == self.num_cached, "num_cached is wrong")
-        used = [*(snapshot.row for snapshot in snapshots), *self._free, *self._written]
+        alone = [row for row, snapshot in self._lent.items() if snapshot is None]
+        used = [*(snapshot.row for snapshot in snapshots), *self._free, *self._written, *alone]
         require(sorted(used) == list(self.rows), "a row for snapshots is lost or has two uses")
         self._queue.check(Counter([*map(_account, snapshots), *self._written.values()]))
         expected = {snapshot for snapshot in snapshots if not snapshot.pins}

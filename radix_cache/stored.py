@@ -3,7 +3,7 @@
 A block on disk is named by the tokens of its whole prefix: names are chained digests, keyed by a secret, the
 fingerprint of everything that the bits of KV depend on, and the namespace. So names are the same in every process with
 the secret, and nobody without it can tell a prompt from a name. As in the tree a prefix serves up to its first block
-that is missing.
+that is missing. Window blocks and snapshots have longer names, after the KV block that they belong to (`border_name`).
 
 If there are more bytes than the limit, the account that has most of them loses the blocks that it used longest ago
 (`radix_cache.worth_queue`), the end of a prefix before its beginning. Blocks that were not used for `max_age` go, too.
@@ -19,6 +19,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from math import inf, log2
 
+from radix_cache.block_copies import Kind, border_name
 from radix_cache.errors import require
 from radix_cache.retention import account_of
 from radix_cache.worth_queue import WorthQueue
@@ -40,13 +41,20 @@ def used_at(now: float, depth: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A block on disk. folder: of its fingerprint and namespace. used_at: in seconds since the epoch, as its file
-    says."""
+    """A KV block, a window block or a snapshot on disk.
+
+    folder: of its fingerprint and namespace. used_at: in seconds since the epoch, as its file says.
+    """
 
     name: bytes
     folder: str
     num_bytes: int
     used_at: float
+
+    @property
+    def is_kv(self) -> bool:
+        """True for a KV block."""
+        return len(self.name) == NAME_BYTES
 
     @property
     def path(self) -> str:
@@ -82,6 +90,7 @@ class StoredBlocks:
         # The block that was used longest ago first.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._queue: WorthQueue[bytes] = WorthQueue(_excess)
+        # KV blocks, and bytes of all files.
         self._num_of_folder: Counter[str] = Counter()
         self._bytes_of_folder: Counter[str] = Counter()
         self._folders: dict[str, str] = {}
@@ -109,7 +118,7 @@ class StoredBlocks:
 
     @property
     def num_own(self) -> int:
-        """The number of blocks of this process's fingerprint."""
+        """The number of KV blocks of this process's fingerprint."""
         start = f"{self._fingerprint}/"
         return sum(number for folder, number in self._num_of_folder.items() if folder.startswith(start))
 
@@ -119,11 +128,11 @@ class StoredBlocks:
         return max(0.0, self._now - next(iter(self._entries.values())).used_at) if self._entries else 0.0
 
     def has_any(self, namespace: str) -> bool:
-        """Return whether a namespace has a block on disk."""
+        """Return whether a namespace has a KV block on disk."""
         return self._num_of_folder[self.folder_of(namespace)] > 0
 
     def num_of(self, namespaces: Collection[str] | None) -> tuple[int, int]:
-        """Return the numbers of blocks and bytes of namespaces, or of all of this fingerprint (None)."""
+        """Return the numbers of KV blocks and of bytes of namespaces, or of all of this fingerprint (None)."""
         if namespaces is None:
             folders = [folder for folder in self._num_of_folder if folder.startswith(f"{self._fingerprint}/")]
         else:
@@ -165,7 +174,7 @@ class StoredBlocks:
         fingerprint, account = block.folder.split("/", 1)
         owner = f"{fingerprint}/{account.split('.', 1)[0]}"
         self._entries[block.name] = _Entry(block, owner, block.used_at)
-        self._num_of_folder[block.folder] += 1
+        self._num_of_folder[block.folder] += block.is_kv
         self._bytes_of_folder[block.folder] += block.num_bytes
         self.num_bytes += block.num_bytes
         self._queue.count(owner, _weight(block))
@@ -175,20 +184,23 @@ class StoredBlocks:
             self.discard(victim)
             self.num_evicted += 1
 
-    def touch(self, names: Sequence[bytes]) -> None:
-        """Note that a prefix is used: its blocks are the last to go, its beginning after its end."""
+    def touch(self, names: Sequence[bytes], kinds: Sequence[Kind] = ()) -> None:
+        """Note that a prefix is used: its blocks are the last to go, its beginning after its end.
+
+        kinds: of the files that its KV blocks may have beside them.
+        """
         for depth in range(len(names) - 1, -1, -1):
-            name = names[depth]
-            entry = self._entries.get(name)
-            if entry is None:
-                continue
-            entry.used_at = used_at(self._now, depth)
-            self._entries.move_to_end(name)
-            self._queue.put(name, entry.account, self._queue.age + 1)
-            if entry.used_at - entry.block.used_at > _STAMP_SECONDS:
-                block = entry.block
-                entry.block = StoredBlock(name, block.folder, block.num_bytes, entry.used_at)
-                self._stamps.append((block.path, entry.used_at))
+            for name in (names[depth], *(border_name(names[depth], kind) for kind in kinds)):
+                if (entry := self._entries.get(name)) is not None:
+                    self._touch(entry, used_at(self._now, depth))
+
+    def _touch(self, entry: _Entry, seconds: float) -> None:
+        block, entry.used_at = entry.block, seconds
+        self._entries.move_to_end(block.name)
+        self._queue.put(block.name, entry.account, self._queue.age + 1)
+        if seconds - block.used_at > _STAMP_SECONDS:
+            entry.block = StoredBlock(block.name, block.folder, block.num_bytes, seconds)
+            self._stamps.append((block.path, seconds))
 
     def discard(self, name: bytes) -> None:
         """Remove a block, and have its file removed. Do nothing if it is not on disk."""
@@ -212,7 +224,7 @@ class StoredBlocks:
     def drop(self, namespaces: Collection[str] | None) -> None:
         """Remove the blocks of namespaces, or all blocks (None)."""
         folders = None if namespaces is None else {self.folder_of(namespace) for namespace in namespaces}
-        if folders is not None and not any(self._num_of_folder[folder] for folder in folders):
+        if folders is not None and not any(self._bytes_of_folder[folder] for folder in folders):
             return
         for name in [one for one, entry in self._entries.items() if folders is None or entry.block.folder in folders]:
             self.discard(name)
@@ -234,7 +246,7 @@ class StoredBlocks:
         for entry in entries:
             weights[entry.account] += _weight(entry.block)
         self._queue.check(dict(weights))
-        folders = Counter(entry.block.folder for entry in entries)
+        folders = Counter(entry.block.folder for entry in entries if entry.block.is_kv)
         require(+self._num_of_folder == folders, "blocks of a folder are miscounted")
 
     def _forget(self, name: bytes) -> StoredBlock | None:
@@ -244,7 +256,7 @@ class StoredBlocks:
         block = entry.block
         self._queue.discard(name)
         self._queue.count(entry.account, -_weight(block))
-        self._num_of_folder[block.folder] -= 1
+        self._num_of_folder[block.folder] -= block.is_kv
         self._bytes_of_folder[block.folder] -= block.num_bytes
         self.num_bytes -= block.num_bytes
         return block

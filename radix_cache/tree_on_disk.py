@@ -1,32 +1,63 @@
-"""The blocks of one tree that are on disk too: which are written, and which continue a prefix of the tree."""
+"""The blocks of one tree that are on disk too: which are written, and which continue a prefix of the tree.
+
+Where prefixes serve only up to a border, its window blocks and its snapshot are written too, at the places that prompts
+are likely to go on from: the end of a prompt, where prompts diverge, and the end of a request. A prefix on disk then
+serves up to its last border there.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Sequence
-from itertools import takewhile
 
-from radix_cache.block_copies import BlockCopies, BlockCopy
-from radix_cache.nodes import Lease, Node
+from radix_cache.block_copies import BlockCopies, BlockCopy, Kind, border_name
+from radix_cache.border_copies import BorderCopies
+from radix_cache.nodes import Lease, Node, Snapshot
+from radix_cache.snapshots import deepest_snapshot
 from radix_cache.stored import StoredBlock, StoredBlocks, used_at
 from radix_cache.tree import RadixTree
+from radix_cache.window_blocks import WindowBlocks
 
 
 class TreeOnDisk:
     """Has the blocks of leases written to disk as they enter the tree. It moves no block within memory."""
 
-    __slots__ = ("_copies", "_size", "_tree", "stored")
+    __slots__ = ("_copies", "_kinds", "_size", "_tree", "_windows", "borders", "stored")
 
-    def __init__(self, stored: StoredBlocks, copies: BlockCopies, tree: RadixTree, block_size: int) -> None:
+    def __init__(
+        self,
+        stored: StoredBlocks,
+        copies: BlockCopies,
+        tree: RadixTree,
+        block_size: int,
+        windows: WindowBlocks | None,
+        *,
+        has_states: bool,
+    ) -> None:
+        """windows: None without window blocks. has_states: whether prefixes serve only up to a snapshot."""
         self.stored = stored
+        self.borders = BorderCopies(windows, tree.snapshots)
         self._copies = copies
         self._tree = tree
         self._size = block_size
+        self._windows = windows
+        # Of the files beside a KV block's.
+        self._kinds = (*((Kind.WINDOW,) if windows is not None else ()), *((Kind.STATE,) if has_states else ()))
 
     def publish(self, lease: Lease, tokens: array[int], first: int, stop: int) -> None:
         """Have the lease's blocks number `first` to `stop`, which have entered the tree, written."""
         self.stored.name(lease.names, lease.namespace, tokens, stop, self._size)
         self._write(lease, tokens, first, stop)
+        if self._windows is not None:
+            for end in lease.ends:
+                if first < end <= stop:
+                    self._write_window(lease, tokens, end)
+
+    def keep_snapshot(self, lease: Lease, snapshot: Snapshot) -> None:
+        """Have a snapshot at the end of the lease's published tokens written."""
+        depth = lease.num_published_tokens // self._size
+        if 0 < depth <= len(lease.names):
+            self._write_state(lease, snapshot, depth, bytes(lease.node.tokens[-4 * self._size :]))
 
     def release(self, lease: Lease, keep_tokens: int | None) -> None:
         """Note that the lease's prefix was used, and have its missing blocks written.
@@ -48,23 +79,27 @@ class TreeOnDisk:
                 first -= len(node.blocks)
                 node = node.parent
             self._write(lease, tokens, first, stop)
-        stored.touch(lease.names[:stop])
+        self._write_border(lease, tokens, stop)
+        stored.touch(lease.names[:stop], self._kinds)
 
     def forget(self, names: Sequence[bytes]) -> None:
         """Let blocks not be, or not come, on disk."""
         self._copies.revoke(names)
-        for name in names:
+        beside = {border_name(name, kind) for name in names for kind in self._kinds}
+        self.borders.revoke(beside)
+        for name in (*names, *beside):
             self.stored.discard(name)
 
     def drop(self, namespaces: Collection[str] | None) -> None:
         """Let no block of namespaces (None: of all) be, or come, on disk."""
         folders = None if namespaces is None else {self.stored.folder_of(namespace) for namespace in namespaces}
-        self._copies.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
+        for copies in (self._copies, self.borders):
+            copies.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
         self.stored.drop(namespaces)
 
     def end_write(self, copy: BlockCopy, num_bytes: int, now: float) -> bool:
         """Note that a block is written. Return whether it is to be freed. See `PrefixCache.end_store`."""
-        is_alone, stays = self._copies.end(copy.block)
+        is_alone, stays = self._copies.end(copy.block) if copy.kind is Kind.KV else (False, self.borders.end(copy))
         if num_bytes and stays:
             self.stored.put(StoredBlock(copy.name, copy.folder, num_bytes, used_at(now, copy.depth)))
         elif num_bytes:
@@ -77,22 +112,42 @@ class TreeOnDisk:
         if first >= stop or not self.stored.has_any(namespace):
             return first
         self.stored.name(names, namespace, tokens, stop, self._size)
-        return min(stop, self.stored.depth(names, first))
+        return self._last_border(names, first, min(stop, self.stored.depth(names, first)))
 
-    def unknown(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> list[StoredBlock]:
+    def unknown(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> list[list[StoredBlock]]:
         """See `PrefixCache.unknown`. first: the number of the first block that is not in memory."""
         stop = (len(tokens) - 1) // self._size
         if first >= stop:
             return []
         self.stored.name(names, namespace, tokens, stop, self._size)
         folder, depth = self.stored.folder_of(namespace), self.stored.depth(names[:stop], first)
-        blocks = (StoredBlock(name, folder, 0, 0.0) for name in names[depth:stop])
-        return list(takewhile(lambda block: not self.stored.is_going(block), blocks))
+        rows: list[list[StoredBlock]] = []
+        for name in names[depth:stop]:
+            of_block = (name, *(border_name(name, kind) for kind in self._kinds))
+            row = [StoredBlock(one, folder, 0, 0.0) for one in of_block]
+            if self.stored.is_going(row[0]):
+                break
+            rows.append([block for block in row if not self.stored.is_going(block)])
+        return rows
 
     def copies_of(self, blocks: Iterable[int], lease: Lease, tokens: array[int], first: int) -> list[BlockCopy]:
         """Return the copies of blocks of a lease, numbers `first` and so on, whose names are known."""
         folder = self.stored.folder_of(lease.namespace)
         return [self._copy(block, lease, tokens, index, folder) for index, block in enumerate(blocks, first)]
+
+    def border_copies(self, lease: Lease, tokens: array[int], first: int, row: int | None) -> list[BlockCopy]:
+        """Return the copies of the window blocks of a lease's new blocks, and of the snapshot at their end.
+
+        The window blocks, of blocks from number `first` on, are lent. row: for the snapshot, None for none.
+        """
+        folder, copies = self.stored.folder_of(lease.namespace), list[BlockCopy]()
+        if self._windows is not None:
+            for index in range(max(first, lease.first_window), len(lease.block_ids)):
+                place = self._windows.lend(lease.block_ids[index])
+                copies.append(self._copy(place, lease, tokens, index, folder, Kind.WINDOW))
+        if row is not None:
+            copies.append(self._copy(row, lease, tokens, len(lease.block_ids) - 1, folder, Kind.STATE))
+        return copies
 
     def _write(self, lease: Lease, tokens: array[int], first: int, stop: int) -> None:
         """Have the lease's blocks number `first` to `stop`, which are in the tree, written unless they are on disk."""
@@ -102,6 +157,71 @@ class TreeOnDisk:
             if name not in self.stored and name not in self._copies:
                 self._copies.want(self._copy(lease.block_ids[index], lease, tokens, index, folder))
 
-    def _copy(self, block: int, lease: Lease, tokens: array[int], index: int, folder: str) -> BlockCopy:
+    def _write_border(self, lease: Lease, tokens: array[int], stop: int) -> None:
+        """Have the last border within the lease's first `stop` blocks written.
+
+        tokens: its published tokens, or none if they are not at hand; they are then filled in.
+        """
+        if not self._kinds:
+            return
+        if not tokens:
+            tokens.frombytes(self._tree.prefix(lease.node))
+        if Kind.STATE in self._kinds:
+            snapshot, stop = deepest_snapshot(lease.node, lease.num_published_tokens // self._size, stop)
+            if snapshot is not None:
+                data = tokens[(stop - 1) * self._size : stop * self._size].tobytes()
+                self._write_state(lease, snapshot, stop, data)
+        if self._windows is not None and stop:
+            self._write_window(lease, tokens, stop)
+
+    def _write_window(self, lease: Lease, tokens: array[int], end: int) -> None:
+        """Have the window blocks before block number `end` of the lease written, if all are there."""
+        assert self._windows is not None
+        blocks = range(max(0, end - self._windows.span), end)
+        if not all(self._windows.has(lease.block_ids[index]) for index in blocks):
+            return
+        folder = self.stored.folder_of(lease.namespace)
+        for index in blocks:
+            if not self._is_coming(border_name(lease.names[index], Kind.WINDOW)):
+                block = lease.block_ids[index]
+                self.borders.want(block, self._copy(block, lease, tokens, index, folder, Kind.WINDOW))
+
+    def _write_state(self, lease: Lease, snapshot: Snapshot, depth: int, data: bytes) -> None:
+        name = border_name(lease.names[depth - 1], Kind.STATE)
+        if not self._is_coming(name):
+            folder = self.stored.folder_of(lease.namespace)
+            self.borders.want(snapshot, BlockCopy(0, name, folder, depth - 1, data, Kind.STATE))
+
+    def _is_coming(self, name: bytes) -> bool:
+        return name in self.stored or name in self.borders
+
+    def _last_border(self, names: Sequence[bytes], first: int, depth: int) -> int:
+        """Return the last boundary up to block number `depth` at which a prefix serves that is on disk from `first` on.
+
+        It is `first`, up to which the prefix serves in memory, if there is none behind it.
+        """
+        at = depth
+        while at > first and self._kinds:
+            if self._windows is not None:
+                at = self._last_window(names, first, at)
+            if at <= first or Kind.STATE not in self._kinds or border_name(names[at - 1], Kind.STATE) in self.stored:
+                break
+            at -= 1
+        return max(first, at)
+
+    def _last_window(self, names: Sequence[bytes], first: int, limit: int) -> int:
+        """Return the last boundary up to `limit` whose window blocks from number `first` on are on disk."""
+        assert self._windows is not None
+        border, index = limit, limit - 1
+        while index >= max(first, border - self._windows.span):
+            if border_name(names[index], Kind.WINDOW) not in self.stored:
+                border = index
+            index -= 1
+        return border
+
+    def _copy(
+        self, block: int, lease: Lease, tokens: array[int], index: int, folder: str, kind: Kind = Kind.KV
+    ) -> BlockCopy:
         data = tokens[index * self._size : (index + 1) * self._size].tobytes()
-        return BlockCopy(block, lease.names[index], folder, index, data)
+        name = lease.names[index] if kind is Kind.KV else border_name(lease.names[index], kind)
+        return BlockCopy(block, name, folder, index, data, kind)

@@ -42,9 +42,11 @@ class WindowBlocks:
     """The window block of each KV block, the number of leases that need it, and the queue of evictable window blocks.
 
     A window block is free, held (leases need it), cached (none does), or waits with a duplicate for its `free`. A lease
-    holds those of its blocks from number `Lease.first_window` on; all these blocks have one. `span`: the number of
-    blocks before a boundary that are within the window there. `num_needed`: the number that a request needs to be
-    computed step by step.
+    holds those of its blocks from number `Lease.first_window` on; all these blocks have one. A window block that is
+    *lent* is being copied to or from disk. It is held until `take_back`, and free after it if its KV block has gone.
+
+    `span`: the number of blocks before a boundary that are within the window there. `num_needed`: the number that a
+    request needs to be computed step by step.
     """
 
     __slots__ = (
@@ -52,6 +54,7 @@ class WindowBlocks:
         "_allocator",
         "_block_size",
         "_holds",
+        "_lent",
         "_of",
         "_queue",
         "num_evicted",
@@ -80,6 +83,8 @@ class WindowBlocks:
         self._allocator = BlockAllocator(num_window_blocks)
         self._of = array("i", [_NONE]) * num_blocks
         self._holds = array("i", [0]) * num_blocks
+        # The window blocks that are being copied: True while their KV block has them.
+        self._lent: dict[int, bool] = {}
         # By KV block that has a window block: the account for which it was made.
         self._account: dict[int, str] = {}
         # The KV blocks whose window blocks are cached.
@@ -98,6 +103,16 @@ class WindowBlocks:
     @property
     def num_cached(self) -> int:
         return len(self._queue)
+
+    @property
+    def num_lent(self) -> int:
+        """The number of window blocks that are being copied to or from disk."""
+        return len(self._lent)
+
+    @property
+    def num_lent_alone(self) -> int:
+        """The number of window blocks that nothing holds any more but a copy to or from disk."""
+        return len(self._lent) - sum(self._lent.values())
 
     @property
     def num_available(self) -> int:
@@ -183,6 +198,32 @@ class WindowBlocks:
         """Let go all window blocks of a lease that ends."""
         self._let_go(lease, len(lease.block_ids), RETAINED if lease.node.keeps else AT_END)
 
+    def jump(self, lease: Lease, index: int) -> None:
+        """Let go all window blocks of a lease, whose next blocks up to number `index` will have none."""
+        self._let_go(lease, len(lease.block_ids), INSIDE)
+        lease.first_window = index
+
+    def forsake(self, lease: Lease, first: int) -> None:
+        """Let go all window blocks of a lease, and free those of its unpublished blocks from number `first` on."""
+        self._let_go(lease, first, AT_END)
+        for block in lease.block_ids[max(first, lease.first_window) :]:
+            self._count_out(block)
+            self.drop((block,))
+        lease.first_window = len(lease.block_ids)
+
+    def lend(self, block: int) -> int:
+        """Return the window block of a KV block, which is being copied from now on, until `take_back`."""
+        self._hold((block,))
+        self._lent[self._of[block]] = True
+        return self._of[block]
+
+    def take_back(self, block: int, window_block: int) -> None:
+        """Note the end of a copy. block: the KV block that lent its window block."""
+        if not self._lent.pop(window_block):
+            self._allocator.free((window_block,))
+        elif self._count_out(block):
+            self._enqueue(block, AT_END)
+
     def retain(self, path: Sequence[int]) -> None:
         """Keep the cached window blocks before the end of a prefix longer. path: its blocks."""
         for block in path[max(0, len(path) - self.span) :]:
@@ -195,10 +236,15 @@ class WindowBlocks:
         for block in blocks:
             if not self.has(block):
                 continue
+            window_block = self._of[block]
+            if window_block in self._lent:
+                self._lent[window_block] = False
+                self._count_out(block)
+            else:
+                freed.append(window_block)
             require(not self._holds[block], f"the window block of block {block} is freed while a lease needs it")
             self._queue.discard(block)
             self._queue.count(self._account.pop(block), -1)
-            freed.append(self._of[block])
             self._of[block] = _NONE
         self._allocator.free(freed)
 
@@ -216,9 +262,13 @@ class WindowBlocks:
         own = self.of(having)
         require(len(set(own)) == len(own), "two blocks have the same window block")
         require(all(map(self._allocator.is_allocated, own)), "a window block is free and in use")
-        require(len(own) + self.num_free == self.num_blocks, "a window block is lost")
+        alone = [window_block for window_block, is_had in self._lent.items() if not is_had]
+        require(set(own).isdisjoint(alone), "a window block that is being copied has changed hands")
+        require(all(map(self._allocator.is_allocated, alone)), "a window block is free and being copied")
+        require(len(own) + self.num_free + len(alone) == self.num_blocks, "a window block is lost")
         held = {block: holds for block, holds in enumerate(self._holds) if holds}
-        require(held == num_holds, "the leases need other window blocks than are held")
+        lent = Counter(block for block in having if self._of[block] in self._lent)
+        require(held == +(Counter(num_holds) + lent), "the leases need other window blocks than are held")
         require(held.keys() <= set(having), "a lease needs a window block that is gone")
         require(len(held) == self.num_held, "the number of held window blocks is wrong")
         require(sorted(self._account) == having, "a window block has no account, or one that is gone has")

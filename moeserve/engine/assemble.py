@@ -149,7 +149,7 @@ class _CpuBody:
         runner.warm_up(step_budget(self._config), begin_step)
         kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
         row_bytes = state_row_bytes(states, plan.dtype)
-        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, _release_nothing, row_bytes, pool)
+        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, _release_nothing, row_bytes, pool, state_pool)
 
 
 def _release_nothing() -> None:
@@ -368,6 +368,7 @@ class LoadedRank:
             self._migrator,
             choice,
             prepared.kv_pool,
+            prepared.state_pool,
         )
 
     def memory_stats(self) -> ExpertMemoryStats | None:

@@ -188,10 +188,12 @@ def _share_memory(
         states=state_demand(spec, dtype, config),
         windows=window_demand(spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config)),
     )
+    if config.kv_disk_path is not None and spec.state_layers and not kv.num_snapshots:
+        raise ConfigError(
+            "--kv-disk-path keeps cached prefixes, and this model caches none without room for snapshots of its states."
+        )
     if spec.state_layers or kv.num_window_blocks:
         kind = "recurrent states" if spec.state_layers else "window blocks"
-        if config.kv_disk_path is not None:
-            raise ConfigError(f"--kv-disk-path keeps KV blocks alone so far, and this model also needs its {kind}.")
         if config.kv_transfer_config is not None:
             raise ConfigError(f"--kv-transfer-config moves KV blocks alone so far, and this model needs its {kind}.")
     return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from moeserve.model.families import GenerationDefaults
     from moeserve.model.kv_pool import KVPool
     from moeserve.model.spec import ModelSpec
+    from moeserve.model.state_pool import StatePool
 
 Observers = Sequence[StepObserver[StepPlan, StepResult]]
 
@@ -143,7 +144,7 @@ class Prepared:
     """A runner that is ready for any step, with the sizes of its KV memory and of one recurrent state.
 
     weights_bytes: of all ranks. release: frees what the runner holds of the group; called before leaving the group.
-    kv_pool: the KV memory, None where only the runner may touch it.
+    kv_pool, state_pool: the KV memory and that of recurrent states, None where only the runner may touch it.
     """
 
     runner: Runner
@@ -153,6 +154,7 @@ class Prepared:
     release: Callable[[], None]
     state_row_bytes: int = 0
     kv_pool: KVPool | None = None
+    state_pool: StatePool | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Rank:
 
     depth: see `Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
     experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch: None on a
-    single rank. kv_pool: see `Prepared`.
+    single rank. kv_pool, state_pool: see `Prepared`.
     """
 
     runner: ObservedRunner
@@ -184,6 +186,7 @@ class Rank:
     migrator: ExpertMigrator[Any] | None = None
     dispatch: ShapeChoice | None = None
     kv_pool: KVPool | None = None
+    state_pool: StatePool | None = None
 
     def begin_step(self, rows: StepRows) -> None:
         """Prepare the exchange of rows for the step that all ranks launch next."""

@@ -29,7 +29,7 @@ from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
 from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
-from moeserve.engine.kv_disk.copier import BlockMemory, as_block_memory
+from moeserve.engine.kv_disk.opening import memories_of
 from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
@@ -315,7 +315,7 @@ def _follow_first(
         started = _start(meeting, member)
         report({"event": "computing"})
         assert started.migrator is not None
-        copies = MemberCopies(number, lambda: _block_memory(started), link.send)
+        copies = MemberCopies(number, lambda: memories_of(started), link.send)
         RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
         copies.close()
         started.close()
@@ -324,11 +324,6 @@ def _follow_first(
     finally:
         beats.stop()
         link.close()
-
-
-def _block_memory(rank: Rank) -> BlockMemory:
-    assert rank.kv_pool is not None
-    return as_block_memory(rank.kv_pool.block_bytes())
 
 
 def _check_device(rank: int, own: str, first: str) -> None:

@@ -185,7 +185,7 @@ def serve(
 
 def _start_copier(disk: KvDisk, copies: RankCopies | None, executor: Executor) -> Copier:
     """Return what carries out copies between memory and disk. copies: of several ranks."""
-    copier = BlockCopier(disk.files, disk.memory)
+    copier = BlockCopier(disk.files, disk.memories)
     if copies is None:
         return copier
     copies.open(copier, disk.files, executor.check)

@@ -50,11 +50,16 @@ class KVPool:
             self.layers.append((keys, values))
 
     def block_bytes(self) -> list[Tensor]:
-        """Return the memory as bytes, [heads, blocks, bytes of a block] for each pool, without a copy.
+        """Return the memory of KV blocks as bytes, [heads, blocks, bytes of a block] for each pool, without a copy."""
+        return self._bytes(of_windows=False)
 
-        Only without window blocks a block has the same number in all of them.
-        """
-        pools = [pool for layer in self.layers for pool in layer if pool is not None]
+    def window_bytes(self) -> list[Tensor]:
+        """Return the memory of window blocks as `block_bytes` does; empty where layers have none of their own."""
+        return self._bytes(of_windows=True)
+
+    def _bytes(self, *, of_windows: bool) -> list[Tensor]:
+        layers = [layer for layer, own in zip(self.layers, self._has_windows, strict=True) if own == of_windows]
+        pools = [pool for layer in layers for pool in layer if pool is not None]
         return [pool.view(pool.shape[0], pool.shape[1] // self.block_size, -1).view(torch.uint8) for pool in pools]
 
     def zero_blocks(self, block_ids: array[int], window_ids: Sequence[int] = ()) -> None:

@@ -47,6 +47,10 @@ class StatePool:
                 offset += num_bytes
             self.layers.append(tuple(states))
 
+    def row_bytes(self) -> Tensor:
+        """Return the memory as bytes, [1, rows, bytes of a row], without a copy."""
+        return self._rows.unsqueeze(0)
+
     def begin(self, chunks: Sequence[Chunk]) -> None:
         """Fill the chunks' slots: from a snapshot if the plan names one, with zeros at the start of a request."""
         for chunk in chunks:

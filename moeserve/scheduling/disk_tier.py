@@ -33,14 +33,14 @@ _FORGIVENESS = 0.02
 class CopyJob:
     """Blocks of one rank's memory to be written to disk, or to be read into it, in their order.
 
-    chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, up to the first that
-    is not there. is_cancelled: nobody wants the blocks any more.
+    chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, each with files that
+    it may have beside its own, up to the first block that is not there. is_cancelled: nobody wants the blocks any more.
     """
 
     copies: Sequence[BlockCopy]
     to_disk: bool = False
     chores: Chores | None = None
-    sought: Sequence[StoredBlock] = ()
+    sought: Sequence[Sequence[StoredBlock]] = ()
     is_cancelled: bool = False
     rank: int = 0
 
@@ -347,7 +347,7 @@ class DiskTier:
         job = CopyJob(restore.copies, rank=rank)
         self._new_jobs.append(job)
         first = restore.first * self._block_size
-        compute_s = self._compute_s(first, first + len(restore.copies) * self._block_size)
+        compute_s = self._compute_s(first, first + restore.num_blocks() * self._block_size)
         deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
         reading = self._readings[job] = _Reading(restore, job, deadline)
         for copy in restore.copies:
@@ -372,12 +372,13 @@ class DiskTier:
         restore, rank = reading.restore, reading.job.rank
         assert restore is not None
         first = restore.first * self._block_size
-        last = first + num_filled * self._block_size
+        last = first + restore.num_blocks(num_filled) * self._block_size
         before, start, stop = request.restored
         request.restored = (rank, start if (before, stop) == (rank, first) else first, last)
         # It is looked up again: another request may have had a part of it read, or it may be gone again.
         request.num_restores += 1
-        request.is_looked_up = num_filled < len(restore.copies) or request.num_restores == _MOST_RESTORES
+        is_cut = num_filled < len(restore.copies) and not restore.num_beside
+        request.is_looked_up = is_cut or request.num_restores == _MOST_RESTORES
 
     def _is_sooner(self, start: int, stop: int, num_delayed: int) -> bool:
         """Return whether tokens are expected to be read sooner than computed; True if either time is not known.

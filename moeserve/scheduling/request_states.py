@@ -151,7 +151,8 @@ class RequestStates:
         if not keep:
             self._cache.drop_row(use.save)
             return
-        snapshot = self._cache.keep_snapshot(lease, use.save, position)
+        # While decoding a snapshot follows another: the last one is written when the request ends.
+        snapshot = self._cache.keep_snapshot(lease, use.save, position, to_disk=chunk.sampling is None)
         if state.resumed is not None and snapshot is not None:
             self._cache.supersede(state.resumed)
             state.resumed = None

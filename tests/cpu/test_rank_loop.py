@@ -82,7 +82,7 @@ class Service:
     def drop(self, version: int) -> None: ...
 
     def serve(self) -> list[str]:
-        copies = MemberCopies(1, list, self.send)
+        copies = MemberCopies(1, dict, self.send)
         RankSteps(1, cast("RankLink", self), self, self.begin_step, self, cast("BeatThread", self), copies).run()
         return self.log
 

@@ -12,8 +12,10 @@ from typing import Any
 import httpx2
 import pytest
 
+from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
+from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
 # The tiny model's KV takes 4 KiB per block of 16 tokens.
 KV_OF_24_BLOCKS = str(24 * 4096)
@@ -113,6 +115,50 @@ def test_the_ranks_of_a_service_share_what_each_has_written(model: Path, tmp_pat
     with service(model, tmp_path / "2", *settings[:2]) as running:
         # One rank sums the experts of a token in another order.
         assert ask(running, prompts[chosen])[1] == nothing
+
+
+def beside(folder: Path) -> list[Path]:
+    """The files of window blocks and recurrent states."""
+    return sorted(path for path in folder.rglob("*") if re.fullmatch(r"[0-9a-f]{32}0[12]", path.name))
+
+
+# A window of 40 tokens reaches over three blocks. They are written, as states are, at the ends of prompt and request.
+@pytest.mark.parametrize(
+    ("case", "fields", "num_beside"), [("gpt_oss", {"sliding_window": 40}, 4), ("qwen3_next", {}, 1)]
+)
+@pytest.mark.parametrize("ranks", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_window_blocks_and_recurrent_states_come_back_from_disk_with_the_same_bits(
+    tmp_path: Path, case: str, fields: dict[str, int], num_beside: int, ranks: str
+) -> None:
+    model = write_model_dir(tmp_path / "model", TEMPLATE, SPECIALS)
+    saved_model(case, model, vocab_size=256 + len(SPECIALS), **fields)
+    folder = tmp_path / "kv"
+    settings = ("--kv-disk-path", str(folder), "--engine-timeout", "30", "--expert-parallel-size", ranks)
+    warm = {"device": 0, "host": 0, "disk": 192}
+    for number in range(3):
+        (tmp_path / str(number)).mkdir()
+    with service(model, tmp_path / "0", *settings) as running:
+        cold, where = ask(running)
+        assert where == {"device": 0, "host": 0, "disk": 0}
+        wait_for_blocks(running, 13)
+        wait_until(lambda: len(beside(folder)) >= num_beside)
+        assert ask(running) == (cold, {"device": 192, "host": 0, "disk": 0})
+        engine = next(iter(descendants(children_of(running.process.pid)["worker"])))
+        os.kill(engine, signal.SIGKILL)
+        wait_until(lambda: figure(running, "moeserve_engine_restarts_total") == 1)
+        wait_until(lambda: is_ready(running))
+        assert ask(running) == (cold, warm)
+        running.process.kill()
+        running.process.wait()
+    with service(model, tmp_path / "1", *settings) as running:
+        assert ask(running) == (cold, warm)
+    for path in beside(folder):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 4
+        path.write_bytes(content)
+    with service(model, tmp_path / "2", *settings) as running:
+        assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
+        wait_until(lambda: figure(running, 'moeserve_kv_disk_failures_total{kind="damaged"}') >= 1)
 
 
 def is_ready(running: Service) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 
 from moeserve.plan import SamplingParams
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult
-from radix_cache import StoredBlock, StoredBlocks
+from radix_cache import Kind, StoredBlock, StoredBlocks
 from tests.support.kv_oracle import Cell, Record
 from tests.support.scheduler_simulation import Simulation
 
@@ -23,10 +23,10 @@ def stored(
 
 
 class Disk:
-    """Files by name, for several lives of an engine; each has the content of a block's slots."""
+    """Files by name, for several lives of an engine; each has a block's slots, or the tokens of a state."""
 
     def __init__(self) -> None:
-        self.files: dict[bytes, tuple[StoredBlock, list[Cell | None]]] = {}
+        self.files: dict[bytes, tuple[StoredBlock, list[Cell | None] | array[int]]] = {}
 
 
 class Life(Simulation):
@@ -41,15 +41,16 @@ class Life(Simulation):
         self.jobs: deque[CopyJob] = deque()
 
     def step(self) -> Any:
-        self.jobs += self.scheduler.take_copies(0.0)
         while self.jobs and self.random.random() < 0.5:
             self.end(self.jobs.popleft() if self.random.random() < 0.7 else self.jobs.pop())
+        self.jobs += self.scheduler.take_copies(0.0)
         outputs = super().step()
         self.blocks.check()
         return outputs
 
     def end(self, job: CopyJob) -> None:
-        kv = self.oracles[job.rank]._kv
+        oracle = self.oracles[job.rank]
+        memories: dict[Kind, Any] = {Kind.KV: oracle._kv, Kind.WINDOW: oracle._window_kv, Kind.STATE: oracle._rows}
         if job.chores is not None:
             for path in job.chores.removals:
                 self.disk.files.pop(bytes.fromhex(path.rsplit("/", 1)[1]), None)
@@ -60,15 +61,20 @@ class Life(Simulation):
                 if self.is_full:
                     error = "No space left on device"
                     break
-                content = list(kv[copy.block])
+                content = memories[copy.kind][copy.block][:]
                 tokens = array("i", copy.tokens).tolist()
-                assert [cell and cell[0] for cell in content] == tokens, "a block was given away while it was copied"
+                held = (
+                    content.tolist()[-len(tokens) :]
+                    if copy.kind is Kind.STATE
+                    else [cell and cell[0] for cell in content]
+                )
+                assert held == tokens, "a block was given away while it was copied"
                 self.disk.files[copy.name] = StoredBlock(copy.name, copy.folder, 100, 0.0), content
             elif copy.name not in self.disk.files:
                 error = "it is gone"
                 break
             else:
-                kv[copy.block] = list(self.disk.files[copy.name][1])
+                memories[copy.kind][copy.block] = self.disk.files[copy.name][1][:]
             sizes.append(100)
         self.scheduler.end_copy(CopyResult(job, sizes, 0.01, error), 0.0)
 

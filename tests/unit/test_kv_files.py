@@ -7,6 +7,7 @@ import os
 import stat
 import time
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
-from moeserve.engine.kv_disk.copier import BlockCopier, block_bytes
-from moeserve.engine.kv_disk.files import BlockError, BlockFiles, open_root, scan
+from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_disk.files import BlockError, BlockFiles, open_root, scan, why_damaged
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult
-from radix_cache import BlockCopy, Chores
+from radix_cache import BlockCopy, Chores, Kind, StoredBlock, border_name
 
 FINGERPRINT = "ab" * 16
 FOLDER = f"{FINGERPRINT}/{'cd' * 16}.{'ef' * 16}"
@@ -39,7 +40,7 @@ def read(files: BlockFiles, copy: BlockCopy) -> bytes:
 @pytest.fixture
 def files(tmp_path: Path) -> BlockFiles:
     open_root(tmp_path / "kv")
-    files = BlockFiles(tmp_path / "kv", FINGERPRINT, 64)
+    files = BlockFiles(tmp_path / "kv", FINGERPRINT)
     files.describe(b'{"model": "m", "arithmetic": "float32", "block_size": 4}')
     for number in range(3):
         files.write(copy_of(number), memoryview(bytes([number]) * 64))
@@ -78,7 +79,7 @@ def test_torn_foreign_and_misnamed_files_are_not_served(files: BlockFiles) -> No
     with pytest.raises(BlockError, match="other tokens"):
         read(files, copy_of(1, array("i", [9, 9, 9, 9]).tobytes()))
     with pytest.raises(BlockError):
-        BlockFiles(files.root, "ff" * 16, 64).read(copy_of(1), memoryview(bytearray(64)))
+        BlockFiles(files.root, "ff" * 16).read(copy_of(1), memoryview(bytearray(64)))
     assert read(files, copy_of(1)) == bytes([1]) * 64
 
 
@@ -156,8 +157,7 @@ def test_threads_copy_blocks_and_tell_where_a_reading_ended(tmp_path: Path) -> N
     numbers = np.random.default_rng(1)
     memory = [numbers.integers(0, 256, (3, 40, 8), np.uint8), numbers.integers(0, 256, (1, 40, 16), np.uint8)]
     before = [array.copy() for array in memory]
-    files = BlockFiles(tmp_path, FINGERPRINT, block_bytes(memory))
-    copier = BlockCopier(files, memory)
+    copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), {Kind.KV: memory})
     copies = [copy_of(number) for number in range(20)]
     written = finish(copier, CopyJob(copies, to_disk=True))
     assert (len(written.num_bytes), written.error) == (20, None)
@@ -170,6 +170,54 @@ def test_threads_copy_blocks_and_tell_where_a_reading_ended(tmp_path: Path) -> N
     finish(copier, CopyJob([], to_disk=True, chores=Chores([copies[17].path], [])))
     part = finish(copier, CopyJob(moved))
     assert (len(part.num_bytes), part.error) == (13, "its size is wrong")
+    copier.close()
+
+
+def beside(kind: Kind) -> BlockCopy:
+    return replace(copy_of(1), name=border_name(copy_of(1).name, kind), kind=kind)
+
+
+def test_window_blocks_and_states_have_files_beside_their_block_and_none_is_taken_for_another(
+    files: BlockFiles,
+) -> None:
+    copies = [copy_of(1), *map(beside, (Kind.WINDOW, Kind.STATE))]
+    for copy in copies[1:]:
+        files.write(copy, memoryview(bytes([7]) * 64))
+    assert [read(files, copy)[0] for copy in copies] == [1, 7, 7]
+    found = [block for block in scan(files.root, time.time()) if block.name[0] == 1]
+    assert sorted((block.name, block.is_kv) for block in found) == [
+        (copy.name, copy.kind is Kind.KV) for copy in copies
+    ]
+    assert not any(why_damaged(files.root, block) for block in found)
+    for copy in copies:
+        for other in copies:
+            if other is not copy:
+                kept = (files.root / copy.path).read_bytes()
+                (files.root / copy.path).write_bytes((files.root / other.path).read_bytes())
+                with pytest.raises(BlockError):
+                    read(files, copy)
+                assert why_damaged(files.root, next(block for block in found if block.name == copy.name))
+                (files.root / copy.path).write_bytes(kept)
+
+
+def test_threads_copy_each_kind_from_and_to_its_own_memory(tmp_path: Path) -> None:
+    open_root(tmp_path)
+    numbers = np.random.default_rng(1)
+    memories = {kind: [numbers.integers(0, 256, (2, 8, 8 + 8 * kind), np.uint8)] for kind in (Kind.KV, Kind.WINDOW)}
+    memories[Kind.STATE] = [numbers.integers(0, 256, (1, 8, 24), np.uint8)]
+    before = {kind: memories[kind][0].copy() for kind in Kind}
+    copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), memories)
+    copies = [copy_of(1), *map(beside, (Kind.WINDOW, Kind.STATE))]
+    assert finish(copier, CopyJob(copies, to_disk=True)).error is None
+    assert finish(copier, CopyJob([replace(copy, block=5) for copy in copies])).error is None
+    for kind in Kind:
+        assert (memories[kind][0][:, 5] == before[kind][:, 1]).all()
+        assert (memories[kind][0][:, :5] == before[kind][:, :5]).all()
+    # A search finds what is there beside a block, and ends with the first block that is not there.
+    (tmp_path / copies[1].path).unlink()
+    rows = [[StoredBlock(copy.name, copy.folder, 0, 0.0) for copy in copies], [StoredBlock(bytes(16), FOLDER, 0, 0.0)]]
+    found = finish(copier, CopyJob((), sought=rows)).found
+    assert [block.name for block in found] == [copies[0].name, copies[2].name]
     copier.close()
 
 

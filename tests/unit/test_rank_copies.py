@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory, block_bytes
+from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.messages import FromRank, ToRank
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult
 from moeserve.wire import decode, encode
-from radix_cache import BlockCopy
+from radix_cache import BlockCopy, Kind
 
 NUM_BLOCKS = 12
 FINGERPRINT = "a" * 32
@@ -41,10 +41,10 @@ class Ranks:
     def __init__(self, root: Path) -> None:
         self.memories = [memory_of(0), memory_of(1)]
         self.copies = RankCopies(self._to_member, [1])
-        self.member = MemberCopies(1, lambda: self.memories[1], self._to_first)
-        files = BlockFiles(root, FINGERPRINT, block_bytes(self.memories[0]))
+        self.member = MemberCopies(1, lambda: {Kind.KV: self.memories[1]}, self._to_first)
+        files = BlockFiles(root, FINGERPRINT)
         files.describe(b"{}")
-        self.copies.open(BlockCopier(files, self.memories[0]), files, self._turn)
+        self.copies.open(BlockCopier(files, {Kind.KV: self.memories[0]}), files, self._turn)
 
     def _to_member(self, rank: int, message: ToRank) -> None:
         assert rank == 1

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.scheduling.overflow import Overflow
-from radix_cache import PrefixCache, Retention, StoredBlock, StoredBlocks
+from moeserve.scheduling.request_states import StatePolicy
+from radix_cache import Kind, PrefixCache, Retention, StoredBlock, StoredBlocks
+from radix_cache.block_copies import border_name
 from tests.support.examples import examples
 from tests.support.kv_life import Disk, Life, ask, stored
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
@@ -301,6 +303,90 @@ def test_ranks_write_at_the_same_time() -> None:
     assert life.scheduler.take_copies(0.0) == []
 
 
+WINDOWS: dict[str, Any] = {"num_window_blocks": 12, "window": 9}
+STATES: dict[str, Any] = {"states": StatePolicy(4, 4, 16), "num_snapshots": 6}
+
+
+@pytest.mark.parametrize("memory", [WINDOWS, STATES, WINDOWS | STATES], ids=["windows", "states", "both"])
+def test_a_prefix_on_disk_serves_up_to_its_last_border(memory: dict[str, Any]) -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS, **memory)
+    record = ask(first, "a", list(range(24)), max_tokens=12)
+    first.settle()
+    first.check_all_done()
+    kinds = {len(name) for name in disk.files}
+    assert kinds == {16, 17}
+    # A window of nine tokens reaches over two blocks, at the ends of the prompt and of the request.
+    num_beside = (4 if memory is not STATES else 0) + (2 if memory is not WINDOWS else 0)
+    assert sum(len(name) == 17 for name in disk.files) == num_beside
+    second = Life(disk, random.Random(2), **OPTIONS, **memory)
+    other = ask(second, "other", [*range(20), 30, 30])
+    shorter = ask(second, "shorter", [*range(17), 30, 30])
+    second.settle()
+    assert (other.request.num_cached_tokens, other.request.num_disk_tokens) == (20, 20)
+    assert shorter.request.num_cached_tokens == 0
+    second.check_all_done()
+    third = Life(disk, random.Random(3), **OPTIONS, **memory)
+    follow = ask(third, "b", [*record.history, 7, 7])
+    third.settle()
+    assert (follow.request.num_cached_tokens, follow.request.num_disk_tokens) == (32, 32)
+    third.check_all_done()
+
+
+@pytest.mark.parametrize("memory", [WINDOWS, STATES], ids=["windows", "states"])
+def test_without_its_last_border_a_prefix_serves_up_to_the_one_before(memory: dict[str, Any]) -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS, **memory)
+    record = ask(first, "a", list(range(24)), max_tokens=12)
+    first.settle()
+    names = names_of(first.blocks, "", list(record.history))
+    second = Life(disk, random.Random(2), **OPTIONS, **memory)
+    # The file goes after the second life has found it.
+    del disk.files[border_name(names[7], Kind.WINDOW if memory is WINDOWS else Kind.STATE)]
+    follow = ask(second, "b", [*record.history, 7, 7])
+    second.settle()
+    assert (follow.request.num_cached_tokens, follow.request.num_disk_tokens) == (20, 20)
+    second.check_all_done()
+
+
+@pytest.mark.parametrize("memory", [WINDOWS, STATES], ids=["windows", "states"])
+def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to(memory: dict[str, Any]) -> None:
+    disk = Disk()
+    life = Life(disk, random.Random(1), **OPTIONS, **memory)
+    ask(life, "a", list(range(24)))
+    while not life.scheduler.is_idle:
+        Simulation.step(life)
+    jobs = life.scheduler.take_copies(0.0)
+    assert any(copy.kind is not Kind.KV for job in jobs for copy in job.copies)
+    life.cache.reset()
+    life.cache.check_invariants()
+    ask(life, "b", list(range(40, 15, -1)))
+    for _ in range(4):
+        Simulation.step(life)
+    for job in jobs:
+        life.end(job)
+    life.settle()
+    life.check_all_done()
+
+
+def test_an_abort_while_a_border_is_read_frees_it_only_after_the_reading() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS, **WINDOWS, **STATES)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS, **WINDOWS, **STATES)
+    ask(second, "b", list(range(24)))
+    (job,) = second.scheduler.take_copies(0.0)
+    assert [copy.kind for copy in job.copies] == [Kind.WINDOW] * 2 + [Kind.STATE] + [Kind.KV] * 5
+    second.abort("b")
+    assert second.cache.windows is not None
+    assert (second.cache.windows.num_lent_alone, second.cache.snapshots.num_written) == (2, 1)
+    second.cache.check_invariants()
+    second.end(job)
+    assert (second.cache.windows.num_lent, second.cache.snapshots.num_written) == (0, 0)
+    second.check_all_done()
+
+
 TALK = st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 3), st.sampled_from(["", "tenant"]))
 SHARED = [(5 * i + 1) % VOCAB_SIZE for i in range(24)]
 
@@ -313,12 +399,13 @@ class History:
     choices: random.Random
     num_lives: int
     options: dict[str, Any]
+    memory: dict[str, Any] = field(default_factory=dict)
     disk: Disk = field(default_factory=Disk)
 
     def play(self) -> None:
         """Let all lives pass. Every token is compared with an undisturbed run, and every copy with its block."""
         for _ in range(self.num_lives):
-            life = Life(self.disk, self.choices, block_size=SIZE, budget=12, **self.options)
+            life = Life(self.disk, self.choices, block_size=SIZE, budget=12, **self.options, **self.memory)
             self.talk(life)
             if self.choices.random() < 0.5:
                 continue  # the engine is killed: what it was doing is lost
@@ -378,6 +465,7 @@ HISTORIES = st.builds(
             "overflow": st.sampled_from(Overflow),
         }
     ),
+    memory=st.sampled_from([{}, {}, WINDOWS, STATES, WINDOWS | STATES]),
 )
 
 

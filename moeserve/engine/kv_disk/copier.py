@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult
-from radix_cache import BlockCopy, Chores, StoredBlock
+from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 _NUM_READERS = 2
 _READ_AT_ONCE = 8  # blocks that a thread reads before another one may have a turn
@@ -27,6 +27,8 @@ log = structlog.get_logger(__name__)
 
 # The memory of blocks, [rows, blocks, bytes]: a block is the bytes of all arrays at its number.
 BlockMemory = Sequence[NDArray[np.uint8]]
+# The memory of KV blocks, of window blocks and of recurrent states.
+Memories = Mapping[Kind, BlockMemory]
 
 
 class BlockCopier:
@@ -36,9 +38,9 @@ class BlockCopier:
     has been taken.
     """
 
-    def __init__(self, files: BlockFiles, memory: BlockMemory) -> None:
+    def __init__(self, files: BlockFiles, memories: Memories) -> None:
         self._files = files
-        self._memory = memory
+        self._memories = memories
         self._writes: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._reads: SimpleQueue[_Part | _Search | None] = SimpleQueue()
         self._results: SimpleQueue[CopyResult] = SimpleQueue()
@@ -88,12 +90,13 @@ class BlockCopier:
     def _write_all(self) -> None:
         with suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-        buffer = BlockBuffer(self._memory)
+        buffers = self._buffers()
         while (job := self._writes.get()) is not None:
             begun, sizes, error = time.monotonic(), list[int](), None
             try:
                 self._do_chores(job.chores)
                 for copy in job.copies:
+                    buffer = buffers[copy.kind]
                     buffer.load(copy.block)
                     sizes.append(self._files.write(copy, buffer.content))
             except OSError as failure:
@@ -112,7 +115,7 @@ class BlockCopier:
                 self._files.stamp(path, seconds)
 
     def _read_all(self) -> None:
-        buffer = BlockBuffer(self._memory)
+        buffers = self._buffers()
         while (part := self._reads.get()) is not None:
             if isinstance(part, _Search):
                 self._results.put(self._search(part.job))
@@ -121,21 +124,29 @@ class BlockCopier:
             for index in range(part.start, part.stop):
                 if not read.wants(index):
                     break
-                read.note(index, self._read(read.job.copies[index], buffer))
+                read.note(index, self._read(read.job.copies[index], buffers))
             if (result := read.end_part()) is not None:
                 self._results.put(result)
 
     def _search(self, job: CopyJob) -> CopyResult:
         begun, found = time.monotonic(), list[StoredBlock]()
         with suppress(OSError):
-            for block in job.sought:
+            for block, *beside in job.sought:
                 if job.is_cancelled:
                     break
                 found.append(self._files.status(block))
+                for other in beside:
+                    with suppress(FileNotFoundError):
+                        found.append(self._files.status(other))
         return CopyResult(job, (), time.monotonic() - begun, found=found)
 
-    def _read(self, copy: BlockCopy, buffer: BlockBuffer) -> int | str:
+    def _buffers(self) -> dict[Kind, BlockBuffer]:
+        return {kind: BlockBuffer(memory, in_place=kind is Kind.STATE) for kind, memory in self._memories.items()}
+
+    def _read(self, copy: BlockCopy, buffers: Mapping[Kind, BlockBuffer]) -> int | str:
         """Fill a block and return the size of its file, or why it cannot be."""
+        buffer = buffers[copy.kind]
+        buffer.aim(copy.block)
         try:
             size = self._files.read(copy, buffer.content)
         except FileNotFoundError:
@@ -203,21 +214,29 @@ class _Search:
 
 
 class BlockBuffer:
-    """Bytes of one block, in a row, for one thread."""
+    """Bytes of one block, in a row, for one thread: `content`."""
 
-    def __init__(self, memory: BlockMemory) -> None:
-        self._memory = memory
-        bytes_ = np.empty(block_bytes(memory), np.uint8)
+    def __init__(self, memory: BlockMemory, *, in_place: bool = False) -> None:
+        """in_place: blocks are rows of one array, large ones, and need no copy of their own."""
+        self._rows = memory[0][0] if in_place else None
+        self._memory = () if in_place else memory
+        bytes_ = np.empty(block_bytes(self._memory), np.uint8)
         self.content = memoryview(bytes_)  # type: ignore[arg-type]
         self._parts: list[NDArray[np.uint8]] = []
         start = 0
-        for array in memory:
+        for array in self._memory:
             size = array.shape[0] * array.shape[2]
             self._parts.append(bytes_[start : start + size].reshape(array.shape[0], array.shape[2]))
             start += size
 
+    def aim(self, block: int) -> None:
+        """Let `content` be the bytes that `store` will write to a block of memory."""
+        if self._rows is not None:
+            self.content = memoryview(self._rows[block])
+
     def load(self, block: int) -> None:
         """Take the bytes of a block of memory."""
+        self.aim(block)
         for part, array in zip(self._parts, self._memory, strict=True):
             np.copyto(part, array[:, block])
 

@@ -3,7 +3,7 @@
     DIR/secret                         32 random bytes that key all names
     DIR/weights.json                   hashes of weights by path, size and times (`moeserve.engine.kv_disk.fingerprint`)
     DIR/FINGERPRINT/about.json         the facts behind a fingerprint, for people
-    DIR/FINGERPRINT/ACCOUNT.NAMESPACE/NAME    one block
+    DIR/FINGERPRINT/ACCOUNT.NAMESPACE/NAME    one KV block; NAME01: its window block, NAME02: the state after it
 
 A file is a header, the block's tokens (int32), its bytes, and the SHA-256 of all that. It is written under another name
 and then renamed, so a process that is killed leaves a file that nobody reads. It is not forced onto the disk: after a
@@ -23,14 +23,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from radix_cache import BlockCopy, StoredBlock, used_at
+from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlock, border_name, used_at
 
-_HEADER = struct.Struct("<8s32s16sIIQ")  # magic, fingerprint, name, tokens, 0, bytes
+_HEADER = struct.Struct("<8s32s16sIIQ")  # magic, fingerprint, name of the KV block, tokens, kind, bytes
 _MAGIC = b"moeKV\0\0\1"
 _HASH_BYTES = 32
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _FOLDER = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}")
-_NAME = re.compile(r"[0-9a-f]{32}")
+_NAME = re.compile(r"[0-9a-f]{32}(?:0[12])?")
 _SUFFIX = ".new"
 _SECRET = "secret"
 ABOUT = "about.json"
@@ -81,11 +81,10 @@ def _read_secret(path: Path) -> bytes:
 class BlockFiles:
     """The files of one folder. Any thread may call the methods."""
 
-    def __init__(self, root: Path, fingerprint: str, num_bytes: int) -> None:
-        """fingerprint: of this process's blocks (32 hex digits), which have `num_bytes` each."""
+    def __init__(self, root: Path, fingerprint: str) -> None:
+        """fingerprint: of this process's blocks, 32 hex digits."""
         self.root = root
         self.fingerprint = fingerprint
-        self._num_bytes = num_bytes
 
     def describe(self, about: bytes) -> None:
         """Make the folder of this process's blocks, with a file for people. Raise OSError."""
@@ -95,7 +94,7 @@ class BlockFiles:
 
     def write(self, copy: BlockCopy, content: memoryview) -> int:
         """Write a block's file and return its size. Raise OSError, with nothing left behind."""
-        head = self._head(copy)
+        head = self._head(copy, content)
         digest = hashlib.sha256(head)
         digest.update(content)
         path, seconds = self.root / copy.path, used_at(time.time(), copy.depth)
@@ -111,7 +110,7 @@ class BlockFiles:
 
         The content of `content` is anything after an error.
         """
-        head = self._head(copy)
+        head = self._head(copy, content)
         found, digest = bytearray(len(head)), bytearray(_HASH_BYTES)
         size = len(head) + len(content) + _HASH_BYTES
         descriptor = os.open(self.root / copy.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
@@ -145,9 +144,10 @@ class BlockFiles:
         with suppress(FileNotFoundError):
             os.utime(self.root / path, (seconds, seconds))
 
-    def _head(self, copy: BlockCopy) -> bytes:
-        fingerprint = self.fingerprint.encode()
-        return _HEADER.pack(_MAGIC, fingerprint, copy.name, len(copy.tokens) // 4, 0, self._num_bytes) + copy.tokens
+    def _head(self, copy: BlockCopy, content: memoryview) -> bytes:
+        name, num_tokens, num_bytes = copy.name[:NAME_BYTES], len(copy.tokens) // 4, len(content)
+        fields = self.fingerprint.encode(), name, num_tokens, copy.kind, num_bytes
+        return _HEADER.pack(_MAGIC, *fields) + copy.tokens
 
     @staticmethod
     def _replace(path: Path, parts: Sequence[bytes | memoryview], seconds: float) -> int:
@@ -202,12 +202,13 @@ def why_damaged(root: Path, block: StoredBlock) -> str | None:
         data = file.read()
     if len(data) < _HEADER.size + _HASH_BYTES:
         return "it is too short"
-    magic, fingerprint, name, num_tokens, _, num_bytes = _HEADER.unpack_from(data)
+    magic, fingerprint, name, num_tokens, kind, num_bytes = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         return "it is no block, or of another version"
     if len(data) != _HEADER.size + 4 * num_tokens + num_bytes + _HASH_BYTES:
         return "its size is wrong"
-    if fingerprint.decode("ascii", "replace") != block.folder.split("/")[0] or name != block.name:
+    full_name = border_name(name, Kind(kind)) if kind in (Kind.WINDOW, Kind.STATE) else name
+    if fingerprint.decode("ascii", "replace") != block.folder.split("/")[0] or full_name != block.name:
         return "it is another block than its name says"
     if hashlib.sha256(data[:-_HASH_BYTES]).digest() != data[-_HASH_BYTES:]:
         return "its hash is wrong"
@@ -220,7 +221,7 @@ def clear(root: Path) -> int:
     for block in list(scan(root, time.time())):
         with suppress(FileNotFoundError):
             os.unlink(root / block.path)
-            num_removed += 1
+            num_removed += block.is_kv
     for fingerprint in _entries(root, _FINGERPRINT):
         for namespace in _entries(fingerprint, _FOLDER):
             with suppress(OSError):

@@ -13,12 +13,12 @@ import structlog
 
 from kernels.cpu.library import build_library, native_kernels
 from moeserve.config import ConfigError, show_size
-from moeserve.engine.kv_disk.copier import BlockMemory, as_block_memory, block_bytes
+from moeserve.engine.kv_disk.copier import BlockMemory, Memories, as_block_memory, block_bytes
 from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.engine.rank import Rank
 from moeserve.wire import RunContext
-from radix_cache import StoredBlocks
+from radix_cache import Kind, StoredBlocks
 
 _DAY_SECONDS = 86400.0
 
@@ -27,11 +27,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KvDisk:
-    """The blocks on disk, their files, and the memory that they are copied from and to."""
+    """The blocks on disk, their files, and the memories that they are copied from and to."""
 
     stored: StoredBlocks
     files: BlockFiles
-    memory: BlockMemory
+    memories: Memories
 
 
 class About(msgspec.Struct, frozen=True):
@@ -41,21 +41,34 @@ class About(msgspec.Struct, frozen=True):
     arithmetic: str
     block_size: int
     block_bytes: int
+    window_bytes: int = 0
+    state_bytes: int = 0
+
+
+def memories_of(rank: Rank) -> Memories:
+    """Return the memories of a rank's KV blocks and, where there are some, of its window blocks and states."""
+    assert rank.kv_pool is not None
+    memories: dict[Kind, BlockMemory] = {Kind.KV: as_block_memory(rank.kv_pool.block_bytes())}
+    if windows := rank.kv_pool.window_bytes():
+        memories[Kind.WINDOW] = as_block_memory(windows)
+    if rank.state_pool is not None:
+        memories[Kind.STATE] = as_block_memory([rank.state_pool.row_bytes()])
+    return memories
 
 
 def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
     """Find the blocks of earlier runs. Raise ConfigError if the folder cannot be used."""
     config, model = context.config, rank.model
     assert config.kv_disk_path is not None
-    assert rank.kv_pool is not None
     root = disk_root(config.kv_disk_path)
-    memory = as_block_memory(rank.kv_pool.block_bytes())
+    memories = memories_of(rank)
     begun = time.monotonic()
     try:
         secret = open_root(root)
         fingerprint = fingerprint_of_rank(context, rank, root)
-        files = BlockFiles(root, fingerprint, block_bytes(memory))
-        about = About(context.served_model_names[0], model.arithmetic, config.block_size, block_bytes(memory))
+        files = BlockFiles(root, fingerprint)
+        sizes = [block_bytes(memories.get(kind, ())) for kind in Kind]
+        about = About(context.served_model_names[0], model.arithmetic, config.block_size, *sizes)
         files.describe(msgspec.json.encode(about) + b"\n")
         stored = StoredBlocks(secret, fingerprint, config.kv_disk_size, _DAY_SECONDS * config.kv_disk_age)
         now = time.time()
@@ -76,15 +89,16 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
         size=f"{show_size(stored.num_bytes)} of {show_size(config.kv_disk_size)}",
         seconds=round(time.monotonic() - begun, 2),
     )
-    return KvDisk(stored, files, memory)
+    return KvDisk(stored, files, memories)
 
 
 def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
     """Return the fingerprint of a rank's blocks. For `root` and errors see `fingerprint_of`."""
     config, model = context.config, rank.model
     assert rank.kv_pool is not None
-    memory = as_block_memory(rank.kv_pool.block_bytes())
-    layout = [(array.shape[0], array.shape[2]) for array in memory]
+    layout = [
+        (kind.name, array.shape[0], array.shape[2]) for kind, memory in memories_of(rank).items() for array in memory
+    ]
     facts = (
         config.block_size,
         model.arithmetic,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
-from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory, block_bytes
+from moeserve.engine.kv_disk.copier import BlockCopier, Memories
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks, FromRank, OpenDisk, ToRank
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult
@@ -82,9 +82,9 @@ class RankCopies:
 class MemberCopies:
     """The end of any other rank: copies blocks of this rank's memory on threads beside its steps."""
 
-    def __init__(self, rank: int, memory: Callable[[], BlockMemory], send: Callable[[FromRank], None]) -> None:
-        """memory: returns the memory of this rank's blocks. send: sends a message to rank 0."""
-        self._rank, self._memory, self._send = rank, memory, send
+    def __init__(self, rank: int, memories: Callable[[], Memories], send: Callable[[FromRank], None]) -> None:
+        """memories: returns those of this rank's blocks. send: sends a message to rank 0."""
+        self._rank, self._memories, self._send = rank, memories, send
         self._copier: BlockCopier | None = None
         self._numbers: dict[CopyJob, int] = {}
 
@@ -97,9 +97,7 @@ class MemberCopies:
         """Carry out a message of rank 0."""
         match message:
             case OpenDisk():
-                memory = self._memory()
-                files = BlockFiles(Path(message.root), message.fingerprint, block_bytes(memory))
-                self._copier = BlockCopier(files, memory)
+                self._copier = BlockCopier(BlockFiles(Path(message.root), message.fingerprint), self._memories())
             case CopyBlocks():
                 assert self._copier is not None
                 job = CopyJob(message.copies, message.to_disk)
