@@ -76,6 +76,7 @@ class WorthQueue(Generic[Row]):
         holding.num_rows += change
         if not holding.num_rows:
             del self._holdings[account]
+            self._drop_dead_accounts()
         elif change > 0:
             self._put_account(account, holding)
 
@@ -168,6 +169,10 @@ class WorthQueue(Generic[Row]):
         holding.order = self._next_entry
         excess = self._excess(account, holding.num_rows)
         heappush(self._order, (-excess, head[0], head[1], holding.order, account))
+        self._drop_dead_accounts()
+
+    def _drop_dead_accounts(self) -> None:
+        """Keep the order of accounts in proportion to them."""
         if len(self._order) > 2 * len(self._holdings) + _HEAP_SLACK:
             self._order = [one for one in self._order if self._is_in_order(one[4], one[3])]
             heapify(self._order)
