@@ -66,16 +66,16 @@ def list_command(folder: Path) -> None:
 @_command("verify")
 def verify_command(folder: Path) -> None:
     """Read every block in the folder DIR and compare it with its hash. Exit code 1 if one is damaged."""
-    num_blocks, damaged = 0, []
+    num_files, damaged = 0, []
     for block in scan(folder, time.time()):
         with suppress(FileNotFoundError):
             why = why_damaged(folder, block)
-            num_blocks += 1
+            num_files += 1
             if why is not None:
                 damaged.append(f"{block.path}: {why}")
     for line in damaged[:_MOST_SHOWN]:
         click.echo(line)
-    click.echo(f"{num_blocks:,} blocks, {len(damaged):,} damaged.")
+    click.echo(f"{num_files:,} files, {len(damaged):,} damaged.")
     if damaged:
         sys.exit(1)
 

@@ -190,12 +190,16 @@ class StoredBlocks:
         kinds: of the files that its KV blocks may have beside them.
         """
         for depth in range(len(names) - 1, -1, -1):
-            for name in (names[depth], *(border_name(names[depth], kind) for kind in kinds)):
-                if (entry := self._entries.get(name)) is not None:
-                    self._touch(entry, used_at(self._now, depth))
+            self._touch(names[depth], depth)
+            for kind in kinds:
+                self._touch(border_name(names[depth], kind), depth)
 
-    def _touch(self, entry: _Entry, seconds: float) -> None:
-        block, entry.used_at = entry.block, seconds
+    def _touch(self, name: bytes, depth: int) -> None:
+        entry = self._entries.get(name)
+        if entry is None:
+            return
+        block, seconds = entry.block, used_at(self._now, depth)
+        entry.used_at = seconds
         self._entries.move_to_end(block.name)
         self._queue.put(block.name, entry.account, self._queue.age + 1)
         if seconds - block.used_at > _STAMP_SECONDS:

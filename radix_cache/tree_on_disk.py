@@ -182,18 +182,23 @@ class TreeOnDisk:
             return
         folder = self.stored.folder_of(lease.namespace)
         for index in blocks:
-            if not self._is_coming(border_name(lease.names[index], Kind.WINDOW)):
+            if self._is_missing(lease.names[index], Kind.WINDOW):
                 block = lease.block_ids[index]
                 self.borders.want(block, self._copy(block, lease, tokens, index, folder, Kind.WINDOW))
 
     def _write_state(self, lease: Lease, snapshot: Snapshot, depth: int, data: bytes) -> None:
-        name = border_name(lease.names[depth - 1], Kind.STATE)
-        if not self._is_coming(name):
-            folder = self.stored.folder_of(lease.namespace)
+        if self._is_missing(lease.names[depth - 1], Kind.STATE):
+            name, folder = border_name(lease.names[depth - 1], Kind.STATE), self.stored.folder_of(lease.namespace)
             self.borders.want(snapshot, BlockCopy(0, name, folder, depth - 1, data, Kind.STATE))
 
-    def _is_coming(self, name: bytes) -> bool:
-        return name in self.stored or name in self.borders
+    def _is_missing(self, name: bytes, kind: Kind) -> bool:
+        """Return whether a KV block is, or comes, on disk, and the file beside it is not and does not.
+
+        Public KV blocks are there under the names of the namespace that published them.
+        """
+        beside = border_name(name, kind)
+        is_coming = name in self.stored or name in self._copies
+        return is_coming and beside not in self.stored and beside not in self.borders
 
     def _last_border(self, names: Sequence[bytes], first: int, depth: int) -> int:
         """Return the last boundary up to block number `depth` at which a prefix serves that is on disk from `first` on.

@@ -228,10 +228,10 @@ def test_the_commands_list_verify_and_clear(files: BlockFiles) -> None:
 
     code, said = run("list")
     assert (code, "m, float32" in said, "3 blocks = 12 tokens" in said) == (0, True, True)
-    assert run("verify") == (0, "3 blocks, 0 damaged.\n")
+    assert run("verify") == (0, "3 files, 0 damaged.\n")
     (files.root / copy_of(1).path).write_bytes(b"x")
     code, said = run("verify")
-    assert (code, "it is too short" in said, "3 blocks, 1 damaged." in said) == (1, True, True)
+    assert (code, "it is too short" in said, "3 files, 1 damaged." in said) == (1, True, True)
     assert run("clear") == (0, "3 blocks removed.\n")
     assert run("list") == (0, f"{files.root} holds no blocks.\n")
     assert (files.root / "secret").is_file()
