@@ -109,10 +109,7 @@ class LiveStats:
             return
         if self._points and _is_new_engine(self._points[-1].stats, stats):
             self._points.clear()
-        latencies = self._metrics.latencies()
-        if latencies is None:
-            return
-        ttft, inter_token = latencies
+        ttft, inter_token = self._metrics.latencies()
         point = _Point(now, stats, ttft.counts, inter_token.counts)
         if self._points:
             self.samples.append(_sample(self._points, point, ttft.upper, inter_token.upper))

@@ -6,7 +6,6 @@ is scraped tells the sums of all, and a frontend that ends takes nothing with it
 
 from __future__ import annotations
 
-import struct
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,7 +62,7 @@ class Metrics(Collector):
         self._registry = CollectorRegistry()
         self._counted: Collector = self._registry
         if shared is not None:
-            self._counted = MultiProcessCollector(None, str(shared))  # type: ignore[no-untyped-call]
+            self._counted = _SharedFiles(shared)
         self.time_to_first_token = self._histogram(
             "moeserve_time_to_first_token_seconds", "From the request's arrival to its first token", _TTFT
         )
@@ -127,15 +126,9 @@ class Metrics(Collector):
         stats = self._stats if self._is_awake() else None
         return generate_latest(_Families(list(names.add(self.collect(), stats, ready))))
 
-    def latencies(self) -> tuple[Buckets, Buckets] | None:
-        """Return the times to the first token, and the times between tokens.
-
-        Return None while another process is just making its file, which is still empty then.
-        """
-        try:
-            families = {family.name: family for family in self._counted.collect()}
-        except struct.error:
-            return None
+    def latencies(self) -> tuple[Buckets, Buckets]:
+        """Return the times to the first token, and the times between tokens."""
+        families = {family.name: family for family in self._counted.collect()}
         first, between = (
             [sample for sample in families[metric.name].samples if sample.name.endswith("_bucket")]
             for histogram in (self.time_to_first_token, self.inter_token)
@@ -188,6 +181,21 @@ class Metrics(Collector):
 
     def _counter(self, name: str, documentation: str, *labels: str) -> Counter:
         return Counter(name, documentation, labels, registry=self._registry)
+
+
+class _SharedFiles(Collector):
+    """What all frontends have counted in the files of a folder.
+
+    A process makes a file empty and sizes it afterwards; prometheus_client's own reader fails at one in between.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def collect(self) -> Iterable[Metric]:
+        files = [str(file) for file in self._folder.glob("*.db") if file.stat().st_size]
+        found: Iterable[Metric] = MultiProcessCollector.merge(files)  # type: ignore[no-untyped-call]
+        return found
 
 
 class _Families(Collector):

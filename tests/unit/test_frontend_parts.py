@@ -91,15 +91,29 @@ metrics.count_response("/v1/completions", 200)
 metrics.rejections["queue_full"] += 1
 metrics.time_to_first_token.observe(float(sys.argv[2]))
 metrics.render()
-print(metrics.render().decode() if sys.argv[2] == "30" else "", (metrics.latencies() or [])[0].counts[-1])
+print(metrics.render().decode() if sys.argv[2] == "30" else "", metrics.latencies()[0].counts[-1])
 """
+
+
+def _counted(folder: Path, seconds: str) -> str:
+    """Have a process count into the folder's files; return what it prints."""
+    environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(folder)}
+    command = [sys.executable, "-c", _COUNTING, str(folder), seconds]
+    return subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+
+
+@pytest.mark.parametrize("made", [b"", bytes(1 << 16)], ids=["empty", "sized"])
+def test_files_that_another_frontend_is_just_making_count_nothing(tmp_path: Path, made: bytes) -> None:
+    for kind in ("counter", "histogram"):
+        (tmp_path / f"{kind}_1.db").write_bytes(made)
+    told = _counted(tmp_path, "30")
+    assert "moeserve_time_to_first_token_seconds_count 1.0" in told.splitlines()
+    assert float(told.split()[-1]) == 1
 
 
 def test_several_frontends_count_together_and_one_that_ends_takes_nothing_with_it(tmp_path: Path) -> None:
     for number, seconds in enumerate(("0.2", "30")):
-        environment = {**os.environ, "PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
-        command = [sys.executable, "-c", _COUNTING, str(tmp_path), seconds]
-        told = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+        told = _counted(tmp_path, seconds)
         assert float(told.split()[-1]) == number + 1
     lines = told.splitlines()
     for line in (
