@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from os import getloadavg
 from pathlib import Path
@@ -20,12 +20,13 @@ _WAIT_S = 600.0
 
 
 @contextmanager
-def serving(folder: Path) -> Iterator[httpx2.Client]:
-    """Serve the demo with KV on disk in a folder, until the block ends."""
+def serving(folder: Path, settings: Sequence[str]) -> Iterator[httpx2.Client]:
+    """Serve the demo with KV on disk in a folder, until the block ends. settings: further ones of `moeserve serve`."""
     with socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [sys.executable, "-m", "launcher.cli", "serve", "--port", str(port), "--kv-disk-path", str(folder)]
+    command += settings
     with (folder / "log").open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=_WAIT_S) as http:
@@ -57,14 +58,18 @@ def ask(http: httpx2.Client, prompt: list[int]) -> tuple[float, dict[str, int]]:
 
 @click.command()
 @click.option("--tokens", type=click.IntRange(min=400), default=7000, show_default=True)
-def command(tokens: int) -> None:
-    """Print both times. Each service has answered another prompt before."""
+@click.argument("settings", nargs=-1)
+def command(tokens: int, settings: tuple[str, ...]) -> None:
+    """Print both times. Each service has answered another prompt before.
+
+    SETTINGS, after --, are further settings of `moeserve serve`.
+    """
     draw = Random(1)
     prompt, other = ([draw.randrange(200, 40_000) for _ in range(count)] for count in (tokens, 300))
     with TemporaryDirectory() as folder:
         found = []
         for _ in range(2):
-            with serving(Path(folder)) as http:
+            with serving(Path(folder), settings) as http:
                 ask(http, other)
                 found.append(ask(http, prompt))
     (cold_s, _), (warm_s, cached) = found

@@ -655,10 +655,10 @@ class PrefixCache:
     def take_stores(self, most: int) -> list[BlockCopy]:
         """Return the blocks that are to be written to disk next, at most `most`. `end_store` ends each.
 
-        Window blocks and snapshots are among them.
+        Window blocks and snapshots come first: memory has few of them, and others may take them any time.
         """
-        copies = self._copies.take(most)
-        return copies if self._disk is None else copies + self._disk.borders.take(most - len(copies))
+        beside = [] if self._disk is None else self._disk.borders.take(most)
+        return beside + self._copies.take(most - len(beside))
 
     def hurry(self, names: Sequence[bytes]) -> None:
         """Let blocks that wait to be written come before all others."""
