@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -98,6 +99,18 @@ def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> 
     return spec, compute_dtype(config, device)
 
 
+@contextmanager
+def on_one_thread() -> Iterator[None]:
+    """Let torch compute on one thread: a pool that it starts would not survive a fork of this process."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+@on_one_thread()
 def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     """Read the configuration and, on a CPU, divide the memory that is free now, before any rank takes some.
 
@@ -247,6 +260,7 @@ def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> St
     return StateDemand(row_bytes, config.max_num_seqs, config.state_cache_memory)
 
 
+@on_one_thread()
 def plan_as_told(
     directory: Path, config: ServeConfig, placement: Placement, kv: KvBudget, num_slots: tuple[int, ...] | None
 ) -> ModelPlan:
