@@ -11,7 +11,7 @@ from moeserve.config import ServeConfig
 from moeserve.engine.assemble import build_scheduler, load_rank
 from moeserve.engine.memory_plan import plan_model
 from moeserve.grammars.masks import GrammarMasks
-from moeserve.plan import FinishReason, Request, SamplingParams, TokenLogprobs
+from moeserve.plan import BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
 from moeserve.scheduling.steps import LocalExecutor, Steps
 
 
@@ -23,6 +23,7 @@ class Completion:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
+    found: list[FoundText] = field(default_factory=list)
 
 
 class TokenEngine:
@@ -56,9 +57,14 @@ class TokenEngine:
             self.experts.close()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        beams: BeamParams | None = None,
     ) -> list[Completion]:
         """Complete prompts of token ids together and return them in order. One `sampling` serves all.
+
+        With `beams` the completions have nothing but `found` and `finish_reason`.
 
         Raises NeverFitsError or QueueFullError as the scheduler does, and RuntimeError if the model fails.
         """
@@ -68,7 +74,7 @@ class TokenEngine:
             request_id = f"llm-{self._count}"
             self._count += 1
             completions[request_id] = Completion()
-            self.scheduler.add(Request(request_id, array("i", prompt), own))
+            self.scheduler.add(Request(request_id, array("i", prompt), own, beam_params=beams))
         while (outputs := self.steps.advance()) is not None:
             for output in outputs:
                 if output.error is not None:
@@ -78,6 +84,7 @@ class TokenEngine:
                     completion.token_ids.append(output.token_id)
                 if output.logprobs is not None:
                     completion.logprobs.append(output.logprobs)
+                completion.found = output.found or []
                 completion.finish_reason = output.finish_reason
                 completion.num_cached_tokens = output.request.num_cached_tokens
         self.scheduler.take_started()

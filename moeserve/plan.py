@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import Generic, Protocol, SupportsBytes, TypeVar
+from typing import Generic, Literal, Protocol, SupportsBytes, TypeVar
 
 from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import BudgetedThought, ThoughtBudget
@@ -63,6 +63,22 @@ class SamplingParams:
     def needs_history(self) -> bool:
         """True if the sampled token depends on the earlier tokens."""
         return self.grammar is not None or self.penalises
+
+
+@dataclass(frozen=True, slots=True)
+class BeamParams:
+    """Search for the likeliest texts with `width` beams, and give the `num_answers` best of those that were found.
+
+    A text's score is the sum of the log probabilities of its tokens, over their number to the power `length_penalty`.
+    `early_stopping`: True ends the search once `width` texts have ended; False once no beam is better than the worst of
+    them at its present length; `never` once none can become so at any length. `logprobs`: as in `SamplingParams`.
+    """
+
+    width: int
+    num_answers: int
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+    logprobs: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,6 +171,9 @@ class Request:
     `thought` follows the thought of a request that has a budget for it. `num_forced_tokens`: the tokens behind the last
     sampled one, which ended the thought and were not sampled; they are computed together.
 
+    `beam_params` make the request a beam search. It computes the prompt itself; `beams` are the requests of its present
+    beams, whose `leader` it is. They are in no queue and end with it.
+
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
     `suspect_until`: the request may have ended that life, until it has computed so many tokens; 0 without suspicion.
@@ -213,6 +232,9 @@ class Request:
     thought: BudgetedThought | None = field(init=False, default=None)
     num_forced_tokens: int = 0
     earlier_output: InitVar[array[int] | None] = None
+    beam_params: BeamParams | None = None
+    beams: list[Request] = field(default_factory=list)
+    leader: Request | None = None
 
     def __post_init__(self, budget: ThoughtBudget | None, earlier_output: array[int] | None) -> None:
         self.num_prompt_tokens = self.num_uncached_tokens = len(self.token_ids)
@@ -236,6 +258,16 @@ class Request:
     def forced_next(self) -> tuple[int, ...]:
         """The tokens that have to come next, whatever is sampled; none for most requests."""
         return () if self.thought is None else self.thought.due
+
+    @property
+    def is_in_flight(self) -> bool:
+        """True if a plan in flight names the request or one of its beams."""
+        return self.num_scheduled_tokens > 0 or any(beam.num_scheduled_tokens for beam in self.beams)
+
+    @property
+    def num_places(self) -> int:
+        """The number of running places that the request takes."""
+        return 1 if self.beam_params is None else self.beam_params.width
 
     @property
     def num_planned_tokens(self) -> int:
@@ -410,12 +442,16 @@ class StepPlan:
     """The chunks of one forward, in row order.
 
     `zeroed_blocks`, and `zeroed_windows` among the window blocks, have a new owner and are cleared before any write.
+    `copied_blocks`, and `copied_windows` among the window blocks, are (source, target) pairs, one after the other: a
+    target, which is not cleared, gets the content of its source before the forward.
     """
 
     step: int
     chunks: list[Chunk]
     zeroed_blocks: array[int] = field(default_factory=lambda: array("i"))
     zeroed_windows: array[int] = field(default_factory=lambda: array("i"))
+    copied_blocks: array[int] = field(default_factory=lambda: array("i"))
+    copied_windows: array[int] = field(default_factory=lambda: array("i"))
 
     @property
     def num_tokens(self) -> int:
@@ -446,6 +482,16 @@ class TokenLogprobs:
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FoundText:
+    """A text that a beam search has found. `logprobs` are of its tokens, empty if they were not asked for."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    score: float
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -22,9 +22,11 @@ from moeserve.config import VERSION, ServeConfig
 from moeserve.kv_transfer import KvTicket
 from moeserve.plan import (
     DEFAULT_TERMS,
+    BeamParams,
     CacheWish,
     ChunkResult,
     FinishReason,
+    FoundText,
     SamplingParams,
     StepResult,
     Terms,
@@ -159,6 +161,7 @@ class Generate(Message):
     `cache_hit_threshold`: the share of the prompt that must be cached for the request to be computed. `session`: a name
     that the turns of a conversation share, empty without one; None for a request that calls no tools (see `Turned`).
     `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
+    `beams`: search for the likeliest texts; the request then has one output, the last, with the texts that were found.
     """
 
     request_id: str
@@ -177,6 +180,7 @@ class Generate(Message):
     session: str | None = None
     offers_kv: bool = False
     ticket: KvTicket | None = None
+    beams: BeamParams | None = None
 
 
 class Turned(Message):
@@ -264,7 +268,8 @@ class Output(Message):
     `token_ids` are the tokens since the last output. `num_cached_tokens` counts the prompt tokens that came from the
     prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens. `miss`,
     in the first output, answers `CacheWish.report`. `num_disk_tokens` of the cached tokens were read from disk; None
-    where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that are held.
+    where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that are held. `found`: the
+    answers of a beam search, the best first.
     """
 
     request_id: str
@@ -278,6 +283,7 @@ class Output(Message):
     miss: Miss | None = None
     num_disk_tokens: int | None = None
     ticket: KvTicket | None = None
+    found: list[FoundText] | None = None
 
 
 class Outputs(Message):

@@ -6,7 +6,7 @@ from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Evicted, Fact, Published
 from radix_cache.listing import CachedPrefix, Listing
 from radix_cache.misses import Miss, MissReason
-from radix_cache.nodes import APART, PUBLIC, Lease, Retention, Snapshot
+from radix_cache.nodes import APART, PUBLIC, Fork, Lease, Retention, Snapshot
 from radix_cache.prefix_cache import PrefixCache, Restore
 from radix_cache.retention import account_of
 from radix_cache.stored import NAME_BYTES, Chores, StoredBlock, StoredBlocks, used_at
@@ -22,6 +22,7 @@ __all__ = [
     "Chores",
     "Evicted",
     "Fact",
+    "Fork",
     "InvariantError",
     "Kind",
     "Lease",

@@ -16,7 +16,7 @@ from radix_cache.facts import Fact, Published, facts_of
 from radix_cache.invariants import check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
-from radix_cache.nodes import Lease, Node, Retention, Snapshot
+from radix_cache.nodes import Fork, Lease, Node, Retention, Snapshot
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.retention_budgets import RetentionBudgets
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
@@ -226,6 +226,11 @@ class PrefixCache:
         return None if self._disk is None else self._disk.stored
 
     @property
+    def keeps_prefixes(self) -> bool:
+        """True if blocks are shared and kept (`caching`)."""
+        return self._caching
+
+    @property
     def keeps_states(self) -> bool:
         """True if there are rows for snapshots: prefixes serve up to a boundary with a recurrent state."""
         return self._tree.snapshots.num_rows > 0
@@ -268,6 +273,35 @@ class PrefixCache:
         self._leases[number] = lease
         self._next_number = number + 1
         return lease
+
+    def fork(self, lease: Lease, num_tokens: int) -> Fork | None:
+        """Lease what the first `num_tokens` tokens of a lease have computed, for another text that goes on from there.
+
+        Published blocks are shared. Each other block gets a block of its own, to which its content is to be copied
+        before either lease is written to. Return None, with nothing changed, if memory for these is short. Raise
+        ValueError where prefixes need states, which are not copied.
+        """
+        if lease.owner is not self:
+            raise _not_leased()
+        if self._stateful:
+            raise ValueError("a lease with a recurrent state cannot be forked")
+        num_shared = lease.num_published_tokens // self.block_size
+        own = lease.block_ids[num_shared : -(-num_tokens // self.block_size)]
+        forked = Lease(self, self._next_number, lease.namespace, lease.node, lease.use_cache, list(lease.names))
+        forked.block_ids = lease.block_ids[:num_shared]
+        forked.num_published_tokens = forked.num_cached_tokens = lease.num_published_tokens
+        forked.num_known_tokens = lease.num_known_tokens
+        self._tree.acquire(lease.node)
+        self._leases[self._next_number] = forked
+        self._next_number += 1
+        if self._windows is not None:
+            self._windows.share(forked, min(lease.first_window, num_shared))
+        if own and self.extend(forked, len(own), sparing=True) is None:
+            self.release(forked)
+            return None
+        copies = list(zip(own, forked.block_ids[num_shared:], strict=True))
+        of_windows = [] if self._windows is None else self._windows.pairs(copies)
+        return Fork(forked, copies, of_windows)
 
     def advance(self, lease: Lease, tokens: array[int]) -> int:
         """Match again: adopt blocks of `tokens` that other leases have published after this lease's published blocks.

@@ -174,6 +174,15 @@ class WindowBlocks:
         self._let_go(lease, min(first, first_window), INSIDE)
         lease.first_window = first_window
 
+    def share(self, lease: Lease, first: int) -> None:
+        """Let a new lease need the window blocks of its blocks from number `first` on, all of which have one."""
+        self._hold(lease.block_ids[first:])
+        lease.first_window = first
+
+    def pairs(self, blocks: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Return the window blocks of pairs of blocks, where both have one."""
+        return [(self._of[one], self._of[other]) for one, other in blocks if self.has(one) and self.has(other)]
+
     def give_up(self, blocks: Iterable[int]) -> None:
         """Let go the window blocks of blocks that a lease has not published and is about to free."""
         for block in blocks:

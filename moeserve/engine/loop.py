@@ -282,6 +282,7 @@ class Engine:
             least_cached=0.0 if output else message.cache_hit_threshold,
             offers_kv=message.offers_kv,
             ticket=message.ticket,
+            beam_params=message.beams,
         )
 
     def _wait_s(self, request: Request) -> float:
@@ -351,6 +352,7 @@ def _to_message(output: RequestOutput) -> Output:
         output.miss,
         request.num_disk_tokens,
         request.offered,
+        output.found,
     )
 
 

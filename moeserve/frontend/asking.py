@@ -66,7 +66,10 @@ def _thought_budget(services: Services, prepared: Prepared) -> ThoughtBudget | N
     if not services.shape.thinks(request):
         return None
     start = services.shape.start_of(request, prompt_tail(services.tokenizer, prepared.prompts[0]))
-    return services.thoughts.budget(request, start)
+    budget = services.thoughts.budget(request, start)
+    if budget is not None and request.beams is not None:
+        raise invalid("A budget of thought cannot be used together with `use_beam_search`", "use_beam_search")
+    return budget
 
 
 @asynccontextmanager

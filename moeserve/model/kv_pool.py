@@ -77,6 +77,19 @@ class KVPool:
                     blocks = numbers.view(pool.shape[0], pool.shape[1] // self.block_size, -1)
                     blocks.index_fill_(1, own if has_window else ids, 0)
 
+    def copy_blocks(self, block_pairs: array[int], window_pairs: Sequence[int] = ()) -> None:
+        """Copy blocks to others: (source, target) ids, one after the other. window_pairs: the same of window blocks."""
+        device = self.layers[0][0].device
+        ids, own = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (block_pairs, window_pairs))
+        for pools, has_window in zip(self.layers, self._has_windows, strict=True):
+            sources, targets = (own if has_window else ids).view(-1, 2).unbind(1)
+            for pool in pools:
+                if pool is not None:
+                    # torch copies no fp8 by index.
+                    numbers = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
+                    blocks = numbers.view(pool.shape[0], pool.shape[1] // self.block_size, -1)
+                    blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+
 
 def kv_pool_bytes(
     layers: Sequence[KvLayerSpec], num_blocks: int, num_window_blocks: int, block_size: int, dtype: torch.dtype

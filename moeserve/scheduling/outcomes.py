@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, TokenLogprobs
+from moeserve.plan import Chunk, ChunkResult, FinishReason, FoundText, Request, TokenLogprobs
 from radix_cache import Miss
 
 # The log probability of a token that was not sampled, since no other one could come.
@@ -13,7 +13,10 @@ _CERTAIN = TokenLogprobs(0.0)
 
 @dataclass(slots=True)
 class RequestOutput:
-    """A request's new token or its end. Exactly one output per request has a `finish_reason`."""
+    """A request's new token or its end. Exactly one output per request has a `finish_reason`.
+
+    `found`: at the end of a beam search, its answers.
+    """
 
     request: Request
     token_id: int | None = None
@@ -22,6 +25,12 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     miss: Miss | None = None
+    found: list[FoundText] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens that the request gets."""
+        return (self.token_id is not None) + sum(len(text.token_ids) for text in self.found or ())
 
 
 @dataclass(slots=True)

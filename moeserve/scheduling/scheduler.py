@@ -14,14 +14,8 @@ from collections.abc import Collection, Iterable, Sequence
 from itertools import chain, islice, takewhile
 
 from moeserve.kv_transfer import TicketOffice
-from moeserve.plan import (
-    Chunk,
-    ChunkResult,
-    FinishReason,
-    Request,
-    StepPlan,
-    StepResult,
-)
+from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
+from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
@@ -108,6 +102,7 @@ class Scheduler:
         ]
         self._rope_switch = rope_switch
         self._drafting = drafting
+        self._beams = Beams(self._memories, max_num_seqs, rope_switch)
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
@@ -134,6 +129,11 @@ class Scheduler:
     @property
     def num_running(self) -> int:
         return len(self._running)
+
+    @property
+    def _num_taken(self) -> int:
+        """The number of running places that are taken."""
+        return sum(request.num_places for request in self._running)
 
     @property
     def num_waiting(self) -> int:
@@ -182,6 +182,8 @@ class Scheduler:
         if self.transfer is not None:
             self.transfer.fetches.check(request)
         self._check_wait(request)
+        if request.beam_params is not None:
+            self._beams.enter(request)
         request.arrival = self._num_arrivals
         self._num_arrivals += 1
         self._requests[request.request_id] = request
@@ -420,7 +422,9 @@ class Scheduler:
             if not self._may_go_on(request):
                 continue
             num_pending = _num_pending(request)
-            if num_pending > 1:
+            if request.beams and not num_pending:
+                closings += self._plan_beams(request, draft)
+            elif num_pending > 1:
                 (closings if num_pending <= 1 + request.num_forced_tokens else prompts).append(request)
             elif num_pending == 1:
                 self._plan_decode(request, num_drafts.get(request.request_id, 0), draft)
@@ -446,6 +450,7 @@ class Scheduler:
         self._num_tried = self._num_arrivals
         if not draft.requests:
             return None
+        self._beams.plan_copies(draft)
         self._step += 1
         self._in_flight.append(draft)
         return draft.plans
@@ -477,7 +482,12 @@ class Scheduler:
             error = "no token was sampled"
         outputs: list[RequestOutput] = []
         goes_on = error is None and not request.finished
-        if goes_on:
+        if goes_on and (request.beam_params is not None or request.leader is not None):
+            request.num_computed_tokens += num_certain
+            request.suspect_until = 0 if request.num_computed_tokens >= request.suspect_until else request.suspect_until
+            self._publish(request)
+            outputs = self._beams.take(request, computed)
+        elif goes_on:
             num_known = len(request.token_ids)
             outputs = append_sampled(request, chunk, computed)
             num_new = len(request.token_ids) - num_known
@@ -495,15 +505,15 @@ class Scheduler:
             request.failed |= error is not None
             self._release(request)
         elif error is not None:
-            outputs.append(self._end(request, FinishReason.ERROR, error))
+            outputs.append(self._end(request.leader or request, FinishReason.ERROR, error))
         elif outputs:
-            self._report(request, outputs)
+            self._report(request.leader or request, outputs)
         return outputs
 
     def _report(self, request: Request, outputs: list[RequestOutput]) -> None:
         """Complete the outputs of a chunk, and end its request if the last one says so."""
         last = outputs[-1]
-        self.counters.generation_tokens += sum(output.token_id is not None for output in outputs)
+        self.counters.generation_tokens += sum(output.num_tokens for output in outputs)
         if request.miss is not None:
             outputs[0].miss, request.miss = request.miss, None
         if last.finish_reason is not None:
@@ -584,14 +594,14 @@ class Scheduler:
 
     def _make_room(self) -> None:
         """Take places and memory from tenants that have more than their share, for the next request."""
-        for request in [r for r in self._running if r.yields and not r.num_scheduled_tokens]:
+        for request in [r for r in self._running if r.yields and not r.is_in_flight]:
             self._preempt(request)
         if not self._sharing.note(self._running, self._num_places):
             return
         self._sharing.sort(self._running)
-        is_full = len(self._running) >= self._num_places
+        is_full = self._num_taken >= self._num_places
         for victim in self._sharing.victims(self._waiting, is_full=is_full, lacks_memory=bool(self._lacking)):
-            if victim.num_scheduled_tokens:
+            if victim.is_in_flight:
                 victim.yields = True
             else:
                 self._preempt(victim)
@@ -635,14 +645,16 @@ class Scheduler:
         much as it will. While a suspect awaits its trial, its place is kept, and of its tenant only requests that an
         earlier engine had are admitted. candidates: in the order in which they are tried; None for all.
         """
-        if not len(self._waiting) or draft.is_full or len(self._running) >= self._num_places:
+        if not len(self._waiting) or draft.is_full or self._num_taken >= self._num_places:
             return
         loads = RankLoads(self._memories, self._running)
         awaiting: list[Tenant] = []
         places = Counter(map(self._tenants.of, self._running))
         first = list(islice(self._waiting.candidates(), _FORESEEN))
         for request in self._waiting.candidates() if candidates is None else candidates:
-            if draft.is_full or len(self._running) + len(awaiting) >= self._num_places:
+            if draft.is_full or self._num_taken + len(awaiting) >= self._num_places:
+                break
+            if self._running and self._num_taken + len(awaiting) + request.num_places > self._num_places:
                 break
             tenant = self._tenants.of(request)
             if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
@@ -684,7 +696,7 @@ class Scheduler:
         """Return whether the next step may name a running request."""
         if request.yields or request.lacks_mask or self._awaits_trial(request):
             return False
-        return self._run_ahead or not request.num_scheduled_tokens
+        return (self._run_ahead and request.beam_params is None) or not request.is_in_flight
 
     def _num_drafts(self, draft: PlanDraft) -> dict[str, int]:
         """Return by request how many of its drafts the step should verify, where there are any.
@@ -694,8 +706,21 @@ class Scheduler:
         """
         if self._drafting is None:
             return {}
-        decodes = [r for r in self._running if 0 <= _num_pending(r) <= 1 and self._may_go_on(r)]
+        ready = (r for r in self._running if r.beam_params is None and self._may_go_on(r))
+        decodes = [r for r in ready if 0 <= _num_pending(r) <= 1]
         return self._drafting.plan(decodes, draft, self._memories, len(self._running), self._rope_switch)
+
+    def _plan_beams(self, leader: Request, draft: PlanDraft) -> list[Request]:
+        """Plan the beams that lack one token. Return those that lack more, having lost their memory."""
+        lacking = []
+        for beam in leader.beams:
+            self._beams.attach(beam)
+            num_pending = _num_pending(beam)
+            if num_pending == 1:
+                self._plan_chunk(beam, 1, draft)
+            elif num_pending > 1:
+                lacking.append(beam)
+        return lacking
 
     def _plan_decode(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
         """Plan the only token that a request lacks, with drafts after it if there is memory for them."""
@@ -728,9 +753,10 @@ class Scheduler:
             if count:
                 continue
             is_spared = memory.num_tokens_that_fit(request, sparing=False) > 0
-            if is_spared and not self._has_others(request):
+            owner = request.leader or request
+            if is_spared and not self._has_others(owner):
                 sparing = False
-            elif (victim := self._last_running(request, of_tenant=is_spared)) is not None:
+            elif (victim := self._last_running(owner, of_tenant=is_spared)) is not None:
                 self._preempt(victim)
             else:
                 return
@@ -751,7 +777,7 @@ class Scheduler:
             if other is request:
                 return None
             is_meant = not of_tenant or other.terms.tenant == request.terms.tenant
-            if is_meant and other.rank == request.rank and not other.num_scheduled_tokens:
+            if is_meant and other.rank == request.rank and not other.is_in_flight:
                 return other
         return None
 
@@ -806,6 +832,8 @@ class Scheduler:
         if self.disk is not None:
             self.disk.preempt(request, len(self._running))
         self._memories[request.rank].detach(request)
+        if request.beam_params is not None:
+            self._beams.detach(request)
         request.num_preemptions += 1
         request.yields = False
         self.counters.preemptions += 1
@@ -867,6 +895,9 @@ class Scheduler:
             self._drafting.forget(request)
         if request.sampling.grammar is not None:
             self._mask_changes.append(request)
+        if request.beam_params is not None:
+            for beam in self._beams.forget(request):
+                self._release(beam)
         self._open_prompts.remove(request)
         if request.lease is None:
             self._tenants.end_wait(request)

@@ -84,7 +84,10 @@ def bounded_fields() -> list[tuple[str, str, float, bool]]:
 @pytest.mark.parametrize(("path", "field", "value", "taken"), bounded_fields())
 def test_bounds_are_those_of_the_reader(path: str, field: str, value: float, taken: bool) -> None:
     beside = {
-        "/v1/chat/completions": {"top_logprobs": {"logprobs": True}},
+        "/v1/chat/completions": {
+            "top_logprobs": {"logprobs": True},
+            "best_of": {"use_beam_search": value != 1},
+        },
         "/v1/completions": {"max_tokens": {"echo": True}},
     }
     body = {"model": "tiny", **READERS[path][1], **beside.get(path, {}).get(field, {}), field: value}

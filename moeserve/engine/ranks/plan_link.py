@@ -79,6 +79,8 @@ class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
     forgotten: list[int] = []
     zeroed_blocks: bytes = b""
     zeroed_windows: bytes = b""
+    copied_blocks: bytes = b""
+    copied_windows: bytes = b""
 
 
 @dataclass(slots=True)
@@ -112,7 +114,8 @@ class PlanSender:
         forgotten = self._forget()
         chunks = [self._describe(chunk) for chunk in plan.chunks]
         zeroed = plan.zeroed_blocks.tobytes(), plan.zeroed_windows.tobytes()
-        data = pack([self._num_plans, plan.step, chunks, forgotten, *zeroed])
+        copied = [plan.copied_blocks.tobytes(), plan.copied_windows.tobytes()] if plan.copied_blocks else []
+        data = pack([self._num_plans, plan.step, chunks, forgotten, *zeroed, *copied])
         self._num_plans += 1
         return data
 
@@ -275,7 +278,8 @@ class PlanReceiver:
             self._received.pop(number, None)
         chunks = [self._chunk(chunk) for chunk in wire.chunks]
         self._next = wire.number + 1
-        return StepPlan(wire.step, chunks, unpack_token_ids(wire.zeroed_blocks), unpack_token_ids(wire.zeroed_windows))
+        blocks = wire.zeroed_blocks, wire.zeroed_windows, wire.copied_blocks, wire.copied_windows
+        return StepPlan(wire.step, chunks, *map(unpack_token_ids, blocks))
 
     def _chunk(self, wire: _WireChunk) -> Chunk:
         if wire.request_id is not None:

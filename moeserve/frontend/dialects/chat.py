@@ -9,6 +9,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.beams import SearchBody, read_beams, without_search
 from moeserve.frontend.dialects.chat_messages import ChatMessage, read_breakpoints, read_messages
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.formats import read_format
@@ -48,7 +49,7 @@ class ToolBody(msgspec.Struct):
     function: FunctionBody | None = None
 
 
-class ChatBody(fields.SamplingBody, kw_only=True):
+class ChatBody(SearchBody, kw_only=True):
     messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -82,7 +83,10 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     if chat.echo and not prompt.continue_final:
         raise invalid("`echo` needs `continue_final_message`: it repeats the text that the answer continues", "echo")
     is_legacy = bool(chat.functions)
-    is_single = chat.n in (None, 1)
+    beams = read_beams(chat, logprobs)
+    if beams is None and chat.best_of not in (None, 1):
+        raise unsupported("best_of")
+    is_single = chat.n in (None, 1) and beams is None
     offers_kv, ticket = fields.read_transfer(chat.kv_transfer_params, model, is_single=is_single, stream=stream)
     return GenerateRequest(
         model=name,
@@ -112,7 +116,8 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         prompt_logprobs=fields.read_prompt_logprobs(chat, model),
         truncate=fields.read_truncation(chat, getattr(chat, limit_name), model),
         output_format=read_format(chat),
-        ignored=ignored,
+        beams=beams,
+        ignored=(*ignored, *without_search(chat)),
         repeated=msgspec.json.encode(_Repeated(is_legacy)),
     )
 

@@ -9,6 +9,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects.beams import SearchBody, read_beams, without_search
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
@@ -26,11 +27,10 @@ from moeserve.frontend.text import TextTokenizer
 DEFAULT_MAX_TOKENS = 16
 
 
-class CompletionBody(fields.SamplingBody, kw_only=True):
+class CompletionBody(SearchBody, kw_only=True):
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None
     logprobs: int | None = None
-    best_of: int | None = None
     cache_hit_threshold: float | None = None
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -51,9 +51,12 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     # Without output tokens an answer is about its prompt alone.
     least = 0 if echo or prompt_logprobs is not None else 1
     max_tokens = fields.read_count("max_tokens", completion.max_tokens, least)
-    n, best = _read_best(completion)
+    beams = read_beams(completion, logprobs)
+    if beams is not None and echo and logprobs is not None:
+        raise invalid("`echo` with `logprobs` cannot be used together with `use_beam_search`", "echo")
+    n, best = _read_best(completion) if beams is None else (beams.num_answers, None)
     prompts = read_prompts(completion.prompt, model.vocab_size)
-    is_single, params = n * len(prompts) == 1, completion.kv_transfer_params
+    is_single, params = n * len(prompts) == 1 and beams is None, completion.kv_transfer_params
     offers_kv, ticket = fields.read_transfer(params, model, is_single=is_single, stream=stream)
     return GenerateRequest(
         model=name,
@@ -76,12 +79,13 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         cache=fields.read_cache(completion),
         thought=fields.read_thought(completion),
         best=best,
+        beams=beams,
         include_stop=bool(completion.include_stop_str_in_output),
         skip_special_tokens=completion.skip_special_tokens is not False,
         prompt_logprobs=prompt_logprobs,
         truncate=fields.read_truncation(completion, completion.max_tokens, model),
         output_format=read_format(completion),
-        ignored=ignored,
+        ignored=(*ignored, *without_search(completion)),
         repeated=msgspec.json.encode(_Repeated(logprobs)),
     )
 

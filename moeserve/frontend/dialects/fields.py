@@ -74,6 +74,7 @@ BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_
 HARMLESS = frozenset(
     {
         "client_metadata",
+        "early_stopping",
         "guided_decoding_backend",
         "include",
         "length_penalty",

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from moeserve.frontend.http import ApiError
 from moeserve.kv_transfer import KvTicket
-from moeserve.plan import SamplingParams, TokenLogprobs
+from moeserve.plan import BeamParams, SamplingParams, TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +152,7 @@ class GenerateRequest:
     `truncate` is how many tokens at the end of each prompt are kept. `include_stop` leaves the stop string in the text,
     `skip_special_tokens` special tokens out of it. A prompt is computed only if at least the share
     `cache_hit_threshold` of it is cached: otherwise its choices end as `cache_threshold`. For
-    `offers_kv` and `ticket` see `Generate`.
+    `offers_kv` and `ticket` see `Generate`. `beams`: search for the `n` likeliest texts.
     """
 
     model: str
@@ -180,6 +180,7 @@ class GenerateRequest:
     ticket: KvTicket | None = None
     thought: ThoughtOptions = ThoughtOptions()
     best: int | None = None
+    beams: BeamParams | None = None
     include_stop: bool = False
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
@@ -191,6 +192,11 @@ class GenerateRequest:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of texts that are computed at once."""
+        return self.num_choices if self.beams is None else len(self.prompts) * self.beams.width
 
     @property
     def shows_prompts(self) -> bool:

@@ -209,7 +209,7 @@ class Runner:
             terms=terms,
             session=record.session,
         )
-        with services.admission.hold(request.num_choices, services.capacity, terms):
+        with services.admission.hold(request.num_sequences, services.capacity, terms):
             async with submitted(services, generates, facts, past) as group:
                 await self._follow(job, replay, group, past)
         await self._complete(job, replay)

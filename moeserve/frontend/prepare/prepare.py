@@ -113,7 +113,7 @@ class Preparer:
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
         if request.thought.fields and not self._shape.thinks(request):
             request = replace(request, ignored=tuple(sorted({*request.ignored, *request.thought.fields})))
-        check_choices(request.num_choices, ask.max_choices)
+        check_choices(request.num_sequences, ask.max_choices)
         facts, owner = ask.model, _owner(ask, request.cache_salt)
         encode = partial(self._encode, facts=facts, owner=owner)
         prompts = []
@@ -124,6 +124,10 @@ class Preparer:
             longest_output(len(prompts[-1]), facts.max_model_len, request.prompt_field)
         constraint = self._constraint(request, prompts[0])
         if constraint is not None:
+            if request.beams is not None:
+                raise invalid(
+                    "A bound form of the answer cannot be used together with `use_beam_search`", "use_beam_search"
+                )
             if self._programs is None:
                 raise NotHere
             sampling = self._programs.grammars.constrain(constraint, request.sampling, facts.eos_token_ids)

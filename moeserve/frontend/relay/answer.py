@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import msgspec
+
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage
 from moeserve.frontend.http import (
     OVERLOADED,
@@ -56,7 +58,9 @@ def build_generates(
     thought: ThoughtBudget | None = None,
     session: str = "",
 ) -> list[Generate]:
-    """Return one message per choice, in the order of the choices. Raises ApiError if a prompt does not fit.
+    """Return one message per choice, in their order, or per prompt for a beam search.
+
+    Raises ApiError if a prompt does not fit.
 
     A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at, thought,
     session: see `Generate`.
@@ -68,7 +72,7 @@ def build_generates(
         packed = pack_token_ids(prompt)
         most = longest_output(len(prompt), max_model_len, request.prompt_field)
         max_tokens = most if request.max_tokens is None else min(max(1, request.max_tokens), most)
-        for sample in range(request.n):
+        for sample in range(request.n if request.beams is None else 1):
             # Equal prompts of a client's seed have equal texts; without one every text is a draw of its own.
             place = len(generates) if request.seed is None else sample
             sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, place))
@@ -88,6 +92,7 @@ def build_generates(
                     session=session if request.tools else None,
                     offers_kv=request.offers_kv,
                     ticket=request.ticket,
+                    beams=request.beams,
                 )
             )
     return generates
@@ -124,6 +129,7 @@ class Answer:
         self.turns: list[tuple[int, list[str]]] = []
         self.num_open = request.num_choices
         self._n, self._best, self._echoes = request.n, request.best, request.echo
+        self._searches = request.beams is not None
         self._prompts = prompts
         self._tokenizer = tokenizer
         self._thoughts = thoughts
@@ -175,8 +181,20 @@ class Answer:
         """Note that another engine has gone on with the request."""
         self._usage.resumed = True
 
-    def take(self, choice: int, output: Output) -> list[Delta]:
-        """Return the deltas of one output of a choice. Raises ApiError if the request failed."""
+    def take(self, number: int, output: Output) -> list[Delta]:
+        """Return the deltas of an output of request `number` (`build_generates`). Raises ApiError if it failed."""
+        if output.found is None:
+            return self._take(number * self._n if self._searches else number, output)
+        deltas = []
+        for choice, text in enumerate(output.found, number * self._n):
+            logprobs = list(text.logprobs) or None
+            of_choice = msgspec.structs.replace(
+                output, token_ids=text.token_ids, finish_reason=text.finish_reason, logprobs=logprobs, found=None
+            )
+            deltas += self._take(choice, of_choice)
+        return deltas
+
+    def _take(self, choice: int, output: Output) -> list[Delta]:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE):
             raise _failure(output)
         if choice in self._untold:

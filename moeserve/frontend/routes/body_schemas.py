@@ -146,6 +146,8 @@ _OF_FIELDS: dict[str, Schema] = {
     "min_p": _span(0, 1),
     "presence_penalty": _span(-limits.MAX_PENALTY, limits.MAX_PENALTY),
     "frequency_penalty": _span(-limits.MAX_PENALTY, limits.MAX_PENALTY),
+    "length_penalty": _span(-limits.MAX_LENGTH_PENALTY, limits.MAX_LENGTH_PENALTY),
+    "early_stopping": _one_of(True, False, "never", None),
     "repetition_penalty": _above(0, limits.MAX_REPETITION_PENALTY),
     "logit_bias": {
         "maxProperties": limits.MAX_LOGIT_BIAS,

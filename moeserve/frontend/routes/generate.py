@@ -177,7 +177,7 @@ class GenerateRoute:
             background=request.background,
             detached=request.detached,
         )
-        services.admission.change(held, request.num_choices, services.capacity, terms)
+        services.admission.change(held, request.num_sequences, services.capacity, terms)
         return terms
 
     def _warn(self, scope: Scope, send: Send, request: GenerateRequest) -> Send:
@@ -213,7 +213,7 @@ class GenerateRoute:
         )
         send = _tell_cut(send, request, generates)
         answer = answer_of(services, prepared, answer_id)
-        progress = Progress(services.metrics, state["arrival"], request.num_choices)
+        progress = Progress(services.metrics, state["arrival"], len(generates))
         turns: Turns = services.long_answers if request.shows_prompts else nullcontext()
         formatter = FORMATTERS[self._dialect.kind](
             answer_id, int(time.time()), request, services.tokenizer, services.fingerprint

@@ -101,6 +101,8 @@ class GpuModelRunner:
 
         Blocks need no clearing between requests: no kernel reads a slot that its sequence has not written.
         """
+        if plan.copied_blocks:
+            self._kv_pool.copy_blocks(plan.copied_blocks, plan.copied_windows)
         if not plan.chunks:
             return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
         arrays = step_arrays(plan.chunks, self._kv_pool.block_size)

@@ -1,0 +1,98 @@
+"""Beam search gives the texts and the scores of transformers' own, whatever else runs and however short memory is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.token_engine import TokenEngine
+from moeserve.config import ServeConfig
+from moeserve.plan import BeamParams, FinishReason, SamplingParams
+from tests.support.tiny_models import build
+
+STOPS = (7, 23)
+BASE = ServeConfig(kv_cache_memory=2**21, block_size=4, max_model_len=256)
+RULES: list[dict[str, Any]] = [
+    {"width": 2, "length_penalty": 1.0, "early_stopping": False},
+    {"width": 4, "length_penalty": 0.3, "early_stopping": True},
+    {"width": 6, "length_penalty": 1.7, "early_stopping": "never"},
+    {"width": 3, "length_penalty": -0.5, "early_stopping": "never"},
+    {"width": 5, "length_penalty": 0.0, "early_stopping": False},
+]
+
+
+def prompts_of(random: Random) -> list[list[int]]:
+    return [[random.randrange(8, 120) for _ in range(length)] for length in (1, 3, 8, 9, 14)]
+
+
+def expected(
+    model: Any, prompt: Sequence[int], params: BeamParams, max_tokens: int, min_tokens: int
+) -> list[tuple[list[int], float]]:
+    """Return the texts of transformers' own search, without what follows a stop token, and their scores."""
+    answer = model.generate(
+        torch.tensor([list(prompt)]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+        num_beams=params.width,
+        num_return_sequences=params.num_answers,
+        length_penalty=params.length_penalty,
+        early_stopping=params.early_stopping,
+        max_new_tokens=max_tokens,
+        min_new_tokens=min_tokens,
+        eos_token_id=list(STOPS),
+        pad_token_id=0,
+        do_sample=False,
+        output_scores=True,
+        return_dict_in_generate=True,
+    )
+    found = []
+    for sequence, score in zip(answer.sequences.tolist(), answer.sequences_scores.tolist(), strict=True):
+        output = sequence[len(prompt) :]
+        ends = [place for place, token_id in enumerate(output) if token_id in STOPS]
+        found.append((output[: ends[0] + 1] if ends else output, score))
+    return found
+
+
+def params_of(rule: dict[str, Any]) -> BeamParams:
+    return BeamParams(num_answers=rule["width"], **rule)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("mixtral", {}),
+        ("mixtral", {"max_num_batched_tokens": 12, "max_num_seqs": 12}),
+        ("mixtral", {"enable_prefix_caching": False}),
+        ("mixtral", {"kv_cache_memory": 120 * 2**10, "max_model_len": 64}),
+        ("gpt_oss", {}),
+        ("deepseek_v3-yarn", {"block_size": 16}),
+    ],
+)
+def test_searches_find_the_texts_of_transformers_beam_search(
+    kind: str, changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = build(kind, **({"sliding_window": 9} if kind == "gpt_oss" else {}))
+    model.save_pretrained(tmp_path)
+    engine = TokenEngine(tmp_path, replace(BASE, **changes))
+    random = Random(kind)
+    num_stopped = 0
+    for number, rule in enumerate(RULES):
+        params, prompts = params_of(rule), prompts_of(random)
+        max_tokens, min_tokens = (12, 0) if number % 2 else (17, 5)
+        sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=STOPS)
+        completions = engine.generate(prompts, sampling, params)
+        for prompt, completion in zip(prompts, completions, strict=True):
+            wanted = expected(model, prompt, params, max_tokens, min_tokens)
+            assert [text.token_ids for text in completion.found] == [token_ids for token_ids, _ in wanted]
+            assert [text.score for text in completion.found] == pytest.approx([score for _, score in wanted], abs=1e-4)
+            num_stopped += sum(text.finish_reason is FinishReason.STOP for text in completion.found)
+    assert num_stopped > 0
+    engine.scheduler.check_idle()
+    if "kv_cache_memory" in changes:
+        assert engine.scheduler.counters.preemptions > 0
+    engine.close()
