@@ -90,8 +90,10 @@ class Beams:
         return [RequestOutput(leader, finish_reason=found[0].finish_reason, found=found)]
 
     def attach(self, beam: Request) -> None:
-        """Lease what is cached of a beam without a lease."""
+        """Lease what is cached of a beam without a lease, on the rank where its leader is now."""
         if beam.lease is None:
+            assert beam.leader is not None
+            beam.rank = beam.leader.rank
             self._memories[beam.rank].attach(beam)
 
     def plan_copies(self, draft: PlanDraft) -> None:
