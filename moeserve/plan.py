@@ -172,7 +172,7 @@ class Request:
     sampled one, which ended the thought and were not sampled; they are computed together.
 
     `beam_params` make the request a beam search. It computes the prompt itself; `beams` are the requests of its present
-    beams, whose `leader` it is. They are in no queue and end with it.
+    beams, whose `leader` it is. They are in no queue and end with it. Their ids are `ID/NUMBER` (`owner_of`).
 
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
@@ -306,6 +306,11 @@ class Request:
     def queue_key(self) -> tuple[int, float, int]:
         """The order of service: lower first."""
         return (self.priority, self.arrived_at if self.resumes else inf, self.arrival)
+
+
+def owner_of(request_id: str) -> str:
+    """Return the id of the request that a chunk is computed for: of a beam's, that of its leader."""
+    return request_id.partition("/")[0]
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-from moeserve.plan import ChunkResult, FinishReason, Request
+from moeserve.plan import ChunkResult, FinishReason, Request, SamplingParams
 from moeserve.scheduling.beam_search import Beam, BeamSearch
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.plan_draft import PlanDraft
@@ -63,7 +63,11 @@ class Beams:
             stop_token_ids=sampling.stop_token_ids,
         )
         self._groups[leader.request_id] = _Group(leader, search)
-        leader.sampling = replace(sampling, temperature=0.0, min_tokens=0, logprobs=search.num_alternatives)
+        # A search goes by log probabilities alone, whatever a checkpoint has for sampling.
+        stops = sampling.stop_token_ids
+        leader.sampling = SamplingParams(
+            sampling.max_tokens, 0.0, logprobs=search.num_alternatives, stop_token_ids=stops
+        )
 
     def take(self, request: Request, computed: ChunkResult) -> list[RequestOutput]:
         """Receive the result of a chunk of a leader or a beam. Return the end of the search if it has come.

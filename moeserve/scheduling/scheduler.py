@@ -409,7 +409,7 @@ class Scheduler:
                 self._extend(request)
                 self._open_prompts.add(request)
         draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
-        if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.num_scheduled_tokens):
+        if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.is_in_flight):
             self._on_trial = None
         prompts, closings = list[Request](), list[Request]()
         self._num_places = self._pace.num_places()
@@ -484,7 +484,7 @@ class Scheduler:
         goes_on = error is None and not request.finished
         if goes_on and (request.beam_params is not None or request.leader is not None):
             request.num_computed_tokens += num_certain
-            request.suspect_until = 0 if request.num_computed_tokens >= request.suspect_until else request.suspect_until
+            _clear(request.leader or request, request.num_computed_tokens)
             self._publish(request)
             outputs = self._beams.take(request, computed)
         elif goes_on:
@@ -493,8 +493,7 @@ class Scheduler:
             num_new = len(request.token_ids) - num_known
             num_accepted = max(0, num_new - request.num_forced_tokens - 1)
             request.num_computed_tokens += num_certain + num_accepted
-            if request.num_computed_tokens >= request.suspect_until:
-                request.suspect_until = 0
+            _clear(request, request.num_computed_tokens)
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
@@ -807,8 +806,9 @@ class Scheduler:
 
     def _note_planned(self, request: Request, num_tokens: int) -> None:
         self._tenants.charge(request, num_tokens)
-        if request.suspect_until:
-            self._on_trial = request
+        owner = request.leader or request
+        if owner.suspect_until:
+            self._on_trial = owner
 
     def _awaits_trial(self, request: Request) -> bool:
         """Return whether the request and another one that is planned may both have ended an earlier engine."""
@@ -926,3 +926,9 @@ class Scheduler:
 def _num_pending(request: Request) -> int:
     """Return the number of the request's known tokens that no plan computes yet."""
     return len(request.token_ids) - request.num_planned_tokens
+
+
+def _clear(request: Request, num_tokens: int) -> None:
+    """Suspect a request no more once it has computed as many tokens as it takes."""
+    if num_tokens >= request.suspect_until:
+        request.suspect_until = 0

@@ -21,6 +21,7 @@ from moeserve.plan import (
     StepPlan,
     StepResult,
     TokenLogprobs,
+    owner_of,
 )
 from moeserve.scheduling.beam_search import BeamSearch
 from moeserve.scheduling.request_states import StatePolicy
@@ -161,7 +162,7 @@ class Bench:
         if plans is not None:
             assert sum(len(plan.chunks) for plan in plans) <= self._places
             for plan, oracle in zip(plans, self.oracles, strict=True):
-                leaders = [self.requests[chunk.request_id.partition("/")[0]] for chunk in plan.chunks]
+                leaders = [self.requests[owner_of(chunk.request_id)] for chunk in plan.chunks]
                 oracle.take(plan, [leader.namespace for leader in leaders])
             self._in_flight.append(plans)
         while len(self._in_flight) > (self._depth if plans else 0):
@@ -313,3 +314,35 @@ def test_searches_that_cannot_run_are_refused_in_words() -> None:
         with pytest.raises(ValueError, match=words):
             scheduler.add(Request("r", prompt[:], SamplingParams(20), beam_params=wide))
         assert scheduler.is_idle
+
+
+def test_a_search_goes_by_log_probabilities_whatever_a_checkpoint_has_for_sampling() -> None:
+    bench = Bench([PrefixCache(64, 4)], 0, 64, 8, run_ahead=False)
+    sampling = SamplingParams(8, 0.7, top_k=2, top_p=0.5, repetition_penalty=1.3, stop_token_ids=(STOP,), seed=4)
+    request = Request("r", array("i", range(10)), sampling, beam_params=BeamParams(3, 3))
+    bench.add(request)
+    assert request.sampling == SamplingParams(8, 0.0, logprobs=4, stop_token_ids=(STOP,))
+    bench.run()
+    assert bench.found["r"] == plain(array("i", range(10)), BeamParams(3, 3), sampling)
+
+
+def test_a_suspect_is_on_trial_until_a_beam_has_passed_its_place() -> None:
+    bench = Bench([PrefixCache(64, 4)], 0, 64, 8, run_ahead=False)
+    for name in ("one", "other"):
+        params = BeamParams(2, 2, early_stopping="never")
+        suspect = Request(name, array("i", [*range(9), len(name)]), SamplingParams(12), beam_params=params)
+        suspect.suspect_until = 16
+        bench.add(suspect)
+    seen = []
+    for _ in range(30):
+        plans = bench.scheduler.schedule()
+        if plans is None:
+            break
+        leaders = {owner_of(chunk.request_id) for chunk in plans[0].chunks}
+        ends = [chunk.start + len(chunk.token_ids) for chunk in plans[0].chunks]
+        seen.append((leaders, max(ends)))
+        bench.oracles[0].take(plans[0], [""] * len(plans[0].chunks))
+        bench.scheduler.commit(plans, [bench.oracles[0].compute()])
+    first = [end for leaders, end in seen if leaders == {"one"}]
+    assert max(first) >= 16
+    assert all(len(leaders) == 1 for leaders, _ in seen[: len(first)])

@@ -52,8 +52,6 @@ def read_beams(body: SearchBody, logprobs: int | None) -> BeamParams | None:
     if not max(2, n) <= width <= limits.MAX_N:
         field = "n" if body.best_of is None else "best_of"
         raise invalid(f"`{field}` is the number of beams: at least 2, at least `n`, at most {limits.MAX_N}", field)
-    if body.stream:
-        raise invalid(f"`{_SWITCH}` cannot be streamed: the best texts are known at the end", _SWITCH)
     for name, values in _REFUSED.items():
         if getattr(body, name) not in values:
             raise _apart(name)
