@@ -20,13 +20,17 @@ _WAIT_S = 600.0
 
 
 @contextmanager
-def serving(folder: Path, settings: Sequence[str]) -> Iterator[httpx2.Client]:
-    """Serve the demo with KV on disk in a folder, until the block ends. settings: further ones of `moeserve serve`."""
+def serving(folder: Path, settings: Sequence[str], *, on_disk: bool = True) -> Iterator[httpx2.Client]:
+    """Serve the demo until the block ends, with its log and, if `on_disk`, its KV in a folder.
+
+    settings: further ones of `moeserve serve`.
+    """
     with socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "launcher.cli", "serve", "--port", str(port), "--kv-disk-path", str(folder)]
-    command += settings
+    command = [sys.executable, "-m", "launcher.cli", "serve", "--port", str(port), *settings]
+    if on_disk:
+        command += ["--kv-disk-path", str(folder)]
     with (folder / "log").open("ab") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=_WAIT_S) as http:
