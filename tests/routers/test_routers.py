@@ -152,13 +152,18 @@ def watched(stack: ExitStack, model: Path, folder: Path, services: list[Service]
     return stack.enter_context(program(ROUTER, folder, *command, *flags, path="/health"))
 
 
+def fixed_ports(port: int, events: int, replays: int) -> tuple[str, ...]:
+    """Return the settings of a replica at these ports."""
+    publishes = {"endpoint": f"tcp://127.0.0.1:{events}", "replay_endpoint": f"tcp://127.0.0.1:{replays}"}
+    config = json.dumps(_PUBLISHES | publishes)
+    return ("--port", str(port), "--kv-events-config", config, "--response-store", "memory")
+
+
 def test_a_restarted_replica_of_four_is_found_again(model: Path, tmp_path: Path) -> None:
     with ExitStack() as stack:
-        ports = [str(free_port()) for _ in range(4)]
-        all_four = [
-            start(stack, model, tmp_path / port, *EVENTS, "--port", port, "--response-store", "memory")
-            for port in ports
-        ]
+        # The router asks for sources once: a replica comes again at the ports that it had.
+        settings = [fixed_ports(free_port(), free_port(), free_port()) for _ in range(4)]
+        all_four = [start(stack, model, tmp_path / f"{number}", *one) for number, one in enumerate(settings)]
         router = watched(stack, model, tmp_path, all_four)
         for number in range(NUM_PROMPTS):
             ask(all_four[number % 4].http, prompt_of(number))
@@ -168,8 +173,7 @@ def test_a_restarted_replica_of_four_is_found_again(model: Path, tmp_path: Path)
         all_four[0].process.wait()
         for number in range(NUM_PROMPTS):
             ask(router, prompt_of(number, 3))  # the router asks another one where the first does not answer
-        settings = ("--port", ports[0], "--response-store", "memory")
-        again = start(stack, model, tmp_path / "again", *EVENTS, *settings)
+        again = start(stack, model, tmp_path / "again", *settings[0])
         numbers = count(NUM_PROMPTS)
 
         def finds_new_one() -> bool:
@@ -179,7 +183,11 @@ def test_a_restarted_replica_of_four_is_found_again(model: Path, tmp_path: Path)
             return cached(ask(router, prompt_of(number, 4))) == PREFIX
 
         wait_until(finds_new_one)
-        assert [finds_new_one() for _ in range(12)] == [True] * 12
+        known = [next(numbers) for _ in range(12)]
+        for number in known:
+            ask(again.http, prompt_of(number))
+        wait_until(finds_new_one)  # events are in order: the router knows of these then
+        assert [cached(ask(router, prompt_of(number, 5))) for number in known] == [PREFIX] * 12
 
 
 def test_streams_behind_vllm_router_survive_their_replica(model: Path, tmp_path: Path) -> None:
