@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -199,7 +200,9 @@ def test_a_batch_is_answered_once_over_deaths(running: Service, model: Path, tmp
         batch_id = begun_batch(client)
         for at in sorted(draw.sample(range(1, 20), 3)):
             wait_until(lambda at=at: num_answered(client, batch_id) >= at, timeout=60)
-            strike(running, draw.choice(("worker", "frontend", "frontend 1")))
+            for target in draw.choice((("worker",), ("frontend", "frontend 1"), ("worker", "frontend"))):
+                strike(running, target)
+            assert num_answered(client, batch_id) >= at
         assert texts_of(client, batch_id) == undisturbed
     wait_until(lambda: len(children_of(running.process.pid)) == 3, timeout=60)
     if seed:
@@ -209,6 +212,12 @@ def test_a_batch_is_answered_once_over_deaths(running: Service, model: Path, tmp
         (tmp_path / folder).mkdir()
     with service(model, tmp_path / "a", *SETTINGS, *store) as first, client_of(first) as client:
         batch_id = begun_batch(client)
-        wait_until(lambda: num_answered(client, batch_id) >= 1)
+        wait_until(lambda: num_answered(client, batch_id) >= 4)
+        num_kept = num_answered(client, batch_id)
     with service(model, tmp_path / "b", *SETTINGS, *store) as second, client_of(second) as client:
         assert texts_of(client, batch_id) == undisturbed
+        # The answers that there were are not computed again.
+        metrics = second.http.get("/metrics").text
+        drawn = re.search(r"^moeserve_generation_tokens_total (\S+)", metrics, re.MULTILINE)
+        assert drawn is not None
+        assert 0 < float(drawn[1]) <= 60 * (len(LINES) - num_kept)
