@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 _KEY = "MOESERVE_AGENT_KEY"  # the variable in which agents that read a key from one find it
+# Milliseconds that an agent waits for the next event of an answer. Its first prompt has 9,000 to 21,000 tokens, which a
+# few cores compute for minutes; agents' own limits are 4 to 10 minutes.
+_PATIENCE_MS = 3_600_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +49,8 @@ class Agent:
 
 
 def _codex(server: Server) -> Settings:
-    provider = f'{{name="moeserve", base_url="{server.v1}", env_key="{_KEY}", wire_api="responses"}}'
+    waits = f"stream_idle_timeout_ms={_PATIENCE_MS}"
+    provider = f'{{name="moeserve", base_url="{server.v1}", env_key="{_KEY}", wire_api="responses", {waits}}}'
     options = {
         "model_provider": '"moeserve"',
         "model_providers.moeserve": provider,
@@ -60,6 +64,7 @@ def _codex(server: Server) -> Settings:
 def _claude(server: Server) -> Settings:
     models = ("ANTHROPIC_MODEL", "ANTHROPIC_SMALL_FAST_MODEL", "CLAUDE_CODE_SUBAGENT_MODEL")
     tiers = tuple(f"ANTHROPIC_DEFAULT_{tier}_MODEL" for tier in ("HAIKU", "SONNET", "OPUS"))
+    waits = ("API_TIMEOUT_MS", "CLAUDE_STREAM_FIRST_BYTE_TIMEOUT_MS", "CLAUDE_STREAM_IDLE_TIMEOUT_MS")
     return Settings(
         variables={
             "ANTHROPIC_BASE_URL": server.url,
@@ -68,6 +73,7 @@ def _claude(server: Server) -> Settings:
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
             **dict.fromkeys((*models, *tiers), server.model),
+            **dict.fromkeys(waits, str(_PATIENCE_MS)),
         },
         # It would go before the token.
         removed=("ANTHROPIC_API_KEY",),
@@ -80,7 +86,7 @@ def _opencode(server: Server) -> Settings:
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "moeserve",
-        "options": {"baseURL": server.v1, "apiKey": server.key},
+        "options": {"baseURL": server.v1, "apiKey": server.key, "timeout": _PATIENCE_MS},
         "models": {server.model: {"name": server.model, "limit": limit}},
     }
     name = f"moeserve/{server.model}"
@@ -91,6 +97,7 @@ def _opencode(server: Server) -> Settings:
 
 def _qwen(server: Server) -> Settings:
     variables = {"OPENAI_BASE_URL": server.v1, "OPENAI_API_KEY": server.key, "OPENAI_MODEL": server.model}
+    variables["QWEN_STREAM_IDLE_TIMEOUT_MS"] = str(_PATIENCE_MS)
     return Settings(("--auth-type", "openai"), variables)
 
 
