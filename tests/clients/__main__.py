@@ -69,8 +69,9 @@ def _run(environments: list[Environment], folder: Path, jobs: int) -> Iterator[R
         model = write_tiny_checkpoint(own) if tiny else lengthen(ensure_demo(), own, context) if context else None
         # Long prompts would hold up the others, which are then refused for the time that they would wait.
         settings = ("--max-model-len", "512") if tiny else ()
-        with serve_demo(cache_folder() / f"service-{'tiny' if tiny else context}.log", model, *settings) as service:
-            served = [one for one in environments if (one.client.tiny, one.client.context) == (tiny, context)]
+        served = [one for one in environments if (one.client.tiny, one.client.context) == (tiny, context)]
+        log = cache_folder() / f"service-{'tiny' if tiny else context}.log"
+        with serve_demo(log, [one.client.name for one in served], model, *settings) as service:
             yield from ScriptsRunner(service, folder).run_all(served, jobs)
 
 

@@ -67,6 +67,9 @@ class ScriptsRunner:
             rows = rows or [Row(client.title, client.version, "")]
             rows[-1].outcomes["script"] = False
             rows[-1].details["script"] = f"{why}: {errors.read_text()[-2000:]}"
+        if client.group == "client":
+            for row in rows:
+                row.note_prompts(self._service.prompts(client.name))
         _tell(client, rows, time.monotonic() - begin)
         return rows
 
@@ -75,7 +78,7 @@ class ScriptsRunner:
         kept = {name: os.environ[name] for name in ("LANG", "TERM", "TMPDIR", "EXAMPLES") if name in os.environ}
         return {
             **kept,
-            **self._service.variables,
+            **self._service.variables(environment.client.name),
             "PATH": os.pathsep.join([str(environment.programs), os.environ.get("PATH", "")]),
             "HOME": str(home),
             "PYTHONPATH": str(HERE / "helpers"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -9,10 +10,11 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from moeserve.model.demo import ensure_demo
 
@@ -21,25 +23,45 @@ MODEL = "moeserve-demo"
 _END_S = 20
 
 
+class Prompt(NamedTuple):
+    """A request's prompt: the route, the number of its tokens, and how many of them were cached."""
+
+    route: str
+    num_tokens: int
+    num_cached: int
+
+
 @dataclass(frozen=True, slots=True)
 class Service:
-    """Where the demo is served, and the keys for it."""
+    """Where the demo is served, the keys for it, by clients' names, and the file of its log."""
 
     url: str
-    key: str
+    keys: Mapping[str, str]
     admin_key: str
     folder: Path
+    log: Path
 
-    @property
-    def variables(self) -> dict[str, str]:
-        """The environment variables that scripts read. TOKENIZER: a folder with the model's tokenizer."""
+    def variables(self, client: str) -> dict[str, str]:
+        """Return the environment variables that scripts read. TOKENIZER: a folder with the model's tokenizer."""
         return {
+            "CLIENT": client,
             "BASE_URL": self.url,
-            "API_KEY": self.key,
+            "API_KEY": self.keys[client],
             "ADMIN_KEY": self.admin_key,
             "MODEL": MODEL,
             "TOKENIZER": str(self.folder),
         }
+
+    def prompts(self, client: str) -> list[Prompt]:
+        """Return the prompts that a client's requests had, in the order of their ends."""
+        caller = hashlib.sha256(self.keys[client].encode()).hexdigest()
+        found = []
+        for line in self.log.read_text().splitlines():
+            if caller in line:
+                entry = json.loads(line)
+                if entry.get("prompt_tokens"):
+                    found.append(Prompt(entry["route"], entry["prompt_tokens"], entry["cached_tokens"]))
+        return found
 
 
 def lengthen(demo: Path, folder: Path, context: int) -> Path:
@@ -54,18 +76,19 @@ def lengthen(demo: Path, folder: Path, context: int) -> Path:
 
 
 @contextmanager
-def serve_demo(log: Path, model: Path | None = None, *settings: str) -> Iterator[Service]:
-    """Serve a model as long as the context lasts, the demo unless one is given.
+def serve_demo(log: Path, clients: Iterable[str], model: Path | None = None, *settings: str) -> Iterator[Service]:
+    """Serve a model as long as the context lasts, the demo unless one is given, with a key for each client.
 
     log: file for what the service says. Raises RuntimeError with the end of it if the service does not start.
     """
-    key, admin_key = (f"sk-{secrets.token_hex(12)}" for _ in range(2))
+    own_keys = {client: f"sk-{secrets.token_hex(12)}" for client in clients}
+    admin_key = f"sk-{secrets.token_hex(12)}"
     scripted = ROOT / "tests" / "clients" / "scripted"
     path = os.pathsep.join([str(scripted), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     log.parent.mkdir(parents=True, exist_ok=True)
     keys = log.with_suffix(".keys")
     keys.touch(0o600)
-    keys.write_text(f"{key}\nadmin:{admin_key}\n")
+    keys.write_text("\n".join([*own_keys.values(), f"admin:{admin_key}", ""]))
     options = ["--port", "0", "--served-model-name", MODEL, "--api-key-file", str(keys)]
     command = [
         sys.executable,
@@ -86,7 +109,7 @@ def serve_demo(log: Path, model: Path | None = None, *settings: str) -> Iterator
             text=True,
         )
         try:
-            yield Service(_address(process, log), key, admin_key, model or ensure_demo())
+            yield Service(_address(process, log), own_keys, admin_key, model or ensure_demo(), log)
         finally:
             process.send_signal(signal.SIGTERM)
             try:

@@ -5,7 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-CHECKS = ("plain", "streaming", "tool", "parallel", "streamed_tool", "required", "structured", "error")
+from tests.clients.service import Prompt
+
+CHECKS = ("plain", "streaming", "tool", "parallel", "streamed_tool", "required", "structured", "error", "cached")
+# Tokens at the end of a prompt that are not those of a longer one: the beginning of the answer, and a block that is
+# not full.
+_MOST_NEW_TOKENS = 32
+_ROUTES = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "messages": "/v1/messages",
+    "responses": "/v1/responses",
+}
 _HEADS = {
     "client": ("client", "version", "API", *(check.replace("_", " ") for check in CHECKS)),
     "conformance": ("suite", "version", "API", "passed", "failed", "not applicable"),
@@ -27,6 +38,29 @@ class Row:
     outcomes: dict[str, bool | None] = field(default_factory=dict)
     details: dict[str, str] = field(default_factory=dict)
 
+    def note_prompts(self, prompts: Sequence[Prompt]) -> None:
+        """Judge the `cached` check: some prompt went on from an earlier one, and found that in the cache.
+
+        Its detail becomes the share that was cached of the prompt that went on from the longest one.
+        """
+        if self.outcomes.get("cached", True) is None:
+            return
+        route = next((path for name, path in _ROUTES.items() if self.api.split(" (")[0].endswith(name)), "")
+        own = [prompt for prompt in prompts if prompt.route == route]
+        found = [
+            (earlier.num_tokens, later.num_cached / later.num_tokens, later.num_tokens)
+            for place, later in enumerate(own)
+            for earlier in own[:place]
+            if earlier.num_tokens < later.num_tokens
+            and later.num_cached >= max(1, earlier.num_tokens - _MOST_NEW_TOKENS)
+        ]
+        self.outcomes["cached"] = bool(found)
+        if found:
+            _, share, num_tokens = max(found)
+            self.details["cached"] = f"{100 * share:.0f} % of {num_tokens:,}"
+        else:
+            self.details["cached"] = f"(tokens, cached): {[prompt[1:] for prompt in own]}"
+
     @property
     def failures(self) -> list[str]:
         return [check for check, ok in self.outcomes.items() if ok is False]
@@ -35,6 +69,8 @@ class Row:
         """Return the row's cells. A client's check that was never reported shows as one that failed."""
         if group == "client":
             marks = [_SIGNS[self.outcomes.get(check, False)] for check in CHECKS]
+            if self.outcomes.get("cached"):
+                marks[-1] = self.details.get("cached", _SIGNS[True])
         else:
             said = list(self.outcomes.values())
             marks = [str(said.count(outcome)) for outcome in (True, False, None)]
@@ -69,7 +105,7 @@ def summarize(page: str, readme: str) -> str:
     for client, found in by_client.items():
         marks = [mark for _, *marks in found for mark in marks if mark != _SIGNS[None]]
         apis = ", ".join(api for api, *_ in found)
-        rows.append((*client, apis, f"{marks.count(_SIGNS[True])} of {len(marks)}"))
+        rows.append((*client, apis, f"{len(marks) - marks.count(_SIGNS[False])} of {len(marks)}"))
     return _with_table(readme, "summary", rows)
 
 

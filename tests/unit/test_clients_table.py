@@ -28,8 +28,8 @@ def test_a_client_is_summed_up_over_its_apis():
     page = merge(PAGE, "client", [*rows, row("two", **dict.fromkeys(CHECKS, True))], ["one", "two"])
     readme = summarize(page, "# It\n<!-- table: summary -->\nold\n<!-- end: summary -->\n")
     assert readme.splitlines()[4:] == [
-        "| one | 1 | chat, messages | 1 of 15 |",
-        "| two | 1 | chat | 8 of 8 |",
+        "| one | 1 | chat, messages | 1 of 17 |",
+        "| two | 1 | chat | 9 of 9 |",
         "<!-- end: summary -->",
     ]
 

@@ -154,7 +154,7 @@ def run_program(command: list[str], **variables: str) -> str:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=400,
+        timeout=800,
         check=False,
     )
     return done.stdout

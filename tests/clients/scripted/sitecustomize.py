@@ -24,3 +24,15 @@ if {"launcher.frontend_main", "moeserve.frontend.prepare.text_program"} & set(sy
         return _constraint(self, replace(request, tool_choice=ToolChoice("none"), output_format=form), prompt)
 
     Preparer._constraint = _scripted_constraint
+
+if "launcher.frontend_main" in sys.orig_argv:
+    from moeserve.frontend.routes.generate import GenerateRoute
+
+    _generate = GenerateRoute.__call__
+
+    async def _noted_generate(self, scope, receive, send):
+        """Say in the log line whose request it is."""
+        scope["state"]["log"]["caller"] = scope["state"]["identity"].digest.hex()
+        await _generate(self, scope, receive, send)
+
+    GenerateRoute.__call__ = _noted_generate

@@ -35,7 +35,7 @@ def ask(client, **options):
     )
 
 
-for name in ("plain", "streaming", "tool", "parallel"):
+for name in ("plain", "streaming", "tool", "parallel", "cached"):
     check.cannot(name, "it asks for structured answers alone")
 
 
