@@ -89,10 +89,44 @@ def test_searches_find_the_texts_of_transformers_beam_search(
         for prompt, completion in zip(prompts, completions, strict=True):
             wanted = expected(model, prompt, params, max_tokens, min_tokens)
             assert [text.token_ids for text in completion.found] == [token_ids for token_ids, _ in wanted]
-            assert [text.score for text in completion.found] == pytest.approx([score for _, score in wanted], abs=1e-4)
+            assert [text.score for text in completion.found] == pytest.approx([score for _, score in wanted], rel=1e-5)
             num_stopped += sum(text.finish_reason is FinishReason.STOP for text in completion.found)
     assert num_stopped > 0
     engine.scheduler.check_idle()
     if "kv_cache_memory" in changes:
         assert engine.scheduler.counters.preemptions > 0
+    engine.close()
+
+
+def random_rule(random: Random) -> dict[str, Any]:
+    return {
+        "width": random.randrange(2, 7),
+        "length_penalty": random.choice([-1.0, 0.0, 0.6, 1.0, 2.0]),
+        "early_stopping": random.choice([True, False, "never"]),
+    }
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 8))])
+def test_random_searches_find_the_texts_of_transformers_after_any_hit_in_the_cache(seed: int, tmp_path: Path) -> None:
+    model = build("mixtral")
+    model.save_pretrained(tmp_path)
+    engine = TokenEngine(tmp_path, BASE)
+    random = Random(seed)
+    shared = [random.randrange(8, 120) for _ in range(random.randrange(8, 30))]
+    num_cached = 0
+    for _ in range(10):
+        params = params_of(random_rule(random))
+        max_tokens = random.randrange(1, 16)
+        min_tokens = random.choice([0, max_tokens // 2])
+        prompts = [
+            shared[: random.randrange(1, len(shared))] + [random.randrange(8, 120)]
+            for _ in range(random.randrange(1, 3))
+        ]
+        sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=STOPS)
+        for prompt, completion in zip(prompts, engine.generate(prompts, sampling, params), strict=True):
+            wanted = expected(model, prompt, params, max_tokens, min_tokens)
+            assert [text.token_ids for text in completion.found] == [token_ids for token_ids, _ in wanted]
+            assert [text.score for text in completion.found] == pytest.approx([score for _, score in wanted], rel=1e-5)
+            num_cached += completion.num_cached_tokens
+    assert num_cached > 0
     engine.close()
