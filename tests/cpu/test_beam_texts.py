@@ -119,7 +119,7 @@ def test_random_searches_find_the_texts_of_transformers_after_any_hit_in_the_cac
         max_tokens = random.randrange(1, 16)
         min_tokens = random.choice([0, max_tokens // 2])
         prompts = [
-            shared[: random.randrange(1, len(shared))] + [random.randrange(8, 120)]
+            [*shared[: random.randrange(1, len(shared))], random.randrange(8, 120)]
             for _ in range(random.randrange(1, 3))
         ]
         sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=STOPS)

@@ -47,6 +47,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "bias and least tokens": _completion(temperature=1.0, seed=9, min_tokens=60, ignore_eos=False, stream=True),
     "several choices": _completion(temperature=1.0, seed=10, n=3, stream=True),
     "several prompts": _completion(prompt=["one", "two two"], temperature=1.0, seed=12, n=2),
+    "beams": _completion(use_beam_search=True, best_of=4, n=2, logprobs=1, length_penalty=0.7, early_stopping="never"),
     "chat": _chat(stream=True, logprobs=True, top_logprobs=2, stream_options={"include_usage": True}),
     "schema": _chat(
         stream=True,
