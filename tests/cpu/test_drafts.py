@@ -26,6 +26,8 @@ from tests.support.tiny_model import EOS
 from tests.support.tiny_models import build
 
 NUM_REQUESTS = 96
+# With six settings that is more than 10,000 requests.
+NUM_IN_LONG_SUITE = 1_700
 TOGETHER = 12
 BASE = ServeConfig(kv_cache_memory=2**21, block_size=4, max_model_len=256)
 GRAMMARS = [
@@ -71,9 +73,9 @@ def prompts_of(random: Random) -> list[int]:
     return [random.randrange(97, 123), *piece * random.randrange(1, 6), *piece[: random.randrange(len(piece))], 98]
 
 
-def requests_of(random: Random, *, grammars: Sequence[str]) -> list[tuple[list[int], SamplingParams]]:
+def requests_of(random: Random, count: int, *, grammars: Sequence[str]) -> list[tuple[list[int], SamplingParams]]:
     requests: list[tuple[list[int], SamplingParams]] = []
-    while len(requests) < NUM_REQUESTS:
+    while len(requests) < count:
         prompt, sampling = prompts_of(random), sampling_of(random, grammars=grammars)
         for choice in range(random.choice([1, 1, 3])):
             requests.append((prompt, replace(sampling, seed=sampling.seed + choice)))
@@ -94,6 +96,7 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [NUM_REQUESTS, pytest.param(NUM_IN_LONG_SUITE, marks=pytest.mark.long)])
 @pytest.mark.parametrize(
     ("kind", "method", "changes"),
     [
@@ -106,7 +109,7 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
     ],
 )
 def test_random_requests_have_the_same_bits_with_drafts_and_without(
-    kind: str, method: str, changes: dict[str, object], tmp_path: Path
+    kind: str, method: str, changes: dict[str, object], count: int, tmp_path: Path
 ) -> None:
     grammars: Sequence[str] = ()
     if kind in ("grammars", "short of memory"):
@@ -114,7 +117,7 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
         grammars = GRAMMARS
     else:
         build(kind, **({"sliding_window": 9} if kind == "gpt_oss" else {})).save_pretrained(tmp_path)
-    requests = requests_of(Random(f"{kind} {method}"), grammars=grammars)
+    requests = requests_of(Random(f"{kind} {method}"), count, grammars=grammars)
     plain = TokenEngine(tmp_path, BASE)
     expected = complete(plain, requests)
     plain.close()
@@ -124,9 +127,9 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
     counters = engine.scheduler.draft_counters
     assert counters is not None
     if method != "auto":
-        assert counters.tokens > sum(counters.accepted) > NUM_REQUESTS / 4
+        assert counters.tokens > sum(counters.accepted) > count / 4
     num_accepted = sum(counters.accepted)
-    if kind == "grammars" and method == "suffix":
+    if kind == "grammars" and method == "suffix" and count == NUM_REQUESTS:
         # What followed these prompts is cached now, and makes further drafts.
         assert answers(complete(engine, requests)) == answers(expected)
         assert sum(counters.accepted) - num_accepted > 1.5 * num_accepted
