@@ -70,6 +70,8 @@ def _claude(server: Server) -> Settings:
             "ANTHROPIC_BASE_URL": server.url,
             "ANTHROPIC_AUTH_TOKEN": server.key,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
+            # Without it 32,000, and a small model may write that many.
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.context // 4),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
             **dict.fromkeys((*models, *tiers), server.model),

@@ -68,6 +68,8 @@ def aider():
 
     for name in ("tool", "parallel", "streamed_tool", "required", "structured"):
         check.cannot(name, aider.__doc__)
+    # Half of a second prompt is cached.
+    check.cannot("cached", "it moves what it reminds the model of behind the newest message")
 
 
 def llm():

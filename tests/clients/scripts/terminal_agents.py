@@ -22,8 +22,8 @@ def write(path, content):
 
 
 def qwen_code(text, model):
-    # The first prompt has 18,000 tokens: a machine of two cores may compute for longer than the 4 minutes of silence
-    # that it allows.
+    # All its tools make a first prompt of 18,000 tokens.
+    write(HOME / ".qwen/settings.json", {"tools": {"core": ["run_shell_command"]}})
     variables = {**OPENAI, "OPENAI_MODEL": model, "QWEN_STREAM_IDLE_TIMEOUT_MS": "900000"}
     return ["qwen", "--auth-type", "openai", "--yolo", "-p", text], variables
 
@@ -67,9 +67,10 @@ def mini_swe_agent(text, model):
     return ["mini", "-y", "--exit-immediately", "-m", f"openai/{model}", "-t", text, *settings], variables
 
 
-# By clients' names: the command, the call that shows the note, and whether the agent shows the model's whole answer.
+# By clients' names: the command, the call that shows the note, and whether the note is in each result of two calls and
+# the agent shows the model's whole answer. qwen-code may give the second result of two commands at once as empty.
 AGENTS = {
-    "qwen-code": (qwen_code, 'run_shell_command({"command": "cat note.txt", "is_background": false})', True),
+    "qwen-code": (qwen_code, 'run_shell_command({"command": "cat note.txt", "is_background": false})', False),
     "pi": (pi, 'bash({"command": "cat note.txt"})', True),
     "cline": (cline, 'run_commands({"commands": ["cat note.txt"]})', True),
     "continue": (continue_cli, 'Bash({"command": "cat note.txt"})', True),
