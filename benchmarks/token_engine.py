@@ -61,20 +61,23 @@ class TokenEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         beams: BeamParams | None = None,
+        predicted: Sequence[Sequence[int]] | None = None,
     ) -> list[Completion]:
         """Complete prompts of token ids together and return them in order. One `sampling` serves all.
 
-        With `beams` the completions have nothing but `found` and `finish_reason`.
+        With `beams` the completions have nothing but `found` and `finish_reason`. predicted: the answers as their
+        clients predict them.
 
         Raises NeverFitsError or QueueFullError as the scheduler does, and RuntimeError if the model fails.
         """
         shared = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         completions: dict[str, Completion] = {}
-        for prompt, own in zip(prompts, shared, strict=True):
+        for prompt, own, guess in zip(prompts, shared, predicted or [()] * len(prompts), strict=True):
             request_id = f"llm-{self._count}"
             self._count += 1
             completions[request_id] = Completion()
-            self.scheduler.add(Request(request_id, array("i", prompt), own, beam_params=beams))
+            request = Request(request_id, array("i", prompt), own, predicted=array("i", guess), beam_params=beams)
+            self.scheduler.add(request)
         while (outputs := self.steps.advance()) is not None:
             for output in outputs:
                 if output.error is not None:

@@ -167,6 +167,8 @@ class Request:
 
     `draft_tokens` are guesses of the tokens that follow `token_ids`, made with the last commit; where there is a
     grammar, `draft_masks` are the masks after each of them. Guesses in flight do not count as scheduled tokens.
+    `predicted` is the answer as its client predicts it; `judged` are the numbers of its tokens that were verified as
+    drafts and were right, or wrong, until an output carries them.
 
     `thought` follows the thought of a request that has a budget for it. `num_forced_tokens`: the tokens behind the last
     sampled one, which ended the thought and were not sampled; they are computed together.
@@ -228,6 +230,8 @@ class Request:
     mask: bytes | None = None
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: tuple[bytes, ...] = ()
+    predicted: array[int] = field(default_factory=lambda: array("i"))
+    judged: tuple[int, int] = (0, 0)
     budget: InitVar[ThoughtBudget | None] = None
     thought: BudgetedThought | None = field(init=False, default=None)
     num_forced_tokens: int = 0

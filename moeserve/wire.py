@@ -162,6 +162,7 @@ class Generate(Message):
     that the turns of a conversation share, empty without one; None for a request that calls no tools (see `Turned`).
     `offers_kv`: hold the blocks of the prompt for another service. `ticket`: fetch them from another one.
     `beams`: search for the likeliest texts; the request then has one output, the last, with the texts that were found.
+    `predicted`: the answer's text as its client predicts it, as int32 bytes.
     """
 
     request_id: str
@@ -181,6 +182,7 @@ class Generate(Message):
     offers_kv: bool = False
     ticket: KvTicket | None = None
     beams: BeamParams | None = None
+    predicted: bytes = b""
 
 
 class Turned(Message):
@@ -217,8 +219,8 @@ class Control(Message):
 
 class EngineReady(Message):
     """The answer to `Hello`, once the model is loaded. keeps_states: prefixes need snapshots of recurrent states.
-    arithmetic: how the model multiplies, for people. kv_event_sources: where each rank publishes events about its
-    cached blocks; empty if it does not."""
+    drafts: draft tokens are made. arithmetic: how the model multiplies, for people. kv_event_sources: where each rank
+    publishes events about its cached blocks; empty if it does not."""
 
     pid: int
     model_hash: str
@@ -236,6 +238,7 @@ class EngineReady(Message):
     kv_bytes: int
     num_experts: int = 0
     keeps_states: bool = False
+    drafts: bool = False
     arithmetic: str = ""
     kv_event_sources: list[dict[str, Any]] = []
 
@@ -270,6 +273,7 @@ class Output(Message):
     in the first output, answers `CacheWish.report`. `num_disk_tokens` of the cached tokens were read from disk; None
     where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that are held. `found`: the
     answers of a beam search, the best first.
+    `judged`: the tokens of the client's prediction that the step verified, those that were right and the others.
     """
 
     request_id: str
@@ -284,6 +288,7 @@ class Output(Message):
     num_disk_tokens: int | None = None
     ticket: KvTicket | None = None
     found: list[FoundText] | None = None
+    judged: tuple[int, int] = (0, 0)
 
 
 class Outputs(Message):

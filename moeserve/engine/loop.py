@@ -258,8 +258,9 @@ class Engine:
     def _to_request(self, message: Generate) -> Request:
         """Return the scheduler's request. Raise DecodeError or ValueError."""
         prompt, output = unpack_token_ids(message.token_ids), unpack_token_ids(message.output_token_ids)
+        predicted = unpack_token_ids(message.predicted)
         closing = (*message.thought.closing, *message.thought.closing_again) if message.thought is not None else ()
-        for token_ids in (prompt, output, closing):
+        for token_ids in (prompt, output, closing, predicted):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self._ready.vocab_size:
                 raise ValueError("token ids are out of vocabulary")
         if not prompt:
@@ -283,6 +284,7 @@ class Engine:
             offers_kv=message.offers_kv,
             ticket=message.ticket,
             beam_params=message.beams,
+            predicted=predicted,
         )
 
     def _wait_s(self, request: Request) -> float:
@@ -353,6 +355,7 @@ def _to_message(output: RequestOutput) -> Output:
         request.num_disk_tokens,
         request.offered,
         output.found,
+        output.judged,
     )
 
 

@@ -166,7 +166,8 @@ def serve(
         )
         ends.callback(masks.close)
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
-        ready = _ready(context, model, caches[0], [] if events is None else events.sources)
+        drafts, event_sources = scheduler.draft_counters is not None, [] if events is None else events.sources
+        ready = _ready(context, model, caches[0], event_sources, drafts=drafts)
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
         copier = None if disk is None else _start_copier(disk, copies, executor)
@@ -203,7 +204,12 @@ def _start_events(
 
 
 def _ready(
-    context: RunContext, model: ServedModel, cache: PrefixCache, kv_event_sources: list[dict[str, Any]]
+    context: RunContext,
+    model: ServedModel,
+    cache: PrefixCache,
+    kv_event_sources: list[dict[str, Any]],
+    *,
+    drafts: bool,
 ) -> EngineReady:
     config = context.config
     num_ranks = config.expert_parallel_size
@@ -224,6 +230,7 @@ def _ready(
         kv_bytes=num_ranks * model.kv_bytes,
         num_experts=0 if model.spec.moe is None else model.spec.moe.num_experts,
         keeps_states=cache.keeps_states,
+        drafts=drafts,
         arithmetic=model.arithmetic,
         kv_event_sources=kv_event_sources,
     )

@@ -44,6 +44,7 @@ def generates_of(
         arrived_at=arrived_at,
         thought=_thought_budget(services, prepared),
         session=session,
+        prediction=prepared.prediction,
     )
 
 

@@ -55,11 +55,18 @@ class ExpertsNow(msgspec.Struct, frozen=True):
     migrations: int | None = None
 
 
+class DraftsNow(msgspec.Struct, frozen=True):
+    """Draft tokens per second since the sample before: verified ones, and of these the right ones."""
+
+    verified_rate: float
+    accepted_rate: float
+
+
 class Sample(msgspec.Struct, frozen=True):
     """`time` is in seconds since 1970. Rates are tokens per second since the sample before: `prompt_rate` of admitted
     prompts, `cached_rate` of these the ones found in the prefix cache. `step_seconds` is the mean of a step. Latencies
     and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
-    since the start. `disk`: None where KV is in memory alone."""
+    since the start. `disk`: None where KV is in memory alone. `drafts`: None where no drafts are made."""
 
     time: float
     running: int
@@ -76,6 +83,7 @@ class Sample(msgspec.Struct, frozen=True):
     preemptions: int
     experts: ExpertsNow
     disk: KvOnDisk | None = None
+    drafts: DraftsNow | None = None
 
 
 class _Point(msgspec.Struct, frozen=True):
@@ -170,6 +178,7 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         preemptions=stats.preemptions,
         experts=_experts(last.stats.features, stats.features),
         disk=_on_disk(stats.features),
+        drafts=_drafts(last.stats.features, stats.features, seconds),
     )
 
 
@@ -183,6 +192,14 @@ def _on_disk(now: FeatureSamples) -> KvOnDisk | None:
     )
     found = sum(tokens.values())
     return KvOnDisk(int(blocks["disk"]), int(size["disk"]), round(tokens["disk"] / found, 4) if found else None)
+
+
+def _drafts(before: FeatureSamples, now: FeatureSamples, seconds: float) -> DraftsNow | None:
+    """Return the rates of draft tokens, None where none are made."""
+    if "moeserve_draft_tokens" not in now:
+        return None
+    names = ("moeserve_draft_tokens", "moeserve_draft_accepted_tokens")
+    return DraftsNow(*(round(_gain(before, now, name) / seconds, 2) for name in names))
 
 
 def _experts(before: FeatureSamples, now: FeatureSamples) -> ExpertsNow:

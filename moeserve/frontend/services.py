@@ -151,6 +151,7 @@ class Services:
                 max_logprobs=self.run.config.max_logprobs,
                 keeps_states=ready.keeps_states,
                 moves_kv=self.run.config.kv_transfer_config is not None,
+                drafts=ready.drafts,
             )
         return self._facts
 

@@ -1,4 +1,5 @@
-"""Where guesses of a request's next tokens come from: its own text, and what the prefix cache has behind it.
+"""Where guesses of a request's next tokens come from: its own text, what the prefix cache has behind it, and the text
+that its client predicts.
 
 What grammars force comes from `moeserve.grammars.masks`.
 """
@@ -13,11 +14,17 @@ from moeserve.plan import Request
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.scheduling.suffix_index import LONGEST_MATCH, SuffixIndex
 
-# The sources: the request's prompt and output; cached text that begins with all of the request's tokens.
+# The sources: the request's prompt and output; cached text that begins with all of the request's tokens; the text that
+# the client predicts.
 OWN_TEXT = "own"
 CACHED_TEXT = "cached"
+PREDICTED_TEXT = "predicted"
 # What the request's grammar forces behind its tokens, or behind a guess of another source.
 FORCED = "forced"
+# An answer that has left its predicted text is in it again where this number of tokens is alike.
+_FOUND_AGAIN = 3
+# Places of int32 values that are looked at in bytes; of crafted tokens most may not be aligned.
+_MOST_PLACES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,3 +84,47 @@ class CachedText:
         tokens = memory.continuation(request, most)
         self._last = Guess(CACHED_TEXT, self._num_followed, tokens) if tokens else None
         return self._last
+
+
+class PredictedText:
+    """The text that a client predicts for the answer: it is guessed from its beginning, and goes on after each edit.
+
+    A token that differs is taken for an exchanged one. From then on the answer is looked for in the text, first behind
+    the place that was reached, then before it.
+    """
+
+    __slots__ = ("_num_followed", "_place", "_tokens")
+
+    def __init__(self, tokens: array[int]) -> None:
+        self._tokens = tokens
+        self._place = 0
+        self._num_followed = 0
+
+    def follow(self, new_tokens: Sequence[int], output: array[int]) -> None:
+        """Receive the newest tokens of the answer. output: its end, with these."""
+        for token in new_tokens:
+            is_alike = self._place < len(self._tokens) and self._tokens[self._place] == token
+            self._num_followed = self._num_followed + 1 if is_alike else 0
+            self._place = min(self._place + 1, len(self._tokens))
+        if self._num_followed < _FOUND_AGAIN <= len(output):
+            tail = output[-_FOUND_AGAIN:]
+            place = _find(self._tokens, tail, max(0, self._place - _FOUND_AGAIN))
+            place = _find(self._tokens, tail, 0) if place is None else place
+            if place is not None:
+                self._place, self._num_followed = place + _FOUND_AGAIN, _FOUND_AGAIN
+
+    def guess(self, most: int) -> Guess | None:
+        """Return up to `most` tokens of the text, where the answer's last token is that of the text."""
+        tokens = self._tokens[self._place : self._place + most]
+        return Guess(PREDICTED_TEXT, self._num_followed, tokens) if tokens and self._num_followed else None
+
+
+def _find(tokens: array[int], wanted: array[int], start: int) -> int | None:
+    """Return the first place from `start` on where the tokens are those wanted; None if there is none."""
+    size, data, searched = tokens.itemsize, wanted.tobytes(), memoryview(tokens).cast("B")
+    whole, place = bytes(searched[start * size :]), -1
+    for _ in range(_MOST_PLACES):
+        place = whole.find(data, place + 1)
+        if place < 0 or place % size == 0:
+            break
+    return start + place // size if place >= 0 and place % size == 0 else None

@@ -14,12 +14,14 @@ from moeserve.config import SpeculativeConfig
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths
-from moeserve.scheduling.draft_sources import FORCED, CachedText, Guess, OwnText
+from moeserve.scheduling.draft_sources import FORCED, PREDICTED_TEXT, CachedText, Guess, OwnText, PredictedText
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 
 # Tokens that are indexed in a step, of all requests together.
 _INDEXED_PER_STEP = 4096
+# The number of tokens at an answer's end by which it is found again in its predicted text.
+_TAIL = 3
 # Guesses are compared by this number of their first tokens.
 _COMPARED = 4
 
@@ -45,12 +47,15 @@ class DraftCounters:
 class _Known:
     """The facts about one request that drafting keeps: its rates, its texts and its present guesses, the best first.
 
+    predicted: None where the client predicts no text.
+
     The last `num_forced` of its draft tokens are forced by its grammar, those before them are of the best guess.
     """
 
     rates: Rates
     own: OwnText = field(default_factory=OwnText)
     cached: CachedText = field(default_factory=CachedText)
+    predicted: PredictedText | None = None
     guesses: list[Guess] = field(default_factory=list)
     num_forced: int = 0
 
@@ -92,14 +97,20 @@ class Drafting:
             self.counters.count(chunk, num_accepted)
         known = self._known.get(request.request_id)
         if known is None:
-            known = self._known[request.request_id] = _Known(self._acceptance.of_request())
+            predicted = PredictedText(request.predicted) if request.predicted else None
+            known = _Known(self._acceptance.of_request(), predicted=predicted)
+            self._known[request.request_id] = known
         self._allowance -= known.own.extend(request.token_ids, self._allowance)
         if not new_tokens:
             return
         for guess in known.guesses:
             self._judge(known, guess, new_tokens)
+            if guess.source == PREDICTED_TEXT and chunk.num_drafts:
+                _count_predicted(request, guess, chunk, num_accepted)
         self._judge_forced(request, known, new_tokens)
         known.cached.follow(new_tokens)
+        if known.predicted is not None:
+            known.predicted.follow(new_tokens, request.token_ids[-min(request.num_output_tokens, _TAIL) :])
         known.guesses = sorted(self._guesses(request, known, memory), key=lambda g: self._worth(known, g), reverse=True)
         known.num_forced, request.draft_masks = 0, ()
         request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
@@ -185,9 +196,10 @@ class Drafting:
             self._judge(known, Guess(FORCED, 0, request.draft_tokens[num_guessed:]), new_tokens[num_guessed:])
 
     def _guesses(self, request: Request, known: _Known, memory: RequestMemory) -> list[Guess]:
-        """Return the guesses of all sources, leaving out sources without one."""
+        """Return the guesses of all sources that have one. Of equal ones the client's comes first."""
         config, most = self._config, self._config.num_speculative_tokens
-        found = [known.own.guess(request.token_ids, config.prompt_lookup_min, most)]
+        found = [None if known.predicted is None else known.predicted.guess(most)]
+        found.append(known.own.guess(request.token_ids, config.prompt_lookup_min, most))
         if config.method != "ngram":
             found.append(known.cached.guess(request, memory, most))
         kept = [replace(guess, tokens=self._until_stop(request, guess.tokens)) for guess in found if guess is not None]
@@ -206,6 +218,14 @@ class Drafting:
             if stop in guess:
                 guess = guess[: guess.index(stop)]
         return guess
+
+
+def _count_predicted(request: Request, guess: Guess, chunk: Chunk, num_accepted: int) -> None:
+    """Count the first drafts of a chunk that are those of the text that the client predicts."""
+    num_predicted = guess.num_right(chunk.token_ids[-chunk.num_drafts :])
+    num_right = min(num_accepted, num_predicted)
+    right, wrong = request.judged
+    request.judged = right + num_right, wrong + num_predicted - num_right
 
 
 def _room_for_drafts(request: Request, memory: RequestMemory, num_running: int, rope_switch: int | None) -> int:

@@ -26,6 +26,7 @@ class RequestOutput:
     error: str | None = None
     miss: Miss | None = None
     found: list[FoundText] | None = None
+    judged: tuple[int, int] = (0, 0)
 
     @property
     def num_tokens(self) -> int:

@@ -515,6 +515,7 @@ class Scheduler:
         self.counters.generation_tokens += sum(output.num_tokens for output in outputs)
         if request.miss is not None:
             outputs[0].miss, request.miss = request.miss, None
+        outputs[0].judged, request.judged = request.judged, (0, 0)
         if last.finish_reason is not None:
             self._end(request, last.finish_reason)
         elif last.token_id is not None and request.mask is not None:

@@ -82,11 +82,16 @@ def requests_of(random: Random, count: int, *, grammars: Sequence[str]) -> list[
     return requests
 
 
-def complete(engine: TokenEngine, requests: Sequence[tuple[list[int], SamplingParams]]) -> list[Completion]:
+def complete(
+    engine: TokenEngine,
+    requests: Sequence[tuple[list[int], SamplingParams]],
+    predicted: Sequence[Sequence[int]] | None = None,
+) -> list[Completion]:
     completions = []
     for first in range(0, len(requests), TOGETHER):
         prompts, samplings = zip(*requests[first : first + TOGETHER], strict=True)
-        completions += engine.generate(prompts, samplings)
+        guesses = None if predicted is None else predicted[first : first + TOGETHER]
+        completions += engine.generate(prompts, samplings, predicted=guesses)
     engine.scheduler.check_idle()
     return completions
 
@@ -136,6 +141,55 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
     if kind == "short of memory":
         assert engine.scheduler.counters.preemptions > 0
     engine.close()
+
+
+def edited(random: Random, answer: Sequence[int]) -> list[int]:
+    """Return the answer with a token exchanged, others left out or added, or all of it wrong."""
+    tokens, place = list(answer), random.randrange(len(answer) + 1)
+    match random.randrange(5):
+        case 0:
+            tokens[place : place + 1] = [97]
+        case 1:
+            del tokens[place : place + 4]
+        case 2:
+            tokens[place:place] = [98, 99, 100, 97]
+        case 3:
+            tokens = [token + 1 for token in tokens]
+    return tokens
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "changes"),
+    [
+        ("grammars", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
+        ("short of memory", {"kv_cache_memory": 64 * 2**10}),
+        ("gpt_oss", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
+    ],
+)
+def test_random_requests_have_the_same_bits_with_predicted_answers_and_without(
+    kind: str, changes: dict[str, int], tmp_path: Path
+) -> None:
+    random, grammars = Random(kind), [] if kind == "gpt_oss" else GRAMMARS
+    if grammars:
+        write_tiny_checkpoint(tmp_path)
+    else:
+        build(kind, sliding_window=9).save_pretrained(tmp_path)
+    requests = requests_of(random, NUM_REQUESTS, grammars=grammars)
+    plain = TokenEngine(tmp_path, BASE)
+    expected = complete(plain, requests)
+    plain.close()
+    num_right = []
+    for predicted in (None, [edited(random, completion.token_ids) for completion in expected]):
+        engine = TokenEngine(tmp_path, replace(BASE, speculative_config="ngram", **changes))  # type: ignore[arg-type]
+        assert answers(complete(engine, requests, predicted=predicted)) == answers(expected)
+        counters = engine.scheduler.draft_counters
+        assert counters is not None
+        num_right.append(sum(counters.accepted))
+        if kind == "short of memory":
+            assert engine.scheduler.counters.preemptions > 0
+        engine.close()
+    assert num_right[1] > 1.3 * num_right[0]
 
 
 @pytest.mark.parametrize("method", ["none", "auto", "ngram", "suffix"])

@@ -105,6 +105,7 @@ class Simulation:
         suspect_until: int = 0,
         budget: ThoughtBudget | None = None,
         earlier_output: list[int] | None = None,
+        predicted: list[int] | None = None,
     ) -> Record:
         """resumed_from: when the request arrived in an earlier life of the engine; None for a new one."""
         earlier = array("i", earlier_output or [])
@@ -117,6 +118,7 @@ class Simulation:
             terms=terms,
             budget=budget,
             earlier_output=earlier,
+            predicted=array("i", predicted or []),
         )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from

@@ -206,7 +206,11 @@ def test_a_whole_answer_has_the_fields_of_openais() -> None:
         "completion_tokens": 2,
         "total_tokens": 7,
         "prompt_tokens_details": {"cached_tokens": 4},
-        "completion_tokens_details": {"reasoning_tokens": 0},
+        "completion_tokens_details": {
+            "reasoning_tokens": 0,
+            "accepted_prediction_tokens": 0,
+            "rejected_prediction_tokens": 0,
+        },
     }
 
 
@@ -242,3 +246,21 @@ def test_a_stream_without_usage_does_not_mention_it() -> None:
 def test_events_carry_log_probabilities_of_their_tokens() -> None:
     chunk = event(formatter(logprobs=True).delta(Delta(0, "a", [TOKEN]), USAGE))
     assert chunk["choices"][0]["logprobs"]["content"][0]["token"] == "a"
+
+
+def test_a_prediction_is_a_text_or_parts_of_text() -> None:
+    assert parse().prediction == ""
+    assert parse(prediction={"type": "content", "content": "def f():"}).prediction == "def f():"
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert parse(prediction={"type": "content", "content": parts}).prediction == "a\nb"
+    assert refuse(prediction={"type": "other", "content": "a"}).param == "prediction.type"
+    assert refuse(prediction={"type": "content"}).param == "prediction.content"
+    image = [{"type": "image_url", "text": "a"}]
+    assert refuse(prediction={"type": "content", "content": image}).param == "prediction.content[0].type"
+
+
+def test_accepted_tokens_of_a_prediction_are_never_more_than_those_of_the_answer() -> None:
+    usage = Usage(completion_tokens=7, accepted_prediction_tokens=9, rejected_prediction_tokens=3)
+    body = answer_of(formatter().complete([Delta(0, "a", [], "stop")], usage))
+    details = body["usage"]["completion_tokens_details"]
+    assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (7, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from itertools import product
 from random import Random
 
@@ -9,9 +10,9 @@ import pytest
 
 from moeserve.config import SpeculativeConfig
 from moeserve.plan import Request, SamplingParams
-from moeserve.scheduling.draft_sources import Guess
+from moeserve.scheduling.draft_sources import Guess, PredictedText
 from moeserve.scheduling.drafting import Drafting
-from tests.support.kv_oracle import draw
+from tests.support.kv_oracle import draw, undisturbed
 from tests.support.parameters import pairs
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
 from tests.unit.test_scheduler_oracle import converse, make_conversations
@@ -93,3 +94,83 @@ def test_what_followed_a_prompt_is_drafted_for_its_own_namespace_alone() -> None
     simulation.check_all_done()
     assert steps[0] == steps[2]
     assert steps[1] < steps[0] / 3
+
+
+def followed(predicted: list[int], *parts: list[int]) -> list[int]:
+    """Return the tokens that are guessed once an answer has come in parts."""
+    text, output = PredictedText(array("i", predicted)), array("i")
+    for part in parts:
+        output.extend(part)
+        text.follow(part, output[-3:])
+    guess = text.guess(4)
+    return [] if guess is None else guess.tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("parts", "expected"),
+    [
+        ([[1]], [2, 3, 4, 5]),
+        ([[1, 2], [3, 4]], [5, 6, 7, 8]),
+        ([[30]], []),
+        ([[1, 2], [30]], []),
+        ([[1, 2], [30, 4]], [5, 6, 7, 8]),
+        ([[1, 2, 30, 31, 32, 3, 4], [5]], [6, 7, 8, 9]),
+        ([[1, 2, 6, 7], [8]], [9]),
+        ([[6, 7, 8], [1, 2, 3]], [4, 5, 6, 7]),
+        ([[20, 21, 22, 1, 2, 3]], [4, 5, 6, 7]),
+        ([[1, 2, 3, 4, 5, 6, 7, 8, 9]], []),
+        ([[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]], []),
+    ],
+    ids=[
+        "from the beginning",
+        "along it",
+        "another beginning",
+        "at an edit",
+        "behind an exchanged token",
+        "behind added tokens",
+        "behind tokens left out",
+        "before tokens that came first",
+        "behind another beginning",
+        "nothing at its end",
+        "nothing beyond its end",
+    ],
+)
+def test_predicted_text_is_guessed_along_the_answer_and_found_again_behind_each_edit(
+    parts: list[list[int]], expected: list[int]
+) -> None:
+    assert followed([1, 2, 3, 4, 5, 6, 7, 8, 9], *parts) == expected
+
+
+def test_tokens_are_found_at_whole_places_alone() -> None:
+    # The bytes of three tokens of 257 stand at every place of this text, but at no whole one.
+    assert followed([0x01000001, 0x01000001, 0x01000001, 0x01000001, 5], [7, 0x00000101, 0x00000101, 0x00000101]) == []
+
+
+def test_right_tokens_of_a_prediction_take_fewer_steps_and_are_counted_with_wrong_ones() -> None:
+    sampling = SamplingParams(max_tokens=40, seed=3)
+    tokens, _ = undisturbed([1, 2, 3], sampling, VOCAB_SIZE)
+    edited = [*tokens[:10], (tokens[10] + 1) % VOCAB_SIZE, *tokens[11:]]
+    steps, judged = {}, {}
+    for name, predicted in {
+        "none": [],
+        "right": tokens,
+        "edited": edited,
+        "wrong": [(t + 1) % VOCAB_SIZE for t in tokens],
+    }.items():
+        drafting = Drafting(SpeculativeConfig("ngram", MOST_DRAFTS, 32))
+        simulation = Simulation(num_blocks=32, block_size=4, drafting=drafting, most_drafts=MOST_DRAFTS)
+        simulation.add("r", [1, 2, 3], sampling, predicted=predicted)
+        outputs = []
+        while not simulation.scheduler.is_idle:
+            outputs += simulation.step()
+        simulation.check_all_done()
+        steps[name] = len(simulation.plans)
+        judged[name] = tuple(map(sum, zip(*(output.judged for output in outputs), strict=True)))
+    assert steps["none"] == 40
+    assert judged["none"] == (0, 0)
+    assert steps["right"] == 8
+    assert judged["right"] == (32, 0)
+    assert steps["edited"] < 14
+    assert judged["edited"][0] > 25
+    assert judged["edited"][1] > 0
+    assert judged["wrong"][0] < 10

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.live import KvBlocks, KvOnDisk, LiveStats, quantiles
+from moeserve.frontend.live import DraftsNow, KvBlocks, KvOnDisk, LiveStats, quantiles
 from moeserve.frontend.metrics import Metrics
-from moeserve.wire import Stats
+from moeserve.wire import FeatureSamples, Stats
 
 
 def stats(**fields: Any) -> Stats:
@@ -73,6 +73,18 @@ def test_kv_on_disk_is_told_where_there_is_some(clock: Clock) -> None:
         figures.on_stats(stats(features=features))
         clock.forward(1)
     assert [sample.disk for sample in figures.samples] == [None, KvOnDisk(blocks=40, bytes=4000, hit_share=0.25)]
+
+
+def test_drafts_have_rates_where_some_are_made(clock: Clock) -> None:
+    figures = LiveStats(Metrics(), clock)
+    for features in ({}, {}, drafts_of(10, 4), drafts_of(50, 34)):
+        figures.on_stats(stats(features=features))
+        clock.forward(2)
+    assert [sample.drafts for sample in figures.samples] == [None, DraftsNow(5.0, 2.0), DraftsNow(20.0, 15.0)]
+
+
+def drafts_of(verified: int, accepted: int) -> FeatureSamples:
+    return {"moeserve_draft_tokens": [[verified]], "moeserve_draft_accepted_tokens": [[accepted]]}
 
 
 def test_stats_that_come_faster_give_one_sample_a_second(clock: Clock) -> None:

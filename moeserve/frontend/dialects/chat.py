@@ -10,7 +10,13 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.beams import SearchBody, read_beams, without_search
-from moeserve.frontend.dialects.chat_messages import ChatMessage, read_breakpoints, read_messages
+from moeserve.frontend.dialects.chat_messages import (
+    ChatMessage,
+    Prediction,
+    read_breakpoints,
+    read_messages,
+    read_prediction,
+)
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
@@ -66,6 +72,7 @@ class ChatBody(SearchBody, kw_only=True):
     kv_transfer_params: dict[str, Any] | None = None
     functions: list[FunctionBody] | None = None
     function_call: str | dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
 
 class _Repeated(msgspec.Struct):
@@ -108,6 +115,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         cache_hit_threshold=fields.read_hit_threshold(chat.cache_hit_threshold),
         cache=read_cache(chat),
         thought=fields.read_thought(chat, chat.reasoning_effort),
+        prediction=read_prediction(chat.prediction),
         tools=prompt.tools,
         tool_choice=_tool_choice(chat, prompt.tools),
         parallel_tool_calls=chat.parallel_tool_calls is not False and not is_legacy,

@@ -44,6 +44,22 @@ class ChatMessage(msgspec.Struct):
     reasoning: str | None = None
 
 
+class Prediction(msgspec.Struct):
+    type: str = "content"
+    content: str | list[ContentPart] | None = None
+
+
+def read_prediction(prediction: Prediction | None) -> str:
+    """Return the text of a predicted answer, empty without one. Raises ApiError that names the field."""
+    if prediction is None:
+        return ""
+    if prediction.type != "content":
+        raise unsupported("prediction.type", prediction.type[:40])
+    if prediction.content is None:
+        raise invalid("`prediction.content` is required", "prediction.content")
+    return _content_text(prediction.content, "prediction")
+
+
 def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
     """Return the messages as in `ChatPrompt`. Raises ApiError that names the field."""
     if not messages:

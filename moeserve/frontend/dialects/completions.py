@@ -10,6 +10,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.beams import SearchBody, read_beams, without_search
+from moeserve.frontend.dialects.chat_messages import Prediction, read_prediction
 from moeserve.frontend.dialects.fields import EventWriter, finite
 from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
@@ -33,6 +34,7 @@ class CompletionBody(SearchBody, kw_only=True):
     logprobs: int | None = None
     cache_hit_threshold: float | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    prediction: Prediction | None = None
 
 
 class _Repeated(msgspec.Struct):
@@ -78,6 +80,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         cache_hit_threshold=fields.read_hit_threshold(completion.cache_hit_threshold),
         cache=fields.read_cache(completion),
         thought=fields.read_thought(completion),
+        prediction=read_prediction(completion.prediction),
         best=best,
         beams=beams,
         include_stop=bool(completion.include_stop_str_in_output),

@@ -16,7 +16,7 @@ class ModelFacts:
     """The facts about the model that reading a request needs. `default_sampling` holds the checkpoint's defaults.
 
     keeps_states: prompts are resumed from snapshots of recurrent states. moves_kv: services compute prompts for each
-    other.
+    other. drafts: draft tokens are made, so a predicted text makes answers faster.
     """
 
     names: tuple[str, ...]
@@ -27,6 +27,7 @@ class ModelFacts:
     max_logprobs: int
     keeps_states: bool = False
     moves_kv: bool = False
+    drafts: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,7 @@ class GenerateRequest:
     the context, and a larger number is cut to that. `seed` None draws one; the values of `max_tokens` and `seed` in
     `sampling` do not count. `output_format` holds for the text of an answer that calls no tool. `background`: use what
     other requests leave. `detached`: the client fetches the answer later.
+    `prediction` is the answer's text as the client expects it.
     `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were
     asked for and do not exist here; `repeated` is JSON that the dialect writes for its own answer.
 
@@ -179,6 +181,7 @@ class GenerateRequest:
     offers_kv: bool = False
     ticket: KvTicket | None = None
     thought: ThoughtOptions = ThoughtOptions()
+    prediction: str = ""
     best: int | None = None
     beams: BeamParams | None = None
     include_stop: bool = False
@@ -270,7 +273,8 @@ class Usage:
     the completion tokens were reasoning. `cache_report`: what `CacheOptions.report` asked for, of one prompt or, as a
     list, of several. `resumed`: an engine ended while it had the request, and another one went on with it.
     `disk_tokens` of the cached tokens came from disk; None where the cache is in memory alone. `ticket`: for the KV
-    of the prompt, which is held for another service."""
+    of the prompt, which is held for another service. Tokens of the client's prediction that were tried are accepted if
+    they came, else rejected."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -280,6 +284,8 @@ class Usage:
     resumed: bool = False
     disk_tokens: int | None = None
     ticket: KvTicket | None = None
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
     @property
     def handed_over(self) -> dict[str, Any]:

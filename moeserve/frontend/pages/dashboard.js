@@ -55,6 +55,13 @@ const TILES = {
     big: (sample) => known(sample.hit_rate, percent),
     small: () => "of prompt tokens",
   },
+  drafts: {
+    chart: new LineChart(["verified", "accepted"], perSecond),
+    values: (sample) => [sample.drafts?.verified_rate ?? null, sample.drafts?.accepted_rate ?? null],
+    big: (sample) => known(sample.drafts?.accepted_rate ?? null, perSecond),
+    small: (sample) => `of ${known(sample.drafts?.verified_rate ?? null, perSecond)} verified`,
+    isThere: (sample) => Boolean(sample.drafts),
+  },
 };
 
 const kv = new ShareBar([["in use", "leased"], ["cached, evictable", "cached"], ["free", "free"]]);
@@ -70,6 +77,7 @@ function showAll() {
   for (const [id, tile] of Object.entries(TILES)) {
     tile.chart.update(samples.map((each) => [each.time, ...tile.values(each)]), span);
     if (!sample) continue;
+    find(`#${id}`).hidden = tile.isThere ? !tile.isThere(sample) : false;
     find(`#${id} .big`).textContent = tile.big(sample);
     find(`#${id} .small`).textContent = tile.small(sample);
   }

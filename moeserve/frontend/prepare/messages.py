@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, TypeVar
 
 import msgspec
@@ -66,13 +66,15 @@ class Prepared:
     """A request whose text work is done: prompts are token ids, the grammar is checked and part of `sampling`.
 
     The request keeps of its prompts and tools what its answer needs (`for_answer`). wishes: of each prompt, None where
-    nothing is asked of the cache. prompt_texts: of each prompt if the answer shows them.
+    nothing is asked of the cache. prompt_texts: of each prompt if the answer shows them. prediction: the tokens of the
+    text that the client predicts.
     """
 
     request: GenerateRequest
     prompts: list[array[int]]
     wishes: list[CacheWish] | None = None
     prompt_texts: Sequence[PromptText] = ()
+    prediction: array[int] = field(default_factory=lambda: array("i"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class _PreparedHead(msgspec.Struct, tag_field="reply", tag="prepared"):
     num_tokens: list[int]
     num_text_bytes: list[int]
     num_repeated_bytes: int
+    num_predicted: int
     wishes: list[CacheWish] | None = None
 
 
@@ -172,9 +175,9 @@ def pack_reply(reply: Reply) -> list[bytes]:
         case Prepared():
             texts = [shown.text.encode() for shown in reply.prompt_texts]
             repeated, request = reply.request.repeated, replace(reply.request, repeated=b"")
-            counts = [*map(len, reply.prompts)], [*map(len, texts)], len(repeated)
+            counts = [*map(len, reply.prompts)], [*map(len, texts)], len(repeated), len(reply.prediction)
             head = _PreparedHead(request, *counts, reply.wishes)
-            payload = [repeated, *(token_ids.tobytes() for token_ids in reply.prompts)]
+            payload = [repeated, *(token_ids.tobytes() for token_ids in (reply.prediction, *reply.prompts))]
             for shown, text in zip(reply.prompt_texts, texts, strict=True):
                 payload += [shown.offsets.tobytes(), text]
         case Prefix():
@@ -236,12 +239,13 @@ def _prepared(head: _PreparedHead, payload: memoryview) -> Prepared:
         return payload[place - num_bytes : place]
 
     repeated = bytes(take(head.num_repeated_bytes))
+    prediction = _int32(take(4 * head.num_predicted))
     prompts = [_int32(take(4 * count)) for count in head.num_tokens]
     texts = []
     for prompt, num_bytes in zip(prompts, head.num_text_bytes, strict=False):
         offsets = _int32(take(4 * len(prompt)))
         texts.append(PromptText(str(take(num_bytes), "utf-8"), offsets))
-    return Prepared(replace(head.request, repeated=repeated), prompts, head.wishes, texts)
+    return Prepared(replace(head.request, repeated=repeated), prompts, head.wishes, texts, prediction)
 
 
 def _int32(data: memoryview) -> array[int]:
@@ -262,4 +266,4 @@ def for_answer(request: GenerateRequest) -> GenerateRequest:
         else:
             prompts.append([])
     tools = tuple(Tool(tool.name, None, tool.parameters) for tool in request.tools)
-    return replace(request, prompts=prompts, tools=tools, output_format=None)
+    return replace(request, prompts=prompts, tools=tools, output_format=None, prediction="")

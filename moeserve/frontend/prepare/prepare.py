@@ -141,7 +141,20 @@ class Preparer:
                 )
                 wishes.append(CacheWish(kept, ask.retention_share, request.cache.report, borders, ask.tells_salts))
         texts = [self._decode(token_ids) for token_ids in prompts] if request.shows_prompts else []
-        return Prepared(for_answer(request), prompts, wishes, texts)
+        if request.prediction and (request.beams is not None or not facts.drafts):
+            request = replace(request, prediction="", ignored=tuple(sorted({*request.ignored, "prediction"})))
+        prediction = self._predicted(request, facts)
+        return Prepared(for_answer(request), prompts, wishes, texts, prediction)
+
+    def _predicted(self, request: GenerateRequest, facts: ModelFacts) -> array[int]:
+        """Return the tokens of the text that the client predicts, as many as may come."""
+        text = request.prediction
+        if not text:
+            return array("i")
+        self._watch.enter(Stage.ENCODE, len(text))
+        most = facts.max_model_len if request.max_tokens is None else min(facts.max_model_len, request.max_tokens)
+        shown = text[: most * self._tokenizer.longest_token]
+        return array("i", self._tokenizer.encode(shown, add_special_tokens=False))[:most]
 
     def _constraint(self, request: GenerateRequest, prompt: array[int]) -> Constraint | None:
         """Return the grammar that the request's format, its tools or the model's reasoning need, if any."""

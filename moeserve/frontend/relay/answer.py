@@ -57,15 +57,17 @@ def build_generates(
     arrived_at: float | None = None,
     thought: ThoughtBudget | None = None,
     session: str = "",
+    prediction: array[int] | None = None,
 ) -> list[Generate]:
     """Return one message per choice, in their order, or per prompt for a beam search.
 
     Raises ApiError if a prompt does not fit.
 
     A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at, thought,
-    session: see `Generate`.
+    session: see `Generate`. prediction: the tokens that the client predicts for each choice.
     """
     priority = BACKGROUND_PRIORITY if terms.background else request.priority
+    predicted = pack_token_ids(prediction or [])
     generates: list[Generate] = []
     for number, prompt in enumerate(prompts):
         wish = wishes[number] if wishes is not None else None
@@ -93,6 +95,7 @@ def build_generates(
                     offers_kv=request.offers_kv,
                     ticket=request.ticket,
                     beams=request.beams,
+                    predicted=predicted,
                 )
             )
     return generates
@@ -224,6 +227,8 @@ class Answer:
             self.finishes.append((choice, text.keep_tokens))
         self._usage.completion_tokens += text.num_tokens - num_tokens
         self._usage.reasoning_tokens += text.num_reasoning_tokens - num_reasoning_tokens
+        self._usage.accepted_prediction_tokens += output.judged[0]
+        self._usage.rejected_prediction_tokens += output.judged[1]
         if delta.text or delta.tokens or delta.finish_reason or delta.reasoning or delta.calls:
             deltas.append(delta)
         return deltas
