@@ -2,10 +2,15 @@
 
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
-from moeserve.config import ServeConfig
+import yaml
+
+from launcher.serve import serve
+from moeserve.config import ServeConfig, load_config
+from moeserve.kv_events import parse_kv_events
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -71,3 +76,43 @@ def test_stops_are_given_longer_than_a_drain_takes():
     unit = (ROOT / "examples" / "moeserve.service").read_text()
     seconds = int(re.search(r"TimeoutStopSec=(\d+)", unit)[1])
     assert seconds > 30 + 5
+
+
+REPLICAS = ROOT / "examples" / "replicas"
+
+
+def replica_commands() -> list[list[str]]:
+    """Return the arguments of `moeserve serve` in the units, of numbers 0 and 1, and in the containers."""
+    unit = (REPLICAS / "moeserve-replica@.service").read_text().replace("\\\n", " ")
+    line = re.search(r"^ExecStart=\S+/moeserve serve (.*)$", unit, re.MULTILINE)[1]
+    pod = next(yaml.safe_load_all((REPLICAS / "kubernetes.yaml").read_text()))["spec"]["template"]["spec"]
+    containers = [one["args"] for one in pod["containers"] if one["name"].startswith("replica")]
+    assert all(arguments[0] == "serve" for arguments in containers)
+    return [
+        *(shlex.split(line.replace("%i", number)) for number in "01"),
+        *(arguments[1:] for arguments in containers),
+    ]
+
+
+def test_replicas_share_a_store_and_have_ports_of_their_own():
+    found = []
+    for arguments in replica_commands():
+        flags = serve.make_context("serve", list(arguments)).params
+        config = load_config({name: value for name, value in flags.items() if name != "config_file"}, {}, None)
+        events = parse_kv_events(config.kv_events_config)
+        assert events.is_on
+        assert events.is_local
+        found.append((config.port, events.endpoint, events.replay_endpoint, config.response_store, config.kv_disk_path))
+    for first, second in (found[:2], found[2:]):
+        assert not set(first[:3]) & set(second[:3])
+        assert first[3:] == second[3:]
+        ports = [port for one in (first, second) for port in (one[0], *(end.rpartition(":")[2] for end in one[1:3]))]
+        assert len(set(map(int, ports))) == 6
+
+
+def test_the_routers_of_the_examples_ask_the_replicas():
+    ports = [8000, 8001]
+    for name in ("vllm-router.service", "kubernetes.yaml"):
+        text = (REPLICAS / name).read_text()
+        assert [int(port) for port in re.findall(r"http://127\.0\.0\.1:(\d+)(?=\s)", text)] == ports
+        assert "--policy kv_aware" in text
