@@ -129,6 +129,11 @@ class MoeLayer:
         self._routed = RoutedExperts(experts, activation, dispatch or ops.compute_experts, place, observers)
 
     @property
+    def is_local(self) -> bool:
+        """Whether all experts are here, in memory."""
+        return not self._serves_others
+
+    @property
     def experts(self) -> Experts:
         """The local experts, see `RoutedExperts`."""
         return self._routed.experts

@@ -37,7 +37,7 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
     Methods are called in the order below, in the thread that computes: `chose`, `arrived` and `attended` once per layer
     with experts, which `layer` numbers from 0, `passed` once per layer of any kind. The next step begins after
     `launched`; on a device with a queue it may begin before `end`. Steps end in their order; if one fails, `abandon`
-    comes in place of its `end`. Replaying a CUDA graph calls no method of its layers.
+    comes in place of its `end`. Replaying a CUDA graph, or a recorded step on a CPU, calls no method of its layers.
     """
 
     def begin(self, plan: Plan_contra) -> None:

@@ -31,6 +31,10 @@ class Linear(ABC):
     @abstractmethod
     def __call__(self, x: Tensor) -> Tensor: ...
 
+    def write(self, x: Tensor, out: Tensor) -> None:
+        """Write the product to out [M, out_features], whose rows may lie apart."""
+        out.copy_(self(x))
+
 
 def pack_linear(
     weight: Matrix,
@@ -123,23 +127,25 @@ class _NativeLinear(Linear):
         self._weight = PanelWeight(data, data.data_ptr(), self._weight.is_bf16)
 
     def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty((x.shape[0], self.out_features))
+        self.write(x, out)
+        return out
+
+    def write(self, x: Tensor, out: Tensor) -> None:
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, the product is in float32")
-        num_rows, width = x.shape[0], self.out_features
-        out = x.new_empty((num_rows, width))
         self._run(
             x.data_ptr(),
             x.stride(0),
-            num_rows,
+            x.shape[0],
             self._weight.address,
             self._kind,
             self.in_features,
-            width,
+            self.out_features,
             None if self._bias is None else self._bias.data_ptr(),
             out.data_ptr(),
-            width,
+            out.stride(0),
         )
-        return out
 
 
 class _QuantizedLinear(Linear):
@@ -156,11 +162,15 @@ class _QuantizedLinear(Linear):
         super().__init__(*rows.shape, self._packed.numel())
 
     def __call__(self, x: Tensor) -> Tensor:
+        out = x.new_empty((x.shape[0], self.out_features))
+        self.write(x, out)
+        return out
+
+    def write(self, x: Tensor, out: Tensor) -> None:
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, the product is in float32")
         if self._order is not None:
             x = x.index_select(1, self._order)
-        out = x.new_empty((x.shape[0], self.out_features))
         self._run(
             x.data_ptr(),
             x.stride(0),
@@ -172,9 +182,8 @@ class _QuantizedLinear(Linear):
             self.out_features,
             None if self._bias is None else self._bias.data_ptr(),
             out.data_ptr(),
-            self.out_features,
+            out.stride(0),
         )
-        return out
 
 
 class _SideBySide(Linear):
@@ -184,7 +193,11 @@ class _SideBySide(Linear):
         super().__init__(sum(linear.out_features for linear in linears), linears[0].in_features, num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = torch.cat([linear(x) for linear in self._linears], 1)
+        out = x.new_empty((x.shape[0], self.out_features))
+        first = 0
+        for linear in self._linears:
+            linear.write(x, out[:, first : first + linear.out_features])
+            first += linear.out_features
         if self._bias is not None:
             out += self._bias
         return out if self._order is None else out.index_select(1, self._order)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kernels.activation import sigmoid
+from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.specs import GateSpec as GateSpec
 
 # Returns the largest `count` values of each row, in descending order, and their places.
@@ -21,7 +22,44 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
     correction_bias: [E] fp32, added to the scores for the choice only, never to the weights.
     Returns ids [T, k] int64 and weights [T, k] fp32. Every row depends on its own logits only.
     """
+    kernels = native_kernels()
+    score = _native_score(logits, spec, correction_bias)
+    if kernels is not None and score is not None:
+        return _select_native(kernels, logits, spec, correction_bias, score)
     return _select(logits.float(), spec, correction_bias, torch.topk)
+
+
+def _native_score(logits: Tensor, spec: GateSpec, correction_bias: Tensor | None) -> int | None:
+    """Return the number of the score in gate.cpp; None where torch selects."""
+    if logits.device.type != "cpu" or logits.dtype != torch.float32 or not logits.is_contiguous():
+        return None
+    if spec.num_groups > 1 or spec.score not in ("softmax", "sigmoid"):
+        return None
+    if spec.score == "sigmoid":
+        return 2
+    return 0 if softmax_of_chosen(spec, correction_bias is not None) else 1
+
+
+def _select_native(
+    kernels: NativeKernels, logits: Tensor, spec: GateSpec, correction_bias: Tensor | None, score: int
+) -> tuple[Tensor, Tensor]:
+    num_rows, num_experts = logits.shape
+    ids = logits.new_empty((num_rows, spec.top_k), dtype=torch.int64)
+    weights = logits.new_empty((num_rows, spec.top_k))
+    kernels.select_experts(
+        logits.data_ptr(),
+        num_rows,
+        num_experts,
+        spec.top_k,
+        score,
+        None if correction_bias is None else correction_bias.data_ptr(),
+        spec.renormalise,
+        spec.norm_min,
+        spec.scale,
+        ids.data_ptr(),
+        weights.data_ptr(),
+    )
+    return ids, weights
 
 
 def select_experts_reference(

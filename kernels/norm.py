@@ -10,20 +10,44 @@ from kernels.activation import sigmoid
 from kernels.cpu.library import native_kernels
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """Return the root-mean-square norm of x [..., D] times weight [D], in x's dtype; statistics in fp32 for fp16, bf16.
 
-    A weight in fp32 multiplies before the result is rounded to x's dtype.
+    A weight in fp32 multiplies before the result is rounded to x's dtype. out: receives the result, and may be x.
     """
-    if x.dtype == weight.dtype == torch.float32:
-        kernels = native_kernels()
-        if kernels is None or x.dim() != 2 or x.device.type != "cpu" or x.stride(1) != 1:
-            return functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    kernels = native_kernels()
+    if kernels is not None and x.dim() == 2 and _native_computes(x, weight) and (out is None or out.stride(1) == 1):
         num_rows, width = x.shape
-        out = x.new_empty((num_rows, width))
-        kernels.rms_norm(x.data_ptr(), x.stride(0), num_rows, width, weight.data_ptr(), eps, out.data_ptr(), width)
+        out = x.new_empty((num_rows, width)) if out is None else out
+        kernels.rms_norm(
+            x.data_ptr(), x.stride(0), num_rows, width, weight.data_ptr(), eps, out.data_ptr(), out.stride(0)
+        )
         return out
-    return rms_norm_reference(x, weight, eps)
+    if x.dtype == weight.dtype == torch.float32:
+        normed = functional.rms_norm(x, (x.shape[-1],), weight, eps)
+    else:
+        normed = rms_norm_reference(x, weight, eps)
+    return normed if out is None else out.copy_(normed)
+
+
+def rms_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0) -> Tensor:
+    """Add x [T, D] times `multiplier` to `residual` in place and return the norm of the sum. x is overwritten."""
+    kernels = native_kernels()
+    alike = residual.dtype == x.dtype and x.is_contiguous() and residual.is_contiguous()
+    if kernels is None or not alike or not _native_computes(x, weight):
+        if multiplier != 1.0:
+            x.mul_(multiplier)
+        return rms_norm(residual.add_(x), weight, eps)
+    num_rows, width = x.shape
+    out = x.new_empty((num_rows, width))
+    kernels.rms_norm_of_sum(
+        x.data_ptr(), residual.data_ptr(), num_rows, width, multiplier, weight.data_ptr(), eps, out.data_ptr()
+    )
+    return out
+
+
+def _native_computes(x: Tensor, weight: Tensor) -> bool:
+    return x.device.type == "cpu" and x.dtype == weight.dtype == torch.float32 and x.stride(-1) == 1
 
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:

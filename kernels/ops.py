@@ -22,7 +22,7 @@ from kernels.linear import Linear, pack_linear
 from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
 from kernels.moe import expert_layout, moe_experts
 from kernels.moe_gate import select_experts
-from kernels.norm import gated_norm, layer_norm, rms_norm
+from kernels.norm import gated_norm, layer_norm, rms_norm, rms_norm_of_sum
 from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
 from kernels.sampling import Draw, sample
@@ -288,15 +288,16 @@ class CpuOps:
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:
         if norm.bias is None:
-            normed = rms_norm(x, norm.weight, norm.eps)
-        else:
-            normed = layer_norm(x, norm.weight, norm.bias, norm.eps)
+            return rms_norm(x, norm.weight, norm.eps, out)
+        normed = layer_norm(x, norm.weight, norm.bias, norm.eps)
         return normed if out is None else out.copy_(normed)
 
     def gated_norm(self, x: Tensor, gate: Tensor, norm: NormWeights) -> Tensor:
         return gated_norm(x, gate, norm.weight, norm.eps)
 
     def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
+        if norm.bias is None:
+            return rms_norm_of_sum(x, residual, norm.weight, norm.eps, multiplier)
         if multiplier != 1.0:
             x.mul_(multiplier)
         return self.norm(residual.add_(x), norm)
@@ -378,12 +379,18 @@ class _LinearPerHead:
 class _OneExpert:
     """A dense block as an expert that every row chooses with weight 1."""
 
-    __slots__ = ("_activation", "_expert")
+    __slots__ = ("_activation", "_choices", "_expert")
 
     def __init__(self, expert: PackedExperts, activation: Activation) -> None:
         self._expert, self._activation = expert, activation
+        # By the bits of the number of rows. They stay, because tapes keep their addresses.
+        self._choices: dict[int, tuple[Tensor, Tensor]] = {}
 
     def __call__(self, x: Tensor) -> Tensor:
-        ids = torch.zeros((len(x), 1), dtype=torch.int64)
-        weights = torch.ones((len(x), 1))
-        return moe_experts(x, ids, weights, self._expert, self._activation)
+        num_rows = len(x)
+        choice = self._choices.get(num_rows.bit_length())
+        if choice is None:
+            most = (1 << num_rows.bit_length(), 1)
+            choice = self._choices[num_rows.bit_length()] = torch.zeros(most, dtype=torch.int64), torch.ones(most)
+        ids, weights = choice
+        return moe_experts(x, ids[:num_rows], weights[:num_rows], self._expert, self._activation)

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import native_kernels
+
 _TOP_P_CANDIDATES = 1024
 _MASK_64 = (1 << 64) - 1
 
@@ -36,8 +38,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
 
     The largest logit of a row with a NaN is NaN. If the largest is not finite, the token has no meaning.
     """
-    largest, token_ids = logits.max(-1)
-    largest = largest.float()
+    largest, token_ids = _largest(logits)
     for row, wanted in enumerate(draws):
         if wanted.temperature and math.isfinite(largest[row]):
             token_ids[row] = draw(
@@ -49,6 +50,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
                 uniform_at(wanted.seed, wanted.position),
             )
     return token_ids, largest
+
+
+def _largest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row (fp32 [S], NaN if the row has one) and its first place (int64 [S])."""
+    kernels, alike = native_kernels(), logits.dtype == torch.float32 and logits.device.type == "cpu"
+    if kernels is None or not alike or logits.stride(1) != 1 or not logits.shape[1]:
+        largest, places = logits.max(-1)
+        return largest.float(), places
+    num_rows, width = logits.shape
+    largest, places = logits.new_empty(num_rows), logits.new_empty(num_rows, dtype=torch.int64)
+    kernels.largest(logits.data_ptr(), logits.stride(0), num_rows, width, places.data_ptr(), largest.data_ptr())
+    return largest, places
 
 
 def draw(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:

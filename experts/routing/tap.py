@@ -42,6 +42,7 @@ class RoutingTap(AnyObserver):
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         """num_layers: the number of layers with experts."""
+        self._num_layers = num_layers
         self._chosen: list[Tensor | None] = [None] * num_layers
         self._narrow = torch.uint8 if num_experts <= 256 else torch.int16
 
@@ -50,13 +51,22 @@ class RoutingTap(AnyObserver):
 
     def clear(self) -> None:
         """Forget the ids of an earlier step. Called before a step."""
-        self._chosen = [None] * len(self._chosen)
+        self._chosen = [None] * self._num_layers
+
+    @property
+    def chosen(self) -> list[Tensor]:
+        """The ids [T, k] since `clear`, of each layer that computed any row."""
+        return [ids for ids in self._chosen if ids is not None]
+
+    def repeat(self, ids: Sequence[Tensor]) -> None:
+        """Take a copy of the ids [T, k] of a step's layers, which no observer was told of."""
+        self._chosen = [torch.cat([*ids])]
 
     def abandon(self, plan: object) -> None:
         self.clear()
 
     def take(self) -> HeardIds:
         """Return the ids since `clear`, and forget them."""
-        chosen = [ids for ids in self._chosen if ids is not None]
+        chosen = self.chosen
         self.clear()
         return HeardIds(chosen, self._narrow)

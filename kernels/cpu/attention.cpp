@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "integer_tile.h"
+#include "tape.h"
 #include "team.h"
 
 namespace moeserve {
@@ -299,7 +300,8 @@ extern "C" void moeserve_attention(const float* q, int64_t q_stride, int64_t num
                                    const int64_t* first_rows, const int64_t* starts, const int64_t* table_offsets,
                                    const int32_t* block_tables, double scale, int64_t window, const float* sinks,
                                    float* out) {
-  moeserve::run_all({q, q_stride, num_heads, num_kv_heads, key_dim, value_dim, keys, values, moeserve::Kind(kind),
-                     num_slots, block_size, first_rows, starts, table_offsets, block_tables, float(scale), window, sinks, out},
-                    num_chunks);
+  using namespace moeserve;
+  const Inputs in = {q, q_stride, num_heads, num_kv_heads, key_dim, value_dim, keys, values, Kind(kind), num_slots,
+                     block_size, first_rows, starts, table_offsets, block_tables, float(scale), window, sinks, out};
+  perform([=] { run_all(in, num_chunks); });
 }

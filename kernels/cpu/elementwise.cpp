@@ -1,5 +1,6 @@
-// Norms, and rotating and storing new keys and values.
+// Norms, sums, and rotating and storing new keys and values.
 #include "kv_rows.h"
+#include "tape.h"
 #include "team.h"
 
 int64_t moeserve_progress = 0;
@@ -22,6 +23,15 @@ void norm_row(const float* x, const float* weight, int64_t width, float eps, flo
   for (; i < width; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
+// Not inlined, so that no compiler makes one rounding of a product and a sum.
+__attribute__((noinline)) void scale_row(float* x, int64_t width, float factor) {
+  for (int64_t i = 0; i < width; ++i) x[i] *= factor;
+}
+
+void add_row(const float* x, int64_t width, float* to) {
+  for (int64_t i = 0; i < width; ++i) to[i] += x[i];
+}
+
 // The first 2 * half channels of a head, by angles [half].
 void rotate(float* head, const float* cos, const float* sin, int64_t half, bool interleaved) {
   const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
@@ -39,9 +49,30 @@ void rotate(float* head, const float* cos, const float* sin, int64_t half, bool 
 // x and out [num_rows, width], rows `*_stride` floats apart; weight [width].
 extern "C" void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, const float* weight,
                                   double eps, float* out, int64_t out_stride) {
-  moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
-    moeserve::norm_row(x + row * x_stride, weight, width, float(eps), out + row * out_stride);
+  moeserve::perform([=] {
+    moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
+      moeserve::norm_row(x + row * x_stride, weight, width, float(eps), out + row * out_stride);
+    });
   });
+}
+
+// Adds x [num_rows, width] times `multiplier` to the rows of `residual`, both contiguous, and writes the norms of the
+// sums to out. x is overwritten.
+extern "C" void moeserve_rms_norm_of_sum(float* x, float* residual, int64_t num_rows, int64_t width, double multiplier,
+                                         const float* weight, double eps, float* out) {
+  moeserve::perform([=] {
+    moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
+      float* sum = residual + row * width;
+      if (multiplier != 1.0) moeserve::scale_row(x + row * width, width, float(multiplier));
+      moeserve::add_row(x + row * width, width, sum);
+      moeserve::norm_row(sum, weight, width, float(eps), out + row * width);
+    });
+  });
+}
+
+// to [count] += x [count].
+extern "C" void moeserve_add(float* to, const float* x, int64_t count) {
+  moeserve::perform([=] { moeserve::add_row(x, count, to); });
 }
 
 // qkv [num_rows, num_heads + 2 * num_kv_heads, dim], rows `stride` floats apart: normalises query and key heads (norm
@@ -52,20 +83,22 @@ extern "C" void moeserve_rotate_and_store(float* qkv, int64_t stride, int64_t nu
                                           double eps, const float* cos, const float* sin, int64_t half,
                                           int64_t interleaved, const int64_t* slots, uint8_t* keys, uint8_t* values,
                                           int64_t num_slots, int64_t kind_of_rows) {
-  const moeserve::Kind kind = moeserve::Kind(kind_of_rows);
-  const int64_t bytes = moeserve::row_bytes(kind, dim);
-  moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
-    float* heads = qkv + row * stride;
-    for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
-      float* head = heads + h * dim;
-      const float* weight = h < num_heads ? q_norm : k_norm;
-      if (weight) moeserve::norm_row(head, weight, dim, float(eps), head);
-      moeserve::rotate(head, cos + row * half, sin + row * half, half, interleaved != 0);
-    }
-    for (int64_t h = 0; h < num_kv_heads; ++h) {
-      const int64_t slot = (h * num_slots + slots[row]) * bytes;
-      moeserve::store_row(kind, heads + (num_heads + h) * dim, dim, keys + slot);
-      moeserve::store_row(kind, heads + (num_heads + num_kv_heads + h) * dim, dim, values + slot);
-    }
+  moeserve::perform([=] {
+    const moeserve::Kind kind = moeserve::Kind(kind_of_rows);
+    const int64_t bytes = moeserve::row_bytes(kind, dim);
+    moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
+      float* heads = qkv + row * stride;
+      for (int64_t h = 0; h < num_heads + num_kv_heads; ++h) {
+        float* head = heads + h * dim;
+        const float* weight = h < num_heads ? q_norm : k_norm;
+        if (weight) moeserve::norm_row(head, weight, dim, float(eps), head);
+        moeserve::rotate(head, cos + row * half, sin + row * half, half, interleaved != 0);
+      }
+      for (int64_t h = 0; h < num_kv_heads; ++h) {
+        const int64_t slot = (h * num_slots + slots[row]) * bytes;
+        moeserve::store_row(kind, heads + (num_heads + h) * dim, dim, keys + slot);
+        moeserve::store_row(kind, heads + (num_heads + num_kv_heads + h) * dim, dim, values + slot);
+      }
+    });
   });
 }

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "quantised.h"
+#include "tape.h"
 #include "team.h"
 
 namespace moeserve {
@@ -296,21 +297,23 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
                        static_cast<Activation>(activation), float(alpha), float(limit)};
   for (int64_t i = 0; i < num_tokens * top_k; ++i)
     if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
-  Step step = {x, x_stride, num_tokens, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts)};
-  static thread_local std::vector<float> floats;
-  static thread_local std::vector<uint8_t> rounded;
-  const int64_t chosen = int64_t(step.rows.places.size());
-  const int64_t hidden_floats = chosen * shape.padded_intermediate();
-  const int64_t ordered_floats = shape.has_order ? chosen * hidden : 0;
-  step.hidden = scratch(floats, hidden_floats + ordered_floats + (weights ? num_tokens * top_k * hidden : 0));
-  step.ordered = step.hidden + hidden_floats;
-  step.results = weights ? step.ordered + ordered_floats : out;
-  const int64_t x_rows = shape.has_order ? chosen : num_tokens;
-  const int64_t x_bytes = shape.rounds(shape.gate_up) ? x_rows * shape.gate_up.rounded_bytes(hidden) : 0;
-  const int64_t hidden_bytes = shape.rounds(shape.down) ? chosen * shape.down.rounded_bytes(intermediate) : 0;
-  step.rounded_x = scratch(rounded, x_bytes + hidden_bytes);
-  step.rounded_hidden = step.rounded_x + x_bytes;
-  run(shape, step, ids, weights, out, out_stride);
+  perform([=] {
+    Step step = {x, x_stride, num_tokens, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts)};
+    static thread_local std::vector<float> floats;
+    static thread_local std::vector<uint8_t> rounded;
+    const int64_t chosen = int64_t(step.rows.places.size());
+    const int64_t hidden_floats = chosen * shape.padded_intermediate();
+    const int64_t ordered_floats = shape.has_order ? chosen * hidden : 0;
+    step.hidden = scratch(floats, hidden_floats + ordered_floats + (weights ? num_tokens * top_k * hidden : 0));
+    step.ordered = step.hidden + hidden_floats;
+    step.results = weights ? step.ordered + ordered_floats : out;
+    const int64_t x_rows = shape.has_order ? chosen : num_tokens;
+    const int64_t x_bytes = shape.rounds(shape.gate_up) ? x_rows * shape.gate_up.rounded_bytes(hidden) : 0;
+    const int64_t hidden_bytes = shape.rounds(shape.down) ? chosen * shape.down.rounded_bytes(intermediate) : 0;
+    step.rounded_x = scratch(rounded, x_bytes + hidden_bytes);
+    step.rounded_hidden = step.rounded_x + x_bytes;
+    run(shape, step, ids, weights, out, out_stride);
+  });
   return -1;
 }
 
@@ -319,8 +322,10 @@ extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t nu
 extern "C" void moeserve_combine(const float* products, int64_t num_tokens, int64_t top_k, int64_t hidden,
                                  const float* weights, float* out, int64_t out_stride) {
   using namespace moeserve;
-  for_shared(num_tokens, kCombinedAtOnce / (top_k * hidden), [&](int64_t token) {
-    combine(products + token * top_k * hidden, top_k, hidden, nullptr, weights + token * top_k,
-            out + token * out_stride);
+  perform([=] {
+    for_shared(num_tokens, kCombinedAtOnce / (top_k * hidden), [&](int64_t token) {
+      combine(products + token * top_k * hidden, top_k, hidden, nullptr, weights + token * top_k,
+              out + token * out_stride);
+    });
   });
 }

@@ -19,11 +19,13 @@ from pathlib import Path
 
 _SOURCES = (
     "team.cpp",
+    "tape.cpp",
     "linear.cpp",
     "quantised.cpp",
     "repack.cpp",
     "experts.cpp",
     "elementwise.cpp",
+    "gate.cpp",
     "attention.cpp",
     "recurrent.cpp",
 )
@@ -36,6 +38,7 @@ _HEADERS = (
     "attention_tile.h",
     "integer_tile.h",
     "team.h",
+    "tape.h",
 )
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 _BUILD_SECONDS = 120
@@ -50,6 +53,10 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
+    "rms_norm_of_sum": (_P, _P, _N, _N, _R, _P, _R, _P),
+    "add": (_P, _P, _N),
+    "select_experts": (_P, _N, _N, _N, _N, _P, _N, _R, _R, _P, _P),
+    "largest": (_P, _N, _N, _N, _P, _P),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
     "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
@@ -57,7 +64,13 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "mamba1_scan": (_P, _N, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _P),
     "mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _R, _R, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
+    "tape_begin": (),
+    "tape_end": (),
+    "tape_run": (_P,),
+    "tape_free": (_P,),
 }
+# The results of functions that have one.
+_RESULTS: dict[str, type] = {"experts": _N, "tape_begin": _P, "tape_end": _N}
 
 
 class NativeKernels:
@@ -68,11 +81,13 @@ class NativeKernels:
 
     __slots__ = (
         "_progress",
+        "add",
         "attention",
         "combine",
         "experts",
         "gated_delta_rule",
         "gated_norm",
+        "largest",
         "linear",
         "mamba1_scan",
         "mamba2_scan",
@@ -82,8 +97,14 @@ class NativeKernels:
         "quantise",
         "quantised_linear",
         "rms_norm",
+        "rms_norm_of_sum",
         "rotate_and_store",
+        "select_experts",
         "short_conv",
+        "tape_begin",
+        "tape_end",
+        "tape_free",
+        "tape_run",
     )
 
     linear: Callable[..., None]
@@ -94,6 +115,10 @@ class NativeKernels:
     experts: Callable[..., int]
     combine: Callable[..., None]
     rms_norm: Callable[..., None]
+    rms_norm_of_sum: Callable[..., None]
+    add: Callable[..., None]
+    select_experts: Callable[..., None]
+    largest: Callable[..., None]
     rotate_and_store: Callable[..., None]
     attention: Callable[..., None]
     short_conv: Callable[..., None]
@@ -101,6 +126,10 @@ class NativeKernels:
     mamba1_scan: Callable[..., None]
     mamba2_scan: Callable[..., None]
     gated_norm: Callable[..., None]
+    tape_begin: Callable[[], int]
+    tape_end: Callable[[], int]
+    tape_run: Callable[[int], None]
+    tape_free: Callable[[int], None]
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -109,7 +138,7 @@ class NativeKernels:
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"moeserve_{name}")
             function.argtypes = arguments
-            function.restype = _N if name == "experts" else None
+            function.restype = _RESULTS.get(name)
             setattr(self, name, function)
 
     @property

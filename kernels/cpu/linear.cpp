@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "panels.h"
+#include "tape.h"
 #include "team.h"
 
 namespace moeserve {
@@ -63,12 +64,14 @@ void product_of_pairs(const Product& p, const Bf16* packed) {
 extern "C" void moeserve_linear(const float* x, int64_t x_stride, int64_t num_rows, const void* packed, int64_t kind,
                                 int64_t depth, int64_t width, const float* bias, float* y, int64_t y_stride) {
   using namespace moeserve;
-  const Product p = {x, x_stride, num_rows, depth, width, bias, y, y_stride};
-  const auto row_of = [&](int64_t row) { return x + row * x_stride; };
-  if (kind == 0) return product(p, static_cast<const float*>(packed), row_of);
-  const Bf16* weights = static_cast<const Bf16*>(packed);
-  if (kind == 2 && kMultipliesPairs) return product_of_pairs(p, weights);
-  product(p, weights, row_of);
+  perform([=] {
+    const Product p = {x, x_stride, num_rows, depth, width, bias, y, y_stride};
+    const auto row_of = [&](int64_t row) { return x + row * x_stride; };
+    if (kind == 0) return product(p, static_cast<const float*>(packed), row_of);
+    const Bf16* weights = static_cast<const Bf16*>(packed);
+    if (kind == 2 && kMultipliesPairs) return product_of_pairs(p, weights);
+    product(p, weights, row_of);
+  });
 }
 
 // 1 if rows of bfloat16 are multiplied by dot products of pairs.

@@ -1,5 +1,6 @@
 // The products of quantised.h, y = x W^T + bias over quantised weights, and the rounding of rows to 8 bits.
 #include "quantised.h"
+#include "tape.h"
 #include "team.h"
 
 #include "dot.h"
@@ -353,6 +354,24 @@ void panel_product(const Product& p, int64_t panel, int64_t first_row, int64_t n
         num_rows, p.weights, weights, [&](int64_t r) { return p.rounded + (first_row + r) * p.weights.groups(); }, use);
 }
 
+void product(const float* x, int64_t x_stride, int64_t num_rows, const uint8_t* packed, const Quantised& weights,
+             int64_t width, const float* bias, float* y, int64_t y_stride) {
+  static thread_local std::vector<Rounded> scratch;
+  if (!weights.exact && int64_t(scratch.size()) < num_rows * weights.groups()) scratch.resize(num_rows * weights.groups());
+  Rounded* rounded = scratch.data();
+  const Product p = {x, x_stride, num_rows, width, rounded, weights, packed, bias, y, y_stride};
+  const int64_t panels = num_panels(width), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+  const int64_t grain = std::max<int64_t>(1, panels / 16);
+  if (!weights.exact)
+    for_shared(num_rows, kRoundedAtOnce / weights.depth, [&](int64_t row) {
+      round_row(x + row * x_stride, weights.depth, weights.format, rounded + row * weights.groups());
+    });
+  for_shared(row_blocks * panels, grain, [&](int64_t task) {
+    const int64_t first = task / panels * kRowBlock;
+    panel_product(p, task % panels, first, std::min(kRowBlock, num_rows - first));
+  });
+}
+
 }  // namespace
 }  // namespace moeserve
 
@@ -361,21 +380,9 @@ extern "C" void moeserve_quantised_linear(const float* x, int64_t x_stride, int6
                                           int64_t format, int64_t exact, int64_t depth, int64_t width,
                                           const float* bias, float* y, int64_t y_stride) {
   using namespace moeserve;
-  if (!takes_rounded(static_cast<Format>(format))) exact = 1;
-  const Quantised weights = {static_cast<Format>(format), depth, exact != 0};
-  static thread_local std::vector<Rounded> scratch;
-  if (!exact && int64_t(scratch.size()) < num_rows * weights.groups()) scratch.resize(num_rows * weights.groups());
-  Rounded* rounded = scratch.data();
-  const Product p = {x,    x_stride, num_rows, width, rounded, weights, static_cast<const uint8_t*>(packed), bias, y,
-                     y_stride};
-  const int64_t panels = num_panels(width), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
-  const int64_t grain = std::max<int64_t>(1, panels / 16);
-  if (!exact)
-    for_shared(num_rows, kRoundedAtOnce / depth, [&](int64_t row) {
-      round_row(x + row * x_stride, depth, weights.format, rounded + row * weights.groups());
-    });
-  for_shared(row_blocks * panels, grain, [&](int64_t task) {
-    const int64_t first = task / panels * kRowBlock;
-    panel_product(p, task % panels, first, std::min(kRowBlock, num_rows - first));
+  const Format form = static_cast<Format>(format);
+  const Quantised weights = {form, depth, exact != 0 || !takes_rounded(form)};
+  perform([=] {
+    product(x, x_stride, num_rows, static_cast<const uint8_t*>(packed), weights, width, bias, y, y_stride);
   });
 }

@@ -340,6 +340,11 @@ class Decoder:
         logits = self._lm_head(states)
         return logits if self.spec.logit_divisor == 1.0 else logits.div_(self.spec.logit_divisor)
 
+    @property
+    def computes_alone(self) -> bool:
+        """Whether the layers of a step depend on nothing but its inputs: all experts are here, in memory."""
+        return all(layer.block.is_local for layer in self._layers if isinstance(layer.block, MoeLayer))
+
     def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
         """Return the states [S, hidden] after the last norm, of the rows that need logits.
 
@@ -349,13 +354,30 @@ class Decoder:
         only memory that the caching allocator holds, so that a graph can record it; rows with slot -1 come out as
         noise.
         """
-        spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
-        residual = look_up(self._embedding, batch.token_ids).to(self.dtype)
-        if spec.embedding_multiplier != 1.0:
-            residual.mul_(spec.embedding_multiplier)
-        step = windowed = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
+        residual, cos, sin = self.embed(batch.token_ids, batch.positions)
+        step = windowed = StepInputs(cos, sin, batch.attention, batch.states)
         if batch.window_attention is not None:
-            windowed = StepInputs(step.cos, step.sin, batch.window_attention, batch.states)
+            windowed = StepInputs(cos, sin, batch.window_attention, batch.states)
+        return self.pass_layers(residual, step, windowed, kv_pools, batch.logit_rows, batch.num_valid)
+
+    def embed(self, token_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the rows [T, hidden] that enter the first layer, and their cosines and sines [T, rotary_dim / 2]."""
+        rows = look_up(self._embedding, token_ids).to(self.dtype)
+        if self.spec.embedding_multiplier != 1.0:
+            rows.mul_(self.spec.embedding_multiplier)
+        return rows, *self._rope(positions)
+
+    def pass_layers(
+        self,
+        residual: Tensor,
+        step: StepInputs,
+        windowed: StepInputs,
+        kv_pools: KvPools,
+        rows: Tensor | None = None,
+        num_valid: Tensor | None = None,
+    ) -> Tensor:
+        """Do the work of `states` on rows [T, hidden], which are overwritten. windowed: of layers with a window."""
+        spec, ops = self.spec, self.ops
         normed = ops.norm(residual, self._layers[0].input_norm)
         last, multiplier = len(self._layers) - 1, spec.residual_multiplier
         for number, (layer, (keys, values), next_norm) in enumerate(

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from experts.routing.tap import RoutingTap
 from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.cpu.library import native_kernels
 from kernels.ops import PagedRows
-from moeserve.model.decoder import ForwardBatch, StepDecoder
+from moeserve.model.decoder import Decoder, ForwardBatch, StepDecoder
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.repeated_steps import RepeatedSteps, StepRows
 from moeserve.model.sampler import sample_step
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
 from moeserve.model.state_pool import StatePool, state_rows
-from moeserve.model.step_arrays import step_arrays
+from moeserve.model.step_arrays import StepArrays, step_arrays
 from moeserve.plan import Chunk, ChunkResult, Computed, StateUse, StepPlan, StepResult, wanted_logits
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
@@ -39,6 +41,15 @@ class ModelRunner:
         self._state_pool = state_pool
         self._pools = decoder.arrange_pools(kv_pool.layers, state_pool)
         self._tap = tap
+        self._repeated = self._make_repeated()
+
+    def _make_repeated(self) -> RepeatedSteps | None:
+        decoder, kernels = self._decoder, native_kernels()
+        if not isinstance(decoder, Decoder) or kernels is None or self._state_pool is not None:
+            return None
+        if not decoder.computes_alone:
+            return None
+        return RepeatedSteps(decoder, kernels, self._pools, self._kv_pool.block_size, self._tap)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Computed[StepResult]:
@@ -60,9 +71,24 @@ class ModelRunner:
 
     def _states(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
         """Return [S, hidden] after the last norm, of the rows that need logits."""
+        arrays = step_arrays(chunks, self._kv_pool.block_size)
+        if self._repeated is not None and len(logit_rows) == arrays.num_rows:
+            rows = StepRows(
+                [len(chunk.token_ids) for chunk in chunks],
+                [chunk.start for chunk in chunks],
+                arrays.slots,
+                arrays.block_tables,
+                arrays.window_slots,
+                arrays.window_tables,
+            )
+            if self._repeated.takes(rows):
+                token_ids, positions = (
+                    torch.frombuffer(part, dtype=torch.int64) for part in (arrays.token_ids, arrays.positions)
+                )
+                return self._repeated.states(token_ids, positions, rows)
         if self._state_pool is not None:
             self._state_pool.begin(chunks)
-        states = self._decoder.states(self._make_batch(chunks, logit_rows), self._pools)
+        states = self._decoder.states(self._make_batch(chunks, arrays, logit_rows), self._pools)
         if self._state_pool is not None:
             self._state_pool.end(chunks)
         return states
@@ -96,8 +122,7 @@ class ModelRunner:
         if not finite:
             raise CheckpointError(NO_NUMBERS)
 
-    def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
-        arrays = step_arrays(chunks, self._kv_pool.block_size)
+    def _make_batch(self, chunks: list[Chunk], arrays: StepArrays, logit_rows: list[int]) -> ForwardBatch:
         windows = arrays.window_tables
         return ForwardBatch(
             token_ids=torch.frombuffer(arrays.token_ids, dtype=torch.int64),
