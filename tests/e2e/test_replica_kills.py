@@ -8,7 +8,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 import pytest
@@ -41,7 +41,8 @@ def kill_all(running: Service) -> None:
     """End every process of a service at once, as the loss of a container does."""
     found = [running.process.pid, *descendants(running.process.pid)]
     for pid in found:
-        os.kill(pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):  # the first one's death may have ended others
+            os.kill(pid, signal.SIGKILL)
 
 
 def kill_supervisor(running: Service) -> None:
