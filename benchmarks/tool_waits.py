@@ -29,7 +29,7 @@ TOOLS = {"read": (2.0, 5), "search": (10.0, 3), "build": (90.0, 2)}
 
 
 class Policy(StrEnum):
-    """What decides which KV stays in memory."""
+    """The rule that chooses the KV that stays in memory."""
 
     LRU = "LRU"
     WAITS = "kept for the tool"

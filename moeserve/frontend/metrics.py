@@ -184,7 +184,7 @@ class Metrics(Collector):
 
 
 class _SharedFiles(Collector):
-    """What all frontends have counted in the files of a folder.
+    """The counts of all frontends, in the files of a folder.
 
     A process makes a file empty and sizes it afterwards; prometheus_client's own reader fails at one in between.
     """

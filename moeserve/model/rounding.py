@@ -46,7 +46,7 @@ class Rounding:
 
     @property
     def is_none(self) -> bool:
-        """Whether no matrix is quantised."""
+        """True if no matrix is quantised."""
         return self.matrices is None and self.experts is None and not self.keeps_stored
 
     @property

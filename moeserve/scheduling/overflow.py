@@ -1,6 +1,6 @@
-"""What happens to the KV of a preempted request: it stays in memory, comes back from disk, or is computed again.
+"""The fate of a preempted request's KV: it stays in memory, comes back from disk, or is computed again.
 
-Blocks are written to disk soon after they are computed, whoever needs memory. So swapping out costs only the blocks
+Blocks are written to disk soon after they are computed, before memory is short. So swapping out costs only the blocks
 that are not written yet, and swapping in the reading of those that were evicted meanwhile. Computing again delays
 every request that runs. Threads read beside the steps, so reading delays the victim, and others only as far as its
 blocks lie idle meanwhile. The decision is pure: its costs are measured by others.

@@ -1,4 +1,4 @@
-"""What of a job is stored: its request, and the entries of its journal."""
+"""The stored form of a job: its request, and the entries of its journal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What clients get to see of a job: its events from any place on, its whole answer, or how it stands."""
+"""A client's view of a job: its events from any place on, its whole answer, or its state."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class Past:
-    """What earlier lives of requests have put out: outputs, each with the index of its request, in their order.
+    """The outputs of earlier lives of requests, each with the index of its request, in their order.
 
     kept_tokens: by the index of a request, where a stop string was found in them.
     """

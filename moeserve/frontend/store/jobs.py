@@ -58,7 +58,7 @@ class Status:
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What a journal has had since, and the number of its last row; the state is of the same moment."""
+    """The new rows of a journal, and the number of its last row; the state is of the same moment."""
 
     rows: Sequence[bytes]
     number: int
