@@ -50,24 +50,25 @@ class Beams:
         assert params is not None
         if params.width > self._max_num_seqs:
             raise ValueError(f"a search with {params.width} beams needs more than the {self._max_num_seqs} places")
-        num_tokens = leader.num_prompt_tokens + sampling.max_tokens
-        if self._rope_switch is not None and leader.num_prompt_tokens <= self._rope_switch < num_tokens:
-            switch = self._rope_switch
-            raise ValueError(f"beam search cannot cross {switch} tokens, where angles change: ask for fewer max_tokens")
+        max_tokens, switch = sampling.max_tokens, self._rope_switch
+        if switch is not None and leader.num_prompt_tokens <= switch:
+            # Beams share blocks, so their angles must not change: the context of a search ends there.
+            max_tokens = min(max_tokens, switch - leader.num_prompt_tokens)
+            if not max_tokens:
+                raise ValueError(f"a beam search cannot go on at {switch} tokens, where angles change")
+        num_tokens = leader.num_prompt_tokens + max_tokens
         for memory in self._memories:
             memory.check_beams(leader.num_prompt_tokens, num_tokens, params.width)
         search = BeamSearch(
             params,
-            max_tokens=sampling.max_tokens,
+            max_tokens=max_tokens,
             min_tokens=sampling.min_tokens,
             stop_token_ids=sampling.stop_token_ids,
         )
         self._groups[leader.request_id] = _Group(leader, search)
         # A search goes by log probabilities alone, whatever a checkpoint has for sampling.
         stops = sampling.stop_token_ids
-        leader.sampling = SamplingParams(
-            sampling.max_tokens, 0.0, logprobs=search.num_alternatives, stop_token_ids=stops
-        )
+        leader.sampling = SamplingParams(max_tokens, 0.0, logprobs=search.num_alternatives, stop_token_ids=stops)
 
     def take(self, request: Request, computed: ChunkResult) -> list[RequestOutput]:
         """Receive the result of a chunk of a leader or a beam. Return the end of the search if it has come.

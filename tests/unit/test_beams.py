@@ -134,7 +134,16 @@ class BeamOracle(KvOracle):
 class Bench:
     """A scheduler over oracles, and the ends of its requests."""
 
-    def __init__(self, caches: list[PrefixCache], depth: int, budget: int, places: int, *, run_ahead: bool) -> None:
+    def __init__(
+        self,
+        caches: list[PrefixCache],
+        depth: int,
+        budget: int,
+        places: int,
+        *,
+        run_ahead: bool,
+        rope_switch: int | None = None,
+    ) -> None:
         self.caches, self._depth = caches, depth
         self.oracles = [BeamOracle(cache) for cache in caches]
         self.scheduler = Scheduler(
@@ -144,6 +153,7 @@ class Bench:
             max_num_queued_reqs=100,
             max_model_len=caches[0].num_blocks * caches[0].block_size,
             run_ahead=run_ahead and depth > 0,
+            rope_switch=rope_switch,
         )
         self._places = places
         self._in_flight: deque[list[StepPlan]] = deque()
@@ -306,14 +316,23 @@ def test_searches_that_cannot_run_are_refused_in_words() -> None:
                 max_num_batched_tokens=64,
                 max_num_queued_reqs=9,
                 max_model_len=400,
-                rope_switch=33,
+                rope_switch=30,
             ),
-            "cross 33 tokens",
+            "go on at 30 tokens",
         ),
     ):
         with pytest.raises(ValueError, match=words):
             scheduler.add(Request("r", prompt[:], SamplingParams(20), beam_params=wide))
         assert scheduler.is_idle
+
+
+def test_a_search_ends_before_the_angles_of_its_beams_would_change() -> None:
+    prompt, params = array("i", range(10)), BeamParams(3, 3, early_stopping="never")
+    bench = Bench([PrefixCache(64, 4)], 0, 64, 8, run_ahead=False, rope_switch=18)
+    bench.add(Request("r", prompt[:], SamplingParams(60), beam_params=params))
+    bench.run()
+    assert bench.found["r"] == plain(prompt, params, SamplingParams(8))
+    assert {text.finish_reason for text in bench.found["r"]} == {FinishReason.LENGTH}
 
 
 def test_a_search_goes_by_log_probabilities_whatever_a_checkpoint_has_for_sampling() -> None:
