@@ -225,7 +225,7 @@ def num_restarts(port: int) -> float:
 @click.option("--requests", type=int, default=350)
 @click.option("--prefixes", "num_prefixes", type=int, default=1120)
 @click.option("--rounds", type=int, default=6)
-@click.option("--slo", default="ttft:2s,tpot:0.2s", help="Steps of prompts are bounded by it.", show_default=True)
+@click.option("--slo", default="ttft:2s,tpot:0.15s", help="Steps of prompts are bounded by it.", show_default=True)
 def main(model: Path | None, requests: int, num_prefixes: int, rounds: int, slo: str) -> None:
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as name, service(model or ensure_demo(), Path(name), slo) as port:

@@ -83,6 +83,9 @@ class RequestBoundary:
             log.error("request_failed", request_id=request_id, exc_info=error)
         if response.started:
             raise error
+        # A frame of the traceback that names the error would keep the frames above, and the body in them, until garbage
+        # is collected, which is seldom (`launcher.frontend_main.settle`).
+        error.with_traceback(None)
         shown = as_api_error(error)
         content = self._routes.error_body(path)(shown, request_id)
         await send_error(response, shown, content, is_last=False)

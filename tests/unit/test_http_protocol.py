@@ -18,7 +18,15 @@ import uvicorn
 
 from moeserve.frontend import limits
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
-from moeserve.frontend.http import EventStream, PatientSend, SlowReader, receive_body, send_body, until_disconnect
+from moeserve.frontend.http import (
+    EventStream,
+    PatientSend,
+    SlowReader,
+    invalid,
+    receive_body,
+    send_body,
+    until_disconnect,
+)
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.route import RouteTable
@@ -412,6 +420,34 @@ def test_a_request_that_has_ended_is_held_by_no_timer() -> None:
         assert held() is None
 
     asyncio.run(scenario())
+
+
+def test_a_refusal_lets_go_of_the_body_before_garbage_is_collected() -> None:
+    class Body:
+        """Stands for the bytes of a body, which cannot be referred to weakly."""
+
+    held: list[weakref.ref[Body]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        body = Body()
+        held.append(weakref.ref(body))
+        refusal = invalid("no")
+        raise refusal
+
+    async def scenario() -> None:
+        async with Server(app, 10).listening() as port:
+            reader, writer = await ask(port, connection="close")
+            assert b" 400 " in await reader.readline()
+            await reader.read()
+            writer.close()
+        assert held[0]() is None
+
+    gc.collect()
+    gc.disable()
+    try:
+        run(scenario())
+    finally:
+        gc.enable()
 
 
 def test_http_1_0_gets_a_stream_without_chunks_that_ends_with_its_connection() -> None:
