@@ -33,11 +33,15 @@ class Idleness:
         """Note that an HTTP process has ended, and its requests and wishes with it."""
         self._latest[name] = Tick(0)
 
-    def wants_sleep(self, now: float) -> bool:
-        """Return whether no process has a request and either somebody waits for sleep or nobody has come for long."""
+    def wants_sleep(self, name: str, now: float) -> bool:
+        """Return whether no process has a request and either somebody waits for sleep or nobody has come for long.
+
+        name: the process that has just ticked. Only somebody who waits there counts: who waited at another process may
+        have left since its last tick, before the last request ended.
+        """
         if any(tick & Tick.BUSY for tick in self._latest.values()):
             return False
-        is_asked = any(tick & Tick.SLEEP for tick in self._latest.values())
+        is_asked = bool(self._latest[name] & Tick.SLEEP)
         return is_asked or (self._sleep_after is not None and now - self._since >= self._sleep_after)
 
     def wants_wake(self) -> bool:

@@ -360,7 +360,7 @@ class Supervisor:
             self._events.put_nowait(_Serving(life))
         now = time.monotonic()
         self._idleness.note(life.child.name, ticks, now)
-        if self._rest is Rest.AWAKE and self._idleness.wants_sleep(now):
+        if self._rest is Rest.AWAKE and self._idleness.wants_sleep(life.child.name, now):
             self._events.put_nowait(_Wish(Rest.ASLEEP))
         elif self._rest is Rest.ASLEEP and self._idleness.wants_wake():
             self._events.put_nowait(_Wish(Rest.AWAKE))
