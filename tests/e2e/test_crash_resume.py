@@ -23,7 +23,9 @@ COMPARED = {name: kind for name, kind in KINDS.items() if name not in UNSEEDED}
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
+    # Without drafts: a stream that is sent a second time would be whole before anybody can kill the engine under it.
     settings = ("--engine-timeout", "5", "--max-restarts", "1000", "--max-model-len", "4096")
+    settings += ("--speculative-config", "none")
     with service(model, tmp_path_factory.mktemp("s"), *settings) as started:
         yield started
 
