@@ -220,4 +220,4 @@ def test_a_batch_is_answered_once_over_deaths(running: Service, model: Path, tmp
         metrics = second.http.get("/metrics").text
         drawn = re.search(r"^moeserve_generation_tokens_total (\S+)", metrics, re.MULTILINE)
         assert drawn is not None
-        assert 0 < float(drawn[1]) <= 60 * (len(LINES) - num_kept)
+        assert float(drawn[1]) <= 60 * (len(LINES) - num_kept)
