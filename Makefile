@@ -81,7 +81,7 @@ unit: venv
 
 cpu: venv
 	@echo "-- tests of the model on a CPU"
-	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest $(SIDE_BY_SIDE) tests/cpu
+	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m "$(MARKS)" $(SIDE_BY_SIDE) tests/cpu
 
 # Tests that take long in the interpreter, or compile for an absent GPU, run where the code of the GPU path is not that of
 # the record, which is written when all has passed.
@@ -108,7 +108,7 @@ e2e: venv
 
 kernels-long: venv
 	@export $(FEW_THREADS); $(TIMED) $(RUN) -m pytest -m 'not long and not gpu' $(KERNEL_TESTS)
-	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' -n $(FEW) --dist worksteal $(E2E_TESTS)
+	@$(TIMED) $(RUN) -m pytest -m 'kernel_change' -n $(FEW) --dist worksteal $(E2E_TESTS) tests/cpu
 	@$(RUN) -m tests.support.checked_kernels --record
 
 # Installs real clients and runs them against the demo; docs/clients.md says what CLIENTS may be.

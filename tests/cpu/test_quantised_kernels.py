@@ -245,7 +245,7 @@ def test_a_token_has_the_same_bits_in_any_batch_of_quantised_experts(arithmetic:
 BODIES = {"avx2": ["-march=haswell"], "avx512 without vnni": ["-march=skylake-avx512"], "plain": ["-march=x86-64-v2"]}
 
 
-@pytest.mark.slow
+@pytest.mark.kernel_change
 @pytest.mark.parametrize("flags", BODIES.values(), ids=BODIES)
 def test_every_body_computes_the_same_numbers(flags: list[str], tmp_path: Path) -> None:
     compiler = shutil.which("g++")

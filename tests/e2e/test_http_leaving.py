@@ -16,7 +16,7 @@ from tests.support.service import wait_until
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    with frontend(tmp_path_factory.mktemp("frontend")) as running:
+    with frontend(tmp_path_factory.mktemp("frontend"), program="tests.support.hasty_frontend") as running:
         yield running
 
 

@@ -65,14 +65,19 @@ def run_context(folder: Path, *, template: str | None = TEMPLATE, **settings: An
 
 @contextmanager
 def frontend(
-    folder: Path, *, wait_ready: bool = True, engine: dict[str, Any] | None = None, **settings: Any
+    folder: Path,
+    *,
+    wait_ready: bool = True,
+    engine: dict[str, Any] | None = None,
+    program: str = "launcher.frontend_main",
+    **settings: Any,
 ) -> Iterator[Frontend]:
-    """Starts a scripted engine and a frontend over it; both are gone afterwards."""
+    """Starts a scripted engine and a frontend over it; both are gone afterwards. program: the frontend's module."""
     run = run_context(folder, **settings)
     context_file = run.save()
     log_path = folder / "frontend.log"
     with socket.create_server(("127.0.0.1", 0)) as listener, FakeEngine(run, **(engine or {})) as fake:
-        command = [sys.executable, "-m", "launcher.frontend_main", str(context_file), "--fd", str(listener.fileno())]
+        command = [sys.executable, "-m", program, str(context_file), "--fd", str(listener.fileno())]
         with log_path.open("wb") as output:
             process = popen(command, cwd=ROOT, pass_fds=[listener.fileno()], stderr=output)
         running = Frontend(process, listener.getsockname()[1], fake, log_path)

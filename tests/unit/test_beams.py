@@ -225,6 +225,7 @@ def check(bench: Bench, wanted: dict[str, tuple[array[int], BeamParams | None, S
             assert bench.output[name] == greedy(prompt, sampling.max_tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("block_size", "depth", "kind"),
     pairs([1, 3, 4, 16], [0, 1], ["plain", "windows", "ranks", "apart", "ahead"]),

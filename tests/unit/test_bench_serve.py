@@ -232,6 +232,7 @@ def test_the_curve_of_goodput_has_a_point_for_each_rate(server, tmp_path):
     assert server.requests[-1]["max_tokens"] == 4
 
 
+@pytest.mark.slow
 def test_answers_that_come_late_are_no_goodput(server, tmp_path):
     (point,) = goodput(tmp_path, server.url, "--rates", "20", "--slo", "ttft:5s,e2e:5s")
     assert point["goodput_per_s"] > 0
@@ -242,6 +243,7 @@ def test_answers_that_come_late_are_no_goodput(server, tmp_path):
     assert point["tries"] == 1.0
 
 
+@pytest.mark.slow
 def test_clients_that_retry_come_back_when_they_are_told_to(server, tmp_path):
     server.failure = lambda request: BUSY if 1 < len(server.requests) < 5 else None
     (point,) = goodput(tmp_path, server.url, "--rates", "20", "--retry")

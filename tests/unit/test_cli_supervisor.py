@@ -160,6 +160,7 @@ def test_no_child_leaves_a_core_file_with_prompts_and_keys(start):
     assert [resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in service.pids] == [0, 0]
 
 
+@pytest.mark.slow
 def test_signals_to_the_whole_group_end_no_child(start):
     service = start()
     service.wait_until_ready()
@@ -182,6 +183,7 @@ def test_a_stopped_frontend_is_taken_for_hung_and_killed(start):
     assert service.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_frontend_that_does_not_become_ready_ends_the_service(start):
     service = start(STANDIN_FRONTEND="is never ready", STANDIN_HTTP_READY="1")
     assert service.wait_for("failed") == "failed The HTTP process did not become ready within 1 s."
@@ -431,6 +433,7 @@ def test_a_killed_frontend_is_started_again_on_the_same_port(start):
     assert service.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_a_killed_frontend_of_two_is_started_again_and_hears_of_the_engine(start):
     service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
     service.wait_until_ready()
@@ -517,6 +520,7 @@ def test_a_frontend_that_is_between_two_lives_does_not_outlast_a_drain(start):
     assert service.leaves_nothing()
 
 
+@pytest.mark.slow
 def test_both_processes_that_die_at_once_are_started_again(start):
     service = start(STANDIN_RESTARTS="1")
     service.wait_until_ready()

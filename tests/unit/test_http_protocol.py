@@ -351,6 +351,7 @@ async def forward(source: asyncio.StreamReader, target: asyncio.StreamWriter, ba
         back.close()
 
 
+@pytest.mark.slow
 def test_a_client_behind_something_that_forwards_connections_is_found_out() -> None:
     """The forwarder learns from its first write that the client is gone, and gives up at the second."""
 

@@ -74,6 +74,7 @@ def test_a_reader_that_is_gone_ends_nothing(pipe: Pipe) -> None:
     assert stream.num_dropped == 1
 
 
+@pytest.mark.slow
 def test_a_process_whose_logs_nobody_reads_works_and_ends(pipe: Pipe) -> None:
     script = """
 import structlog

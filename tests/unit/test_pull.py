@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from tests.support.local_http import Handler, local_server
 
 COMMIT = "c0ffee" + 34 * "0"
@@ -133,6 +135,7 @@ def test_a_model_is_fetched_resumed_and_verified(tmp_path: Path) -> None:
     assert "verify" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_file_that_differs_from_its_checksum_is_removed_and_named(tmp_path: Path) -> None:
     for name in ("model.safetensors", "config.json"):
         with hub(Hub(lies=name)) as endpoint:
@@ -147,6 +150,7 @@ def test_a_file_that_differs_from_its_checksum_is_removed_and_named(tmp_path: Pa
         assert pull(endpoint, tmp_path, "owner/name").returncode == 0
 
 
+@pytest.mark.slow
 def test_of_gguf_files_a_kind_or_a_file_is_fetched(tmp_path: Path) -> None:
     state = Hub()
     with hub(state) as endpoint:

@@ -139,7 +139,9 @@ def test_the_same_holds_among_the_shorter_ones() -> None:
 
 
 @pytest.mark.parametrize("run_ahead", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+@pytest.mark.parametrize(
+    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+)
 def test_prompts_of_all_lengths_pass_each_other_and_all_are_served(num_ranks: int, run_ahead: bool) -> None:
     for seed in range(8):
         random = Random(seed)

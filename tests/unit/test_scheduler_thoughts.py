@@ -86,6 +86,7 @@ def test_right_drafts_behind_the_end_of_a_thought_are_dropped() -> None:
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.slow
 @examples(3)
 @given(st.integers(0, 2**32 - 1))
 def test_budgets_hold_with_preemptions_grammars_ranks_and_steps_ahead(seed: int) -> None:

@@ -469,6 +469,7 @@ HISTORIES = st.builds(
 )
 
 
+@pytest.mark.slow
 @examples(3)
 @given(HISTORIES)
 def test_tokens_are_those_of_an_undisturbed_run_whatever_goes_to_disk_and_comes_back(history: History) -> None:

@@ -101,6 +101,7 @@ def inside(tokens: list[bytes], start: Start) -> int:
     return sum(end - len(token) - base < from_ for token, end in zip(tokens[first:], ends[first:], strict=True))
 
 
+@pytest.mark.slow
 @examples(40)
 @given(PIECES, st.lists(st.integers(0, 200), max_size=20), st.sampled_from(["answer", "reasoning"]))
 def test_markers_are_found_however_tokens_cut_them(pieces: list[str], places: list[int], start: Start) -> None:
@@ -118,6 +119,7 @@ def test_markers_are_found_however_tokens_cut_them(pieces: list[str], places: li
     assert thought.num_tokens == inside(tokens, start)
 
 
+@pytest.mark.slow
 @examples(20)
 @given(PIECES, st.integers(0, 12))
 def test_the_parser_ends_reasoning_where_the_budget_does(pieces: list[str], most: int) -> None:
