@@ -49,6 +49,9 @@ Q8_0 = WeightFormat("q8_0", 0, 32, 34, 34)
 Q4_0 = WeightFormat("q4_0", 1, 32, 18, 18)
 # d, m, q[16]: d q + m.
 Q4_1 = WeightFormat("q4_1", 2, 32, 20, 20)
+# d, h[4], q[16] and d, m, h[4], q[16], bit i of h the fifth bit of weight i: d (q - 16) and d q + m.
+Q5_0 = WeightFormat("q5_0", 13, 32, 22, 22)
+Q5_1 = WeightFormat("q5_1", 14, 32, 24, 24)
 # Superblocks of 256 with scales of 6 bits; see ggml's block_q4_K, block_q5_K and block_q6_K.
 Q4_K = WeightFormat("q4_k", 3, 256, 144, 148)
 Q5_K = WeightFormat("q5_k", 4, 256, 176, 180)
@@ -67,7 +70,7 @@ FP8 = WeightFormat("fp8_f32", 11, 32, 36, 36)
 # d float32, e[4] floats of 8 bits (e4m3), q[32]: d e[i / 16] times the float that q encodes as in MXFP4, weight i.
 NVFP4 = WeightFormat("nvfp4_f32", 12, 64, 40, 40)
 
-_ALL = (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, MXFP4, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, NVFP4)
+_ALL = (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, MXFP4, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, NVFP4, Q5_0, Q5_1)
 FORMATS = {form.name: form for form in _ALL}
 
 
@@ -252,6 +255,17 @@ def _widen_q4_1(blocks: Tensor) -> Tensor:
     return _numbers(blocks, 0, torch.float16) * codes + _numbers(blocks, 2, torch.float16)
 
 
+def _codes_of_five_bits(bits_and_halves: Tensor) -> Tensor:
+    """Return the codes of bytes [..., 20]: their fifth bits, then their halves as of codes of 4 bits."""
+    fifth = bits_and_halves[..., :4, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return (_nibbles(bits_and_halves[..., 4:]) | fifth.flatten(-2) << 4).float()
+
+
+def _widen_q5_1(blocks: Tensor) -> Tensor:
+    codes = _codes_of_five_bits(blocks[..., 4:])
+    return _numbers(blocks, 0, torch.float16) * codes + _numbers(blocks, 2, torch.float16)
+
+
 def _doubled_e2m1(codes: Tensor) -> Tensor:
     doubled = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], dtype=torch.float32)
     return doubled[codes.long()]
@@ -308,6 +322,8 @@ _WIDEN: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
     Q8_0: lambda blocks: _widen_int8(blocks, torch.float16),
     Q4_0: lambda blocks: _numbers(blocks, 0, torch.float16) * (_nibbles(blocks[..., 2:]).float() - 8.0),
     Q4_1: _widen_q4_1,
+    Q5_0: lambda blocks: _numbers(blocks, 0, torch.float16) * (_codes_of_five_bits(blocks[..., 2:]) - 16.0),
+    Q5_1: _widen_q5_1,
     Q4_K: lambda blocks: _widen_q4_k(blocks, high_bits=False),
     Q5_K: lambda blocks: _widen_q4_k(blocks, high_bits=True),
     Q6_K: _widen_q6_k,

@@ -102,7 +102,7 @@ class ServeConfig:
     quantization: str = setting(
         "none",
         "How all weights are kept on a CPU, rounded in groups of 32 while they are loaded; none is as in the "
-        "checkpoint. With int4 the embedding and the output projection have 8 bits.",
+        "checkpoint. With int4 some matrices have 6 or 8 bits.",
         group="Model",
         choices=("none", "int8", "int4"),
     )

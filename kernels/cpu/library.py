@@ -22,6 +22,7 @@ _SOURCES = (
     "linear.cpp",
     "quantised.cpp",
     "repack.cpp",
+    "rounding.cpp",
     "experts.cpp",
     "elementwise.cpp",
     "attention.cpp",

@@ -12,7 +12,8 @@ namespace moeserve {
 constexpr int kGroup = 32;
 
 enum class Format : int64_t {
-  kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kInt8Zero, kFp8, kNvfp4, kCount
+  kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kInt8Zero, kFp8, kNvfp4, kQ5_0,
+  kQ5_1, kCount
 };
 enum class Code { kWhole, kE2m1, kE4m3 };  // kE4m3 takes no products of integers: rows stay floats.
 // kSuper: a byte times the float16 of a superblock; kSuperE4m3: a float of 8 bits times the float32 of a superblock.
@@ -60,6 +61,8 @@ constexpr Traits kTraits[] = {
     {8, 1, 1, Scale::kF32, Shift::kZero, 0, 37},
     {8, 1, 1, Scale::kF32, Shift::kConstant, 0, 36, Code::kE4m3},
     {4, 2, 2, Scale::kSuperE4m3, Shift::kConstant, 12, 40, Code::kE2m1},
+    {5, 1, 1, Scale::kF16, Shift::kConstant, 16, 22},
+    {5, 1, 1, Scale::kF16, Shift::kMin, 0, 24},
 };
 
 constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; }

@@ -7,15 +7,16 @@ from torch import Tensor
 
 from kernels.cpu.library import NativeKernels
 from kernels.cpu.panels import PANEL_COLUMNS, columns_of_rows
-from kernels.weight_formats import Q4_0, Q8_0, QuantizedRows, WeightFormat
+from kernels.weight_formats import Q4_1, Q4_K, Q5_1, Q5_K, Q6_K, Q8_0, QuantizedRows, WeightFormat
 
-_ROUNDED_TO = (Q4_0, Q8_0)
+_ROUNDED_TO = (Q8_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K)
 
 
 def quantise(weight: Tensor, form: WeightFormat, kernels: NativeKernels) -> QuantizedRows:
-    """Round weight [N, K] of any float dtype to Q8_0 or Q4_0; K is a multiple of 32.
+    """Round weight [N, K] of any float dtype to rows of blocks.
 
-    The scale of a group of Q4_0 is that of the least squared error among 25 candidates.
+    Scales, and minima where the format has them, are those of the least squared error among several candidates. Raise
+    ValueError for a format that nothing is rounded to, and unless K is whole blocks.
     """
     if form not in _ROUNDED_TO:
         raise ValueError(f"weights are rounded to {', '.join(form.name for form in _ROUNDED_TO)}, not to {form.name}")

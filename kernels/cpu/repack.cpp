@@ -1,10 +1,5 @@
-// Weights before any product: rows of numbers into the panels of panels.h, rows of blocks into those of quantised.h, and
-// floats into rows of blocks.
+// Weights before any product: rows of numbers into the panels of panels.h, rows of blocks into those of quantised.h.
 #include <algorithm>
-
-#if defined(__F16C__)
-#include <immintrin.h>
-#endif
 
 #include "quantised.h"
 
@@ -34,6 +29,13 @@ void unpack_simple(const Traits& format, const uint8_t* from, Block& block) {
   std::memcpy(block.shifts, from + scale_bytes, shift_bytes);
   from += scale_bytes + shift_bytes;
   if (format.bits == 4) return unpack_nibbles(from, block.codes);
+  if (format.bits == 5) {
+    uint32_t high;
+    std::memcpy(&high, from, 4);
+    unpack_nibbles(from + 4, block.codes);
+    for (int i = 0; i < kGroup; ++i) block.codes[i] |= (high >> i & 1) << 4;
+    return;
+  }
   const uint8_t flip = format.code == Code::kE4m3 ? 0 : 0x80;
   for (int i = 0; i < kGroup; ++i) block.codes[i] = from[i] ^ flip;
 }
@@ -139,83 +141,6 @@ void write_block(const Traits& format, const Block* columns, uint8_t* out) {
   }
 }
 
-inline uint16_t to_half(float value) {
-#if defined(__F16C__)
-  return uint16_t(_cvtss_sh(value, 0));
-#else
-  return __builtin_bit_cast(uint16_t, static_cast<_Float16>(value));
-#endif
-}
-
-inline float from_half(uint16_t half) {
-#if defined(__F16C__)
-  return _cvtsh_ss(half);
-#else
-  return static_cast<float>(__builtin_bit_cast(_Float16, half));
-#endif
-}
-
-struct Numbers {
-  Floats low, high;
-};
-
-inline Floats round(Floats x) {
-  const Floats magic = splat(12582912.0f);
-  return (x + magic) - magic;
-}
-
-void quantise_q8_0(const Numbers& x, uint8_t* out) {
-  const float most = largest(max(max(x.low, -x.low), max(x.high, -x.high)));
-  const uint16_t scale = to_half(most / 127.0f);
-  const float kept = from_half(scale);
-  const Floats inverse = splat(kept > 0.0f ? 1.0f / kept : 0.0f), bound = splat(127.0f);
-  const Floats halves[] = {round(x.low * inverse), round(x.high * inverse)};
-  std::memcpy(out, &scale, 2);
-  for (int i = 0; i < kGroup; ++i) out[2 + i] = uint8_t(int8_t(min(bound, max(-bound, halves[i / kLanes]))[i % kLanes]));
-}
-
-struct Fit {
-  float scale, error;
-};
-
-// The best scale for codes -8 ... 7 found by rounding at 1 / `inverse`, and what it leaves of the squares.
-inline Fit fit(const Numbers& x, float inverse) {
-  const Floats least = splat(-8.0f), most = splat(7.0f), by = splat(inverse);
-  const Floats low = min(most, max(least, round(x.low * by))), high = min(most, max(least, round(x.high * by)));
-  const float products = sum(x.low * low + x.high * high), squares = sum(low * low + high * high);
-  if (squares == 0.0f) return {0.0f, 0.0f};
-  const float scale = from_half(to_half(products / squares));
-  return {scale, scale * (scale * squares - 2.0f * products)};
-}
-
-// Of the scales around those that take the largest number to -8 or 7, keeps that of the least squared error.
-void quantise_q4_0(const Numbers& x, uint8_t* out) {
-  const float largest_of = largest(max(x.low, x.high)), smallest = -largest(max(-x.low, -x.high));
-  const float extreme = largest_of > -smallest ? largest_of : smallest;
-  Fit best = {0.0f, 0.0f};
-  for (int i = -12; extreme != 0.0f && i <= 12; ++i) {
-    const Fit one = fit(x, (-8.0f + 0.15f * i) / extreme);
-    if (one.error < best.error) best = one;
-  }
-  const uint16_t scale = to_half(best.scale);
-  const Floats inverse = splat(best.scale != 0.0f ? 1.0f / best.scale : 0.0f);
-  const Floats least = splat(-8.0f), most = splat(7.0f);
-  const Floats low = min(most, max(least, round(x.low * inverse))), high = min(most, max(least, round(x.high * inverse)));
-  std::memcpy(out, &scale, 2);
-  for (int i = 0; i < 16; ++i) out[2 + i] = uint8_t(int(low[i]) + 8) | uint8_t(int(high[i]) + 8) << 4;
-}
-
-inline Numbers load_numbers(const float* from) { return {load(from), load(from + kLanes)}; }
-
-inline Numbers load_numbers(const Bf16* from) {
-  Numbers out;
-  for (int i = 0; i < kLanes; ++i) {
-    out.low[i] = __builtin_bit_cast(float, uint32_t(from[i].bits) << 16);
-    out.high[i] = __builtin_bit_cast(float, uint32_t(from[kLanes + i].bits) << 16);
-  }
-  return out;
-}
-
 // Sixteen numbers of a row from `from` on, or `count` of them and zeros, one in each 32 bits. null: zeros.
 inline Words load_row(const float* from, int64_t count) {
   Words words{};
@@ -264,17 +189,6 @@ void pack_panels(const Number* rows, int64_t row_stride, int64_t depth, const in
   }
 }
 
-template <typename Number>
-void quantise_row(const Number* x, int64_t depth, Format format, uint8_t* out) {
-  for (int64_t k = 0; k < depth; k += kGroup, out += traits_of(format).row_bytes) {
-    const Numbers numbers = load_numbers(x + k);
-    if (format == Format::kQ8_0)
-      quantise_q8_0(numbers, out);
-    else
-      quantise_q4_0(numbers, out);
-  }
-}
-
 }  // namespace
 }  // namespace moeserve
 
@@ -309,19 +223,3 @@ extern "C" void moeserve_pack_quantised(int64_t format, const uint8_t* rows, int
     }
   }
 }
-
-// Rounds x [num_rows, depth], float32 or bfloat16, rows `x_stride` numbers apart, to rows of blocks of Q8_0 or Q4_0.
-extern "C" void moeserve_quantise(const void* x, int64_t is_bf16, int64_t x_stride, int64_t num_rows, int64_t depth,
-                                  int64_t format, uint8_t* out) {
-  using namespace moeserve;
-  const Format to = static_cast<Format>(format);
-  const int64_t row_bytes = depth / kGroup * traits_of(to).row_bytes;
-#pragma omp parallel for schedule(static)
-  for (int64_t row = 0; row < num_rows; ++row) {
-    if (is_bf16)
-      quantise_row(static_cast<const Bf16*>(x) + row * x_stride, depth, to, out + row * row_bytes);
-    else
-      quantise_row(static_cast<const float*>(x) + row * x_stride, depth, to, out + row * row_bytes);
-  }
-}
-

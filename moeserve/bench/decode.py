@@ -14,12 +14,11 @@ from torch import Tensor
 from kernels.activation import Activation
 from kernels.cpu.library import native_kernels
 from kernels.cpu.memory import WeightMemory
-from kernels.cpu.quantised import quantise
 from kernels.linear import Linear
 from kernels.moe import expert_layout
 from kernels.ops import CpuOps
 from kernels.packed_experts import ExpertShape, PackedExperts
-from kernels.weight_formats import FORMATS, Q4_0, Q8_0, Arithmetic, Matrix, QuantizedRows, WeightFormat
+from kernels.weight_formats import FORMATS, Arithmetic, Matrix, QuantizedRows, WeightFormat
 
 ROWS = (1, 4, 16, 256)
 _READ_BYTES = 2**30
@@ -71,10 +70,6 @@ class Products:
     def _matrix(self, rows: int, depth: int) -> Matrix:
         if self._form is None:
             return torch.randn(rows, depth).div_(depth**0.5).bfloat16()
-        if self._form in (Q8_0, Q4_0):
-            kernels = native_kernels()
-            assert kernels is not None
-            return quantise(torch.randn(rows, depth).div_(depth**0.5), self._form, kernels)
         data = torch.randint(0, 32, (rows, self._form.row_bytes(depth)), dtype=torch.uint8)
         return QuantizedRows(self._form, data, depth)
 

@@ -222,11 +222,10 @@ def expert_shape(
 ) -> ExpertShape:
     """Return the shape of a layer's experts when they compute in `dtype`."""
     assert spec.moe is not None
-    form = rounding.experts
-    formats = _stored_formats(plan) if rounding.keeps_stored else None if form is None else (form, form)
+    sizes = spec.hidden_size, spec.moe.intermediate_size
+    formats = _stored_formats(plan) if rounding.keeps_stored else rounding.expert_formats(*sizes)
     return ExpertShape(
-        spec.hidden_size,
-        spec.moe.intermediate_size,
+        *sizes,
         dtype,
         torch.bfloat16 if rounding.narrow else _kept_dtype(plan, dtype),
         spec.moe.expert_bias,

@@ -9,30 +9,62 @@ from torch import Tensor
 
 from kernels.cpu.library import native_kernels
 from kernels.cpu.quantised import packed_bytes, quantise
-from kernels.weight_formats import FORMATS, Q4_0, Q8_0, Arithmetic, Matrix, QuantizedRows, WeightFormat
+from kernels.weight_formats import (
+    FORMATS,
+    Q4_1,
+    Q4_K,
+    Q6_K,
+    Q8_0,
+    Arithmetic,
+    Matrix,
+    QuantizedRows,
+    WeightFormat,
+)
 from moeserve.model.checkpoint import StoredTensor
 from moeserve.model.stored import is_in_blocks
 
-_FORMATS = {"none": None, "int8": Q8_0, "int4": Q4_0}
 # Matrices that stay as they are: they choose experts or scale a whole block, and are small.
 _KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
-# Matrices of 8 bits even where others have 4, because all tokens meet in them.
-_OUTER = frozenset(("embedding", "lm_head"))
+# Matrices that get the finer format: all tokens meet in the outer ones, errors of down projections add up in the
+# residual, and those of queries and keys grow in the softmax. Rows that are one product have one format.
+_FINER = frozenset(("embedding", "lm_head", "down", "q", "k", "v", "q_a", "q_b", "kv_a"))
 # Matrices of float32 even where others are of bfloat16: they choose experts or scale a whole block, and are small.
 _GATES = frozenset(("moe_gate", "shared_gate"))
 
 
 @dataclass(frozen=True, slots=True)
+class Width:
+    """A value of `--quantization`.
+
+    usual, finer: formats in the order of preference. A matrix gets the first whose blocks fill its rows.
+    """
+
+    name: str
+    usual: tuple[WeightFormat, ...]
+    finer: tuple[WeightFormat, ...]
+
+    def format_of(self, key: str, depth: int) -> WeightFormat:
+        """Return the format of a matrix [N, depth] by its key in a plan of weights; the last one if no block fits."""
+        formats = self.finer if key in _FINER else self.usual
+        return next((form for form in formats if depth % form.block == 0), formats[-1])
+
+
+INT8 = Width("int8", (Q8_0,), (Q8_0,))
+INT4 = Width("int4", (Q4_K, Q4_1), (Q6_K, Q8_0))
+_WIDTHS = {"none": None, INT8.name: INT8, INT4.name: INT4}
+
+
+@dataclass(frozen=True, slots=True)
 class Rounding:
-    """The format to which matrices outside experts are rounded while they are loaded, and that of experts.
+    """The width to which matrices outside experts are rounded while they are loaded, and that of experts.
 
     None keeps the numbers of the checkpoint, in its own bits where `keeps_stored`. arithmetic: of all products with
     quantised weights. stored: the names of the checkpoint's own formats, for people. narrow: matrices that are not
     quantised are kept in bfloat16, and rows are rounded to bfloat16 for their products; gates are not.
     """
 
-    matrices: WeightFormat | None = None
-    experts: WeightFormat | None = None
+    matrices: Width | None = None
+    experts: Width | None = None
     arithmetic: Arithmetic = "int8"
     keeps_stored: bool = False
     stored: tuple[str, ...] = ()
@@ -42,7 +74,7 @@ class Rounding:
     def named(quantization: str, expert_quantization: str, arithmetic: str) -> Rounding:
         """Return the rounding for values of `--quantization`, `--expert-quantization` and `--arithmetic`."""
         experts = quantization if expert_quantization == "none" else expert_quantization
-        return Rounding(_FORMATS[quantization], _FORMATS[experts], "exact" if arithmetic == "exact" else "int8")
+        return Rounding(_WIDTHS[quantization], _WIDTHS[experts], "exact" if arithmetic == "exact" else "int8")
 
     @property
     def is_none(self) -> bool:
@@ -52,21 +84,25 @@ class Rounding:
     @property
     def name(self) -> str:
         """The formats, for people: `int8`, or `float32, experts int4`; empty without any."""
-        names = {form: name for name, form in _FORMATS.items()}
         if self.is_none:
             return ""
         if self.keeps_stored:
             return " and ".join(self.stored)
-        if self.matrices is self.experts:
-            return names[self.matrices]
-        others = "unquantised" if self.matrices is None else names[self.matrices]
-        return f"{others}, experts {names[self.experts]}"
+        others, experts = ("unquantised" if width is None else width.name for width in (self.matrices, self.experts))
+        return others if self.matrices is self.experts else f"{others}, experts {experts}"
 
     def format_of(self, key: str, depth: int) -> WeightFormat | None:
         """Return the format of a matrix [N, depth] outside experts, by its key in a plan of weights."""
-        if self.matrices is None or key in _KEPT or depth % self.matrices.block:
+        if self.matrices is None or key in _KEPT:
             return None
-        return Q8_0 if key in _OUTER else self.matrices
+        form = self.matrices.format_of(key, depth)
+        return form if depth % form.block == 0 else None
+
+    def expert_formats(self, hidden_size: int, width: int) -> tuple[WeightFormat, WeightFormat] | None:
+        """Return the formats of gate and up [2 width, hidden_size] and of down [hidden_size, width] of an expert."""
+        if self.experts is None:
+            return None
+        return self.experts.format_of("gate", hidden_size), self.experts.format_of("down", width)
 
     def stored_format(self, key: str, stored: StoredTensor) -> WeightFormat | None:
         """Return the format in which a matrix is kept as the checkpoint has it; None for one that is widened."""

@@ -68,7 +68,7 @@ def quantised(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("gguf") / "tiny.gguf"
     model = build("mixtral", hidden_size=256, intermediate_size=256, head_dim=64)
     kinds = {"attn_q": Kind.Q8_0, "attn_k": Kind.Q4_0, "attn_v": Kind.Q4_1, "attn_output": Kind.BF16}
-    kinds |= {"ffn_gate_exps": Kind.Q5_0, "ffn_up_exps": Kind.F16, "token_embd": Kind.Q8_0}
+    kinds |= {"ffn_gate_exps": Kind.TQ2_0, "ffn_down_exps": Kind.Q5_0, "ffn_up_exps": Kind.F16, "token_embd": Kind.Q8_0}
     write_gguf(path, "llama", model, spelt(kinds))  # type: ignore[arg-type]
     return path
 

@@ -21,7 +21,19 @@ from kernels.cpu.quantised import pack_rows, quantise
 from kernels.linear import Linear, pack_linear
 from kernels.moe import moe_experts_reference
 from kernels.packed_experts import ExpertShape, PackedExperts
-from kernels.weight_formats import FORMATS, FP8, Q4_0, Q4_K, Q6_K, Q8_0, Arithmetic, QuantizedRows, WeightFormat
+from kernels.weight_formats import (
+    FORMATS,
+    FP8,
+    MXFP4,
+    Q4_1,
+    Q4_K,
+    Q5_K,
+    Q6_K,
+    Q8_0,
+    Arithmetic,
+    QuantizedRows,
+    WeightFormat,
+)
 from tests.support.quantised_rows import random_rows
 
 NATIVE = native_kernels()
@@ -131,19 +143,35 @@ def test_rounding_to_8_bits_is_off_by_half_a_step(dtype: torch.dtype) -> None:
     assert ((blocks - wanted).abs() <= 0.52 * step).all()
 
 
-def test_rounding_to_4_bits_leaves_less_error_than_the_scale_of_the_largest_number() -> None:
+@pytest.mark.parametrize("form", [Q4_1, Q4_K])
+def test_rounding_to_4_bits_leaves_less_error_than_the_range_of_all_numbers(form: WeightFormat) -> None:
     assert NATIVE is not None
-    weight = torch.randn(64, 512)
-    plain = torch.from_numpy(
-        gguf.dequantize(gguf.quantize(weight.numpy(), gguf.GGMLQuantizationType.Q4_0), gguf.GGMLQuantizationType.Q4_0)
-    )
-    searched = quantise(weight, Q4_0, NATIVE).dequantise()
+    weight, kind = torch.randn(64, 512), gguf.GGMLQuantizationType.Q4_1
+    plain = torch.from_numpy(gguf.dequantize(gguf.quantize(weight.numpy(), kind), kind))
+    searched = quantise(weight, form, NATIVE).dequantise()
     assert (searched - weight).square().mean() < 0.9 * (plain - weight).square().mean()
+
+
+@pytest.mark.parametrize(("form", "error"), [(Q8_0, 0.006), (Q4_1, 0.08), (Q4_K, 0.08), (Q5_K, 0.04), (Q6_K, 0.02)])
+def test_rounding_leaves_the_error_of_its_bits_for_any_numbers(form: WeightFormat, error: float) -> None:
+    assert NATIVE is not None
+    weight = torch.randn(7, 1024)[:, :768]  # No row begins where another one ends.
+    for numbers in (weight, weight.bfloat16().float(), weight - 1.0, 1e-3 * weight, weight.abs(), -weight.abs()):
+        rounded = quantise(numbers, form, NATIVE).dequantise()
+        assert (rounded - numbers).norm() < error * numbers.norm()
+    assert torch.equal(quantise(weight[1:2], form, NATIVE).data, quantise(weight, form, NATIVE).data[1:2])
+    assert torch.equal(
+        quantise(weight.bfloat16(), form, NATIVE).data, quantise(weight.bfloat16().float(), form, NATIVE).data
+    )
+    assert not quantise(torch.zeros(2, 256), form, NATIVE).dequantise().any()
+    torch.testing.assert_close(
+        quantise(torch.full((1, 256), -3.0), form, NATIVE).dequantise(), torch.full((1, 256), -3.0), rtol=1e-3, atol=0.0
+    )
 
 
 def test_weights_on_the_grid_of_a_format_are_kept() -> None:
     assert NATIVE is not None
-    for form in (Q8_0, Q4_0):
+    for form in (Q8_0, Q4_1):
         rows = random_rows(form, 64, 128)
         again = quantise(rows.dequantise(), form, NATIVE)
         torch.testing.assert_close(again.dequantise(), rows.dequantise(), atol=2e-3, rtol=0.0)
@@ -151,8 +179,8 @@ def test_weights_on_the_grid_of_a_format_are_kept() -> None:
 
 def test_numbers_are_not_rounded_to_formats_of_checkpoints() -> None:
     assert NATIVE is not None
-    with pytest.raises(ValueError, match="not to q4_k"):
-        quantise(torch.randn(4, 256), Q4_K, NATIVE)
+    with pytest.raises(ValueError, match="not to mxfp4"):
+        quantise(torch.randn(4, 256), MXFP4, NATIVE)
 
 
 def test_rows_are_packed_in_any_order_with_zeros_between() -> None:
