@@ -1,8 +1,8 @@
 """`python -m benchmarks.drafts`: what draft tokens gain on this machine's CPU, by kind of text and number of streams.
 
-The demo generates the same texts without drafts, with all drafts (`suffix`) and with those that are likely to pay
-(`auto`), in turns which goes first. One scheduler per method serves all of it, so `auto` learns as it does in a
-service. Prompts are computed before the clock runs. The tokens must be the same with every method.
+The demo generates the same texts without drafts, with all drafts (`suffix`) and with drafts that are likely to pay
+(`auto`); the methods take turns at going first. One scheduler per method serves all texts, so `auto` learns as it does
+in a service. Prompts are computed before the clock runs. The tokens must be the same with every method.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class Bench:
             masks.close()
 
     def run(self, kind: Kind, streams: int, namespace: str, first: int, found: dict[str, Measured]) -> None:
-        """Serve a kind of text with every method, beginning with number `first`, and add to what was measured."""
+        """Serve a kind of text with every method, beginning with number `first`, and add the times to `found`."""
         prompts = [array("i", self._tokenizer.encode(kind.prompt(number)).ids) for number in range(streams)]
         answers = []
         for turn in range(len(METHODS)):

@@ -22,7 +22,7 @@ from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache, StoredBlocks
 
 BUDGET = 256
-# Rows and milliseconds of a step: about those of the demo on two cores.
+# Rows and milliseconds of a step, roughly as the demo takes them on two cores.
 _COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))
 _ATTENDED_S = 2e-7  # seconds per row and attended position
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks.preemption`: what it costs to run requests in KV memory that does not hold them all.
 
-Requests with prompts of their own run with room for all of them, before and after the same in smaller pools, where some
-are preempted and computed again. Their tokens must be the same. Some steps no scheduler can save: a request holds a
-block for as many steps as it generates tokens behind it, and a pool has only so many blocks in each step. "At least" is
-what so many steps would take with every token computed once, by the steps that were measured.
+Requests with prompts of their own run with room for all of them, then in smaller pools, where some are preempted and
+computed again, then with room once more. Their tokens must be the same. Some steps no scheduler can save: a request
+holds a block for as many steps as it generates tokens behind it, and a pool has a fixed number of blocks in each step.
+"At least" is the time of these steps with every token computed once, by the measured times of steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Load:
 
     @property
     def room(self) -> int:
-        """Blocks in which nobody lacks any: those of the longest request for every seat."""
+        """Blocks with which no request lacks any: for every seat as many as the longest request needs."""
         return self.seats * max(num_blocks(len(prompt) + count) for prompt, count in self.requests)
 
     @property

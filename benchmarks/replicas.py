@@ -46,8 +46,8 @@ class Ask:
 
 @dataclass(eq=False, slots=True)
 class Replica:
-    """One service. open_blocks: of its open requests; to_prefill: those of them that were not cached and have not been
-    computed; num_open: requests."""
+    """One service. open_blocks: blocks of its `num_open` open requests; to_prefill: blocks among them that were not
+    cached and are not computed yet."""
 
     number: int
     cache: PrefixCache = field(default_factory=lambda: PrefixCache(_BLOCKS, BLOCK))

@@ -29,8 +29,8 @@ def paged_attention(
 
     The new tokens' own keys and values are in the pools already. A `window` counts the token itself. `sinks` [H] are
     logits of a key without value (gpt-oss). If values are a prefix of the keys, the caller passes the keys twice and
-    cuts the result. Pools may keep rounded rows (`kernels.kv_rows`): those of bfloat16 are multiplied in float32; with
-    those of int8 the compiled kernel multiplies integers, to which it rounds queries and weights of 16 bits.
+    cuts the result. Pools may keep rounded rows (`kernels.kv_rows`): rows of bfloat16 are multiplied in float32; with
+    rows of int8 the compiled kernel multiplies integers, to which it rounds queries and weights of 16 bits.
     """
     kernels = native_kernels()
     if kernels is not None and _native_computes(q, keys_pool, values_pool):

@@ -55,10 +55,10 @@ _OF_EXPERT_MEMORY = "How often tokens choose experts that are not in memory, and
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 @some_settings(*_SETTINGS)
 def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
-    """Say what MODEL is and what of it fits into this machine. Without MODEL, say what this machine is.
+    """Describe MODEL and say which ways of serving it fit into this machine. Without MODEL, describe this machine.
 
     MODEL is a folder or a hub id; config.json is enough, weights are not needed and never downloaded. The options are
-    those of serve that memory depends on, from the environment too. Exit code 1 if MODEL cannot be served.
+    the options of serve on which memory depends, also read from the environment. Exit code 1 if MODEL cannot be served.
     """
     try:
         settings = {environment_name(setting) for setting in fields(ServeConfig) if setting.name in _SETTINGS}
@@ -78,7 +78,7 @@ def _report(model: str | None, config: ServeConfig) -> _Report:
 
     if model is None:
         return _Report(None, read_machine(usable_cores()), [])
-    # The model first: what is wrong with it is said at once.
+    # The model first: its faults are reported at once.
     from moeserve.engine.doctor import examine, least_memory, setups_of
     from moeserve.model.source import resolve_config
 

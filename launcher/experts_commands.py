@@ -31,7 +31,7 @@ def trace(
 ) -> None:
     """Record a routing trace of the server at --url into FILE.
 
-    The trace holds which experts each token of each request chose in each layer. What the texts were is left out
+    The trace holds which experts each token of each request chose in each layer. The texts are left out
     unless --token-ids is given.
     """
     if not file.parent.is_dir():

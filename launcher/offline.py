@@ -54,9 +54,9 @@ class LLM:
     def __init__(self, model: str | Path | None = None, *, concurrency: int = 32, **settings: Any) -> None:
         """Load the model; the demo unless given.
 
-        concurrency: requests under way at once. settings: those of `moeserve serve`, such as `expert_memory="4GiB"` for
-        `--expert-memory 4GiB`; a list repeats one. Raises ServiceNotStarted, after the reason was written to standard
-        error.
+        concurrency: requests under way at once. settings: flags of `moeserve serve`, such as `expert_memory="4GiB"` for
+        `--expert-memory 4GiB`; a list repeats a flag. Raises ServiceNotStarted, after the reason was written to
+        standard error.
         """
         self._concurrency = concurrency
         self._stack = ExitStack()

@@ -32,7 +32,7 @@ _FOR_EXPERT_MEMORY = (
 
 
 class LaunchError(Exception):
-    """The service cannot start or go on. The message is one sentence: what is wrong and what to do."""
+    """The service cannot start or go on. The message, one sentence, names the fault and the remedy."""
 
 
 def check_machine() -> None:
@@ -70,7 +70,7 @@ def check_settings(config: ServeConfig) -> None:
         refuse_gpu_settings(config, "--device cuda")
     check_expert_memory(config)
     if not config.enable_prefix_caching and parse_kv_events(config.kv_events_config).is_on:
-        raise ConfigError("--kv-events-config needs --enable-prefix-caching: events tell what is cached.")
+        raise ConfigError("--kv-events-config needs --enable-prefix-caching: events name cached blocks.")
     if not config.rebalance_interval:
         refuse_changed(config, ("rebalance_threshold",), "--rebalance-interval")
     if config.rebalance_interval and not config.record_experts:
@@ -124,7 +124,7 @@ def check_packages() -> None:
 
 
 def frontends_for(cores: int) -> int:
-    """Return how many HTTP processes `--num-frontends auto` starts on so many cores."""
+    """Return how many HTTP processes `--num-frontends auto` starts on a number of cores."""
     return min(_MOST_FRONTENDS, max(1, cores // _CORES_PER_FRONTEND))
 
 

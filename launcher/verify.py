@@ -1,4 +1,4 @@
-"""`moeserve verify`: whether a model folder holds what was recorded of it."""
+"""`moeserve verify`: compares a model folder with the record of its files."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ def wills_within(limit: int, config: ServeConfig) -> int:
 class WillKeeper:
     """Keeps the wills of one HTTP process: a duplicate of a connection, and the bytes that its client is to get.
 
-    The other end of the pair of sockets is the process's alone, so that this one ends with the process. What it had
-    sent before is read first. `most`: wills that are kept at once; of further ones the duplicates are closed.
+    The other end of the pair of sockets is the process's alone, so that this one ends with the process. Wills sent
+    before its end are read first. `most`: wills that are kept at once; the duplicates of further ones are closed.
     """
 
     def __init__(self, most: int) -> None:

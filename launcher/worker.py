@@ -1,7 +1,7 @@
 """The model process: `python -m launcher.worker CONTEXT --status-fd N`, or one of its ranks, under torchrun.
 
 With `--orders-fd M` it serves in copies of itself, if the model allows it (`launcher.copies`). Under the supervisor's
-torchrun (`launcher.rank_group`) the descriptors are those of the agent, whose pid is `--agent-pid`, and `--orders-fd`
+torchrun (`launcher.rank_group`) the descriptors belong to the agent, whose pid is `--agent-pid`, and `--orders-fd`
 lists one for each rank of this node. Without a status pipe this is a rank of a user's own torchrun
 (`launcher.torchrun_worker`).
 """

@@ -129,7 +129,7 @@ class BlockCopies:
         return is_alone, stays
 
     def let_go(self, blocks: Iterable[int]) -> list[int]:
-        """Return those of the blocks, which nothing else holds any more, that can be freed now."""
+        """Return the blocks that can be freed now; a copied block is freed after its copy. Nothing else holds them."""
         free = []
         for block in blocks:
             if (copy := self._wanted.pop(block, None)) is not None:

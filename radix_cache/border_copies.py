@@ -1,7 +1,7 @@
 """The window blocks and snapshots that are copied to disk, or wait for it, beside the KV blocks. No files here.
 
 A prefix of a model with windows or recurrent states serves only up to a boundary with a complete window and a snapshot,
-its *border*. On disk a border is files beside those of KV blocks: a window block is named after its KV block, and a
+its *border*. On disk a border is files beside the KV blocks' files: a window block is named after its KV block, and a
 snapshot after the KV block that it follows. A window block or snapshot that waits may be evicted, and is then not
 written.
 """
@@ -21,9 +21,9 @@ _Owner = int | Snapshot
 
 
 class BorderCopies:
-    """The window blocks and snapshots that wait to be written, and those that are being written.
+    """The window blocks and snapshots that wait to be written or are being written.
 
-    These are lent to their copy: nobody evicts them, and if their KV block goes, they are free once the copy has ended.
+    A copy borrows them: nobody evicts them meanwhile. If their KV block goes, they are free once the copy has ended.
     """
 
     def __init__(self, windows: WindowBlocks | None, snapshots: SnapshotTable) -> None:

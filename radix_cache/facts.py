@@ -1,4 +1,4 @@
-"""What happened to the blocks of a tree, in order: the facts from which the service tells routers what is cached."""
+"""The changes of a tree's blocks, in order. From these facts the service tells routers which blocks are cached."""
 
 from __future__ import annotations
 

@@ -136,9 +136,9 @@ class Lease:
     None if the lease starts with nothing. `num_known_tokens` are the tokens whose KV the cache had at the last match,
     which may be more: prompts branch there.
 
-    Where layers have window blocks, the lease needs those of its blocks from number `first_window` on. `ends`:
-    boundaries, in blocks, where other prompts are likely to diverge from its own, with the gain of the window blocks
-    before them.
+    Where layers have window blocks, the lease needs the window blocks of its blocks from number `first_window` on.
+    `ends`: boundaries, in blocks, where other prompts are likely to diverge from its own, with the gain of the window
+    blocks before them.
 
     `names`: on disk, of its first blocks (`radix_cache.stored`), as far as they are known. They follow from namespace
     and tokens, so the list outlives the lease.

@@ -348,7 +348,7 @@ class PrefixCache:
 
         Victims come from the accounts that hold most (`share`), the least recently used first. sparing: leave a quarter
         of all blocks to cached prefixes of accounts that hold less than the lease's, as far as they have as many.
-        num_windows: only so many of the new blocks, the last ones, get window blocks.
+        num_windows: how many of the new blocks, the last ones, get window blocks; all by default.
 
         Return the new ids, or None with nothing changed if fewer than `count` blocks, or window blocks where there are
         some, are available. Raise ValueError if `count` is negative.
@@ -833,7 +833,7 @@ class PrefixCache:
         return list_prefixes(self._tree, self.block_size, namespaces, limit)
 
     def take_facts(self) -> list[Fact]:
-        """Return what was published and evicted since the last call, in order; nothing without `tells_facts`."""
+        """Return the publications and evictions since the last call, in order; none without `tells_facts`."""
         facts = self._tree.facts
         if not facts:
             return []

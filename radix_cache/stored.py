@@ -140,7 +140,7 @@ class StoredBlocks:
         return sum(self._num_of_folder[one] for one in folders), sum(self._bytes_of_folder[one] for one in folders)
 
     def name(self, names: list[bytes], namespace: str, tokens: array[int], count: int, block_size: int) -> None:
-        """Append to `names`, those of the first blocks of `tokens`, until it has `count` names."""
+        """Extend `names`, the names of the first blocks of `tokens`, to `count` names."""
         if len(names) >= count:
             return
         seed = self._seeds.get(namespace)

@@ -41,8 +41,8 @@ class RadixTree:
     its own prefixes.
 
     Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, set by
-    `tell_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC. `facts`: what was added
-    and removed, for whoever takes them out of the list; None if nobody does.
+    `tell_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC. `facts`: the additions
+    and removals, until a reader takes them out of the list; None without a reader.
     """
 
     __slots__ = (

@@ -2,14 +2,14 @@
 
 An account that fills the cache with prompts that are never used again evicts its own. The next victim belongs to the
 account that holds most blocks in proportion to its weight, so an account never loses a block while it holds less than
-its share and another account holds more. This is max-min fairness over all blocks, those of running requests included.
+its share and another account holds more. This is max-min fairness over all blocks, with the running requests' blocks.
 Accounts without further requests would hold their shares for ever, so the blocks of an account count double for every
-`HALF_LIFE_S` since its last request. With one account the order is that of age alone.
+`HALF_LIFE_S` since its last request. With one account the oldest block goes first.
 
 The accounts lie in heaps by what they hold. The decay is the same for all, so an account's place changes only when the
 account is touched, and an eviction costs O(log accounts).
 
-Blocks are evicted for an account, the taker. Its own leaves, and those of accounts that hold as much as it does, come
+Blocks are evicted for an account, the taker. Its own leaves, and leaves of accounts that hold as much or more, come
 before leaves of accounts that hold less; a part of the latter can be spared (`num_to_spare`).
 """
 

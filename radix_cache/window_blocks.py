@@ -2,9 +2,9 @@
 
 After a block boundary a layer with a sliding window needs only the KV of the `span` blocks before it. So the KV of such
 layers lies in blocks of its own, fewer than the KV blocks of the other layers, and this map tells which KV block has
-one. A lease needs only those of its last blocks. A KV block whose window block was taken away stays cached for the
-other layers; a prefix serves up to a boundary after `span` blocks that have theirs (compare the tombstones of SGLang's
-cache for sliding windows, and vLLM's hybrid KV cache manager).
+one. A lease needs only the window blocks of its last KV blocks. A KV block without a window block stays cached for the
+other layers; a prefix serves up to a boundary after `span` blocks with window blocks (compare the tombstones of
+SGLang's cache for sliding windows, and vLLM's hybrid KV cache manager).
 
 Of window blocks that no lease needs, those inside a run of tokens go first, the oldest first: a match ends there only
 if a prompt leaves the run at that place. Window blocks before the end of a run go as snapshots do, by account and worth
@@ -41,9 +41,9 @@ def least_window_blocks(window: int, block_size: int) -> int:
 class WindowBlocks:
     """The window block of each KV block, the number of leases that need it, and the queue of evictable window blocks.
 
-    A window block is free, held (leases need it), cached (none does), or waits with a duplicate for its `free`. A lease
-    holds those of its blocks from number `Lease.first_window` on; all these blocks have one. A window block that is
-    *lent* is being copied to or from disk. It is held until `take_back`, and free after it if its KV block has gone.
+    A window block is free, held (leases need it), cached (none does), or waits with a duplicate for its `free`. All
+    blocks of a lease from number `Lease.first_window` on have window blocks, which the lease holds. A *lent* window
+    block is being copied to or from disk. It is held until `take_back`, and free after it if its KV block has gone.
 
     `span`: the number of blocks before a boundary that are within the window there. `num_needed`: the number that a
     request needs to be computed step by step.
@@ -175,7 +175,7 @@ class WindowBlocks:
         lease.first_window = first_window
 
     def share(self, lease: Lease, first: int) -> None:
-        """Let a new lease need the window blocks of its blocks from number `first` on, all of which have one."""
+        """Let a new lease need the window blocks of its blocks from number `first` on; all these blocks have one."""
         self._hold(lease.block_ids[first:])
         lease.first_window = first
 
@@ -213,7 +213,7 @@ class WindowBlocks:
         lease.first_window = index
 
     def forsake(self, lease: Lease, first: int) -> None:
-        """Let go all window blocks of a lease, and free those of its unpublished blocks from number `first` on."""
+        """Let go all window blocks of a lease. Free the ones of unpublished blocks from number `first` on."""
         self._let_go(lease, first, AT_END)
         for block in lease.block_ids[max(first, lease.first_window) :]:
             self._count_out(block)

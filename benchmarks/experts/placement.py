@@ -214,11 +214,11 @@ def remote_ranks_figure(
     max_load: float | None = 1.1,
     num_redundant: int = 0,
 ) -> RemoteRanksFigure:
-    """The figure of co-activation placement, with so many replicas per layer.
+    """Return the figure of co-activation placement with `num_redundant` replicas per layer.
 
     by_family: requests that begin alike live on the same rank, which is known when experts are placed; otherwise
-    requests are dealt in turn. max_load: see `coactivation_placement`. PlacementError if the ranks cannot share the
-    experts equally.
+    requests are dealt in turn. max_load: see `coactivation_placement`. Raise PlacementError if the ranks cannot share
+    the experts equally.
     """
     homes = learning.family_homes(num_ranks) if by_family else None
     learnt = coactivation_placement(learning.ids, learning.num_experts, num_ranks, homes, max_load=max_load)
@@ -228,7 +228,7 @@ def remote_ranks_figure(
 
 
 def remote_ranks_of(learnt: Placement, held_out: RoutingTrace, *, by_family: bool = False) -> RemoteRanksFigure:
-    """The figure of any placement."""
+    """Return the figure of any placement."""
     num_ranks = learnt.num_ranks
     homes = held_out.family_homes(num_ranks) if by_family else held_out.homes(num_ranks)
     sizes = learnt.num_layers, learnt.num_experts, num_ranks

@@ -37,7 +37,7 @@ class Findings:
 def print_report(
     console: Console, environment: Environment, amount: Amount, findings: Findings, titles: Mapping[str, str]
 ) -> None:
-    """Print one table per measurement, then what was skipped and the machine."""
+    """Print one table per measurement, then the skipped measurements and the machine."""
     for name, figures in findings.figures.items():
         if figures:
             console.print(f"{name}: {titles[name]}", style="bold", highlight=False)

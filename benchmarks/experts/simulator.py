@@ -1,7 +1,7 @@
 """Replay routing traces through the runtime's residency, prediction and transfer decisions. Torch-free.
 
-The objects are those of the runtime (`ResidencyControl`, `AffinityPredictor`, `PrefetchPlanner`, `LookaheadPlanner`);
-only the copier and the clock are simulated. An event, all experts that a step needs in one layer, is decided at once:
+The runtime's own objects decide (`ResidencyControl`, `AffinityPredictor`, `PrefetchPlanner`, `LookaheadPlanner`); only
+the copier and the clock are simulated. An event, all experts that a step needs in one layer, is decided at once:
 replaying its experts one by one would count misses that no runtime has. `recall_figures` measures predictors.
 """
 

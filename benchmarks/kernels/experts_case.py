@@ -100,7 +100,7 @@ def make_case(
 ) -> MoeCase:
     """Make a case with normal activations, in bf16 unless weights are stored wider.
 
-    experts: those of another case of the same shape; random by default.
+    experts: taken from another case of the same shape; random by default.
     """
     random = torch.Generator(device=device).manual_seed(seed)
     dtype = {"float32": torch.float32, "float16": torch.float16}.get(shape.weights, torch.bfloat16)

@@ -120,7 +120,7 @@ def _captured(run: Callable[[], None]) -> Callable[[], None] | None:
     """Return the replay of a graph of the run; None if it cannot be captured."""
     graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
     try:
-        # Other threads, such as those of a compiler, may do as they like meanwhile.
+        # Other threads, a compiler's for example, may do as they like meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             run()
     except RuntimeError:

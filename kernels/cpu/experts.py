@@ -127,7 +127,7 @@ class _NativeExperts(SplitExperts):
         self._addresses[expert] = packed.data_ptr()
 
     def replace(self, expert: int, packed: Tensor) -> None:
-        """Copy the bytes into those of the other expert, whose memory may be shared with experts that stay."""
+        """Copy the bytes over the former expert's, in place: its memory may be shared with experts that stay."""
         former = self._packed[expert]
         if former is None:
             self.put(expert, packed)

@@ -15,8 +15,8 @@ _ROUNDED_TO = (Q8_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K)
 def quantise(weight: Tensor, form: WeightFormat, kernels: NativeKernels) -> QuantizedRows:
     """Round weight [N, K] of any float dtype to rows of blocks.
 
-    Scales, and minima where the format has them, are those of the least squared error among several candidates. Raise
-    ValueError for a format that nothing is rounded to, and unless K is whole blocks.
+    Choose scales, and minima where the format has them, by the least squared error among several candidates. Raise
+    ValueError for a format that only files have, and unless K is whole blocks.
     """
     if form not in _ROUNDED_TO:
         raise ValueError(f"weights are rounded to {', '.join(form.name for form in _ROUNDED_TO)}, not to {form.name}")

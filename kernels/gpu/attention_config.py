@@ -17,7 +17,7 @@ SHARED_MEMORY_PER_SM = 227 * 1024
 MIN_ROWS = 16
 # Prompts up to this length use smaller tiles.
 SHORT_QUERIES = 64
-# The tokens of a short extend's tile, if so many rows fit into registers.
+# The tokens of a short extend's tile, if their rows fit into registers.
 EXTEND_TOKENS = 16
 # (head size up to, KV bytes per element) -> tile, warps, stages of the split kernel. Compiled for
 # compute capability 9.0 none spills registers in 16 bits. A tile of 64 x 128 keys and values in bf16 has 32 KiB;

@@ -1,6 +1,6 @@
 """The tiles with which a mixture-of-experts layer runs for a number of tokens. Torch-free.
 
-A tile is chosen by rows per expert, T * k / E, and only among those that fit the device. Nothing about the choice was
+A tile is chosen by rows per expert, T * k / E, among the tiles that fit the device. Nothing about the choice was
 measured on a GPU.
 """
 

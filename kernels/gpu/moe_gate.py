@@ -160,7 +160,7 @@ def _lowest_best(values, lanes, taken, LANES: tl.constexpr):
 
 @triton.jit
 def _mask_groups(choice, lanes, taken, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, TOP2: tl.constexpr):
-    """Set all experts but those of the best groups to -inf. choice, lanes, taken: [groups, experts of a group]."""
+    """Set all experts outside the best groups to -inf. choice, lanes, taken: [groups, experts of a group]."""
     num_rows: tl.constexpr = choice.shape[0]
     num_lanes: tl.constexpr = choice.shape[0] * choice.shape[1]
     worth = tl.max(choice, 1)
