@@ -13,7 +13,7 @@ from moeserve.model.hf.loading import load_transformers_decoder
 from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.model.spec import UnsupportedModel
 from tests.support.tiny_transformers import moe_types, save_tiny
-from tests.support.transformers_parity import DOCUMENT, TOLERANCE, Row, document, play
+from tests.support.transformers_parity import DOCUMENT, TOLERANCE, Memory, Row, document, play
 
 # One of each kind: latent attention, shared keys, an indexer, five kinds of states, forms of their own, experts without
 # a gate, those of transformers, a model with vision.
@@ -30,6 +30,13 @@ _ALWAYS = (
     "nemotron_h",
     "dbrx",
     "qwen3_vl_moe",
+)
+# Their own experts and grouped products multiply by weights in torch; minimax adds up a state once per chunk.
+_VARIES = frozenset(
+    (
+        *("dbrx", "ernie4_5_vl_moe", "jetmoe", "llama4", "longcat_flash", "muse_spark", "step3p7"),
+        *("deepseek_v4", "inkling2_text", "inkling_mm_model", "minimax"),
+    )
 )
 
 
@@ -48,6 +55,24 @@ def check(row: Row) -> None:
 @pytest.mark.parametrize("model_type", _ALWAYS)
 def test_ragged_steps_give_the_logits_of_the_own_forward(model_type: str) -> None:
     check(play(model_type))
+
+
+@pytest.mark.parametrize("model_type", [name for name in _ALWAYS if name not in _VARIES])
+def test_logits_have_the_same_bits_in_any_batch_and_chunking(model_type: str, tmp_path: Path) -> None:
+    assert has_same_bits(model_type, tmp_path)
+
+
+def has_same_bits(model_type: str, folder: Path) -> bool:
+    """Return whether a request has the same logits alone in one piece and beside others in several."""
+    save_tiny(model_type, folder)
+    decoder = load_transformers_decoder(folder, read_transformers_spec(folder))
+    decoder.settle(lambda _: None)
+    texts = [list(range(3, 46)), list(range(60, 107)), list(range(20, 121, 3))]
+    alone = Memory(decoder, texts).step([(0, 0, 43)])[0]
+    memory = Memory(decoder, texts)
+    for step in ([(1, 0, 47), (0, 0, 8)], [(0, 8, 9), (2, 0, 5)], [(0, 9, 34), (2, 5, 11)], [(2, 11, 12), (0, 34, 42)]):
+        memory.step(step)
+    return torch.equal(memory.step([(2, 12, 13), (0, 42, 43)])[1], alone)
 
 
 @pytest.mark.parametrize(
@@ -102,3 +127,10 @@ def test_every_type_that_is_not_refused_is_at_parity_and_at_least_sixty_are_serv
     assert [row.model_type for row in rows if row.worst > TOLERANCE] == []
     assert sum(not row.refusal for row in rows) >= 60
     assert DOCUMENT.read_text() == document(rows)
+
+
+@pytest.mark.long
+def test_the_types_whose_bits_may_depend_on_the_batch_are_known(tmp_path: Path) -> None:
+    refused = {"diffusion_gemma", "doge", "unlimited_ocr"}
+    types = [name for name in moe_types() if name not in refused]
+    assert {name for name in types if not has_same_bits(name, tmp_path / name)} == _VARIES

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
+from transformers.models.gemma2 import modeling_gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss
 from transformers.models.llama import modeling_llama
 
@@ -47,7 +48,8 @@ class PagedAttention:
         # A layer may attend over the keys of another layer.
         _, memory = step.written.get(id(key), (key, self._memory))
         keys, values = step.pools[memory.pools["keys"]], memory.pools.get("values")
-        if not (self._takes_kernel and kind.causal and values is not None and options.get("position_bias") is None):
+        is_plain = options.get("position_bias") is None and options.get("softcap") is None
+        if not (self._takes_kernel and kind.causal and values is not None and is_plain):
             values_pool = None if values is None else step.pools[values]
             return self._lane_by_lane(query, mask, scale, options, memory, keys, values_pool)
         q = query[0].transpose(0, 1).contiguous()
@@ -126,10 +128,12 @@ def _eager_of(module_name: str) -> Any:
 def _form_of(module_name: str) -> str | None:
     """Return `plain` or `sinks` if modules of this file attend in the way of llama or gpt-oss, else None.
 
+    gemma's way is llama's unless its scores have a cap (`softcap`).
+
     transformers copies one function into the file of every model, so the text of the function tells its form.
     """
     text = _text(module_name)
-    if text == _text(modeling_llama.__name__):
+    if text in (_text(modeling_llama.__name__), _text(modeling_gemma2.__name__)):
         return "plain"
     return "sinks" if text == _text(modeling_gpt_oss.__name__) else None
 

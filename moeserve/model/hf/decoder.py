@@ -23,6 +23,7 @@ from kernels.ops import Experts, Ops
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.caches import step_cache
 from moeserve.model.hf.check import BeginStep, choose_ways
+from moeserve.model.hf.exact import ExactFunctions
 from moeserve.model.hf.experts import ExpertLayer
 from moeserve.model.hf.gates import FoundGate, GateSearch
 from moeserve.model.hf.geometry import new_cache
@@ -70,6 +71,7 @@ class TransformersDecoder:
         self._mixers = Mixers(code, spec.geometry, step, ops)
         self._mixers.use(Ways())
         self._head = Head(code)
+        self._exact = ExactFunctions(code.outer.parameters())
         # A body that can leave out rows must compute all of them.
         takes = inspect.signature(code.body.forward).parameters
         self._all_rows = {"logits_to_keep": None} if "logits_to_keep" in takes else {}
@@ -104,7 +106,8 @@ class TransformersDecoder:
 
     def logits(self, states: Tensor) -> Tensor:
         """[S, hidden] -> [S, vocab]."""
-        return self._head(states)
+        with self._exact:
+            return self._head(states)
 
     def states(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:
         """Return the states [S, hidden] after the last norm, of the rows that need logits. Like `Decoder.states`.
@@ -117,13 +120,14 @@ class TransformersDecoder:
         self._step.begin(batch.attention, batch.window_attention, pools[:num_kv], states, batch.states)
         self._code.config._attn_implementation_internal = PAGED
         try:
-            out = self._code.body(
-                input_ids=batch.token_ids[None],
-                position_ids=batch.positions[None],
-                past_key_values=self._cache,
-                use_cache=True,
-                **self._all_rows,
-            )
+            with self._exact:
+                out = self._code.body(
+                    input_ids=batch.token_ids[None],
+                    position_ids=batch.positions[None],
+                    past_key_values=self._cache,
+                    use_cache=True,
+                    **self._all_rows,
+                )
         finally:
             self._code.config._attn_implementation_internal = "eager"
             self._step.end()

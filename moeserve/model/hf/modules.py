@@ -17,6 +17,8 @@ from kernels.linear import Linear, pack_linear
 from kernels.norm import rms_norm
 
 _TRIED_ROWS = 3
+# Of a weight [N, K] and columns [..., K, T].
+_COLUMN_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class Projection(nn.Module):
@@ -65,7 +67,7 @@ class Projection(nn.Module):
 
 
 class ProductWeight(Tensor):
-    """A parameter whose product with rows (`functional.linear`) is that of our kernel, packed at the first product.
+    """A parameter whose product with rows or columns is that of our kernel, packed at the first product.
 
     Gates multiply by a parameter of their own, without a module that could be exchanged. Everything else treats it as
     the plain tensor that it is.
@@ -87,6 +89,8 @@ class ProductWeight(Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func is functional.linear and len(args) > 1 and isinstance(args[1], ProductWeight):
                 return args[1]._multiply(*args[:1], *args[2:], **kwargs)
+            if func in _COLUMN_PRODUCTS and isinstance(args[0], ProductWeight) and args[1].dim() > 1:
+                return args[0]._multiply(args[1].transpose(-1, -2)).transpose(-1, -2)
             return func(*args, **kwargs)
 
     def _multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
