@@ -17,11 +17,13 @@ _PATIENCE_MS = 3_600_000
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """The server that an agent asks. `url`: without `/v1`. `context`: tokens of prompt and answer together."""
+    """The server that an agent asks. `url`: without `/v1`. `context`: tokens of prompt and answer together; `answer`:
+    of an answer."""
 
     url: str
     model: str
     context: int
+    answer: int
     key: str = "none"
 
     @property
@@ -71,7 +73,7 @@ def _claude(server: Server) -> Settings:
             "ANTHROPIC_AUTH_TOKEN": server.key,
             "CLAUDE_CODE_MAX_CONTEXT_TOKENS": str(server.context),
             # Without it 32,000, and a small model may write that many.
-            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.context // 4),
+            "CLAUDE_CODE_MAX_OUTPUT_TOKENS": str(server.answer),
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "DISABLE_AUTOUPDATER": "1",
             **dict.fromkeys((*models, *tiers), server.model),
@@ -84,7 +86,7 @@ def _claude(server: Server) -> Settings:
 
 def _opencode(server: Server) -> Settings:
     # It wants to know how long an answer may be, too; the server cuts what does not fit.
-    limit = {"context": server.context, "output": server.context // 4}
+    limit = {"context": server.context, "output": server.answer}
     provider = {
         "npm": "@ai-sdk/openai-compatible",
         "name": "moeserve",

@@ -97,6 +97,8 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
             f"  states   {format_bytes(rows * ready.state_row_bytes)} = {ready.num_state_slots} requests at once and "
             f"{ready.num_snapshots} snapshots of prefixes, {format_bytes(ready.state_row_bytes)} each",
         )
+    if (answers := _answers(ready)) is not None:
+        lines.append(f"  answers  {answers}")
     if ready.no_compiled_kernels is not None:
         lines.append(f"  kernels  torch, several times slower than compiled ones. {ready.no_compiled_kernels}")
     if gpus and not ready.device.startswith("cuda"):
@@ -111,6 +113,16 @@ def _context(ready: Ready) -> str:
     if ready.stretched_from is not None:
         text += f"; beyond {ready.stretched_from:,} positions are stretched (LongRoPE)"
     return text
+
+
+def _answers(ready: Ready) -> str | None:
+    """Return the bounds of answers, None if there are none."""
+    longest, default = ready.longest_answer, ready.default_max_tokens
+    if longest is not None:
+        return f"at most {longest:,} tokens (--override-generation-config)"
+    if default is None:
+        return None
+    return f"{default:,} tokens where the request sets no max_tokens (--default-max-tokens)"
 
 
 def _curl_line(url: str, model: str, *, needs_key: bool) -> str:

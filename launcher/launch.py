@@ -84,7 +84,10 @@ def describe(url: str, key: str | None) -> Server:
     """Return the facts of the server at `url` that agents need. Raises ServerError."""
     with open_url(f"{url}/v1/models", None, key) as response:
         model = json.load(response)["data"][0]
-    return Server(url, str(model["id"]), int(model["max_model_len"] or 0), key or "none")
+    context = int(model["max_model_len"] or 0)
+    # An answer of the whole context would leave no room for another turn.
+    answer = min(context // 4, *(int(model[name]) for name in ("max_tokens", "default_max_tokens") if model.get(name)))
+    return Server(url, str(model["id"]), context, answer, key or "none")
 
 
 def run_agent(agent: Agent, program: str, server: Server, arguments: Sequence[str]) -> int:

@@ -146,7 +146,8 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
     `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
     `model` says in a line what the model is, `arithmetic` how it multiplies. `stretched_from`: the tokens beyond which
-    a request's angles change, None where contexts never change them.
+    a request's angles change, None where contexts never change them. `default_max_tokens`, `longest_answer`: see
+    `EngineReady`.
     """
 
     device: str
@@ -167,6 +168,8 @@ class Ready(msgspec.Struct, tag_field="event", tag="ready"):
     pid: int | None = None
     arithmetic: str = ""
     stretched_from: int | None = None
+    default_max_tokens: int | None = None
+    longest_answer: int | None = None
 
 
 class Computing(msgspec.Struct, tag_field="event", tag="computing"):

@@ -46,6 +46,17 @@ TOOL_CALL_PARSERS = (
 REASONING_PARSERS = ("auto", "none", "harmony", "mistral", "think")
 _LIMIT = re.compile(r"([a-z0-9]+):([0-9]*\.?[0-9]+)(ms|s)")
 _SECONDS = {"ms": 1e-3, "s": 1.0}
+# The sampling parameters of generation_config.json with the bounds of requests: (least, most). For the names in _ABOVE
+# the least value itself is refused.
+SAMPLING_BOUNDS = {
+    "temperature": (0.0, 2.0),
+    "top_p": (0.0, 1.0),
+    "top_k": (-1.0, 2.0**31 - 1),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.0, 10.0),
+}
+_ABOVE = frozenset({"top_p", "repetition_penalty"})
+MAX_NEW_TOKENS = "max_new_tokens"
 REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 DRAFT_METHODS = ("none", "ngram", "suffix", "auto")
 # vLLM's methods that need weights of their own.
@@ -62,8 +73,8 @@ def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
 
     `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "duration"
     (see `parse_duration`), "count" (0 is `auto`), "limits" (see `parse_limits`), "drafts" (see `parse_speculative`),
-    "efforts" (see `parse_effort_budgets`), "kv_events" (see `parse_kv_events`), "kv_transfer" (see
-    `parse_kv_transfer`), "prose" (a text whose white space stays).
+    "efforts" (see `parse_effort_budgets`), "generation" (see `parse_generation`), "kv_events" (see
+    `parse_kv_events`), "kv_transfer" (see `parse_kv_transfer`), "prose" (a text whose white space stays).
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
@@ -124,6 +135,22 @@ class ServeConfig:
         0, "Threads of each rank; 0 shares out all cores this process may use.", group="Model", minimum=0
     )
     max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
+    default_max_tokens: int | None = setting(
+        None,
+        "Most tokens of an answer whose request sets no bound; 0 is all that the context leaves. By default "
+        "`max_new_tokens` of the model's generation_config.json, 1024 for the demo, and else no bound.",
+        group="Model",
+        minimum=0,
+    )
+    override_generation_config: str = setting(
+        "{}",
+        "JSON object of values that go before the model's generation_config.json, as vLLM means it: temperature, "
+        'top_p, top_k, min_p, repetition_penalty; {"max_new_tokens": N} bounds every answer, whatever its request asks '
+        "for.",
+        group="Model",
+        kind="generation",
+        metavar="JSON",
+    )
     seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
     expert_parallel_size: int = setting(
         1, "Ranks (processes) that share the experts and the requests.", group="Experts", minimum=1, maximum=64
@@ -662,6 +689,36 @@ def parse_speculative(text: str) -> SpeculativeConfig:
     return SpeculativeConfig(method, **given)
 
 
+def parse_generation(text: str) -> dict[str, float]:
+    """Return the values of a JSON object by the names of generation_config.json. Raise ConfigError."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{text!r} is no JSON object of values for generation")
+    for name, value in found.items():
+        if name not in SAMPLING_BOUNDS and name != MAX_NEW_TOKENS:
+            raise ConfigError(f"{name!r} is not one of {', '.join((*SAMPLING_BOUNDS, MAX_NEW_TOKENS))}")
+        if not (is_length(value) if name == MAX_NEW_TOKENS else is_sampling_value(name, value)):
+            raise ConfigError(f"{value!r} is no value for {name}")
+    return found
+
+
+def is_length(value: object) -> bool:
+    """Return whether a value of generation_config.json is a number of tokens."""
+    return type(value) is int and value >= 1
+
+
+def is_sampling_value(name: str, value: object) -> bool:
+    """Return whether a value is within the bounds that requests have for the sampling parameter of that name."""
+    least, most = SAMPLING_BOUNDS[name]
+    if type(value) not in (int, float):
+        return False
+    assert isinstance(value, (int, float))
+    return least <= value <= most and not (name in _ABOVE and value == least)
+
+
 def parse_effort_budgets(text: str) -> dict[str, int]:
     """Return the budgets of thought by effort that a JSON object holds. Raise ValueError, one sentence, for others."""
     try:
@@ -686,6 +743,7 @@ def _check_slo(text: str) -> None:
 _CHECKS: dict[str, Callable[[str], object]] = {
     "drafts": parse_speculative,
     "efforts": parse_effort_budgets,
+    "generation": parse_generation,
     "kv_events": parse_kv_events,
     "kv_transfer": parse_kv_transfer,
     "limits": _check_slo,

@@ -24,7 +24,7 @@ from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.moe import moe_experts_partial
 from kernels.ops import CpuOps, Experts, Ops
-from moeserve.config import ConfigError, ServeConfig, parse_speculative
+from moeserve.config import ConfigError, ServeConfig, parse_generation, parse_speculative
 from moeserve.device import KvBudget, current_gpu, step_budget
 from moeserve.engine.experts.memory import CpuResidentModel, open_experts
 from moeserve.engine.experts.observe import SentCounter
@@ -330,7 +330,7 @@ class LoadedRank:
             body.meet(self._decoder, group)
             choice = self._choose_shape(group)
             group.steps.use(choice, body.captured_sizes)
-        defaults = load_generation_defaults(self._directory)
+        defaults = load_generation_defaults(self._directory, parse_generation(config.override_generation_config))
         prepared = body.prepare(self._decoder, self._tap, group)
         if plan.device == "cuda" and group is None:
             state = StateUse(0) if plan.spec.state_layers else None

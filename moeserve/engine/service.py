@@ -16,6 +16,7 @@ import zmq
 
 from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
+from moeserve.config import MAX_NEW_TOKENS, ServeConfig, parse_generation
 from moeserve.engine.assemble import LoadedRank, Report, build_scheduler, load_rank
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
@@ -34,6 +35,8 @@ from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.kv_events import KvEventsConfig, parse_kv_events
 from moeserve.kv_transfer import parse_kv_transfer
+from moeserve.model.demo import ANSWER_TOKENS, SPLIT_NAME
+from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
@@ -213,6 +216,7 @@ def _ready(
 ) -> EngineReady:
     config = context.config
     num_ranks = config.expert_parallel_size
+    longest_answer = parse_generation(config.override_generation_config).get(MAX_NEW_TOKENS)
     return EngineReady(
         pid=os.getpid(),
         model_hash=context.model_hash,
@@ -233,7 +237,17 @@ def _ready(
         drafts=drafts,
         arithmetic=model.arithmetic,
         kv_event_sources=kv_event_sources,
+        default_max_tokens=_default_max_tokens(config, model.defaults),
+        longest_answer=None if longest_answer is None else int(longest_answer),
     )
+
+
+def _default_max_tokens(config: ServeConfig, defaults: GenerationDefaults) -> int | None:
+    """Return the longest answer to a request that sets no bound, None for all that its context leaves."""
+    if config.default_max_tokens is not None:
+        return config.default_max_tokens or None
+    is_demo = config.model in (None, SPLIT_NAME)
+    return ANSWER_TOKENS if defaults.max_new_tokens is None and is_demo else defaults.max_new_tokens
 
 
 def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
@@ -253,6 +267,8 @@ def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
         "num_window_blocks": ready.num_blocks // model.kv.num_blocks * model.kv.num_window_blocks,
         "window": model.kv.window,
         "max_model_len": ready.max_model_len,
+        "default_max_tokens": ready.default_max_tokens,
+        "longest_answer": ready.longest_answer,
         "model_max_len": model.spec.max_position,
         "stretched_from": model.rope_switch,
         "model": summary(model.spec),

@@ -152,6 +152,8 @@ class Services:
                 keeps_states=ready.keeps_states,
                 moves_kv=self.run.config.kv_transfer_config is not None,
                 drafts=ready.drafts,
+                default_max_tokens=ready.default_max_tokens,
+                longest_answer=ready.longest_answer,
             )
         return self._facts
 

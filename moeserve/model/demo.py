@@ -27,6 +27,8 @@ FFN_BYTES, OTHER_BYTES = 160_000_000, 115_000_000
 # The name by which the split demo is served, and its numbers of experts.
 SPLIT_NAME = "demo-split"
 SPLIT_EXPERTS, SPLIT_TOP_K = 16, 2
+# Tokens of an answer whose request sets no bound: in a long context so small a model rarely ends an answer by itself.
+ANSWER_TOKENS = 1024
 _SPLIT_BUILD_VERSION = 2
 QUALITY_NAME = "quality.json"
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kernels.specs import Activation, ActivationKind, GateSpec
+from moeserve.config import MAX_NEW_TOKENS, SAMPLING_BOUNDS, is_length, is_sampling_value
 from moeserve.model.config_bounds import check_numbers
 from moeserve.model.files import read_json, read_text
 from moeserve.model.packed.config import quantization_spec
@@ -558,15 +559,6 @@ def _token_ids(value: Any) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
-# The bounds of requests: (least, most). For the names in _ABOVE the least value itself is refused.
-_SAMPLING_BOUNDS = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1.0, 2.0**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 10.0),
-}
-_ABOVE = frozenset({"top_p", "repetition_penalty"})
 _MAX_END_TOKENS = 1024
 
 
@@ -574,26 +566,28 @@ _MAX_END_TOKENS = 1024
 class GenerationDefaults:
     """EOS ids, and sampling values for requests that give none. Both are empty if the file names none.
 
-    left_out: the sampling values of the file that are out of the bounds for requests, as `name=value`.
+    left_out: the values of the file that are out of the bounds for requests, as `name=value`. max_new_tokens: the
+    longest answer to requests that set no bound, None without one.
     """
 
     eos_token_ids: tuple[int, ...] = ()
     sampling: dict[str, float] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
 
 
-def load_generation_defaults(directory: Path) -> GenerationDefaults:
+def load_generation_defaults(directory: Path, overrides: Mapping[str, float] = {}) -> GenerationDefaults:
     """Read the folder's ``generation_config.json``, if it has one. Raise ModelError if the file is not valid.
+
+    overrides: values that go before the file's (`parse_generation`).
 
     A sampling value out of its bounds, or NaN, is left out: the client has not given it and could not change it.
     ``do_sample: false`` does not mean greedy decoding here: clients of chat protocols expect sampling unless they ask
     otherwise.
     """
     path = directory / "generation_config.json"
-    if not path.exists():
-        return GenerationDefaults()
     try:
-        config = json.loads(read_text(path))
+        config = json.loads(read_text(path)) if path.exists() else {}
         if not isinstance(config, dict):
             raise TypeError("it holds no JSON object")
         eos_token_ids = _token_ids(config.get("eos_token_id"))
@@ -601,15 +595,10 @@ def load_generation_defaults(directory: Path) -> GenerationDefaults:
             raise TypeError("its eos_token_id is no token id and no short list of token ids")
     except (ValueError, TypeError, RecursionError) as error:
         raise ModelError(f"{path} is not a valid generation configuration: {error}.") from None
-    given = {name: config[name] for name in _SAMPLING_BOUNDS if config.get(name) is not None}
-    sampling = {name: float(value) for name, value in given.items() if _is_sampling_value(name, value)}
-    left_out = tuple(f"{name}={str(value)[:40]}" for name, value in given.items() if name not in sampling)
-    return GenerationDefaults(eos_token_ids, sampling, left_out)
-
-
-def _is_sampling_value(name: str, value: object) -> bool:
-    least, most = _SAMPLING_BOUNDS[name]
-    if type(value) not in (int, float):
-        return False
-    assert isinstance(value, (int, float))
-    return least <= value <= most and not (name in _ABOVE and value == least)
+    config |= overrides
+    given = {name: config[name] for name in (*SAMPLING_BOUNDS, MAX_NEW_TOKENS) if config.get(name) is not None}
+    longest = given[MAX_NEW_TOKENS] if is_length(given.get(MAX_NEW_TOKENS)) else None
+    sampling = {name: float(given[name]) for name in SAMPLING_BOUNDS if is_sampling_value(name, given.get(name))}
+    used = sampling if longest is None else {*sampling, MAX_NEW_TOKENS}
+    left_out = tuple(f"{name}={str(value)[:40]}" for name, value in given.items() if name not in used)
+    return GenerationDefaults(eos_token_ids, sampling, left_out, longest)

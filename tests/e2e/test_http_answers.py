@@ -275,6 +275,52 @@ def test_more_tokens_than_the_context_leaves_are_cut_and_the_header_tells(
     assert answer.headers["x-moeserve-max-tokens"] == str(left)
 
 
+BODIES = {
+    "/v1/chat/completions": ({"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),
+    "/v1/completions": ({"prompt": "hi"}, "max_tokens"),
+    "/v1/messages": ({"messages": [{"role": "user", "content": "hi"}]}, "max_tokens"),
+    "/v1/responses": ({"input": "hi", "store": False}, "max_output_tokens"),
+}
+
+
+@pytest.fixture(scope="module", params=[{"default_max_tokens": 9}, {"default_max_tokens": 9, "longest_answer": 20}])
+def bounded(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
+    with frontend(tmp_path_factory.mktemp("frontend"), engine=request.param) as running:
+        yield running
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_the_service_bounds_answers_and_the_header_tells(bounded: Frontend, path: str) -> None:
+    longest = bounded.http.get("/v1/models/tiny").json()["max_tokens"]
+    assert longest in (20, 512)
+    body, field = BODIES[path]
+    for asked in (None, 5, 30, 32_000):
+        if asked is None and path in ("/v1/messages", "/v1/completions"):
+            continue  # one requires the field, the other has a default of its own
+        bounded.engine.received.clear()
+        answer = bounded.http.post(path, json={"model": "tiny", **body, **({field: asked} if asked else {})})
+        (generate,) = bounded.engine.of(Generate)
+        got = generate.sampling.max_tokens
+        room = 512 - len(unpack_token_ids(generate.token_ids))
+        assert (answer.status_code, got) == (200, min(asked or 9, longest, room))
+        told = answer.headers.get("x-moeserve-max-tokens")
+        assert told == (None if got == asked else str(got))
+
+
+def test_an_answer_that_the_service_cuts_says_so_and_ends_the_stream_of_a_client_without_a_bound(
+    bounded: Frontend,
+) -> None:
+    bounded.engine.script = say("Hel", finish=FinishReason.LENGTH)
+    with OpenAI(base_url=bounded.url + "/v1", api_key="none", max_retries=0) as client:
+        free = list(client.responses.create(model="tiny", input="hi", stream=True))[-1]
+        asked = list(client.responses.create(model="tiny", input="hi", stream=True, max_output_tokens=3))[-1]
+        chat_answer = chat(client)
+    assert (free.type, free.response.status) == ("response.completed", "incomplete")
+    assert free.response.incomplete_details.reason == "max_output_tokens"
+    assert asked.type == "response.incomplete"
+    assert chat_answer.choices[0].finish_reason == "length"
+
+
 def test_a_header_names_the_fields_that_were_ignored(server: Frontend, client: OpenAI) -> None:
     body = {"model": "tiny", "prompt": "hi", "max_tokens": 4}
     fields = {"thinking_token_budget": 5, "user": "me", "strange\r\nname": 1}

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.settings_table import settings_table
-from moeserve.config import ConfigError, ServeConfig, load_config, parse_size, show_size
+from moeserve.config import ConfigError, ServeConfig, load_config, parse_generation, parse_size, show_size
 
 
 def toml(folder: Path, text: str) -> Path:
@@ -141,3 +141,13 @@ def test_the_example_file_shows_every_setting():
 )
 def test_what_does_not_suffice_never_reads_like_what_is_needed(num_bytes, down, up):
     assert (show_size(num_bytes), show_size(num_bytes, up=True)) == (down, up)
+
+
+def test_values_for_generation_are_those_of_requests() -> None:
+    given = '{"max_new_tokens": 5, "temperature": 0, "top_k": -1}'
+    config = load_config({"override_generation_config": given}, {})
+    assert parse_generation(config.override_generation_config)["max_new_tokens"] == 5
+    bad = ("[]", "{", '{"top_p": 0}', '{"max_new_tokens": 0}', '{"max_new_tokens": true}', '{"eos_token_id": 1}')
+    for text in (*bad, '{"temperature": "1"}', '{"temperature": null}'):
+        with pytest.raises(ConfigError, match="override.generation.config"):
+            load_config({"override_generation_config": text}, {})

@@ -16,7 +16,7 @@ from launcher.agents import AGENTS, Server
 from launcher.launch import launch, run_agent
 from tests.support.local_http import Handler, local_server
 
-SERVER = Server("http://127.0.0.1:9", "demo", 32768, "k")
+SERVER = Server("http://127.0.0.1:9", "demo", 32768, 1024, "k")
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def url() -> Iterator[str]:
 
     class Models(Handler):
         def do_GET(self) -> None:
-            found = {"data": [{"id": "m", "owned_by": "moeserve", "max_model_len": 4096}]}
+            found = {"data": [{"id": "m", "owned_by": "moeserve", "max_model_len": 4096, "default_max_tokens": 777}]}
             self.answer(200, json.dumps(found).encode())
 
     with local_server(Models) as address:
@@ -54,6 +54,7 @@ def test_an_agent_gets_its_arguments_and_settings_and_its_exit_code_is_returned(
     lines = said.read_text().splitlines()
     assert lines[:4] == ["-p", "hello there", "--url", "x"]
     assert {f"ANTHROPIC_BASE_URL={url}", "ANTHROPIC_AUTH_TOKEN=k1", "ANTHROPIC_MODEL=m"} <= set(lines)
+    assert "CLAUDE_CODE_MAX_OUTPUT_TOKENS=777" in lines
     assert not [line for line in lines if line.startswith("ANTHROPIC_API_KEY=")]
 
 

@@ -194,7 +194,7 @@ def test_sealed_reasoning_comes_back_as_it_was() -> None:
 def test_an_answer_cut_by_its_length_is_incomplete_and_so_is_its_last_item(
     deltas: list[Delta], types: list[str]
 ) -> None:
-    events = stream(deltas)
+    events = stream(deltas, max_output_tokens=7)
     assert events[-1]["type"] == "response.incomplete"
     response = events[-1]["response"]
     assert (response["status"], response["completed_at"]) == ("incomplete", None)

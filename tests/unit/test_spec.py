@@ -282,6 +282,17 @@ def test_sampling_defaults_that_no_request_could_ask_for_are_left_out(tmp_path: 
     assert defaults.eos_token_ids == (7,)
 
 
+def test_the_longest_answer_is_read_and_settings_go_before_the_file(tmp_path: Path) -> None:
+    assert load_generation_defaults(tmp_path).max_new_tokens is None
+    assert load_generation_defaults(tmp_path, {"max_new_tokens": 5}).max_new_tokens == 5
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"max_new_tokens": 2048, "top_p": 0.9, "top_k": 7, "eos_token_id": 7}')
+    found = load_generation_defaults(tmp_path, {"top_p": 0.5})
+    assert (found.max_new_tokens, found.sampling, found.eos_token_ids) == (2048, {"top_p": 0.5, "top_k": 7.0}, (7,))
+    file.write_text('{"max_new_tokens": -1}')
+    assert load_generation_defaults(tmp_path).left_out == ("max_new_tokens=-1",)
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"eos_token_id": "x"}', '{"eos_token_id": [1, null]}', "[" * 100_000])
 def test_generation_defaults_that_cannot_be_read_are_one_sentence(content: str, tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text(content)

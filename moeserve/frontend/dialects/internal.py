@@ -16,7 +16,8 @@ class ModelFacts:
     """The facts about the model that reading a request needs. `default_sampling` holds the checkpoint's defaults.
 
     keeps_states: prompts are resumed from snapshots of recurrent states. moves_kv: services compute prompts for each
-    other. drafts: draft tokens are made, so a predicted text makes answers faster.
+    other. drafts: draft tokens are made, so a predicted text makes answers faster. default_max_tokens: the longest
+    answer to a request that sets no bound, longest_answer: to any request; None for all that the context leaves.
     """
 
     names: tuple[str, ...]
@@ -28,6 +29,18 @@ class ModelFacts:
     keeps_states: bool = False
     moves_kv: bool = False
     drafts: bool = False
+    default_max_tokens: int | None = None
+    longest_answer: int | None = None
+
+    def bound_of(self, max_tokens: int | None) -> int | None:
+        """Return the service's own bound for the answer to a request that asks for so many tokens, None without one."""
+        if max_tokens is not None or self.default_max_tokens is None:
+            return self.longest_answer
+        return _least(self.default_max_tokens, self.longest_answer)
+
+
+def _least(first: int, *others: int | None) -> int:
+    return min((first, *(other for other in others if other is not None)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +159,8 @@ class GenerateRequest:
     other requests leave. `detached`: the client fetches the answer later.
     `prediction` is the answer's text as the client expects it.
     `ignored` names the unknown fields, `dropped_tools` the kinds of built-in tools that were
-    asked for and do not exist here; `repeated` is JSON that the dialect writes for its own answer.
+    asked for and do not exist here; `repeated` is JSON that the dialect writes for its own answer. `bound` is the most
+    tokens that the service lets the answer have (`ModelFacts.bound_of`).
 
     `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
     continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
@@ -191,6 +205,11 @@ class GenerateRequest:
     ignored: tuple[str, ...] = ()
     dropped_tools: tuple[str, ...] = ()
     repeated: bytes = b"{}"
+    bound: int | None = None
+
+    def longest_output(self, room: int) -> int:
+        """Return how many tokens a choice may have. room: those that the context leaves."""
+        return _least(room, self.max_tokens, self.bound)
 
     @property
     def num_choices(self) -> int:

@@ -56,7 +56,7 @@ class MessageFormatter:
         self, answer_id: str, created: int, request: GenerateRequest, tokenizer: TextTokenizer, fingerprint: str
     ) -> None:
         self._head = {"id": answer_id, "type": "message", "role": "assistant", "model": request.model}
-        self._max_tokens = request.max_tokens
+        self._bound = None if request.max_tokens is None else request.longest_output(request.max_tokens)
         self._writes_cache = request.cache.seconds is not None or bool(request.cache.breakpoints)
         self._shows_thinking = msgspec.json.decode(request.repeated, type=Repeated).shows_thinking
         self._open = _NO_BLOCK
@@ -158,7 +158,7 @@ class MessageFormatter:
         """Return the fields that say why the answer ended."""
         reason = "end_turn"
         if choice.finish_reason == "length":
-            short = self._max_tokens is not None and usage.completion_tokens < self._max_tokens
+            short = self._bound is not None and usage.completion_tokens < self._bound
             reason = "model_context_window_exceeded" if short else "max_tokens"
         elif choice.matched_stop is not None:
             reason = "stop_sequence"

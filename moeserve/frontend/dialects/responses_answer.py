@@ -213,6 +213,9 @@ class ResponsesFormatter:
         self._open: TextItem | CallItem | None = None
         self._logprobs: list[msgspec.Raw] = []  # of tokens whose text has not come yet
         self._status = "completed"
+        # Agents take `response.incomplete` for a broken stream and ask again, but only clients that set a bound expect
+        # it: without one a cut answer ends the stream like a complete one. Its status says that it is cut.
+        self._ends_complete = request.max_tokens is None
         self._has_answer = False  # a message or a call
         self._final: dict[str, Any] = {}
 
@@ -240,7 +243,7 @@ class ResponsesFormatter:
         return events if delta.finish_reason is None else events + self._finish(delta.finish_reason)
 
     def end(self, usage: Usage) -> bytes:
-        return self._log.event(f"response.{self._status}", response=msgspec.Raw(self._finished(usage)))
+        return self._last_event(self._finished(usage))
 
     def error(self, error: ApiError) -> bytes:
         begin = b"" if self._started else self.start(0, Usage())
@@ -277,7 +280,11 @@ class ResponsesFormatter:
         if not self._started:
             return data
         self._log.take_back()
-        return self._log.event(f"response.{self._status}", response=msgspec.Raw(data))
+        return self._last_event(data)
+
+    def _last_event(self, response: bytes) -> bytes:
+        kind = "completed" if self._ends_complete else self._status
+        return self._log.event(f"response.{kind}", response=msgspec.Raw(response))
 
     def _say_text(self, text: str) -> bytes:
         """Return the events of text, with the log probabilities that have come up to it."""

@@ -115,6 +115,7 @@ class Preparer:
             request = replace(request, ignored=tuple(sorted({*request.ignored, *request.thought.fields})))
         check_choices(request.num_sequences, ask.max_choices)
         facts, owner = ask.model, _owner(ask, request.cache_salt)
+        request = replace(request, bound=facts.bound_of(request.max_tokens))
         encode = partial(self._encode, facts=facts, owner=owner)
         prompts = []
         for prompt in request.prompts:
@@ -152,7 +153,7 @@ class Preparer:
         if not text:
             return array("i")
         self._watch.enter(Stage.ENCODE, len(text))
-        most = facts.max_model_len if request.max_tokens is None else min(facts.max_model_len, request.max_tokens)
+        most = request.longest_output(facts.max_model_len)
         shown = text[: most * self._tokenizer.longest_token]
         return array("i", self._tokenizer.encode(shown, add_special_tokens=False))[:most]
 

@@ -63,8 +63,8 @@ def build_generates(
 
     Raises ApiError if a prompt does not fit.
 
-    A larger `max_tokens` than the context leaves is cut to that. wishes: of each prompt. arrived_at, thought,
-    session: see `Generate`. prediction: the tokens that the client predicts for each choice.
+    A larger `max_tokens` than the context or the service allows is cut to that. wishes: of each prompt.
+    arrived_at, thought, session: see `Generate`. prediction: the tokens that the client predicts for each choice.
     """
     priority = BACKGROUND_PRIORITY if terms.background else request.priority
     predicted = pack_token_ids(prediction or [])
@@ -73,7 +73,7 @@ def build_generates(
         wish = wishes[number] if wishes is not None else None
         packed = pack_token_ids(prompt)
         most = longest_output(len(prompt), max_model_len, request.prompt_field)
-        max_tokens = most if request.max_tokens is None else min(max(1, request.max_tokens), most)
+        max_tokens = max(1, request.longest_output(most))
         for sample in range(request.n if request.beams is None else 1):
             # Equal prompts of a client's seed have equal texts; without one every text is a draw of its own.
             place = len(generates) if request.seed is None else sample

@@ -292,9 +292,11 @@ def _header_list(names: Sequence[str]) -> bytes:
 
 
 def _tell_cut(send: Send, request: GenerateRequest, generates: list[Generate]) -> Send:
-    """Return a `send` that tells in a header to how many tokens the context has cut the output of some choice."""
+    """Return a `send` that tells in a header to how many tokens the context, or the service, cuts the output of some
+    choice."""
     least = min(generate.sampling.max_tokens for generate in generates)
-    if not request.max_tokens or least >= request.max_tokens:
+    is_free = request.max_tokens is None and request.bound is None
+    if is_free or request.max_tokens == 0 or (request.max_tokens is not None and least >= request.max_tokens):
         return send
     return with_headers(send, [(b"x-moeserve-max-tokens", str(least).encode())])
 

@@ -175,7 +175,7 @@ def _sampling(request: GenerateRequest, most: int) -> dict[str, Any]:
         "repetition_penalty": sampling.repetition_penalty,
         "seed": request.seed,
         "stop": list(request.stop),
-        "max_tokens": most if request.max_tokens is None else min(request.max_tokens, most),
+        "max_tokens": request.longest_output(most),
         "min_tokens": sampling.min_tokens,
         "logprobs": sampling.logprobs,
     }

@@ -80,6 +80,7 @@ class ServiceRoutes:
         """Return a model as OpenAI's and Anthropic's clients know it, in one object."""
         ready = self._services.engine.ready
         max_model_len = None if ready is None else ready.max_model_len
+        longest = None if ready is None else ready.longest_answer
         created = datetime.fromtimestamp(self._services.created, UTC)
         return {
             "id": name,
@@ -93,7 +94,8 @@ class ServiceRoutes:
             "display_name": name,
             "created_at": created.strftime("%Y-%m-%dT%H:%M:%SZ"),
             "max_input_tokens": max_model_len,
-            "max_tokens": max_model_len,
+            "max_tokens": max_model_len if longest is None else longest,
+            "default_max_tokens": None if ready is None else ready.default_max_tokens,
             "arithmetic": None if ready is None else ready.arithmetic,
             "capabilities": None,
             "lifecycle": "active",
