@@ -40,7 +40,7 @@ def read_terms(
     secret: of the namespaces of keys. slo: the service's. detached: nobody waits for the answer.
     """
     identity: Identity = scope["state"]["identity"]
-    background = background or scope["state"].get("is_batch", False)
+    background = background or "batch_line" in scope["state"]
     if priority < 0 and not identity.may_hurry:
         raise ApiError(
             403,

@@ -149,5 +149,5 @@ def test_values_for_generation_are_those_of_requests() -> None:
     assert parse_generation(config.override_generation_config)["max_new_tokens"] == 5
     bad = ("[]", "{", '{"top_p": 0}', '{"max_new_tokens": 0}', '{"max_new_tokens": true}', '{"eos_token_id": 1}')
     for text in (*bad, '{"temperature": "1"}', '{"temperature": null}'):
-        with pytest.raises(ConfigError, match="override.generation.config"):
+        with pytest.raises(ConfigError, match="override-generation-config"):
             load_config({"override_generation_config": text}, {})

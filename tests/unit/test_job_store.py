@@ -122,3 +122,21 @@ def test_an_older_file_gets_the_tables_that_came_later(tmp_path: Path) -> None:
     with sqlite3.connect(path) as again:
         assert again.execute("PRAGMA user_version").fetchone() == (VERSION,)
         assert again.execute("SELECT count(*) FROM batches").fetchone() == (0,)
+
+
+def test_a_lines_job_goes_with_its_result_or_with_its_batch(shelf: MakeShelf) -> None:
+    file = batches.add_file(shelf(), "in", "batch", b"lines")
+    batch = batches.add_batch(shelf(), "me", "/v1/completions", file.file_id, 10**10, b"{}")
+    other = batches.add_batch(shelf(), "me", "/v1/completions", file.file_id, 10**10, b"{}")
+    assert batch is not None
+    assert other is not None
+    for made, numbers in ((batch, (1, 2, 10)), (other, (1,))):
+        for number in numbers:
+            name = Name(batches.line_name(made.batch_id, number), b"content")
+            create(shelf(), f"{made.batch_id}-{number}", name=name)
+    jobs.end(shelf(), f"{batch.batch_id}-1", "done")
+    batches.add_result(shelf(), batch.batch_id, 1, b"{}", failed=False)
+    assert jobs.status(shelf(), f"{batch.batch_id}-1") is None
+    assert jobs.open_of(shelf(), "me") == {f"{batch.batch_id}-2", f"{batch.batch_id}-10", f"{other.batch_id}-1"}
+    batches.end(shelf(), batch.batch_id, "cancelled", "cancelled")
+    assert jobs.open_of(shelf(), "me") == {f"{other.batch_id}-1"}

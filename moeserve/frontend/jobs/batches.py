@@ -1,6 +1,7 @@
 """Works on batches: asks the routes for each line in the background, and keeps every answer as it comes.
 
-A batch belongs to one HTTP process; where that dies another one goes on with the lines that have no answer yet.
+A batch belongs to one HTTP process; where that dies another one goes on with the lines that have no answer yet. Each
+line is a job under a name of its own, so a line that ran is joined where it is, not begun anew.
 """
 
 from __future__ import annotations
@@ -148,7 +149,7 @@ class Batches:
             wait_s = _FIRST_WAIT_S
             while True:
                 request_id = secrets.token_hex(12)
-                status, body = await self._ask(job, identity, request_id)
+                status, body = await self._ask(batch, job, identity, request_id)
                 if status not in _NOT_NOW:
                     break
                 await asyncio.sleep(wait_s)
@@ -158,7 +159,7 @@ class Batches:
             line = result_line(job, response, None)
             await self._store.write(batch.caller, partial(keep, line=line, failed=not 200 <= status < 300))
 
-    async def _ask(self, job: Job, identity: Identity, request_id: str) -> tuple[int, bytes]:
+    async def _ask(self, batch: StoredBatch, job: Job, identity: Identity, request_id: str) -> tuple[int, bytes]:
         """Return status and body of a route's answer."""
         status, parts = 500, [b""]
         messages: list[Message] = [{"type": "http.request", "body": job.body, "more_body": False}]
@@ -174,7 +175,8 @@ class Batches:
             parts.append(message.get("body", b""))
 
         try:
-            await self._routes[job.path](_scope(job, identity, request_id), receive, send)
+            scope = _scope(job, identity, request_id, batches.line_name(batch.batch_id, job.number))
+            await self._routes[job.path](scope, receive, send)
         except ApiError as error:
             return error.status, error.body()
         except Exception as error:  # A defect here is its line's alone.
@@ -221,15 +223,15 @@ def _checked(job: Job, path: str) -> Job:
     return job
 
 
-def _scope(job: Job, identity: Identity, request_id: str) -> Scope:
-    """Return the scope of a request as the layers around the routes would have made it."""
+def _scope(job: Job, identity: Identity, request_id: str, name: bytes) -> Scope:
+    """Return the scope of a request as the layers around the routes would have made it. name: of its job."""
     state: dict[str, Any] = {
         "identity": identity,
         "request_id": request_id,
         "log": {},
         "arrival": time.monotonic(),
         "error_body": lambda error: error.body(),
-        "is_batch": True,
+        "batch_line": name,
     }
     return {
         "type": "http",

@@ -85,7 +85,7 @@ class Jobs:
             raise unavailable("The response store is full of requests that have not ended", "store_full", 5.0) from None
         job = StoredJob(answer_id, caller, packed)
         if not self._runner.has(answer_id):
-            self._runner.begin(OpenJob(answer_id, caller), terms, is_patient=detached)
+            self._runner.begin(OpenJob(answer_id, caller), terms, is_patient=terms.patient)
         return job
 
     async def named(self, caller: bytes, name: Name) -> StoredJob | None:

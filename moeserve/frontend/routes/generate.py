@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
@@ -115,7 +115,7 @@ class GenerateRoute:
         del body
         try:
             with admission.hold(1, services.capacity, unread) as held:
-                prepared = expect(await until_disconnect(receive, asking), Prepared)
+                prepared = _of_line(scope, expect(await until_disconnect(receive, asking), Prepared))
                 send = self._warn(scope, send, prepared.request)
                 terms = self._change(scope, held, prepared.request)
                 if name is None and not prepared.request.detached:
@@ -260,8 +260,21 @@ async def show_events(
         will.revoke()
 
 
+def _of_line(scope: Scope, prepared: Prepared) -> Prepared:
+    """Return a prepared request that, if it is a line of a batch, stays in the background whoever goes on with it."""
+    if "batch_line" not in scope["state"]:
+        return prepared
+    return replace(prepared, request=replace(prepared.request, background=True))
+
+
 def _name_of(scope: Scope, body: bytes) -> Name | None:
-    """Return the key that a client chose for a request, None without one. Raises ApiError for one that is too long."""
+    """Return the key that a client chose for a request, or the name of a batch's line; None without one.
+
+    Raises ApiError for a key that is too long.
+    """
+    content = hashlib.sha256(scope["path"].encode() + b"\0" + body).digest()
+    if (line := scope["state"].get("batch_line")) is not None:
+        return Name(line, content)
     key = next((value for header, value in scope["headers"] if header == b"idempotency-key"), b"")
     if len(key) > limits.MAX_IDEMPOTENCY_KEY_CHARS:
         raise invalid(
@@ -269,7 +282,6 @@ def _name_of(scope: Scope, body: bytes) -> Name | None:
         )
     if not key:
         return None
-    content = hashlib.sha256(scope["path"].encode() + b"\0" + body).digest()
     return Name(hashlib.sha256(key).digest(), content)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeserve.frontend import limits
+from moeserve.frontend.store import jobs
 from moeserve.frontend.store.jobs import NoRoom
 from moeserve.frontend.store.shelves import Shelf, is_overfull
 
@@ -149,8 +150,14 @@ def move(
     return moved.rowcount > 0
 
 
+def line_name(batch_id: str, number: int) -> bytes:
+    """Return the name of a line's job. It is no digest, as the names of clients' requests are."""
+    return f"{batch_id}/{number}".encode()
+
+
 def add_result(shelf: Shelf, batch_id: str, number: int, line: bytes, *, failed: bool) -> None:
-    """Note the answer to a line of an open batch, unless there is one."""
+    """Note the answer to a line of an open batch, unless there is one, and forget the job that has made it."""
+    jobs.forget(shelf, line_name(batch_id, number))
     added = shelf.db.execute(
         f"""INSERT OR IGNORE INTO batch_results(batch, number, line, failed)
             SELECT id, ?, ?, ? FROM batches WHERE id = ? AND {_OPEN}""",
@@ -169,6 +176,7 @@ def end(shelf: Shelf, batch_id: str, state: BatchState, field: str, errors: byte
     """End an open batch: its answers become files, successes and failures apart, in the order of the lines."""
     if not move(shelf, batch_id, OPEN, state, field):
         return
+    jobs.cancel_all(shelf, line_name(batch_id, 0)[:-1])
     made: dict[bool, str | None] = {}
     for failed in (False, True):
         query = "SELECT line FROM batch_results WHERE batch = ? AND failed = ? ORDER BY number"
