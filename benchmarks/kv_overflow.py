@@ -146,8 +146,8 @@ class Bench:
 def exchange(scheduler: Scheduler, copier: BlockCopier, seconds: float = 0.0) -> None:
     """Do what the engine does between steps."""
     for result in copier.take(seconds):
-        scheduler.end_copy(result, time.time())
-    for job in scheduler.take_copies(time.time()):
+        scheduler.waiting.end_copy(result, time.time())
+    for job in scheduler.waiting.take_copies(time.time()):
         copier.start(job)
 
 

@@ -116,8 +116,8 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
     while not scheduler.is_idle:
         scheduler.tell_time(now)
         for result in copies.take(now):
-            scheduler.end_copy(result, now)
-        for job in scheduler.take_copies(now):
+            scheduler.waiting.end_copy(result, now)
+        for job in scheduler.waiting.take_copies(now):
             copies.start(job, now)
         plans = scheduler.schedule()
         if plans is None:

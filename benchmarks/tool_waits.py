@@ -98,7 +98,7 @@ class Bench:
             max_num_queued_reqs=1000,
             max_model_len=final + BUDGET,
         )
-        self.waits = ToolWaits([self.cache], self.scheduler) if policy is Policy.WAITS else None
+        self.waits = ToolWaits([self.cache], self.scheduler.waiting) if policy is Policy.WAITS else None
         self.copies = ScriptedCopies(SIZE * (replay.token_s or 0.0))
         self.now = 0.0
         self.calls: list[tuple[float, int]] = []
@@ -130,10 +130,10 @@ class Bench:
         scheduler = self.scheduler
         scheduler.tell_time(self.now)
         for result in self.copies.take(self.now):
-            scheduler.end_copy(result, self.now)
+            scheduler.waiting.end_copy(result, self.now)
         if self.waits is not None:
             self.waits.advance(self.now)
-        for job in scheduler.take_copies(self.now):
+        for job in scheduler.waiting.take_copies(self.now):
             self.copies.start(job, self.now)
         if self.policy is Policy.BELADY:
             self.make_room()

@@ -109,7 +109,7 @@ class Engine:
         self._inbox = Inbox(socket.receive)
         block_bytes = ready.kv_bytes // ready.num_blocks
         self._commands = Commands(caches, experts, self._send, scheduler.disk, block_bytes, scheduler.transfer)
-        self._tool_waits = ToolWaits(caches, scheduler)
+        self._tool_waits = ToolWaits(caches, scheduler.waiting)
         self._stats = EngineStats(scheduler, caches, self._tool_waits.counters)
         self._progress = 0
         self._step_progress = step_progress
@@ -173,7 +173,7 @@ class Engine:
 
     def _wait_for_blocks(self) -> None:
         """Wait a moment for blocks, since every open request waits for some."""
-        if self._exchange is not None and self._scheduler.waits_for_fetches:
+        if self._exchange is not None and self._scheduler.waiting.has_fetches:
             self._exchange.turn(self._scheduler, _COPY_SECONDS)
         else:
             self._exchange_copies(_COPY_SECONDS)
@@ -183,15 +183,15 @@ class Engine:
         if self._copier is None:
             return
         for result in self._copier.take(seconds):
-            self._scheduler.end_copy(result, time.time())
-        jobs = self._scheduler.take_copies(time.time())
+            self._scheduler.waiting.end_copy(result, time.time())
+        jobs = self._scheduler.waiting.take_copies(time.time())
         for job in jobs:
             self._copier.start(job)
         if any(job.sought for job in jobs):
             # Files are found at once unless the disk hangs: their requests should not wait for a whole step.
             for result in self._copier.take(_SEARCH_SECONDS):
-                self._scheduler.end_copy(result, time.time())
-            for job in self._scheduler.take_copies(time.time()):
+                self._scheduler.waiting.end_copy(result, time.time())
+            for job in self._scheduler.waiting.take_copies(time.time()):
                 self._copier.start(job)
 
     def _finish_writes(self) -> None:

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Collection, Iterable, Sequence
-from itertools import chain, islice, takewhile
+from collections.abc import Iterable, Sequence
+from itertools import islice, takewhile
 
 from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
 from moeserve.scheduling.beams import Beams
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
+from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting
-from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants, WaitingQueue
-from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvTransfer
+from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
+from moeserve.scheduling.kv_transfer import KvTransfer
 from moeserve.scheduling.open_prompts import OpenPrompts
 from moeserve.scheduling.outcomes import (
     NeverFitsError,
@@ -35,15 +35,12 @@ from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
 from moeserve.scheduling.request_states import RequestStates, StatePolicy
 from moeserve.scheduling.sharing import Sharing
-from moeserve.scheduling.token_sums import TokenSums
+from moeserve.scheduling.waiting_room import FORESEEN, WaitingRoom
 from radix_cache import APART, PrefixCache
 
 # A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
 _MAX_FOLLOWERS_TRIED = 64
-# The first waiting requests, in this number, tell an admitted one where to keep its state and windows.
-_FORESEEN = 16
 _BENEFIT_OF_DOUBT = 1.5
-_CLEARLY_LATE = 1.2
 
 
 class Scheduler:
@@ -106,18 +103,14 @@ class Scheduler:
         self._requests: dict[str, Request] = {}
         self._tenants = Tenants()
         self._sharing = Sharing(self._tenants, caches, max_num_seqs)
-        self._waiting = WaitingQueue(self._tenants, self._pace.is_late, self._pace.is_bounded)
         self._open_prompts = OpenPrompts()
         self._committed: PlanDraft | None = None
         # The first request of each tenant that found no memory in the latest step.
         self._lacking: dict[Tenant, Request] = {}
-        # Requests outside the queue: the first mask of their grammar is still to come.
-        self._unmasked: dict[str, Request] = {}
         self._mask_changes: list[Request] = []
         self._running: list[Request] = []
+        self.waiting = WaitingRoom(self._memories, self._running, self._tenants, self._pace, self.disk, self.transfer)
         self._in_flight: deque[PlanDraft] = deque()
-        # Requests that are computed only if enough of their prompts is cached.
-        self._undecided: list[Request] = []
         # The suspect that plans in flight, or the draft, name.
         self._on_trial: Request | None = None
         self._started: list[Request] = []
@@ -137,13 +130,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self._unmasked) + sum(map(len, self._waiting_for_blocks))
-
-    @property
-    def _waiting_for_blocks(self) -> list[Collection[Request]]:
-        """The requests outside the queue whose prefixes are read from disk, or fetched from another service."""
-        disk = [] if self.disk is None else [self.disk.waiting]
-        return disk if self.transfer is None else [*disk, self.transfer.fetches.waiting]
+        return len(self.waiting)
 
     @property
     def is_idle(self) -> bool:
@@ -194,10 +181,7 @@ class Scheduler:
             self._extend(request)
         if request.lacks_mask:
             self._mask_changes.append(request)
-        if self.disk is not None:
-            request.num_disk_tokens = 0
-        if request.least_cached > 0:
-            self._undecided.append(request)
+        self.waiting.enter(request)
         self._open_prompts.add(request)
         self._enqueue(request)
 
@@ -224,103 +208,17 @@ class Scheduler:
             request.mask = mask
             if draft_tokens is not None and self._drafting is not None:
                 self._drafting.receive(request, draft_tokens, draft_masks, num_forced)
-            if self._unmasked.pop(request.request_id, None) is not None:
-                self._waiting.add(request)
+            self.waiting.note_mask(request)
 
-    def take_copies(self, now: float) -> list[CopyJob]:
-        """Return the copies between memory and disk that are to begin. To be called before each `schedule`.
-
-        Requests that are next in the queue wait from now on if their prefixes are read. now: in seconds since the
-        epoch.
-        """
-        if self.disk is None:
-            return []
-        for request in self.disk.take_overdue(self._pace.now):
-            self._place(request)
-        waiting = self._next_waiting()
-        loads = RankLoads(self._memories, self._running if waiting else ())
-        for request in waiting:
-            waits = self.disk.seek(request, self._pace.now)
-            if not waits and not self._is_cold(request):
-                request.rank = loads.preferred_ranks(request)[0]
-                num_spoken_for = loads.num_spoken_for(request)
-                waits = self.disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
-            if waits:
-                self._take_out(request)
-        return self.disk.take_jobs(now)
-
-    def take_fetches(self) -> list[FetchJob]:
-        """Return the blocks that are to be fetched from other services. To be called before `take_copies`.
-
-        Requests that are next in the queue wait from now on if blocks are fetched for them.
-        """
-        if self.transfer is None:
-            return []
-        self.transfer.offers.expire(self._pace.now, lacks_memory=bool(self._lacking))
-        fetches = self.transfer.fetches
-        for request in fetches.take_overdue(self._pace.now):
-            self._place(request)
-        waiting = [request for request in self._next_waiting() if request.ticket is not None]
-        loads = RankLoads(self._memories, self._running if waiting else ())
-        for request in waiting:
-            if fetches.look_up(request, self._pace.now, loads.num_spoken_for(request)):
-                self._take_out(request)
-        return fetches.take_jobs()
-
-    @property
-    def waits_for_fetches(self) -> bool:
-        """True while a request waits until its blocks have been fetched from another service."""
-        return self.transfer is not None and len(self.transfer.fetches.waiting) > 0
-
-    def end_fetch(self, result: FetchResult) -> None:
-        """Receive the end of a fetch; requests that waited for it take their places."""
-        assert self.transfer is not None
-        for request in self.transfer.fetches.end(result):
-            self._place(request)
+    def expire_offers(self) -> None:
+        """Let go KV that is held for other services longer than promised, or that requests here lack memory for."""
+        if self.transfer is not None:
+            self.transfer.offers.expire(self._pace.now, lacks_memory=bool(self._lacking))
 
     def note_fetched(self, ticket_id: str, *, is_last: bool) -> None:
         """Note that another service has fetched blocks that are held for it, or the last of them."""
         assert self.transfer is not None
         self.transfer.offers.note_fetch(ticket_id, self._pace.now, is_last=is_last)
-
-    def _next_waiting(self) -> list[Request]:
-        """Return the requests whose blocks are looked for elsewhere: undecided ones, and those that are next."""
-        if not (len(self._waiting) or self._unmasked):
-            return []
-        most = min(max(0, self._num_places - len(self._running)) + 1, _FORESEEN)
-        undecided = [r for r in self._undecided if not (r.finished or any(r in w for w in self._waiting_for_blocks))]
-        unmasked, first = islice(self._unmasked.values(), most), islice(self._waiting.candidates(), most)
-        return list(dict.fromkeys((*undecided, *unmasked, *first)))
-
-    def _take_out(self, request: Request) -> None:
-        """Let a request wait for its blocks, outside the queue. Its mask may come meanwhile."""
-        if self._unmasked.pop(request.request_id, None) is None:
-            self._waiting.remove(request)
-
-    def end_copy(self, result: CopyResult, now: float) -> None:
-        """Receive the end of a copy between memory and disk; requests that waited for it take their places.
-
-        now: in seconds since the epoch.
-        """
-        assert self.disk is not None
-        for request in self.disk.end(result, now):
-            self._place(request)
-
-    def recovery_s(self, tokens: array[int], namespace: str) -> float:
-        """Return the seconds that it takes to have the KV of tokens again once it has left memory."""
-        compute_s = self._pace.compute_s(0, len(tokens))
-        return compute_s if self.disk is None else self.disk.recovery_s(tokens, namespace, compute_s)
-
-    def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
-        """Begin to read KV from disk into a rank's memory that running requests do not need.
-
-        Return False where none is.
-        """
-        if self.disk is None:
-            return False
-        running = [request for request in self._running if request.rank == rank]
-        num_spoken_for = sum(map(self._memories[rank].num_missing_blocks, running)) + len(running)
-        return self.disk.read_back(tokens, namespace, rank, self._pace.now, num_spoken_for)
 
     def fail(self, request: Request, error: str) -> RequestOutput | None:
         """End a request with an error. Return None for a request that has finished."""
@@ -331,53 +229,17 @@ class Scheduler:
 
         Each has had its chance in at least one step, however long the previous step took.
         """
-        apart = chain(self._unmasked.values(), *self._waiting_for_blocks)
-        late = [r for r in apart if self._pace.now - r.arrived_at > self._pace.limit(r)]
-        if not len(self._waiting):
-            return [self._end(request, FinishReason.LATE) for request in late]
-        load, now = self.load(), self._pace.now
-        ahead, num_tokens = list[int](), 0
-        sums, limits = TokenSums(), dict[tuple[bool, float | None, int], float]()
-        for request in self._waiting.candidates():
-            own, num_places = request.num_uncached_tokens, len(ahead) + 1 - load.num_free_places
-            kind = (self._pace.is_bounded(request), request.terms.ttft_s, -(-own // self._max_num_batched_tokens))
-            if (limit_s := limits.get(kind)) is None:
-                limit_s = limits[kind] = self._pace.limit(request)
-            waited_s = now - request.arrived_at
-            spare_s = _CLEARLY_LATE * limit_s - waited_s
-            is_late = waited_s > limit_s
-            if not is_late and load.wait_behind_s(num_places, num_tokens) > spare_s:
-                for tokens in ahead[sums.count :]:
-                    sums.add(tokens)
-                is_late = load.wait_behind_s(num_places, sums.bounded(FAR_SHORTER * own)) > spare_s
-            if is_late and request.arrival < self._num_tried:
-                late.append(request)
-            else:
-                ahead.append(own)
-                num_tokens += own
+        late = self.waiting.late_outside()
+        if len(self.waiting.queue):
+            late += self.waiting.late_in_queue(self.load(), self._num_tried, self._max_num_batched_tokens)
         return [self._end(request, FinishReason.LATE) for request in late]
 
     def decline_cold(self) -> list[RequestOutput]:
         """End the requests that are computed only if enough of their prompts is cached, and have not as much cached.
 
-        Those whose files are still looked for have to wait. To be called before each `schedule`.
+        To be called before each `schedule`.
         """
-        undecided, self._undecided = self._undecided, []
-        ended = []
-        for request in undecided:
-            if request.finished:
-                continue
-            is_fetching = self.transfer is not None and request in self.transfer.fetches.waiting
-            if is_fetching or (self.disk is not None and self.disk.seeks(request)):
-                self._undecided.append(request)
-            elif self._is_cold(request):
-                request.num_cached_tokens = self._num_found(request)
-                if self.disk is not None:
-                    request.num_disk_tokens = request.num_cached_tokens - self._num_cached(request)
-                ended.append(self._end(request, FinishReason.CACHE_THRESHOLD))
-            else:
-                request.least_cached = 0.0
-        return ended
+        return [self._end(request, FinishReason.CACHE_THRESHOLD) for request in self.waiting.take_cold()]
 
     def abort(self, request_id: str) -> RequestOutput | None:
         """End a request whose client left, in any state. Return None for a request that is not known."""
@@ -434,7 +296,7 @@ class Scheduler:
             if request.lease is not None:
                 self._plan_chunk(request, _num_pending(request), draft)
         draft.end_decodes(self._pace.step_bound(draft.requests))
-        awaited = next(self._waiting.candidates(), None) if prompts else None
+        awaited = next(self.waiting.queue.candidates(), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
         urgent, patient = list[Request](), list[Request]()
         for request in prompts:
@@ -442,11 +304,11 @@ class Scheduler:
             (patient if is_later else urgent).append(request)
         self._schedule_prompts(urgent, draft)
         if patient:
-            candidates = self._waiting.candidates()
+            candidates = self.waiting.queue.candidates()
             self._admit(draft, takewhile(lambda request: self._tenants.goes_before(request, patient[0]), candidates))
             self._schedule_prompts(patient, draft)
         self._admit(draft)
-        self._pace.note_waiting(self._waiting.bounded_since)
+        self._pace.note_waiting(self.waiting.queue.bounded_since)
         self._num_tried = self._num_arrivals
         if not draft.requests:
             return None
@@ -554,23 +416,10 @@ class Scheduler:
         for memory in self._memories:
             memory.check_idle(num_held)
 
-    def _num_cached(self, request: Request) -> int:
-        return max(memory.peek(request) for memory in self._memories)
-
-    def _num_found(self, request: Request) -> int:
-        """Count the request's tokens that are in memory, on disk as far as is known, or held by another service."""
-        found = self._num_cached(request) if self.disk is None else self.disk.num_stored(request)
-        return found if self.transfer is None else max(found, self.transfer.fetches.num_held(request))
-
-    def _is_cold(self, request: Request) -> bool:
-        """Return whether an undecided request is to be declined, as far as is known."""
-        least = request.least_cached * request.num_prompt_tokens
-        return least > 0 and self._num_found(request) < least
-
     def _num_cached_soon(self, request: Request) -> int:
         """Count the request's tokens that are cached, or will be cached by the prompts of the requests before it."""
         others, memory = self._open_prompts.neighbours(request), self._memories[0]
-        return max([self._num_found(request), *(memory.num_shared(request, other) for other in others)])
+        return max([self.waiting.num_found(request), *(memory.num_shared(request, other) for other in others)])
 
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
@@ -586,7 +435,7 @@ class Scheduler:
         if not self._pace.is_bounded(request):
             return
         request.num_uncached_tokens = len(request.token_ids) - self._num_cached_soon(request)
-        if not len(self._waiting):
+        if not len(self.waiting.queue):
             return
         wait_s = self.load(request.num_uncached_tokens).wait_s(request.terms.tenant, request.terms.weight)
         if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
@@ -600,7 +449,7 @@ class Scheduler:
             return
         self._sharing.sort(self._running)
         is_full = self._num_taken >= self._num_places
-        for victim in self._sharing.victims(self._waiting, is_full=is_full, lacks_memory=bool(self._lacking)):
+        for victim in self._sharing.victims(self.waiting.queue, is_full=is_full, lacks_memory=bool(self._lacking)):
             if victim.is_in_flight:
                 victim.yields = True
             else:
@@ -631,7 +480,7 @@ class Scheduler:
         shorter = [other for other in prompts if self._are_alike(other, request) and _num_pending(other) <= most]
         set_aside = draft.set_half_aside()
         self._schedule_prompts(shorter, draft)
-        waiting = self._waiting.candidates()
+        waiting = self.waiting.queue.candidates()
         self._admit(draft, (r for r in waiting if self._are_alike(r, request) and r.num_uncached_tokens <= most))
         draft.take_back(set_aside)
 
@@ -645,13 +494,13 @@ class Scheduler:
         much as it will. While a suspect awaits its trial, its place is kept, and of its tenant only requests that an
         earlier engine had are admitted. candidates: in the order in which they are tried; None for all.
         """
-        if not len(self._waiting) or draft.is_full or self._num_taken >= self._num_places:
+        if not len(self.waiting.queue) or draft.is_full or self._num_taken >= self._num_places:
             return
         loads = RankLoads(self._memories, self._running)
         awaiting: list[Tenant] = []
         places = Counter(map(self._tenants.of, self._running))
-        first = list(islice(self._waiting.candidates(), _FORESEEN))
-        for request in self._waiting.candidates() if candidates is None else candidates:
+        first = list(islice(self.waiting.queue.candidates(), FORESEEN))
+        for request in self.waiting.queue.candidates() if candidates is None else candidates:
             if draft.is_full or self._num_taken + len(awaiting) >= self._num_places:
                 break
             if self._running and self._num_taken + len(awaiting) + request.num_places > self._num_places:
@@ -676,7 +525,7 @@ class Scheduler:
                 self._lacking[tenant] = request
                 continue
             places[tenant] += 1
-            self._waiting.remove(request)
+            self.waiting.queue.remove(request)
             self._tenants.end_wait(request)
             self._tenants.of(request).num_running += 1
             self._running.append(request)
@@ -842,14 +691,7 @@ class Scheduler:
 
     def _enqueue(self, request: Request) -> None:
         self._tenants.wait(request)
-        self._place(request)
-
-    def _place(self, request: Request) -> None:
-        """Let a request wait for its turn, or first for its mask."""
-        if request.lacks_mask:
-            self._unmasked[request.request_id] = request
-        else:
-            self._waiting.add(request)
+        self.waiting.place(request)
 
     def _count_start(self, request: Request) -> None:
         self.counters.prefix_query_tokens += len(request.token_ids)
@@ -902,10 +744,7 @@ class Scheduler:
         self._open_prompts.remove(request)
         if request.lease is None:
             self._tenants.end_wait(request)
-            is_reading = self.disk is not None and self.disk.leave(request)
-            is_fetching = self.transfer is not None and self.transfer.fetches.leave(request)
-            if not (is_reading or is_fetching) and self._unmasked.pop(request.request_id, None) is None:
-                self._waiting.remove(request)
+            self.waiting.leave(request)
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
         self._tenants.of(request).num_running -= 1

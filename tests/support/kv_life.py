@@ -43,7 +43,7 @@ class Life(Simulation):
     def step(self) -> Any:
         while self.jobs and self.random.random() < 0.5:
             self.end(self.jobs.popleft() if self.random.random() < 0.7 else self.jobs.pop())
-        self.jobs += self.scheduler.take_copies(0.0)
+        self.jobs += self.scheduler.waiting.take_copies(0.0)
         outputs = super().step()
         self.blocks.check()
         return outputs
@@ -76,7 +76,7 @@ class Life(Simulation):
             else:
                 memories[copy.kind][copy.block] = self.disk.files[copy.name][1][:]
             sizes.append(100)
-        self.scheduler.end_copy(CopyResult(job, sizes, 0.01, error), 0.0)
+        self.scheduler.waiting.end_copy(CopyResult(job, sizes, 0.01, error), 0.0)
 
     def settle(self) -> None:
         """Run to the end, copies included."""

@@ -55,7 +55,7 @@ class Queue:
         self.num_added = 0
 
     def requests(self) -> list[Request]:
-        return [*self.scheduler._waiting, *self.scheduler._unmasked.values()]
+        return [*self.scheduler.waiting.queue, *self.scheduler.waiting._unmasked.values()]
 
     def add(self, tenant: int, prompt: list[int], priority: int) -> None:
         scheduler, terms = self.scheduler, TENANTS[tenant]
@@ -103,21 +103,21 @@ class Queue:
             backlogs[name] = Backlog(tenant.terms.weight, running[name], len(mine), tokens, typical)
         assert scheduler._tenants.backlogs(own) == backlogs
         assert scheduler._tenants.background_runs == any(r.terms.background for r in scheduler._running)
-        bounded = [r.arrived_at for r in scheduler._waiting if scheduler._pace.is_bounded(r)]
-        assert scheduler._waiting.bounded_since == min(bounded, default=None)
-        candidates = list(scheduler._waiting.candidates())
-        assert sorted(r.request_id for r in candidates) == sorted(r.request_id for r in scheduler._waiting)
+        bounded = [r.arrived_at for r in scheduler.waiting.queue if scheduler._pace.is_bounded(r)]
+        assert scheduler.waiting.queue.bounded_since == min(bounded, default=None)
+        candidates = list(scheduler.waiting.queue.candidates())
+        assert sorted(r.request_id for r in candidates) == sorted(r.request_id for r in scheduler.waiting.queue)
         firsts: dict[int, Request] = {}
         for request in candidates:
             if request.priority == candidates[0].priority:
                 firsts.setdefault(id(scheduler._tenants.of(request)), request)
-        assert scheduler._waiting.firsts() == list(firsts.values())
+        assert scheduler.waiting.queue.firsts() == list(firsts.values())
 
     def late(self) -> list[str]:
         """The requests that are too late, each judged by all that are ahead of it."""
         scheduler, load = self.scheduler, self.scheduler.load()
         found, ahead = [], list[int]()
-        for request in scheduler._waiting.candidates():
+        for request in scheduler.waiting.queue.candidates():
             own, limit_s = request.num_uncached_tokens, scheduler._pace.limit(request)
             waited_s = self.now - request.arrived_at
             before = sum(min(other, FAR_SHORTER * own) for other in ahead)

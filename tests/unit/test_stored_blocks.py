@@ -123,7 +123,7 @@ def test_requests_with_one_prefix_wait_for_one_reading() -> None:
     first.settle()
     second = Life(disk, random.Random(2), **OPTIONS)
     records = [ask(second, name, list(range(24))) for name in "xyz"]
-    jobs = second.scheduler.take_copies(0.0)
+    jobs = second.scheduler.waiting.take_copies(0.0)
     assert [len(job.copies) for job in jobs if not job.to_disk] == [5]
     second.jobs += jobs
     second.settle()
@@ -152,7 +152,7 @@ def test_an_abort_while_the_prefix_is_read_frees_its_blocks_only_after_the_readi
     first.settle()
     second = Life(disk, random.Random(2), **OPTIONS)
     ask(second, "b", list(range(24)))
-    (job,) = second.scheduler.take_copies(0.0)
+    (job,) = second.scheduler.waiting.take_copies(0.0)
     assert second.scheduler.num_waiting == 1
     second.abort("b")
     second.scheduler.check_idle()
@@ -169,10 +169,10 @@ def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
     first.settle()
     second = Life(disk, random.Random(2), **OPTIONS)
     record = ask(second, "b", list(range(24)))
-    (job,) = second.scheduler.take_copies(0.0)
+    (job,) = second.scheduler.waiting.take_copies(0.0)
     assert second.scheduler.schedule() is None
     second.scheduler.tell_time(31.0)
-    assert second.scheduler.take_copies(0.0) == []
+    assert second.scheduler.waiting.take_copies(0.0) == []
     Simulation.run(second)
     assert record.request.num_disk_tokens == 0
     second.end(job)
@@ -209,14 +209,14 @@ def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
     record = ask(life, "a", list(range(24)))
     life.run()
     assert record.finish_reason is not None
-    for job in [*life.jobs, *life.scheduler.take_copies(0.0)]:
+    for job in [*life.jobs, *life.scheduler.waiting.take_copies(0.0)]:
         life.end(job)
     life.jobs.clear()
-    assert (disk.files, life.scheduler.take_copies(1.0)) == ({}, [])
+    assert (disk.files, life.scheduler.waiting.take_copies(1.0)) == ({}, [])
     life.is_full = False
     ask(life, "b", list(range(24)))
     life.run()
-    for job in life.scheduler.take_copies(100.0):
+    for job in life.scheduler.waiting.take_copies(100.0):
         life.end(job)
     assert len(disk.files) > 0
 
@@ -227,12 +227,12 @@ def test_dropped_prefixes_leave_no_file_not_even_one_that_is_being_written() -> 
     ask(life, "a", list(range(24)))
     while not life.scheduler.is_idle:
         Simulation.step(life)
-    jobs = life.scheduler.take_copies(0.0)
+    jobs = life.scheduler.waiting.take_copies(0.0)
     assert sum(len(job.copies) for job in jobs) > 0
     life.cache.reset()
     for job in jobs:
         life.end(job)
-    for job in life.scheduler.take_copies(0.0):
+    for job in life.scheduler.waiting.take_copies(0.0):
         life.end(job)
     assert disk.files == {}
     life.check_all_done()
@@ -265,7 +265,7 @@ def test_a_load_that_does_not_end_stalls_nobody() -> None:
     stream = ask(second, "stream", [7, 8, 9], max_tokens=30)
     Simulation.step(second)
     waits = ask(second, "waits", list(range(24)))
-    (job,) = [job for job in second.scheduler.take_copies(0.0) if not job.to_disk]
+    (job,) = [job for job in second.scheduler.waiting.take_copies(0.0) if not job.to_disk]
     other = ask(second, "other", [30, 31, 32], max_tokens=3)
     for _ in range(10):
         before = stream.request.num_output_tokens
@@ -298,9 +298,9 @@ def test_ranks_write_at_the_same_time() -> None:
         ask(life, str(number), [number, *range(24)])
     while not life.scheduler.is_idle:
         Simulation.step(life)
-    jobs = life.scheduler.take_copies(0.0)
+    jobs = life.scheduler.waiting.take_copies(0.0)
     assert {job.rank for job in jobs if job.copies} == {0, 1}
-    assert life.scheduler.take_copies(0.0) == []
+    assert life.scheduler.waiting.take_copies(0.0) == []
 
 
 WINDOWS: dict[str, Any] = {"num_window_blocks": 12, "window": 9}
@@ -356,7 +356,7 @@ def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to
     ask(life, "a", list(range(24)))
     while not life.scheduler.is_idle:
         Simulation.step(life)
-    jobs = life.scheduler.take_copies(0.0)
+    jobs = life.scheduler.waiting.take_copies(0.0)
     assert any(copy.kind is not Kind.KV for job in jobs for copy in job.copies)
     life.cache.reset()
     life.cache.check_invariants()
@@ -376,7 +376,7 @@ def test_an_abort_while_a_border_is_read_frees_it_only_after_the_reading() -> No
     first.settle()
     second = Life(disk, random.Random(2), **OPTIONS, **WINDOWS, **STATES)
     ask(second, "b", list(range(24)))
-    (job,) = second.scheduler.take_copies(0.0)
+    (job,) = second.scheduler.waiting.take_copies(0.0)
     assert [copy.kind for copy in job.copies] == [Kind.WINDOW] * 2 + [Kind.STATE] + [Kind.KV] * 5
     second.abort("b")
     assert second.cache.windows is not None
@@ -411,7 +411,7 @@ class History:
                 continue  # the engine is killed: what it was doing is lost
             life.is_full = False
             life.run()
-            while jobs := [*life.jobs, *life.scheduler.take_copies(0.0)]:
+            while jobs := [*life.jobs, *life.scheduler.waiting.take_copies(0.0)]:
                 life.jobs.clear()
                 for job in jobs:
                     life.end(job)
@@ -437,7 +437,7 @@ class History:
                 case 3 if self.disk.files:
                     del self.disk.files[choices.choice(sorted(self.disk.files))]
                 case 4 | 5:
-                    life.scheduler.read_back(tokens, namespace, choices.randrange(len(life.caches)))
+                    life.scheduler.waiting.read_back(tokens, namespace, choices.randrange(len(life.caches)))
                 case 6 | 7:
                     ttl = choices.choice([0.0, 1.0, 50.0])
                     retention = life.cache.expect_back(tokens, namespace, choices.choice([0.0, 2.0, 100.0]), ttl)

@@ -56,8 +56,9 @@ class KvExchange:
         for ticket_id, is_last in self._server.take_fetched():
             scheduler.note_fetched(ticket_id, is_last=is_last)
         for result in self._fetcher.take(seconds):
-            scheduler.end_fetch(result)
-        for job in scheduler.take_fetches():
+            scheduler.waiting.end_fetch(result)
+        scheduler.expire_offers()
+        for job in scheduler.waiting.take_fetches():
             self._fetcher.start(job)
 
     def close(self) -> None:

@@ -1,0 +1,240 @@
+"""Requests before their places in a step: in the queue, or outside of it while something that they need is on its way.
+
+A request waits outside of the queue for the first mask of its grammar, and while its prefix is read from disk or
+fetched from another service. It then takes its place in the queue by its arrival. No text, tensors, clock or sockets.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Collection, Iterator, Sequence
+from itertools import chain, islice
+
+from moeserve.plan import Request
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
+from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenants, WaitingQueue
+from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvTransfer
+from moeserve.scheduling.pacing import Load, Pace
+from moeserve.scheduling.request_memory import RankLoads, RequestMemory
+from moeserve.scheduling.token_sums import TokenSums
+
+# Blocks are looked for elsewhere for the next requests, at most this number; as many tell an admitted request where to
+# keep its state and windows.
+FORESEEN = 16
+# A request that waits is dropped once its wait is sure to exceed its limit by this factor.
+_CLEARLY_LATE = 1.2
+
+
+class WaitingRoom:
+    """Owns the queue and the requests outside of it, and says for which blocks to look elsewhere.
+
+    `running`: the requests that run, which the scheduler mutates. `disk`: None where blocks are in memory alone.
+    `transfer`: None where no KV goes to or comes from other services.
+    """
+
+    def __init__(
+        self,
+        memories: Sequence[RequestMemory],
+        running: list[Request],
+        tenants: Tenants,
+        pace: Pace,
+        disk: DiskTier | None,
+        transfer: KvTransfer | None,
+    ) -> None:
+        self.queue = WaitingQueue(tenants, pace.is_late, pace.is_bounded)
+        self._memories = memories
+        self._running = running
+        self._pace = pace
+        self._disk = disk
+        self._transfer = transfer
+        self._unmasked: dict[str, Request] = {}
+        # Requests that are computed only if enough of their prompts is cached.
+        self._undecided: list[Request] = []
+
+    def __len__(self) -> int:
+        return len(self.queue) + len(self._unmasked) + sum(map(len, self._waiting_for_blocks))
+
+    @property
+    def _waiting_for_blocks(self) -> list[Collection[Request]]:
+        disk = [] if self._disk is None else [self._disk.waiting]
+        return disk if self._transfer is None else [*disk, self._transfer.fetches.waiting]
+
+    def enter(self, request: Request) -> None:
+        """Receive a new request, before `place`."""
+        if self._disk is not None:
+            request.num_disk_tokens = 0
+        if request.least_cached > 0:
+            self._undecided.append(request)
+
+    def place(self, request: Request) -> None:
+        """Let a request wait for its turn, or first for its mask."""
+        if request.lacks_mask:
+            self._unmasked[request.request_id] = request
+        else:
+            self.queue.add(request)
+
+    def note_mask(self, request: Request) -> None:
+        """Give a request its place in the queue if it waits for nothing but its mask, which has come."""
+        if self._unmasked.pop(request.request_id, None) is not None:
+            self.queue.add(request)
+
+    def leave(self, request: Request) -> None:
+        """Forget a request that has ended, wherever it waits."""
+        is_reading = self._disk is not None and self._disk.leave(request)
+        is_fetching = self._transfer is not None and self._transfer.fetches.leave(request)
+        if not (is_reading or is_fetching):
+            self._take_out(request)
+
+    def take_copies(self, now: float) -> list[CopyJob]:
+        """Return the copies between memory and disk that are to begin. To be called before each `Scheduler.schedule`.
+
+        Requests that are next in the queue wait from now on if their prefixes are read. now: in seconds since the
+        epoch.
+        """
+        if self._disk is None:
+            return []
+        for request in self._disk.take_overdue(self._pace.now):
+            self.place(request)
+        waiting = self._next()
+        loads = RankLoads(self._memories, self._running if waiting else ())
+        for request in waiting:
+            waits = self._disk.seek(request, self._pace.now)
+            if not waits and not self._is_cold(request):
+                request.rank = loads.preferred_ranks(request)[0]
+                num_spoken_for = loads.num_spoken_for(request)
+                waits = self._disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
+            if waits:
+                self._take_out(request)
+        return self._disk.take_jobs(now)
+
+    def end_copy(self, result: CopyResult, now: float) -> None:
+        """Receive the end of a copy between memory and disk; requests that waited for it take their places.
+
+        now: in seconds since the epoch.
+        """
+        assert self._disk is not None
+        for request in self._disk.end(result, now):
+            self.place(request)
+
+    def take_fetches(self) -> list[FetchJob]:
+        """Return the blocks that are to be fetched from other services. To be called before `take_copies`.
+
+        Requests that are next in the queue wait from now on if blocks are fetched for them.
+        """
+        if self._transfer is None:
+            return []
+        fetches = self._transfer.fetches
+        for request in fetches.take_overdue(self._pace.now):
+            self.place(request)
+        waiting = [request for request in self._next() if request.ticket is not None]
+        loads = RankLoads(self._memories, self._running if waiting else ())
+        for request in waiting:
+            if fetches.look_up(request, self._pace.now, loads.num_spoken_for(request)):
+                self._take_out(request)
+        return fetches.take_jobs()
+
+    def end_fetch(self, result: FetchResult) -> None:
+        """Receive the end of a fetch; requests that waited for it take their places."""
+        assert self._transfer is not None
+        for request in self._transfer.fetches.end(result):
+            self.place(request)
+
+    @property
+    def has_fetches(self) -> bool:
+        """True while a request waits until its blocks have been fetched from another service."""
+        return self._transfer is not None and len(self._transfer.fetches.waiting) > 0
+
+    def recovery_s(self, tokens: array[int], namespace: str) -> float:
+        """Return the seconds that it takes to have the KV of tokens again once it has left memory."""
+        compute_s = self._pace.compute_s(0, len(tokens))
+        return compute_s if self._disk is None else self._disk.recovery_s(tokens, namespace, compute_s)
+
+    def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
+        """Begin to read KV from disk into a rank's memory that running requests do not need.
+
+        Return False if no block is read.
+        """
+        if self._disk is None:
+            return False
+        running = [request for request in self._running if request.rank == rank]
+        num_spoken_for = sum(map(self._memories[rank].num_missing_blocks, running)) + len(running)
+        return self._disk.read_back(tokens, namespace, rank, self._pace.now, num_spoken_for)
+
+    def take_cold(self) -> Iterator[Request]:
+        """Return the requests that are computed only if enough of their prompts is cached, and have not as much cached.
+
+        Requests whose files are still looked for have to wait. Sets `num_cached_tokens` of the requests returned.
+        """
+        undecided, self._undecided = self._undecided, []
+        for request in undecided:
+            if request.finished:
+                continue
+            is_fetching = self._transfer is not None and request in self._transfer.fetches.waiting
+            if is_fetching or (self._disk is not None and self._disk.seeks(request)):
+                self._undecided.append(request)
+            elif self._is_cold(request):
+                request.num_cached_tokens = self.num_found(request)
+                if self._disk is not None:
+                    request.num_disk_tokens = request.num_cached_tokens - self._num_cached(request)
+                yield request
+            else:
+                request.least_cached = 0.0
+
+    def num_found(self, request: Request) -> int:
+        """Count the request's tokens that are in memory, on disk as far as is known, or held by another service."""
+        found = self._num_cached(request) if self._disk is None else self._disk.num_stored(request)
+        return found if self._transfer is None else max(found, self._transfer.fetches.num_held(request))
+
+    def late_outside(self) -> list[Request]:
+        """Return the requests outside of the queue that have waited too long."""
+        outside = chain(self._unmasked.values(), *self._waiting_for_blocks)
+        return [r for r in outside if self._pace.now - r.arrived_at > self._pace.limit(r)]
+
+    def late_in_queue(self, load: Load, num_tried: int, step_tokens: int) -> list[Request]:
+        """Return the queued requests that have waited too long, or will before the requests ahead of them have begun.
+
+        load: of now. num_tried: only requests that arrived before this number of arrivals are late. step_tokens: the
+        most that a step computes.
+        """
+        late, ahead, num_tokens = list[Request](), list[int](), 0
+        sums, limits = TokenSums(), dict[tuple[bool, float | None, int], float]()
+        for request in self.queue.candidates():
+            own, num_places = request.num_uncached_tokens, len(ahead) + 1 - load.num_free_places
+            kind = (self._pace.is_bounded(request), request.terms.ttft_s, -(-own // step_tokens))
+            if (limit_s := limits.get(kind)) is None:
+                limit_s = limits[kind] = self._pace.limit(request)
+            waited_s = self._pace.now - request.arrived_at
+            spare_s = _CLEARLY_LATE * limit_s - waited_s
+            is_late = waited_s > limit_s
+            if not is_late and load.wait_behind_s(num_places, num_tokens) > spare_s:
+                for tokens in ahead[sums.count :]:
+                    sums.add(tokens)
+                is_late = load.wait_behind_s(num_places, sums.bounded(FAR_SHORTER * own)) > spare_s
+            if is_late and request.arrival < num_tried:
+                late.append(request)
+            else:
+                ahead.append(own)
+                num_tokens += own
+        return late
+
+    def _next(self) -> list[Request]:
+        """Return the requests whose blocks are looked for elsewhere: undecided ones, and the next ones."""
+        if not (len(self.queue) or self._unmasked):
+            return []
+        most = min(max(0, self._pace.num_places() - len(self._running)) + 1, FORESEEN)
+        undecided = [r for r in self._undecided if not (r.finished or any(r in w for w in self._waiting_for_blocks))]
+        unmasked, first = islice(self._unmasked.values(), most), islice(self.queue.candidates(), most)
+        return list(dict.fromkeys((*undecided, *unmasked, *first)))
+
+    def _take_out(self, request: Request) -> None:
+        """Take a request out of the queue, or from among the requests without a mask."""
+        if self._unmasked.pop(request.request_id, None) is None:
+            self.queue.remove(request)
+
+    def _num_cached(self, request: Request) -> int:
+        return max(memory.peek(request) for memory in self._memories)
+
+    def _is_cold(self, request: Request) -> bool:
+        """Return whether an undecided request is to be declined, as far as is known."""
+        least = request.least_cached * request.num_prompt_tokens
+        return least > 0 and self.num_found(request) < least
