@@ -17,10 +17,12 @@ from launcher.console import format_bytes
 from launcher.preflight import gpu_names, usable_cores
 from launcher.settings_options import some_settings
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
+from moeserve.device import RESERVE_BYTES
 from moeserve.model.spec import ModelError
 
 if TYPE_CHECKING:
     from moeserve.engine.doctor import KnownModel, Setup
+    from moeserve.engine.gguf_choice import FileChoice
     from moeserve.machine import Machine
 
 _SETTINGS = (
@@ -40,6 +42,8 @@ _SETTINGS = (
     "state_cache_memory",
     "expert_memory",
 )
+# Bytes for keys and values beside the largest model that is named where none was asked about.
+_KV_ROOM_BYTES = 2 * 2**30
 _ALWAYS_UNKNOWN = (
     "What a prompt's tokens cost: they are bound by products, which were not measured.",
     "How fast other programs let this machine be.",
@@ -63,7 +67,7 @@ def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
     try:
         settings = {environment_name(setting) for setting in fields(ServeConfig) if setting.name in _SETTINGS}
         config = load_config(flags, {name: value for name, value in os.environ.items() if name in settings})
-        report = _report(model, config)
+        report = _report_of_files(model, config) or _report(model, config)
     except ConfigError as error:
         click.echo(f"Error: {error}", err=True)
         sys.exit(2)
@@ -73,13 +77,24 @@ def doctor(model: str | None, as_json: bool, **flags: Any) -> None:
     click.echo(json.dumps(report.as_json(), indent=2) if as_json else "\n".join(report.lines()))
 
 
+def _report_of_files(model: str | None, config: ServeConfig) -> _FilesReport | None:
+    """Return a report on several GGUF models; None where MODEL is none of these, or one alone."""
+    if model is None:
+        return None
+    from launcher.doctor_files import file_choices
+    from moeserve.machine import read_machine
+
+    found = file_choices(model, config, lambda: read_machine(usable_cores()))
+    return None if found is None else _FilesReport(*found)
+
+
 def _report(model: str | None, config: ServeConfig) -> _Report:
     from moeserve.machine import read_machine
 
     if model is None:
         return _Report(None, read_machine(usable_cores()), [])
     # The model first: its faults are reported at once.
-    from moeserve.engine.doctor import examine, least_memory, setups_of
+    from moeserve.engine.doctor import examine, least_memory, rounded_setups, setups_of
     from moeserve.model.source import resolve_config
 
     known = examine(resolve_config(model, revision=config.revision, offline=config.offline))
@@ -87,14 +102,35 @@ def _report(model: str | None, config: ServeConfig) -> _Report:
     config = replace(config, revision=None, offline=False)
     setups = setups_of(known, machine, config)
     fits = any(setup.obstacle is None for setup in setups)
-    return _Report(known, machine, setups, None if fits else least_memory(known, machine, config))
+    least = None if fits else least_memory(known, machine, config)
+    return _Report(known, machine, setups, least, rounded_setups(known, machine, config))
+
+
+class _FilesReport:
+    """A report on several GGUF models, as text or as JSON."""
+
+    def __init__(self, choices: list[FileChoice], machine: Machine) -> None:
+        self._choices, self._machine = choices, machine
+
+    def as_json(self) -> dict[str, Any]:
+        """Return what the text says, in numbers; sizes in bytes."""
+        from launcher.doctor_files import file_json
+
+        return {"machine": asdict(self._machine), **file_json(self._choices)}
+
+    def lines(self) -> Iterator[str]:
+        from launcher.doctor_files import file_lines
+
+        yield from _machine_lines(self._machine)
+        yield ""
+        yield from file_lines(self._choices)
 
 
 class _Report:
     """A report on model, machine and setups, as text or as JSON.
 
     model: None for the machine alone. least: the bytes of free memory that would do, and the setup that fits then,
-    where nothing fits here.
+    where nothing fits here. rounded: the ways that fit with weights of fewer bits.
     """
 
     def __init__(
@@ -103,8 +139,10 @@ class _Report:
         machine: Machine,
         setups: list[Setup],
         least: tuple[int, Setup] | None = None,
+        rounded: list[Setup] | None = None,
     ) -> None:
         self._model, self._machine, self._setups, self._least = model, machine, setups, least
+        self._rounded = rounded or []
 
     def as_json(self) -> dict[str, Any]:
         """Return what the text says, in numbers; sizes in bytes."""
@@ -126,6 +164,7 @@ class _Report:
             },
             "machine": machine,
             "setups": [asdict(setup) for setup in self._setups],
+            "rounded": [asdict(setup) for setup in self._rounded],
             "least": None if self._least is None else {"free_bytes": self._least[0], "setup": asdict(self._least[1])},
             "unknown": self._unknown(),
         }
@@ -135,8 +174,15 @@ class _Report:
             yield from _model_lines(self._model)
             yield ""
         yield from _machine_lines(self._machine)
+        if self._model is None:
+            yield from _file_hints(self._machine)
         for setup in self._setups:
             yield from _setup_lines(setup)
+        if self._rounded:
+            yield ""
+            yield "With weights of fewer bits, which costs some quality:"
+            for setup in self._rounded:
+                yield from _setup_lines(setup)
         if self._least is not None:
             num_bytes, setup = self._least
             yield ""
@@ -206,6 +252,16 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
         )
     if not machine.gpus:
         yield "  GPU         none"
+
+
+def _file_hints(machine: Machine) -> Iterator[str]:
+    """Say which models to look for, to somebody who has named none."""
+    room = machine.free_bytes - RESERVE_BYTES - _KV_ROOM_BYTES
+    if room > 0:
+        room_for_kv = f"{format_bytes(_KV_ROOM_BYTES)} of keys and values"
+        yield ""
+        yield f"  Models of up to {format_bytes(room)} fit whole beside {room_for_kv}. Of a repository of GGUF files"
+        yield "  moeserve doctor owner/name says which to take, and moeserve serve owner/name:Q4_K_M serves one."
 
 
 def _setup_lines(setup: Setup) -> Iterator[str]:

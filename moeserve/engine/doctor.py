@@ -34,6 +34,7 @@ from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, r
 from moeserve.model.expert_store import native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
+from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
 from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
@@ -272,6 +273,24 @@ def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[
     return setups
 
 
+def rounded_setups(model: KnownModel, machine: Machine, config: ServeConfig) -> list[Setup]:
+    """Return the ways to serve the model on a CPU with `--quantization` that fit, the most bits first.
+
+    None where the settings or the checkpoint have few bits already.
+    """
+    if not isinstance(model, NativeModel) or config.expert_memory is not None:
+        return []
+    on_cpu = replace(config, device="cpu")
+    try:
+        is_wide = rounding_of(on_cpu, model.spec, model.index).is_none and model.spec.quantization is None
+    except (ModelError, ConfigError):
+        return []
+    if not is_wide:
+        return []
+    tried = (_cpu_setup(model, machine, replace(on_cpu, quantization=width)) for width in ("int8", "int4"))
+    return [setup for setup in tried if setup.obstacle is None]
+
+
 def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterator[Setup]:
     spec, index = model.spec, model.index
     setup = _cpu_setup(model, machine, config)
@@ -306,7 +325,9 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
     elif machine.bandwidth is not None:
         others = weights_bytes(spec, dtype, model.index, [no_experts], plan.rounding)
         narrow = keeps_narrow(dtype)
-        speed = machine.bandwidth / _read_per_token(model, plan.weights_bytes - others, others, dtype, narrow=narrow)
+        speed = machine.bandwidth / _read_per_token(
+            model, plan.weights_bytes - others, others, dtype, narrow=narrow, rounding=plan.rounding
+        )
     fitting = _fitting(plan, config, flags, resident, speed)
     if plan.residency is None:
         return fitting
@@ -394,7 +415,15 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
     return _fitting(plan, config, flags, None, speed)
 
 
-def _read_per_token(model: NativeModel, experts: int, others: int, dtype: torch.dtype, *, narrow: bool) -> int:
+def _read_per_token(
+    model: NativeModel,
+    experts: int,
+    others: int,
+    dtype: torch.dtype,
+    *,
+    narrow: bool,
+    rounding: Rounding = NO_ROUNDING,
+) -> int:
     """Return the bytes of the weights read for one token: chosen experts, and all others but the embedding.
 
     The embedding is left out because a token reads only one row of it. experts, others: bytes of all experts and of the
@@ -403,7 +432,8 @@ def _read_per_token(model: NativeModel, experts: int, others: int, dtype: torch.
     moe = model.spec.moe
     chosen = 0 if moe is None else experts * moe.gate.top_k // moe.num_experts
     embedding = plan_weights(model.spec, model.index, no_experts).outer["embedding"]
-    return chosen + others - loaded_bytes(embedding, dtype.itemsize, narrow)
+    quantised = rounding.num_bytes("embedding", embedding)
+    return chosen + others - (loaded_bytes(embedding, dtype.itemsize, narrow) if quantised is None else quantised)
 
 
 def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig) -> Iterator[Setup]:

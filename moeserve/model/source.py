@@ -22,7 +22,7 @@ from moeserve.model.checksums import check_sums
 from moeserve.model.demo import SPLIT_NAME, ensure_demo, ensure_split_demo
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
-from moeserve.model.gguf.hub import choose_files, only_gguf_sentence, split_name
+from moeserve.model.gguf.hub import choose_files, kinds_of, models_of, only_gguf_sentence, split_name
 from moeserve.model.spec import ModelError, Progress, silent
 
 if TYPE_CHECKING:
@@ -114,6 +114,34 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
             ) from None
         except EntryNotFoundError:
             raise ModelError(f"Model {model} has no config.json, so it cannot be served.") from None
+
+
+def local_gguf_models(model: str) -> list[list[Path]]:
+    """Return the GGUF models in a folder without config.json, the parts of each in order; none of any other MODEL."""
+    folder = _expanded(model)
+    if not _is_path(model) or not folder.is_dir() or (folder / "config.json").exists():
+        return []
+    return [[folder / name for name in names] for names in models_of(path.name for path in folder.glob("*.gguf"))]
+
+
+def hub_gguf_sizes(model: str, *, revision: str | None, offline: bool) -> tuple[dict[str, int], list[str]]:
+    """Return the bytes of each kind of GGUF model in a hub repository that has no other weights, and the repositories
+    that may have its config.json. Nothing where the hub cannot be asked. Raise ModelError.
+    """
+    from huggingface_hub import constants
+
+    if offline or constants.HF_HUB_OFFLINE or _is_path(model) or split_name(model)[1] is not None:
+        return {}, []
+    with _as_model_errors(model, revision, Path(constants.HF_HUB_CACHE)):
+        info, _ = _look_up(model, revision)
+    if info is None:
+        return {}, []
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    if any(name.endswith(".safetensors") for name in sizes):
+        return {}, []
+    base = (getattr(info, "card_data", None) or {}).get("base_model") or []
+    found = {kind: sum(sizes[name] for name in names) for kind, names in kinds_of(sizes).items()}
+    return found, [model, *([base] if isinstance(base, str) else base)]
 
 
 def _is_path(model: str) -> bool:

@@ -30,6 +30,21 @@ def kinds_of(names: Iterable[str]) -> dict[str, list[str]]:
     return kinds
 
 
+def kind_of(name: str) -> str | None:
+    """Return the kind in the name of a GGUF file, in capitals; None without one."""
+    found = _KIND.search(name)
+    return None if found is None else found[1].upper()
+
+
+def models_of(names: Iterable[str]) -> list[list[str]]:
+    """Return the files of each GGUF model among the names, its parts in order; none of encoders and heads beside it."""
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".gguf") and not _NO_MODEL.search(name):
+            models.setdefault(_PART.sub("-of-", name), []).append(name)
+    return list(models.values())
+
+
 def choose_files(repository: str, kind: str, names: Iterable[str]) -> list[str]:
     """Return the files of the model of a kind, or of the model that a file belongs to, whose name stands for the kind.
 

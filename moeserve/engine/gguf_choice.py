@@ -1,0 +1,111 @@
+"""Which of several GGUF files of a model to serve on a machine: the most bits that fit, up to eight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from moeserve.config import ServeConfig
+from moeserve.device import RESERVE_BYTES
+from moeserve.engine.doctor import examine, in_billions, parameters_of, setups_of
+from moeserve.machine import Machine
+from moeserve.model.families import build_spec, is_native, load_config, read_model_type
+from moeserve.model.gguf.hub import kind_of
+from moeserve.model.sizes import count_parameters
+from moeserve.model.source import resolve_config
+from moeserve.model.spec import DecoderSpec, ModelError
+
+# Tokens of keys and values for which a file leaves room, or those of the model's context if it is shorter.
+_LEAST_TOKENS = 8192
+# Bytes that are kept for keys and values of a model whose configuration is not known.
+_UNKNOWN_KV_BYTES = 2**30
+# Kinds that have 16 bits and more: slower than eight bits, and hardly better.
+_WIDE = frozenset(("BF16", "F16", "F32"))
+
+
+@dataclass(frozen=True, slots=True)
+class FileChoice:
+    """One GGUF file, or the parts of one, among several. name: for `moeserve serve`. kind: None if its name tells none.
+    model: which of several models it holds, for people.
+
+    obstacle: why this machine does not serve it from memory. kv_tokens: that fit beside it, None if not known.
+    tokens_per_second: the most for one request, as memory is read; None if not known.
+    """
+
+    name: str
+    kind: str | None
+    num_bytes: int
+    model: str = ""
+    obstacle: str | None = None
+    kv_tokens: int | None = None
+    tokens_per_second: float | None = None
+
+
+def advised(choices: Sequence[FileChoice]) -> dict[str, FileChoice]:
+    """Return by model the largest file that fits and has at most eight bits a weight, if one does."""
+    found: dict[str, FileChoice] = {}
+    for choice in sorted(choices, key=lambda choice: choice.num_bytes):
+        if choice.obstacle is None and choice.kind not in _WIDE:
+            found[choice.model] = choice
+    return found
+
+
+def choices_here(models: Sequence[Sequence[Path]], machine: Machine, config: ServeConfig) -> list[FileChoice]:
+    """Describe GGUF models on this machine, each by its first part, the smallest first."""
+    choices = [_choice_here(parts, machine, replace(config, device="cpu")) for parts in models]
+    return sorted(choices, key=lambda choice: choice.num_bytes)
+
+
+def _choice_here(parts: Sequence[Path], machine: Machine, config: ServeConfig) -> FileChoice:
+    num_bytes = sum(part.stat().st_size for part in parts)
+    choice = FileChoice(str(parts[0]), kind_of(parts[0].name), num_bytes)
+    try:
+        model = examine(resolve_config(str(parts[0])))
+    except ModelError as error:
+        return replace(choice, obstacle=str(error))
+    name = f"{model.spec.model_type}, {in_billions(parameters_of(model.spec).total)} parameters"
+    setup = setups_of(model, replace(machine, gpus=()), config)[0]
+    obstacle, least = setup.obstacle, min(_LEAST_TOKENS, model.spec.max_position)
+    if obstacle is None and setup.kv_tokens < least:
+        obstacle = f"Only {setup.kv_tokens:,} tokens of keys and values fit beside it."
+    speed = setup.tokens_per_second
+    return replace(choice, model=name, obstacle=obstacle, kv_tokens=setup.kv_tokens, tokens_per_second=speed)
+
+
+def choices_of_hub(
+    name: str, sizes: Mapping[str, int], spec: DecoderSpec | None, machine: Machine, kv_token_bytes: int
+) -> list[FileChoice]:
+    """Describe the kinds of GGUF models of a hub repository, the smallest first.
+
+    sizes: bytes by kind. spec: of the model, None if its configuration is not known. kv_token_bytes: of one token.
+    """
+    read_share, kv_bytes, kv_tokens = None, _UNKNOWN_KV_BYTES, None
+    if spec is not None:
+        count = count_parameters(spec)
+        kv_bytes = kv_token_bytes * min(_LEAST_TOKENS, spec.max_position)
+        if count.active is not None:
+            read_share = (count.active - spec.vocab_size * spec.hidden_size) / count.total
+    choices = []
+    for kind, num_bytes in sorted(sizes.items(), key=lambda item: item[1]):
+        room = machine.free_bytes - RESERVE_BYTES - num_bytes
+        if spec is not None and kv_token_bytes:
+            kv_tokens = max(0, room // kv_token_bytes)
+        obstacle = None if room >= kv_bytes else "It does not fit beside keys and values."
+        speed = None
+        if obstacle is None and read_share is not None and machine.bandwidth is not None:
+            speed = machine.bandwidth / (num_bytes * read_share)
+        choices.append(FileChoice(f"{name}:{kind}", kind, num_bytes, name, obstacle, kv_tokens, speed))
+    return choices
+
+
+def spec_of_first(repositories: Sequence[str], revision: str | None) -> DecoderSpec | None:
+    """Return the spec of the first repository whose config.json can be had and whose type our own code computes."""
+    for place, repository in enumerate(repositories):
+        try:
+            folder = resolve_config(repository, revision=None if place else revision)
+            if is_native(read_model_type(folder), "auto"):
+                return build_spec(load_config(folder))
+        except ModelError:
+            continue
+    return None

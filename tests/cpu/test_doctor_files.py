@@ -1,0 +1,116 @@
+"""Which of several GGUF files `moeserve doctor` says to take."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import huggingface_hub
+import pytest
+from click.testing import CliRunner
+from gguf import GGMLQuantizationType
+
+import moeserve.machine
+from launcher.cli import main
+from moeserve.machine import Machine
+from tests.cpu.test_doctor import MACHINE, QWEN3, folder_of
+from tests.support.gguf_export import write_gguf
+from tests.support.tiny_models import build
+
+GIB = 2**30
+# Gigabytes of the files of Qwen3-30B-A3B.
+SIZES = {"Q3_K_M": 14.7, "Q4_K_M": 18.6, "Q5_K_M": 21.7, "Q8_0": 32.5, "BF16": 61.1}
+
+
+def ask(model: object, *options: str) -> str:
+    result = CliRunner().invoke(main, ["doctor", str(model), *options])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    found = replace(MACHINE, free_bytes=22 * GIB)
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: found)
+    return found
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A repository of GGUF files, one of them in parts, whose model's configuration is in another one."""
+    names = {f"qwen3-{kind}.gguf": round(size * 1e9) for kind, size in SIZES.items()}
+    names |= {"qwen3-Q6_K-00001-of-00002.gguf": 20 * 10**9, "qwen3-Q6_K-00002-of-00002.gguf": 5 * 10**9, "README.md": 1}
+    siblings = [SimpleNamespace(rfilename=name, size=size) for name, size in names.items()]
+    info = SimpleNamespace(siblings=siblings, card_data={"base_model": "base/qwen3"})
+    folder = folder_of(QWEN3, tmp_path)
+
+    def download(repository: str, name: str, **options: object) -> str:
+        if repository == "owner/qwen3-GGUF":
+            raise huggingface_hub.errors.EntryNotFoundError("none")
+        assert (repository, name) == ("base/qwen3", "config.json")
+        return str(folder / name)
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", lambda *_, **__: info)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    return folder
+
+
+def test_of_a_repository_the_most_bits_that_fit_are_taken(hub: Path, machine: Machine) -> None:
+    said = ask("owner/qwen3-GGUF")
+    assert "GGUF models: 6" in said
+    assert "Take the most bits that fit: moeserve serve owner/qwen3-GGUF:Q4_K_M" in said
+    found = {choice["kind"]: choice for choice in json.loads(ask("owner/qwen3-GGUF", "--json"))["files"]}
+    assert [kind for kind, choice in found.items() if choice["obstacle"] is None] == ["Q3_K_M", "Q4_K_M"]
+    assert found["Q6_K"]["num_bytes"] == 25 * 10**9
+    # 3.35 of 30.5 billion parameters are active, 0.31 of them the embedding, of which a token reads one row.
+    assert found["Q4_K_M"]["tokens_per_second"] == pytest.approx(50 / 18.6 * 30.53 / (3.353 - 0.311), rel=1e-3)
+
+
+def test_of_16_bits_none_is_taken_and_without_a_configuration_only_sizes_are_told(
+    hub: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: replace(machine, free_bytes=200 * GIB))
+    (hub / "config.json").unlink()
+    said = json.loads(ask("owner/qwen3-GGUF", "--json"))
+    assert said["take"] == ["owner/qwen3-GGUF:Q8_0"]
+    assert all(choice["obstacle"] is None and choice["tokens_per_second"] is None for choice in said["files"])
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: replace(machine, free_bytes=8 * GIB))
+    assert "None of up to 8 bits a weight fits into memory here." in ask("owner/qwen3-GGUF")
+
+
+def test_of_a_folder_every_file_is_planned_as_serve_plans_it(tmp_path: Path, machine: Machine) -> None:
+    model = build("mixtral", hidden_size=256, intermediate_size=256, head_dim=64)
+    folder = tmp_path / "files"
+    folder.mkdir()
+    write_gguf(folder / "tiny-F32.gguf", "llama", model)
+    for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0):
+        write_gguf(folder / f"tiny-{kind.name}.gguf", "llama", model, lambda _, __, kind=kind: kind)
+    (folder / "mmproj-F16.gguf").write_bytes(b"GGUF")
+    (folder / "broken-Q2_K.gguf").write_bytes(b"GGUF")
+    said = json.loads(ask(folder, "--json"))
+    assert said["take"] == [str(folder / "tiny-Q8_0.gguf")]
+    names = [Path(choice["name"]).name for choice in said["files"]]
+    assert names == ["broken-Q2_K.gguf", "tiny-Q4_0.gguf", "tiny-Q8_0.gguf", "tiny-F32.gguf"]
+    assert said["files"][0]["obstacle"] is not None
+    alone = json.loads(ask(folder / "tiny-Q4_0.gguf", "--json"))
+    assert said["files"][1]["tokens_per_second"] == alone["setups"][0]["tokens_per_second"] > 0
+    assert alone["rounded"] == []
+
+
+def test_a_checkpoint_of_16_bits_gets_the_ways_with_fewer(tmp_path: Path, machine: Machine) -> None:
+    said = ask(folder_of(QWEN3, tmp_path))
+    assert "moeserve serve MODEL --quantization int4: fits" in said
+    assert "--quantization int8" not in said
+    found = json.loads(ask(tmp_path, "--json"))["rounded"]
+    assert [setup["flags"] for setup in found] == [["--quantization", "int4"]]
+    assert 18 < found[0]["tokens_per_second"] < 25
+    assert json.loads(ask(tmp_path, "--json", "--quantization", "int4"))["rounded"] == []
+
+
+def test_who_names_no_model_learns_what_to_look_for(machine: Machine) -> None:
+    said = CliRunner().invoke(main, ["doctor"]).stdout
+    assert "Models of up to 19.5 GiB fit whole" in said
+    assert "moeserve doctor owner/name says which to take" in said
