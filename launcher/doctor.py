@@ -81,7 +81,7 @@ def _report_of_files(model: str | None, config: ServeConfig) -> _FilesReport | N
     """Return a report on several GGUF models; None where MODEL is none of these, or one alone."""
     if model is None:
         return None
-    from launcher.doctor_files import file_choices
+    from moeserve.engine.gguf_choice import file_choices
     from moeserve.machine import read_machine
 
     found = file_choices(model, config, lambda: read_machine(usable_cores()))

@@ -2,45 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from launcher.console import format_bytes
-from moeserve.config import ServeConfig
-from moeserve.engine.gguf_choice import FileChoice, advised, choices_here, choices_of_hub, spec_of_first
-from moeserve.model.kv_pool import kv_block_bytes
-from moeserve.model.source import hub_gguf_sizes, local_gguf_models
 
 if TYPE_CHECKING:
-    from moeserve.machine import Machine
-
-
-def file_choices(
-    model: str, config: ServeConfig, read_machine: Callable[[], Machine]
-) -> tuple[list[FileChoice], Machine] | None:
-    """Return the GGUF models of a folder or a hub repository that holds nothing else; None of any other MODEL.
-
-    Raise ModelError.
-    """
-    models = local_gguf_models(model)
-    if models:
-        machine = read_machine()
-        return choices_here(models, machine, config), machine
-    sizes, repositories = hub_gguf_sizes(model, revision=config.revision, offline=config.offline)
-    if not sizes:
-        return None
-    machine = read_machine()
-    spec = spec_of_first(repositories, config.revision)
-    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float32)
-    kv_bytes = 0 if spec is None else kv_block_bytes(spec.kv_layers, 1, dtype)
-    return choices_of_hub(model, sizes, spec, machine, kv_bytes), machine
+    from moeserve.engine.gguf_choice import FileChoice
 
 
 def file_lines(choices: Sequence[FileChoice]) -> Iterator[str]:
     """Return the lines of a report: each model, then the one to take."""
+    from moeserve.engine.gguf_choice import advised
+
     width = max(len(choice.name) for choice in choices)
     yield f"GGUF models: {len(choices)}"
     for choice in choices:
@@ -69,5 +44,7 @@ def _said(choice: FileChoice) -> str:
 
 def file_json(choices: Sequence[FileChoice]) -> dict[str, Any]:
     """Return the same in numbers, sizes in bytes."""
+    from moeserve.engine.gguf_choice import advised
+
     taken = [choice.name for choice in advised(choices).values()]
     return {"files": [asdict(choice) for choice in choices], "take": taken}

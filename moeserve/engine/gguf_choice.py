@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+
+import torch
 
 from moeserve.config import ServeConfig
 from moeserve.device import RESERVE_BYTES
@@ -12,8 +14,9 @@ from moeserve.engine.doctor import examine, in_billions, parameters_of, setups_o
 from moeserve.machine import Machine
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.gguf.hub import kind_of
+from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import count_parameters
-from moeserve.model.source import resolve_config
+from moeserve.model.source import hub_gguf_sizes, local_gguf_models, resolve_config
 from moeserve.model.spec import DecoderSpec, ModelError
 
 # Tokens of keys and values for which a file leaves room, or those of the model's context if it is shorter.
@@ -49,6 +52,27 @@ def advised(choices: Sequence[FileChoice]) -> dict[str, FileChoice]:
         if choice.obstacle is None and choice.kind not in _WIDE:
             found[choice.model] = choice
     return found
+
+
+def file_choices(
+    model: str, config: ServeConfig, read_machine: Callable[[], Machine]
+) -> tuple[list[FileChoice], Machine] | None:
+    """Return the GGUF models of a folder or a hub repository that holds nothing else; None of any other MODEL.
+
+    Raise ModelError.
+    """
+    models = local_gguf_models(model)
+    if models:
+        machine = read_machine()
+        return choices_here(models, machine, config), machine
+    sizes, repositories = hub_gguf_sizes(model, revision=config.revision, offline=config.offline)
+    if not sizes:
+        return None
+    machine = read_machine()
+    spec = spec_of_first(repositories, config.revision)
+    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float32)
+    kv_bytes = 0 if spec is None else kv_block_bytes(spec.kv_layers, 1, dtype)
+    return choices_of_hub(model, sizes, spec, machine, kv_bytes), machine
 
 
 def choices_here(models: Sequence[Sequence[Path]], machine: Machine, config: ServeConfig) -> list[FileChoice]:

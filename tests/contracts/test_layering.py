@@ -38,6 +38,7 @@ WITH_TORCH = {
     "moeserve.bench.quality",
     "moeserve.engine.assemble",
     "moeserve.engine.doctor",
+    "moeserve.engine.gguf_choice",
     "moeserve.engine.gpu_body",
     "moeserve.engine.memory_plan",
     "moeserve.engine.ranked_service",
