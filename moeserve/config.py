@@ -89,7 +89,7 @@ class ServeConfig:
     model: str | None = setting(None, "Local directory, hub id or `demo-split`; the demo if left out.", group="Model")
     served_model_name: tuple[str, ...] = setting((), "Name under which clients ask for the model.", group="Model")
     revision: str | None = setting(None, "Branch, tag or commit of the hub model.", group="Model")
-    offline: bool = setting(False, "Use only what is already on disk.", group="Model")
+    offline: bool = setting(False, "Use only files that are already on disk.", group="Model")
     device: str = setting(
         "auto",
         "Where the model runs; auto is the CPU until the GPU's path has been tried on a GPU.",
@@ -214,7 +214,7 @@ class ServeConfig:
     block_size: int = setting(16, "Tokens per KV block.", group="Memory and scheduling", minimum=1, maximum=1024)
     kv_cache_memory: int | None = setting(
         None,
-        "Memory of each rank for KV blocks; by default a share of what is free.",
+        "Memory of each rank for KV blocks; by default a share of the free memory.",
         group="Memory and scheduling",
         kind="size",
         minimum=1,
@@ -279,7 +279,7 @@ class ServeConfig:
     )
     kv_disk_size: int = setting(
         20 * 10**9,
-        "Most bytes of files in --kv-disk-path; beyond it what was used longest ago is removed.",
+        "Most bytes of files in --kv-disk-path; beyond it the files used longest ago are removed.",
         group="Memory and scheduling",
         kind="size",
         minimum=1,
@@ -293,8 +293,8 @@ class ServeConfig:
     )
     kv_overflow: str = setting(
         "auto",
-        "How preempted requests get their KV back that had to leave memory: recompute, swap (read it from "
-        "--kv-disk-path), or auto, which takes what was measured to be sooner; without a folder all is computed again.",
+        "How preempted requests get KV back that had to leave memory: recompute, swap (read it from --kv-disk-path), "
+        "or auto, which takes the faster way by its measurements; without a folder all is computed again.",
         group="Memory and scheduling",
         choices=("auto", "recompute", "swap"),
     )
@@ -440,7 +440,7 @@ class ServeConfig:
     )
     metrics_compat: str = setting(
         "vllm",
-        "Other names under which /metrics tells its figures too: those that dashboards for vLLM look for, or none.",
+        "Other names under which /metrics tells its figures too: vLLM's names, for its dashboards, or none.",
         group="HTTP",
         choices=("vllm", "none"),
     )
@@ -457,7 +457,7 @@ class ServeConfig:
     )
     response_store_size: int = setting(
         2**30,
-        "Most bytes that responses and conversations take; what was used least recently makes room.",
+        "Most bytes that responses and conversations take; the least recently used ones make room.",
         group="HTTP",
         kind="size",
         minimum=2**20,
@@ -627,7 +627,7 @@ def parse_duration(text: str | float) -> float:
 
 
 def show_size(num_bytes: int, *, up: bool = False) -> str:
-    """Return a size in the largest unit that it fills, in tenths, rounded down, or up where it is what is needed.
+    """Return a size in the largest unit that it fills, in tenths, rounded down, or up where it says how much is needed.
 
     So of two sizes in a sentence the smaller one never reads like the larger one.
     """
@@ -668,7 +668,7 @@ _DRAFT_BOUNDS = {"num_speculative_tokens": (1, 64), "prompt_lookup_min": (3, 32)
 def parse_speculative(text: str) -> SpeculativeConfig:
     """Return the drafts that `{"method": "suffix", "num_speculative_tokens": 8}`, or `suffix`, asks for.
 
-    Raise ValueError, one sentence, for what is not served.
+    Raise ValueError, one sentence, for drafts that are not served.
     """
     text = text.strip()
     try:

@@ -67,7 +67,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class BeamParams:
-    """Search for the likeliest texts with `width` beams, and give the `num_answers` best of those that were found.
+    """Search for the likeliest texts with `width` beams, and give the `num_answers` best ones.
 
     A text's score is the sum of the log probabilities of its tokens, over their number to the power `length_penalty`.
     `early_stopping`: True ends the search once `width` texts have ended; False once no beam is better than the worst of
@@ -178,7 +178,8 @@ class Request:
 
     `resumes`: an earlier life of the engine had the request, so it comes before all that came since. `earlier_output`:
     tokens that this life has sampled and reported; the request then continues like a preempted request.
-    `suspect_until`: the request may have ended that life, until it has computed so many tokens; 0 without suspicion.
+    `suspect_until`: the request is suspected to have ended that life until it has computed this number of tokens; 0
+    without suspicion.
 
     Where blocks are kept on disk, `prefix_names` are the names of its first blocks there, as far as they are known.
     `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
@@ -406,8 +407,8 @@ class ChunkExtras:
     `prompt_targets` are the prompt tokens that follow the chunk's tokens and whose log probabilities are requested;
     None without a request.
 
-    In a chunk with drafts `history` and `mask` are those of its first row. `draft_masks` are the masks of the rows
-    after it, and only the first `num_banned_rows` rows are sampled without `banned_token_ids`.
+    In a chunk with drafts `history` and `mask` belong to its first row. `draft_masks` are the masks of the rows after
+    it, and only the first `num_banned_rows` rows are sampled without `banned_token_ids`.
     """
 
     history: array[int] | None = None

@@ -49,8 +49,8 @@ class ThoughtForm:
 class ThoughtBudget:
     """The bound for the thoughts of an answer: `max_tokens` inside their markers, all together.
 
-    `closing` are the tokens that end a thought which has spent the budget; `closing_again` those that end every later
-    one. is_open: the prompt ends inside a thought.
+    The tokens `closing` end the thought that spends the budget; `closing_again` end every later one. is_open: the
+    prompt ends inside a thought.
     """
 
     form: ThoughtForm
@@ -83,7 +83,7 @@ class _Search:
         return num_bytes == marker.length
 
     def may_begin_with(self, token_id: int) -> bool:
-        """Return whether the marker, of which there is nothing or a part, goes on with the token."""
+        """Return whether the token begins the marker, or continues the part that is there."""
         if self.num_bytes:
             return self._continued(token_id) is not None
         return token_id in self._marker.starts or token_id in self._marker.tails
@@ -194,7 +194,7 @@ class BudgetedThought:
 
     @property
     def num_free(self) -> int:
-        """The number of next tokens of which none can be due, at least one; many where no thought is near its end."""
+        """The number of next tokens that cannot be due, at least one; many where no thought is near its end."""
         left = self._budget.max_tokens - self._thought.num_tokens
         return max(1, left) if self._thought.is_open or self._thought.may_open_next else _MANY
 

@@ -208,7 +208,7 @@ class Abort(Message):
 class Control(Message):
     """A command; answered with `ControlResult` of the same id. tenant: the account of the key that asks for it.
 
-    Commands: those of `moeserve.engine.cache_commands` and `moeserve.engine.experts.monitor`.
+    `moeserve.engine.cache_commands` and `moeserve.engine.experts.monitor` carry commands out.
     """
 
     control_id: int
@@ -275,8 +275,8 @@ class Output(Message):
     prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens. `miss`,
     in the first output, answers `CacheWish.report`. `num_disk_tokens` of the cached tokens were read from disk; None
     where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that are held. `found`: the
-    answers of a beam search, the best first.
-    `judged`: the tokens of the client's prediction that the step verified, those that were right and the others.
+    answers of a beam search, the best first. `judged`: how many tokens of the client's prediction the step found right,
+    and how many wrong.
     """
 
     request_id: str
@@ -442,11 +442,11 @@ def decode_news(line: bytes) -> EngineNews:
 
 @dataclass(frozen=True)
 class Suspicion:
-    """What the ends of earlier engines say of requests.
+    """Suspicions that follow from the ends of earlier engines.
 
-    `places`: the requests of which one may have ended the engine before, each with the number of its tokens that were
-    about to be computed. `culprits`: digests of the work that ended engines (`Suspects`), each with
-    the time until which it is refused, in seconds of the machine's monotonic clock.
+    `places`: one of these requests may have ended the engine before; each has the number of its tokens that were about
+    to be computed. `culprits`: digests of the work that ended engines (`Suspects`), each with the time until which it
+    is refused, in seconds of the machine's monotonic clock.
     """
 
     places: dict[str, int] = field(default_factory=dict)

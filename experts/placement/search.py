@@ -556,7 +556,7 @@ def load_shares(ranks: Sequence[Ranks], num_ranks: int) -> Float:
 
 
 def evened_out(ranks: Sequence[Ranks], load: NDArray[np.floating], num_ranks: int, max_moves: int) -> tuple[Ranks, ...]:
-    """Return the ranks of each expert after at most `max_moves` moves, each of which lowers the heaviest rank's load.
+    """Return the ranks of each expert after at most `max_moves` moves; each lowers the heaviest rank's load.
 
     For a service that has to load every expert that moves; `load_balanced` would move most of a layer each time. The
     heaviest rank exchanges an expert with another rank, or another rank replaces a replica by a replica of one of the

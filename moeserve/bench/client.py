@@ -119,7 +119,7 @@ class StreamError(Exception):
 class Answer:
     """A whole answer. `event_times` has one entry per event with text in it, seconds on the clock of the pieces.
 
-    An event may hold several tokens. The counts are those of the server's `usage`, None without one.
+    An event may hold several tokens. The counts are from the server's `usage`, None without one.
     """
 
     text: str

@@ -27,7 +27,7 @@ _BEST_OF = 5
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of a model: attention's query and KV channels, experts of a layer and those of a token."""
+    """Sizes of a model: attention's query and KV channels, experts of a layer and experts of a token."""
 
     hidden: int
     q_size: int

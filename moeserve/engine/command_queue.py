@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
 
-MAX_WAITING_OF_KEY = 16  # commands of one key, those of all HTTP processes together
+MAX_WAITING_OF_KEY = 16  # commands of one key, from all HTTP processes together
 MAX_WAITING = 256  # commands of all keys; beyond it a key may have one
 
 T = TypeVar("T")

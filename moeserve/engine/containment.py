@@ -94,7 +94,7 @@ class ContainingExecutor:
 def part_of(plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
     """Return the plan of some chunks of a plan. It clears only their blocks: other blocks may be written by now.
 
-    It fills their copies, and those that no chunk of the plan writes to.
+    It copies into these chunks' blocks, and into blocks that no chunk of the plan has.
     """
     own, windows = _blocks_of(chunks)
     all_blocks, all_windows = _blocks_of(plan.chunks)

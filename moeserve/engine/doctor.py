@@ -63,7 +63,7 @@ _UNKNOWN_STATES = "All that a request keeps: transformers holds what some layers
 class KnownModel:
     """A model as its folder describes it.
 
-    index: the tensors of the checkpoint, or without weights those of the checkpoint that the configuration describes.
+    index: the tensors of the checkpoint; without weights, of the checkpoint that the configuration describes.
     assumptions: sentences about facts of the model that are not known.
     """
 

@@ -19,8 +19,8 @@ Received = tuple[bytes, Any]
 class Inbox:
     """New requests that were read and wait for a turn, in the order of their arrival.
 
-    Other messages never wait here. So the cheap end of a request is not behind a crowd of new requests, each
-    of which may cost a millisecond.
+    Other messages never wait here. So the cheap end of a request is not behind a crowd of new requests; each of these
+    may cost a millisecond.
     """
 
     def __init__(self, receive: Callable[[], Received | None], clock: Callable[[], float] = time.monotonic) -> None:

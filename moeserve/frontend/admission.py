@@ -262,9 +262,9 @@ class Admission:
         return max(0.0, wait_s - (now - latest))
 
     def _retry_after_s(self, terms: Terms, wait_s: float | None = None) -> float:
-        """Return when to come back, 1 to 60 s from now: after the predicted wait, and after those of the tenant that
-        were sent away before and will come back as well, one for each request that is served meanwhile; the other
-        frontends send back theirs. Up to a quarter is added at random.
+        """Return when to come back, 1 to 60 s from now: after the predicted wait, and after the tenant's requests that
+        were sent away before, which come back one for each request that is served meanwhile; the other frontends do
+        the same with theirs. Up to a quarter is added at random.
         """
         now = self._clock()
         apart_s = 0.0 if self._load is None else self._num_frontends * self._load.request_s

@@ -229,7 +229,7 @@ def _gain(before: FeatureSamples, now: FeatureSamples, name: str) -> float:
 
 
 def quantiles(upper: Sequence[float], before: Sequence[float], now: Sequence[float]) -> Quantiles | None:
-    """Return the quantiles of what was observed between two cumulative counts, None if nothing was."""
+    """Return the quantiles of the observations between two cumulative counts, None without any."""
     counts = [later - earlier for earlier, later in zip(before, now, strict=True)]
     if not counts or counts[-1] <= 0:
         return None

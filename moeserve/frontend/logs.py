@@ -43,7 +43,7 @@ class LogStream(io.TextIOBase):
         self._notice = notice
         self._max_waiting = max_waiting_chars
         self._waiting: deque[str] = deque()
-        self._num_waiting = 0  # characters, without those of the line that is being written
+        self._num_waiting = 0  # characters, without the line that is being written
         self._is_writing = False
         self._num_told = 0
         self.num_dropped = 0

@@ -140,7 +140,7 @@ class Metrics(Collector):
         return ()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield what was counted, and the engine's newest `Stats`, if there are any yet."""
+        """Yield this process's counts, and the engine's newest `Stats`, if there are any yet."""
         self._settle()
         stats = self._stats
         reasons = Tally[str](stats.rejections if stats else {})
@@ -285,7 +285,7 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
     ),
     "moeserve_kv_overflow": (
         CounterMetricFamily,
-        "Preempted requests by what was to become of their KV: keep it in memory, swap it to disk, recompute it",
+        "Preempted requests by the planned way of their KV: keep it in memory, swap it to disk, recompute it",
         ("fate",),
     ),
     "moeserve_kv_transfer_held_blocks": (GaugeMetricFamily, "KV blocks that are held for other services", ()),
@@ -369,12 +369,12 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
     ),
     "moeserve_expert_foreseen": (
         CounterMetricFamily,
-        "Of the foreseeable experts, those that had been named: their ratio is the recall of predictions",
+        "Foreseeable experts that had been named: the ratio to all foreseeable ones is the recall of predictions",
         ("rank", "distance"),
     ),
     "moeserve_expert_ranked_choices": (
         CounterMetricFamily,
-        "Experts chosen in layers that a source had ranked so many layers before, of a sample of the steps",
+        "Experts chosen in layers that a source had ranked `distance` layers before, of a sample of the steps",
         ("rank", "source", "distance"),
     ),
     "moeserve_expert_recalled_choices": (

@@ -1,7 +1,7 @@
 """The service's metrics once more, under the names that dashboards and routers for vLLM look for.
 
-Every figure is one that `metrics` counts, so both names have the same value. Names and labels are those of vLLM's V1
-metrics; metrics without a counterpart here, such as the time of prefills, are left out.
+`metrics` counts every figure, so both names have the same value. Names and labels are taken from vLLM's V1 metrics;
+metrics without a counterpart here, such as the time of prefills, are left out.
 """
 
 from __future__ import annotations

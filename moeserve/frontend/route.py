@@ -29,11 +29,11 @@ _E = TypeVar("_E")
 class Route(Generic[_E]):
     """A method of a path. It has no role by default.
 
-    path: as Starlette reads it. endpoint: chosen from the objects of the application. error_body: the shape of its
-    errors, and of those of unknown paths below it. body, required, fields, example: the struct that reads the body, its
-    fields that may not be left out, those with an effect (all where it is empty), and an example without the model's
-    name. media: in which forms it answers. is_watch: operators look at it all the time; it is answered also where there
-    are too many connections, and logged at level debug. is_file: it is a file of a page, which nothing describes.
+    path: as Starlette reads it. endpoint: chosen from the objects of the application. error_body: the shape of errors,
+    here and for unknown paths below it. body: the struct that reads the body. required: its fields that may not be left
+    out. fields: its fields with an effect; empty for all. example: a body without the model's name. media: in which
+    forms it answers. is_watch: operators look at it all the time; it is answered also where there are too many
+    connections, and logged at level debug. is_file: it is a file of a page, which nothing describes.
     """
 
     method: str

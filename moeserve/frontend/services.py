@@ -53,7 +53,7 @@ class Services:
         number: int = 0,
     ) -> None:
         """shape: how the model writes reasoning and calls. num_dropped_lines: of this process's logs, for a metric.
-        news_fd: see `EngineClient`. number: of this frontend among those of the service, from 0."""
+        news_fd: see `EngineClient`. number: of this frontend in the service, from 0."""
         self.run = run
         self.number = number
         self.tokenizer = tokenizer

@@ -163,7 +163,7 @@ class _Spelled:
     """Finds and cuts texts that are spelled out in others.
 
     Most texts hold none, and looking for each text is far quicker than one pattern: they are looked for by their first
-    two characters, then by themselves. A text is cut after its first character, so those of one character cannot be.
+    two characters, then by themselves. A text is cut after its first character, so texts of one character stay whole.
     """
 
     def __init__(self, texts: Iterable[str]) -> None:
@@ -237,7 +237,7 @@ class IncrementalDetokenizer:
         return text
 
     def _cut(self) -> str:
-        """Return the text of the pending tokens but for those of an unfinished character, and let go of them.
+        """Return the text of the pending tokens up to an unfinished character, and let go of its tokens.
 
         Tokens that complete no text would otherwise be decoded again with every further one, which takes quadratic
         time: broken bytes, one after another, or ids without a token.

@@ -58,7 +58,7 @@ class _LexerFullError(GrammarError):
 class MadeMask:
     """A request's next mask (see `ChunkExtras.mask`), or the error that ends the request.
 
-    draft_tokens: those of the request's that the grammar allows, then `num_forced` tokens that it forces. draft_masks:
+    draft_tokens: the request's drafts that the grammar allows, then `num_forced` tokens that it forces. draft_masks:
     the mask after each of them.
     """
 

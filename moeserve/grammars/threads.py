@@ -120,7 +120,7 @@ class FairThreads:
 
     @property
     def num_held_bytes(self) -> int:
-        """The bytes of all results that are held, and of those that jobs in progress will have."""
+        """The bytes of all held results and of the results that jobs in progress will have."""
         return self._jobs.num_held_bytes
 
     def put(self, job: Job, num_bytes: int = 0) -> None:

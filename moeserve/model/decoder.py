@@ -286,7 +286,7 @@ class Decoder:
     """A loaded model. It holds weights and tables only; the data of requests comes with each call.
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation. observers:
-    are told of each layer; a replayed graph tells nothing.
+    called for each layer; a replayed graph calls none.
     """
 
     def __init__(

@@ -149,7 +149,7 @@ def write_checkpoint(
 
 
 def _shards(source: GgufSource, layers: Layers, report: Progress) -> Iterator[dict[str, Tensor]]:
-    """Yield the tensors of one file after another, so that memory holds those of a single file."""
+    """Yield the tensors of one file after another, so that memory holds a single file's tensors."""
     total = source.shape.num_layers
     shard = {"model.embed_tokens.weight": source.embedding()}
     for index in range(total):
@@ -489,9 +489,9 @@ def common_config(shape: DenseShape) -> dict[str, Any]:
 
 
 def stretched_rope(shape: DenseShape) -> dict[str, Any]:
-    """Return rope parameters whose angles are the model's own up to its context, and those of a larger base beyond it.
+    """Return rope parameters whose angles are the model's own up to its context, and follow a larger base beyond it.
 
-    The larger base is that of NTK-aware scaling: the fastest channel keeps its angle, the slowest turns
+    The larger base follows NTK-aware scaling: the fastest channel keeps its angle, the slowest turns
     `CONTEXT_FACTOR` times more slowly. `benchmarks.long_contexts` measures it.
     """
     last = shape.head_dim - 2

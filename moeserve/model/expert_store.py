@@ -74,7 +74,7 @@ def ensure_expert_store(
 ) -> ExpertStore:
     """Return the expert file of the checkpoint in `directory`, below `root` (default: the cache). Build it if missing.
 
-    num_experts: of each layer. packings: of the stored experts; `layouts_in_store` gives those of a CPU. Raise
+    num_experts: of each layer. packings: of the stored experts; `layouts_in_store` gives a CPU's packings. Raise
     ModelError if the file cannot be built or is damaged: a file of many gigabytes that changed is for its owner to
     inspect.
     """

@@ -26,7 +26,7 @@ from moeserve.model.stored import is_in_blocks
 # Matrices that stay as they are: they choose experts or scale a whole block, and are small.
 _KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
 # Matrices that get the finer format: all tokens meet in the outer ones, errors of down projections add up in the
-# residual, and those of queries and keys grow in the softmax. Rows that are one product have one format.
+# residual, and errors of queries and keys grow in the softmax. Rows that are one product have one format.
 _FINER = frozenset(("embedding", "lm_head", "down", "q", "k", "v", "q_a", "q_b", "kv_a"))
 # Matrices of float32 even where others are of bfloat16: they choose experts or scale a whole block, and are small.
 _GATES = frozenset(("moe_gate", "shared_gate"))

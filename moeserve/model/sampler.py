@@ -52,7 +52,7 @@ class SampledStep:
 
 
 def _while_right(chunk: Chunk, rows: Sequence[ChunkResult]) -> ChunkResult:
-    """Return the result of a sampled chunk from those of its rows, up to the first draft that is wrong.
+    """Return the result of a sampled chunk from its rows' results, up to the first draft that is wrong.
 
     A row that is not finite ends it too: the next step computes it again, and fails.
     """

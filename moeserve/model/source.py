@@ -46,8 +46,8 @@ def resolve_model(
 ) -> Path:
     """Return the folder that holds `model`: a local folder, a model of the hub, or a demo: `demo-split`, or None.
 
-    cache_dir: where to build the demo or keep hub models; the default is the cache of each. offline: use only what is
-    on this machine. Raise ModelError.
+    cache_dir: where to build the demo or keep hub models; the default is the cache of each. offline: use only files on
+    this machine. Raise ModelError.
     """
     report = progress or silent
     if model is None:
@@ -263,7 +263,7 @@ def _check_shards(folder: Path) -> None:
 
 def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Path | None, report: Progress) -> Path:
     """Return the folder of a hub model at `revision` (default: the main branch), or the first file of the GGUF model
-    that `owner/name:KIND` names. Fetch what is missing.
+    that `owner/name:KIND` names. Fetch missing files.
 
     Resume an interrupted download. Without a network, or with `offline` or HF_HUB_OFFLINE, a complete copy in the cache
     is enough. cache_dir: the hub library's by default. Raise ModelError.
@@ -285,7 +285,7 @@ def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Pat
 def pull_model(
     model: str, *, revision: str | None = None, cache_dir: Path | None = None, progress: Progress | None = None
 ) -> Path:
-    """Fetch what is missing of a hub model and compare all its files with the hub's checksums.
+    """Fetch the missing files of a hub model and compare all its files with the hub's checksums.
 
     model: `owner/name`, `owner/name:KIND` or `owner/name:FILE.gguf`. Return the folder, or the first GGUF file. Resume
     an interrupted download. Raise ModelError, also where only the cache could be asked.

@@ -312,7 +312,7 @@ class ModelSpec(Protocol):
 
 
 class ModelError(Exception):
-    """A model cannot be served. The message is one sentence for a terminal that says what is wrong and what to do."""
+    """A model cannot be served. The message is one sentence for a terminal: the fault and the remedy."""
 
 
 class UnsupportedModel(ModelError):

@@ -94,7 +94,7 @@ class TensorReader:
         return out
 
     def read_quantised(self, stored: StoredTensor, expert: int | None = None) -> QuantizedRows:
-        """Return the rows of a quantised matrix in their blocks, or those of one expert. Raise CheckpointError."""
+        """Return the rows of a quantised matrix, or of one expert of it, in their blocks. Raise CheckpointError."""
         info = self._index[stored.name]
         if info.packed is not None:
             rows = read_rows(stored.name, info.packed, self._roles(info.packed))

@@ -54,7 +54,7 @@ def load_decoder(
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
-    ops: of the device, default those of the CPU. max_model_len: longest context to serve, the model's own if None.
+    ops: of the device, the CPU's by default. max_model_len: longest context to serve, the model's own if None.
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
     others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU. Check
     every tensor's name and shape before memory is taken; raise CheckpointError. ``WeightPlan.loaded_num_bytes`` tells
@@ -120,7 +120,7 @@ class _Loader:
     def linear(
         self, tensors: Tensors, *keys: str, dtype: torch.dtype | None = None, order: Tensor | None = None
     ) -> Linear:
-        """Load one projection from those of ``keys``, their rows one below the other.
+        """Load one projection from the projections ``keys``, their rows one below the other.
 
         dtype: of its input, default the model's. order: a new order of these rows, None to keep it.
         """

@@ -1,6 +1,6 @@
 """Beam search: which continuations of a request's beams go on, which texts have ended, and when the search does.
 
-The rules are those of transformers' `generate` with beams, so that the texts are the same. Pure: no memory, no tensors.
+It follows the rules of transformers' `generate` with beams, so the texts are the same. Pure: no memory, no tensors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from moeserve.plan import BeamParams, FinishReason, FoundText, TokenLogprobs
 class Beam:
     """A text that may go on: its output, and the sum of the log probabilities of the tokens.
 
-    `parent`: the number of the beam that it continues among those of the step before.
+    `parent`: the number of the beam of the step before that it continues.
     """
 
     parent: int = 0

@@ -73,7 +73,7 @@ class Beams:
     def take(self, request: Request, computed: ChunkResult) -> list[RequestOutput]:
         """Receive the result of a chunk of a leader or a beam. Return the end of the search if it has come.
 
-        Once the next tokens of all beams are known, `leader.beams` are those that go on.
+        Once the next tokens of all beams are known, `leader.beams` holds the beams that go on.
         """
         leader = request.leader or request
         group = self._groups[leader.request_id]
@@ -95,7 +95,7 @@ class Beams:
         return [RequestOutput(leader, finish_reason=found[0].finish_reason, found=found)]
 
     def attach(self, beam: Request) -> None:
-        """Lease what is cached of a beam without a lease, on the rank where its leader is now."""
+        """Lease the cached blocks of a beam without a lease, on the rank where its leader is now."""
         if beam.lease is None:
             assert beam.leader is not None
             beam.rank = beam.leader.rank

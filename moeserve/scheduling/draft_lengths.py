@@ -86,9 +86,9 @@ def best_lengths(
 ) -> list[int]:
     """Return how many drafts of each request a step should verify, to make the most tokens per second.
 
-    chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts,
-    each of which gives a token. most: the number of drafts in all. seconds: of a step with a number of rows; 0 if that
-    is not known, and then there are no drafts.
+    chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts;
+    each gives a token. most: the number of drafts in all. seconds: of a step with a number of rows; 0 if that is not
+    known, and then there are no drafts.
     """
     lengths, best = [0] * len(chances), [0] * len(chances)
     base_s = seconds(num_rows)

@@ -1,7 +1,7 @@
 """Where guesses of a request's next tokens come from: its own text, what the prefix cache has behind it, and the text
 that its client predicts.
 
-What grammars force comes from `moeserve.grammars.masks`.
+Tokens that grammars force come from `moeserve.grammars.masks`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_PLACES = 16
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may follow a request's tokens. `num_matched` tokens before them are like those of the source."""
+    """Tokens that may follow a request's tokens. `num_matched` tokens before them equal the source's."""
 
     source: str
     num_matched: int
@@ -62,10 +62,10 @@ class OwnText:
 
 
 class CachedText:
-    """The cached text that continues a request's tokens: what followed here the last time.
+    """The cached text that continues a request's tokens, as an earlier request went on from here.
 
-    All tokens of the request are like those of the cached text. So the strength of a guess is the number of tokens in
-    a row that earlier guesses had right.
+    All tokens of the request equal the cached text's. So the strength of a guess is the number of tokens in a row that
+    earlier guesses had right.
     """
 
     __slots__ = ("_last", "_num_followed")

@@ -118,7 +118,7 @@ class Drafting:
     def receive(
         self, request: Request, draft_tokens: array[int], draft_masks: Sequence[bytes], num_forced: int
     ) -> None:
-        """Replace a request's drafts by those of them that its grammar allows and the `num_forced` that it forces next.
+        """Replace a request's drafts by the drafts that its grammar allows and `num_forced` tokens that it forces next.
 
         draft_masks: after each of them. A request without tokens of its own yet gets no drafts.
         """
@@ -166,7 +166,7 @@ class Drafting:
     ) -> dict[str, int]:
         """Return by request how many of its drafts a step should verify, where there are any.
 
-        requests: those that lack one token, or none with the one that is being sampled. memories: by rank.
+        requests: they lack one token, or none with the one that is being sampled. memories: by rank.
         num_running: the requests of all ranks that may need a block. rope_switch: see `Scheduler`.
         """
         num_drafts: dict[str, int] = {}
@@ -221,7 +221,7 @@ class Drafting:
 
 
 def _count_predicted(request: Request, guess: Guess, chunk: Chunk, num_accepted: int) -> None:
-    """Count the first drafts of a chunk that are those of the text that the client predicts."""
+    """Count the first drafts of a chunk that come from the text that the client predicts."""
     num_predicted = guess.num_right(chunk.token_ids[-chunk.num_drafts :])
     num_right = min(num_accepted, num_predicted)
     right, wrong = request.judged

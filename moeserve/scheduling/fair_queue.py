@@ -125,7 +125,7 @@ class Tenants:
         self._num_waiting[request.terms.background] -= 1
 
     def num_waiting(self, terms: Terms) -> tuple[int, int]:
-        """Return the waiting requests of a tenant, and those of all tenants in the same ground."""
+        """Return the numbers of waiting requests: of a tenant, and of all tenants in the same ground."""
         tenant = self._tenants.get((terms.tenant, terms.background))
         return 0 if tenant is None else tenant.waiting.count, self._num_waiting[terms.background]
 

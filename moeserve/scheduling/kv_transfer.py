@@ -2,8 +2,8 @@
 
 The service that computes a prompt holds its blocks by a lease, which ends when they have been fetched, or with its
 time. In the one that decodes, a request with a ticket waits outside the queue while threads fetch its blocks into
-leased ones; then it takes its place again, by its arrival, and finds them as a prefix hit. Whatever goes wrong is
-counted by its reason, and the prompt is computed. No sockets and no clock here: threads copy blocks.
+leased ones; then it takes its place again, by its arrival, and finds them as a prefix hit. A failure is counted by its
+reason, and the prompt is computed. No sockets and no clock here: threads copy blocks.
 """
 
 from __future__ import annotations

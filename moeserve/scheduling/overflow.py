@@ -1,9 +1,9 @@
 """The fate of a preempted request's KV: it stays in memory, comes back from disk, or is computed again.
 
 Blocks are written to disk soon after they are computed, before memory is short. So swapping out costs only the blocks
-that are not written yet, and swapping in the reading of those that were evicted meanwhile. Computing again delays
+that are not written yet, and swapping in costs reading the blocks that were evicted meanwhile. Computing again delays
 every request that runs. Threads read beside the steps, so reading delays the victim, and others only as far as its
-blocks lie idle meanwhile. The decision is pure: its costs are measured by others.
+blocks lie idle meanwhile. The decision is pure: its costs are measured elsewhere.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Overflow(StrEnum):
 
 
 class Fate(StrEnum):
-    """What is expected of one victim's KV."""
+    """The predicted way of one victim's KV."""
 
     KEEP = "keep"  # nothing of it leaves memory: other blocks would be evicted before
     SWAP = "swap"
@@ -32,8 +32,8 @@ class Fate(StrEnum):
 class Victim:
     """A request that is preempted.
 
-    num_blocks: whole blocks that it has computed, of which `num_unwritten` are not on disk. num_before: cached blocks
-    of others, which would be evicted before its own.
+    num_blocks: whole blocks that it has computed; `num_unwritten` of them are not on disk. num_before: cached blocks
+    of others that would be evicted before its own.
     """
 
     num_blocks: int

@@ -190,7 +190,7 @@ class ToolWaits:
             self.counters.num_in_time += wait.kept_until is not None and now <= wait.kept_until
 
     def advance(self, now: float) -> None:
-        """Read back the KV of conversations that are expected soon, and forget those that did not come."""
+        """Read back the KV of conversations that are expected soon, and forget conversations that did not come."""
         while self._in_order and now - self._in_order[0].since > _LATEST_S:
             self._forget(self._in_order[0])
         for wait in self._in_order:

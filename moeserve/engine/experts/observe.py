@@ -38,8 +38,8 @@ from moeserve.scheduling.steps import RanksObserver
 MAX_TRACE_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 64
 _ROWS_AT_ONCE = 256
-# Gates' choices, one per row, layer and chosen expert, that are recorded per step in the long run, and those that may
-# be recorded at once after smaller steps.
+# Recorded choices of gates, one per row, layer and chosen expert: per step in the long run, and at once after smaller
+# steps.
 _CHOICES_PER_STEP = 2**13
 _MOST_CHOICES = 2**17
 # Rows of a digest that enter the tables of pairs, whose counting costs most.

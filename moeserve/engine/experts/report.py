@@ -118,7 +118,7 @@ def _new_figure(width: float, height: float) -> Figure:
 
 
 def read_report_source(path: Path) -> RoutingStatistics:
-    """Return the statistics in a statistics file, or count those of a routing trace. Raise ReportError."""
+    """Return the statistics in a statistics file, or count the choices in a routing trace. Raise ReportError."""
     try:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}

@@ -1,7 +1,7 @@
 """Publishes what the prefix caches hold: a thread that numbers, encodes and sends batches of events over ZeroMQ.
 
-The engine's thread hands over the facts of a turn and goes on. Each rank has a PUB socket, and a ROUTER for those who
-missed batches, if the settings name a replay endpoint:
+The engine's thread hands over the facts of a turn and goes on. Each rank has a PUB socket, and, if the settings name a
+replay endpoint, a ROUTER for subscribers that missed batches:
 
 - `["", number]` (8 bytes, big-endian) is answered with the batches from that number on, or, where the buffer no longer
   has the first of them, with a snapshot that has the number of the newest batch;

@@ -63,8 +63,7 @@ class BlockServer(threading.Thread):
         self.start()
 
     def take_fetched(self) -> list[tuple[str, bool]]:
-        """Return the numbers of tickets of which blocks were fetched since the last call, and whether for the last
-        time."""
+        """Return the tickets whose blocks were fetched since the last call, and whether for the last time."""
         taken = []
         while self._fetched:
             taken.append(self._fetched.popleft())

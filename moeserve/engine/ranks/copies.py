@@ -83,7 +83,7 @@ class MemberCopies:
     """The end of any other rank: copies blocks of this rank's memory on threads beside its steps."""
 
     def __init__(self, rank: int, memories: Callable[[], Memories], send: Callable[[FromRank], None]) -> None:
-        """memories: returns those of this rank's blocks. send: sends a message to rank 0."""
+        """memories: returns the memories that hold this rank's blocks. send: sends a message to rank 0."""
         self._rank, self._memories, self._send = rank, memories, send
         self._copier: BlockCopier | None = None
         self._numbers: dict[CopyJob, int] = {}

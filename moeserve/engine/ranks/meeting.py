@@ -1,8 +1,8 @@
 """Where the ranks of one service meet: addresses, the key that nodes share, and the network between them.
 
 Ranks meet once to load and once for every life of the engine. Ranks that one supervisor started read everything from
-their run context. Otherwise rank 0 announces its sockets in torchrun's store, those of a new life in place of the
-former ones. Anybody who reaches the store's port can write to it, so between nodes only the key decides: ranks
+their run context. Otherwise rank 0 announces its sockets in torchrun's store; a new life's sockets replace the former
+ones. Anybody who reaches the store's port can write to it, so between nodes only the key decides: ranks
 talk only to holders of the same key. The key encrypts their messages (ZeroMQ CURVE); one key pair serves both ends. It
 does not cover tensors, which travel through torch's own collectives. Addresses are IPv4.
 """

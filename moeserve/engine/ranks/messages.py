@@ -20,7 +20,7 @@ class RankError(Exception):
 
 
 class Joined(Message):
-    """A rank's process runs on a machine named `node`. `software` and `model_hash` must equal those of rank 0.
+    """A rank's process runs on a machine named `node`. `software` and `model_hash` must equal rank 0's.
 
     `pid` has a meaning only for a receiver with the same `machine` (`moeserve.engine.ranks.meeting.machine_id`).
     """

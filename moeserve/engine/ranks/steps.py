@@ -109,7 +109,7 @@ class RankedExecutor:
         return self._with_others(own)
 
     def _with_others(self, own: StepResult) -> list[StepResult]:
-        """Return the results of all ranks for a step. Keep those of later steps, which may come in between."""
+        """Return the results of all ranks for a step. Keep results of later steps, which may come in between."""
         deadline = time.monotonic() + self._timeout
         while len(results := self._results[own.step]) < len(self._hub.others):
             message = self._hub.receive(_POLL_SECONDS)

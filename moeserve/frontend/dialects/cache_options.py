@@ -52,7 +52,7 @@ def read_cache_options(
 
 
 def read_breakpoint(mark: CacheBreakpoint, options: dict[str, Any] | None, where: str) -> int:
-    """Return the seconds of a mark, by default those of `prompt_cache_options`. `where` is the path of the mark."""
+    """Return the seconds of a mark; `prompt_cache_options` has their default. `where` is the path of the mark."""
     if mark.ttl is not None:
         return _read_ttl(mark.ttl, f"{where}.ttl")
     return _read_options(options or {})[1]

@@ -258,8 +258,9 @@ class ToolCallPart:
 class Delta:
     """New parts of one choice, in the order reasoning, text, calls; or its end.
 
-    `tokens` is filled only if log probabilities were asked for, `prompt` only in a last delta, if those of the prompt
-    were. `finish_reason` is `stop`, `length` or `tool_calls`; `matched_stop` is the stop string that made the end.
+    `tokens` is filled only if log probabilities were asked for, `prompt` only in a last delta, if log probabilities of
+    the prompt were. `finish_reason` is `stop`, `length` or `tool_calls`; `matched_stop` is the stop string that made
+    the end.
     """
 
     index: int

@@ -1,4 +1,4 @@
-"""The dialect of `/v1/messages`: reads its requests, and those of `/v1/messages/count_tokens`, into internal ones.
+"""The dialect of `/v1/messages` and `/v1/messages/count_tokens`: reads their requests into internal ones.
 
 `messages_answer.py` writes the answers.
 """

@@ -292,7 +292,7 @@ def _read_format(text: TextOptions | None) -> tuple[OutputFormat | None, dict[st
 
 
 def _repeated(asked: ResponsesBody, tools: ToolSet, sampling: SamplingParams, form: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of the response object that say what was asked, with the values that hold."""
+    """Return the fields of the response object that repeat the request, with the values in force."""
     reasoning = asked.reasoning or ReasoningOptions()
     verbosity = asked.text.verbosity if asked.text is not None else None
     return {

@@ -132,7 +132,7 @@ def _text(entry: dict[str, Any], key: str, where: str) -> str | None:
 
 
 def read_tool_choice(choice: str | dict[str, Any] | None, found: ToolSet) -> ToolChoice:
-    """Return which tools may or must be called. Raises ApiError: 400 for tools that are not among those of the body."""
+    """Return which tools may or must be called. Raises ApiError: 400 for tools that the body does not define."""
     match choice:
         case None | "auto":
             return ToolChoice("auto")

@@ -1,7 +1,7 @@
-"""Runs the jobs that this process owns, and takes over those whose owner has died.
+"""Runs the jobs that this process owns, and takes over jobs whose owner has died.
 
-A job is asked of the engine like any request. Its outputs go into the journal before anybody sees them, so what was
-seen is never computed again; where the engine, or the process, dies, the next one goes on from there.
+A job goes to the engine like any request. Its outputs go into the journal before anybody sees them, so an output that
+was seen is never computed again; where the engine, or the process, dies, the next one goes on from there.
 """
 
 from __future__ import annotations

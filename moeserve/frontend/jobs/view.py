@@ -15,9 +15,9 @@ from moeserve.frontend.relay.writing import completed
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.jobs import Status, StoredJob
 
-# A comment in a stream that goes on in another life of the engine: usage tells of it only where it is asked for.
+# A comment in a stream that goes on in another life of the engine; usage says so too where it is asked for.
 RESUMED = b": resumed\n\n"
-# A stream's status waits for its first token so many keep-alive intervals: while it does, a request that is dropped can
+# Keep-alive intervals for which a stream's status waits for its first token: until then a request that is dropped can
 # still be refused.
 STATUS_WAITS = 1.5
 

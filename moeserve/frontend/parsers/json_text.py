@@ -24,7 +24,7 @@ _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 class JsonScan:
-    """Reads one value. `done`: it is complete; `broken`: what was read is the beginning of no value."""
+    """Reads one value. `done`: it is complete; `broken`: the text so far begins no value."""
 
     def __init__(self) -> None:
         self.done = False

@@ -75,10 +75,10 @@ def _json(value: Any) -> str:
 def plainer_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield forms of a conversation for templates that refuse it, the closest to it first.
 
-    Calls of one message stand in messages of their own, each with its results, for templates that take one call at a
-    time. Users say what a later system message says, in its place, so that what was computed before it stays a prefix;
-    then messages of the same role are joined, for templates that want roles to alternate; then the user also says what
-    the first system message says.
+    First each call of a message stands in a message of its own, with its results, for templates that take one call at a
+    time. Then later system messages become user messages in their places, so the prompt before them stays a prefix;
+    then messages of the same role are joined, for templates that want roles to alternate; then the first system message
+    becomes the user's too.
     """
     if any(len(message.get("tool_calls", ())) > 1 for message in messages):
         messages = list(_one_call_each(messages))

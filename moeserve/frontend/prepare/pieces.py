@@ -1,9 +1,9 @@
 """Token ids of rendered prompts that were mostly tokenised before: agents send a conversation again with each turn.
 
 A rendered prompt is cut into pieces right before tokens that are always found, in any surrounding text
-(`TextTokenizer.borders`): no tokenizer merges text across such a place, so the ids of a prompt are those of its pieces,
-one after another. Pieces are remembered by their text, apart for each owner: nobody can find out by time what another
-key has sent.
+(`TextTokenizer.borders`): no tokenizer merges text across such a place, so the ids of a prompt are the ids of its
+pieces, one after another. Pieces are remembered by their text, apart for each owner: nobody can find out by time what
+another key has sent.
 """
 
 from __future__ import annotations

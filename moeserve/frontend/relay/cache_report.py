@@ -49,7 +49,7 @@ def asks_for_report(scope: Scope) -> bool:
 def describe_miss(
     miss: Miss, prompt: Sequence[int], num_cached: int, num_on_disk: int | None, tokenizer: TextTokenizer
 ) -> dict[str, Any]:
-    """Return the report of a prompt of which `num_cached` tokens were cached, `num_on_disk` of them on disk.
+    """Return the report of a prompt: `num_cached` of its tokens were cached, `num_on_disk` of them on disk.
 
     num_on_disk: None where the cache is in memory alone; the report then names no tiers.
 

@@ -98,7 +98,7 @@ def append(shelf: Shelf, conversation_id: str, items: Sequence[dict[str, Any]]) 
 
 
 def append_new(shelf: Shelf, conversation_id: str, items: Sequence[dict[str, Any]]) -> list[bytes] | None:
-    """Add those of the items that the conversation has not; else as `append`."""
+    """Add the items that the conversation does not have yet; else as `append`."""
     new = [one for one in items if "id" not in one or item(shelf, conversation_id, one["id"]) is None]
     return append(shelf, conversation_id, new)
 

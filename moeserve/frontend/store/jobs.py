@@ -227,7 +227,7 @@ def open_of(shelf: Shelf, owner: str) -> set[str]:
 
 
 def adopt(shelf: Shelf, dead: Collection[str], left: Collection[str], owner: str) -> list[OpenJob]:
-    """Give an owner all open jobs of dead ones, and those of its own that it has `left`; return them, oldest first."""
+    """Give an owner all open jobs of dead owners and its own jobs that it has `left`; return them, oldest first."""
     job_ids = [job_id for other in dead for job_id in open_of(shelf, other)] + [*left]
     for job_id in job_ids:
         shelf.db.execute("UPDATE jobs SET owner = ?, tries = tries + 1 WHERE id = ?", (owner, job_id))

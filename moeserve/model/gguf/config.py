@@ -85,7 +85,7 @@ def _token_ids(header: GgufHeader) -> Config:
 
 
 def num_layers(fields: Fields) -> int:
-    """Return the number of layers without those that only predict further tokens."""
+    """Return the number of layers, without the last ones that only predict further tokens."""
     return fields.count("block_count") - fields.count("nextn_predict_layers", 0)
 
 

@@ -45,7 +45,7 @@ def read_row(part: GgufPart, row: int) -> Tensor:
 
 
 def read_packed(part: GgufPart, expert: int | None = None) -> QuantizedRows:
-    """Return the rows of a matrix in their blocks, or those of one expert. Raise CheckpointError."""
+    """Return the rows of a matrix, or of one expert of it, in their blocks. Raise CheckpointError."""
     if expert is not None:
         return _packed(_row_of(part.sources[0], expert))
     rows = joined_rows([_packed(source) for source in part.sources])

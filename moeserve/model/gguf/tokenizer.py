@@ -27,8 +27,8 @@ _DEEPSEEK_V3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
-# By `tokenizer.ggml.pre`: the expressions that cut a text before bytes are merged. None: those of GPT-2; digits of
-# themselves first where the name is in _SINGLE_DIGITS.
+# By `tokenizer.ggml.pre`: the expressions that cut a text before bytes are merged. None: GPT-2's expression; before it
+# single digits are cut apart where the name is in _SINGLE_DIGITS.
 _EXPRESSIONS: Mapping[str, tuple[str, ...] | None] = {
     "default": None,
     "gpt-2": None,

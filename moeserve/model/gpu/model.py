@@ -1,6 +1,7 @@
 """Make a runner on a GPU from a decoder.
 
-Compute the largest step once, plan KV memory from what is left, compile all kernels, and capture the decode steps.
+Compute the largest step once, plan KV memory from the memory that is left, compile all kernels, and capture the decode
+steps.
 """
 
 from __future__ import annotations

@@ -152,7 +152,7 @@ def _mark(queued: Tensor) -> torch.cuda.Event | None:
 class StepRouting:
     """The gates' choices in a step, copied from the device without waiting and read with the step's result.
 
-    ids: [R, k], layer after layer. In a padded batch each layer has `num_padded` rows, of which the first `num_rows`
+    ids: [R, k], layer after layer. In a padded batch each layer has `num_padded` rows; the first `num_rows` of them
     belong to the step. Otherwise both are 0, and all rows belong to the step.
     """
 

@@ -76,7 +76,7 @@ def read_transformers_spec(directory: Path) -> TransformersSpec:
 
 
 def describe(code: ModellingCode, config: Any) -> TransformersSpec:
-    """Describe an empty model. config: the folder's own, of which the body's may be a part.
+    """Describe an empty model. config: the folder's own; the body's may be a part of it.
 
     Raise ModelError or UnsupportedModel.
     """

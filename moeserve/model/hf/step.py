@@ -29,7 +29,7 @@ _NEAR = 24
 class Lane:
     """Rows first..last - 1 of a step, which are its request's tokens from position `start` on.
 
-    slots: [start + count] int64, of all tokens so far, those of this step included. state: the request's state slot.
+    slots: [start + count] int64, of all tokens up to the end of this step. state: the request's state slot.
     shared: data that layers of this request pass to each other during the step. window_slots: like `slots`, for layers
     with window blocks; None without such layers. Where no row of the lane sees a token, its entry belongs to another
     token.

@@ -38,7 +38,7 @@ def _packed(info: TensorInfo) -> PackedPart:
 
 
 class _Module:
-    """The tensors of one projection. Raises CheckpointError for those that are missing or have another form."""
+    """The tensors of one projection. Raises CheckpointError for a tensor that is missing or has another form."""
 
     def __init__(self, stem: str, index: Index) -> None:
         self.stem, self._index = stem, index

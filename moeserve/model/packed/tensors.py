@@ -52,7 +52,7 @@ def _ordered_rows(codes: Tensor, scales: Tensor, zeros: Tensor, bits: int, order
 
 
 def _zeros_of_gptq(part: PackedPart, read: Read) -> Tensor:
-    """Return the zero points [N, G] uint8. Those that are stored less one wrap around at zero."""
+    """Return the zero points [N, G] uint8. Zero points that are stored less one wrap around at zero."""
     zeros = unpack(read("zeros"), part.bits).T
     return (zeros + 1) & (2**part.bits - 1) if part.zeros_less_one else zeros
 
