@@ -42,7 +42,7 @@ def generates_of(
         wishes=prepared.wishes,
         terms=terms,
         arrived_at=arrived_at,
-        thought=_thought_budget(services, prepared),
+        thoughts=thought_budgets(services, prepared),
         session=session,
         prediction=prepared.prediction,
     )
@@ -61,16 +61,18 @@ def answer_of(services: Services, prepared: Prepared, answer_id: str) -> Answer:
     )
 
 
-def _thought_budget(services: Services, prepared: Prepared) -> ThoughtBudget | None:
-    """Return the bound for the thoughts of an answer. Only chats have thoughts, and a chat has one prompt."""
-    request = prepared.request
-    if not services.shape.thinks(request):
-        return None
-    start = services.shape.start_of(request, prompt_tail(services.tokenizer, prepared.prompts[0]))
-    budget = services.thoughts.budget(request, start)
-    if budget is not None and request.beams is not None:
+def thought_budgets(services: Services, prepared: Prepared) -> list[ThoughtBudget | None]:
+    """Return the bounds for the thoughts of the answers to each prompt. Raises ApiError."""
+    request, shape = prepared.request, services.shape
+    if not shape.thinks(request):
+        return [None] * len(prepared.prompts)
+    budgets = []
+    for number, prompt in enumerate(prepared.prompts):
+        start = shape.start_of(request, prompt_tail(services.tokenizer, prompt), number)
+        budgets.append(services.thoughts.budget(request, start))
+    if request.beams is not None and any(budget is not None for budget in budgets):
         raise invalid("A budget of thought cannot be used together with `use_beam_search`", "use_beam_search")
-    return budget
+    return budgets
 
 
 @asynccontextmanager

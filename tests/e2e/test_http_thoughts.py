@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,12 +22,14 @@ from tests.support.tiny_model import TEMPLATE
 END = "</think>"
 MESSAGE = "So."
 THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>\n{% endif")
-SETTINGS = ("--max-model-len", "2048", "--reasoning-effort-budgets", '{"low": 6, "high": 11}')
+SETTINGS = ("--max-model-len", "1024", "--max-restarts", "1000", "--reasoning-effort-budgets", '{"low": 6, "high": 11}')
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-NUM_REQUESTS = 120
+# Of the thousand requests some are sent every time.
+PARTS = [range(120), pytest.param(range(120, 1000), marks=pytest.mark.long)]
 FAMILIES = {
     "plain": ("--speculative-config", "suffix"),
     "message": ("--reasoning-budget-message", MESSAGE, "--reasoning-budget", "9"),
+    "tight": ("--kv-cache-memory", "256KiB"),  # 1,024 tokens
     "ranks": ("--expert-parallel-size", "2", "--engine-timeout", "60"),
 }
 
@@ -46,6 +49,7 @@ class Ask:
     body: dict[str, Any]
     budget: int | None
     max_tokens: int
+    num_thinking: int  # choices whose prompts end inside a thought
 
     def inside(self, message: str) -> int:
         """The tokens inside a thought that nothing but the budget or the length ends. A token is a byte."""
@@ -58,7 +62,7 @@ class Ask:
 
 def draw(random: Random, default: int | None) -> Ask:
     """A random request in a random dialect."""
-    path = random.choice(["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+    path = random.choice(["/v1/chat/completions", "/v1/messages", "/v1/responses", "/v1/completions"])
     max_tokens = random.choice([1, 5, 12, 20, 40])
     body: dict[str, Any] = {"model": "m", "seed": random.randrange(99), "temperature": 1.0, "ignore_eos": True}
     body["stream"] = random.random() < 0.4
@@ -66,7 +70,8 @@ def draw(random: Random, default: int | None) -> Ask:
     budget = random.choice([None, 0, 1, 2, 7, 15, 30])
     field = random.choice(["thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens"])
     effort, efforts = random.choice(["low", "high", "medium"]), {"low": 6, "high": 11, "medium": default}
-    by_effort = budget is None and random.random() < 0.6
+    num_thinking = 1
+    by_effort = path != "/v1/completions" and budget is None and random.random() < 0.6
     if budget is not None:
         body[field] = budget
     if path != "/v1/messages":
@@ -74,7 +79,8 @@ def draw(random: Random, default: int | None) -> Ask:
         body["logit_bias"] = {str(ord("<")): -100}
     match path:
         case "/v1/chat/completions":
-            body |= {"messages": said, "max_tokens": max_tokens, "n": random.choice([1, 1, 3])}
+            num_thinking = random.choice([1, 1, 3])
+            body |= {"messages": said, "max_tokens": max_tokens, "n": num_thinking}
             body |= {"reasoning_effort": effort} if by_effort else {}
             body |= {"logprobs": True} if random.random() < 0.3 else {}
             body |= {"stream_options": {"include_usage": True}} if body["stream"] else {}
@@ -84,6 +90,15 @@ def draw(random: Random, default: int | None) -> Ask:
             elif random.random() < 0.3:
                 form = {"name": "form", "schema": TOOL}
                 body["response_format"] = {"type": "json_schema", "json_schema": form}
+        case "/v1/completions":
+            n, prompts = (
+                random.choice([1, 1, 3]),
+                random.choice([["a<think>"], ["a"], ["a<think>b", "</think>", "<think>"]]),
+            )
+            body |= {"prompt": prompts, "max_tokens": max_tokens, "n": n}
+            body |= {"logprobs": 0} if random.random() < 0.3 else {}
+            body |= {"stream_options": {"include_usage": True}} if body["stream"] else {}
+            num_thinking = n * sum(prompt.rfind("<think>") > prompt.rfind("</think>") for prompt in prompts)
         case "/v1/messages":
             body |= {"messages": said, "max_tokens": max_tokens}
             body |= {"output_config": {"effort": effort}} if by_effort else {}
@@ -94,7 +109,7 @@ def draw(random: Random, default: int | None) -> Ask:
             body |= {"reasoning": {"effort": effort}} if by_effort else {}
     if budget is None:
         budget = efforts[effort] if by_effort else default
-    return Ask(path, body, budget, max_tokens)
+    return Ask(path, body, budget, max_tokens, num_thinking)
 
 
 def reasoning_tokens(answer: Any) -> int | None:
@@ -123,7 +138,7 @@ def check(running: Service, ask: Ask, message: str) -> None:
     assert told, (ask, answers[-1])
     if ask.path == "/v1/messages" and not message and begins_the_end(running, ask):
         ask = replace(ask, budget=ask.budget and ask.budget - 1)
-    assert told[-1] == ask.body.get("n", 1) * ask.inside(message), ask
+    assert told[-1] == ask.num_thinking * ask.inside(message), ask
 
 
 def begins_the_end(running: Service, ask: Ask) -> bool:
@@ -143,12 +158,70 @@ def kill_engine(running: Service) -> None:
         os.kill(engine, signal.SIGKILL)
 
 
-def test_budgets_are_exact_in_every_dialect(running: tuple[str, Service]) -> None:
+def test_a_rendered_request_tells_its_budget(running: tuple[str, Service]) -> None:
+    name, served = running
+    default = 9 if name == "message" else None
+    said = {"messages": [{"role": "user", "content": "hi"}]}
+    for path, body in (("/v1/chat/completions", said), ("/v1/completions", {"prompt": ["<think>", "a"]})):
+        for budget, told in ((None, default), (0, 0), (5, 5), (-1, None)):
+            asked = {"model": "m", **body} | ({} if budget is None else {"thinking_token_budget": budget})
+            rendered = served.http.post(f"{path}/render", json=asked).json()
+            for one in rendered if isinstance(rendered, list) else [rendered]:
+                assert one["sampling_params"]["thinking_token_budget"] == told
+
+
+def test_an_answer_of_a_form_has_no_thoughts_in_text_completions(running: tuple[str, Service]) -> None:
+    _, served = running
+    body = {"model": "m", "prompt": "<think>", "max_tokens": 9, "thinking_token_budget": 2, "guided_choice": ["yes"]}
+    answer = served.http.post("/v1/completions", json=body)
+    assert answer.json()["choices"][0]["text"] == "yes"
+    assert answer.headers["x-moeserve-ignored"] == "thinking_token_budget"
+
+
+def num_preempted(served: Service) -> float:
+    found = re.search(r"^moeserve_preemptions_total (\S+)", served.http.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+@pytest.mark.parametrize("numbers", PARTS, ids=len)
+def test_budgets_are_exact_in_every_dialect(running: tuple[str, Service], numbers: range) -> None:
     name, served = running
     message, default = (MESSAGE, 9) if name == "message" else ("", None)
-    asks = [draw(Random(f"{name} {number}"), default) for number in range(NUM_REQUESTS)]
+    asks = [draw(Random(f"{name} {number}"), default) for number in numbers]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda ask: check(served, ask, message), asks))
+
+
+def test_budgets_are_exact_in_answers_that_give_their_memory_to_others(running: tuple[str, Service]) -> None:
+    name, served = running
+    if name != "tight":
+        pytest.skip("memory suffices")
+
+    def long_ask(number: int) -> Ask:
+        body = {"model": "m", "prompt": f"{number}<think>", "max_tokens": 300, "ignore_eos": True, "seed": number}
+        body |= {"thinking_token_budget": 25 * number, "logit_bias": {str(ord("<")): -100}, "stream": False}
+        return Ask("/v1/completions", body, 25 * number, 300, 1)
+
+    with ThreadPoolExecutor(10) as pool:
+        list(pool.map(lambda number: check(served, long_ask(number), ""), range(10)))
+    wait_until(lambda: num_preempted(served) > 0)
+
+
+@pytest.mark.parametrize("numbers", [range(40), pytest.param(range(40, 400), marks=pytest.mark.long)], ids=len)
+def test_budgets_are_exact_while_model_processes_die(running: tuple[str, Service], numbers: range) -> None:
+    name, served = running
+    if name not in ("plain", "tight"):
+        pytest.skip("two families suffice; a group of ranks ends as a whole")
+    asks = [draw(Random(f"death {name} {number}"), None) for number in numbers]
+    with ThreadPoolExecutor(8) as pool:
+        checks = [pool.submit(check, served, ask, "") for ask in asks]
+        for number in range(10, len(asks), 60):
+            checks[number].result()
+            kill_engine(served)
+        for done in checks:
+            done.result()
+    wait_until(lambda: served.http.get("/ready").status_code == 200)
 
 
 def test_the_thought_is_that_of_a_free_model_up_to_its_budget_and_the_answer_begins_behind_it(
@@ -191,7 +264,7 @@ def test_a_thought_goes_on_and_ends_exactly_when_the_model_process_dies(running:
     wait_until(lambda: served.http.get("/ready").status_code == 200)
     # The undisturbed answer comes second: drafts out of the tree give a repeated stream in so few steps that a signal
     # may come too late.
-    undisturbed = send(served, Ask("/v1/chat/completions", body, budget, 400))
+    undisturbed = send(served, Ask("/v1/chat/completions", body, budget, 400, 1))
 
     def tokens(answer: list[Any]) -> list[list[int]]:
         choices = [choice for event in answer for choice in event["choices"] if choice.get("logprobs")]

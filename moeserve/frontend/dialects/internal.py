@@ -141,12 +141,14 @@ class ThoughtOptions:
     """The wishes of a client for the thoughts of an answer.
 
     max_tokens: their budget, -1 for no bound, None where the client leaves it open. effort: the name of one. fields:
-    the request's fields that set `max_tokens`.
+    the request's fields that set `max_tokens`. starts: where each prompt that is no chat leaves off; empty where its
+    answer has no thoughts.
     """
 
     max_tokens: int | None = None
     effort: str | None = None
     fields: tuple[str, ...] = ()
+    starts: tuple[Literal["reasoning", "answer"], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest
 from moeserve.frontend.http import invalid
@@ -115,8 +116,15 @@ class OutputShape:
         return self.is_harmony or self.reasoning != "none" or self.looks_for_calls(request)
 
     def thinks(self, request: GenerateRequest) -> bool:
-        """Return whether answers of the request may hold thoughts that are separated from the text."""
-        return self.reasoning != "none" and isinstance(request.prompts[0], ChatPrompt)
+        """Return whether answers of the request may hold thoughts, which are counted and may have a budget."""
+        return self.reasoning != "none" and (isinstance(request.prompts[0], ChatPrompt) or bool(request.thought.starts))
+
+    def start_of_text(self, text: str) -> Literal["reasoning", "answer"]:
+        """Return where a prompt that is no chat leaves off. text: all of it, special tokens too."""
+        reasoning = REASONING.get(self.reasoning)
+        if reasoning is None or self.is_harmony:
+            return "answer"
+        return "reasoning" if text.rfind(reasoning.begin) > text.rfind(reasoning.end) else "answer"
 
     def parser(
         self, request: GenerateRequest, start: Start, special_texts: Collection[str], new_id: Callable[[], str]
@@ -134,9 +142,11 @@ class OutputShape:
             new_id=new_id,
         )
 
-    def start_of(self, request: GenerateRequest, prompt_tail: str) -> Start:
-        """Return where the prompt leaves off. prompt_tail: the text of its last tokens, special ones too."""
+    def start_of(self, request: GenerateRequest, prompt_tail: str, number: int = 0) -> Start:
+        """Return where prompt `number` leaves off. prompt_tail: the text of its last tokens, special ones too."""
         prompt = request.prompts[0]
+        if not isinstance(prompt, ChatPrompt):
+            return request.thought.starts[number]
         reasoning = REASONING.get(self.reasoning)
         continued = prompt.continued if isinstance(prompt, ChatPrompt) else None
         if reasoning is None or self.is_harmony:

@@ -111,8 +111,6 @@ class Preparer:
         if ask.reports or request.cache.report:
             # In a stream the report comes with the usage.
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
-        if request.thought.fields and not self._shape.thinks(request):
-            request = replace(request, ignored=tuple(sorted({*request.ignored, *request.thought.fields})))
         check_choices(request.num_sequences, ask.max_choices)
         facts, owner = ask.model, _owner(ask, request.cache_salt)
         request = replace(request, bound=facts.bound_of(request.max_tokens))
@@ -123,6 +121,9 @@ class Preparer:
             prompts.append(encode(prompt) if end is None else self._end_of(prompt, end, facts, owner))
             # One that does not fit is refused before the others are read.
             longest_output(len(prompts[-1]), facts.max_model_len, request.prompt_field)
+        request = self._with_starts(request, prompts)
+        if request.thought.fields and not self._shape.thinks(request):
+            request = replace(request, ignored=tuple(sorted({*request.ignored, *request.thought.fields})))
         constraint = self._constraint(request, prompts[0])
         if constraint is not None:
             if request.beams is not None:
@@ -146,6 +147,18 @@ class Preparer:
             request = replace(request, prediction="", ignored=tuple(sorted({*request.ignored, "prediction"})))
         prediction = self._predicted(request, facts)
         return Prepared(for_answer(request), prompts, wishes, texts, prediction)
+
+    def _with_starts(self, request: GenerateRequest, prompts: list[array[int]]) -> GenerateRequest:
+        """Return a request for texts with the places where these leave off. A form of the answer has no thoughts."""
+        is_chat = isinstance(request.prompts[0], ChatPrompt)
+        if is_chat or self._shape.reasoning == "none" or request.output_format is not None:
+            return request
+        starts = []
+        for prompt, token_ids in zip(request.prompts, prompts, strict=True):
+            self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(token_ids, skip_special_tokens=False)
+            starts.append(self._shape.start_of_text(text))
+        return replace(request, thought=replace(request.thought, starts=tuple(starts)))
 
     def _predicted(self, request: GenerateRequest, facts: ModelFacts) -> array[int]:
         """Return the tokens of the text that the client predicts, as many as may come."""

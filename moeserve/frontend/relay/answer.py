@@ -55,7 +55,7 @@ def build_generates(
     wishes: Sequence[CacheWish | None] | None = None,
     terms: Terms = DEFAULT_TERMS,
     arrived_at: float | None = None,
-    thought: ThoughtBudget | None = None,
+    thoughts: Sequence[ThoughtBudget | None] | None = None,
     session: str = "",
     prediction: array[int] | None = None,
 ) -> list[Generate]:
@@ -63,14 +63,15 @@ def build_generates(
 
     Raises ApiError if a prompt does not fit.
 
-    A larger `max_tokens` than the context or the service allows is cut to that. wishes: of each prompt.
-    arrived_at, thought, session: see `Generate`. prediction: the tokens that the client predicts for each choice.
+    A larger `max_tokens` than the context or the service allows is cut to that. wishes, thoughts: of each
+    prompt. arrived_at, session: see `Generate`. prediction: the tokens that the client predicts for each choice.
     """
     priority = BACKGROUND_PRIORITY if terms.background else request.priority
     predicted = pack_token_ids(prediction or [])
     generates: list[Generate] = []
     for number, prompt in enumerate(prompts):
         wish = wishes[number] if wishes is not None else None
+        thought = thoughts[number] if thoughts is not None else None
         packed = pack_token_ids(prompt)
         most = longest_output(len(prompt), max_model_len, request.prompt_field)
         max_tokens = max(1, request.longest_output(most))
@@ -156,11 +157,13 @@ class Answer:
         prompt = self._prompts[choice // request.n]
         shown_prompt = self._shown_prompts[choice]
         parser, thought, markers = None, None, frozenset[str]()
-        if shape.applies(request):
-            start = shape.start_of(request, prompt_tail(tokenizer, prompt))
+        is_parsed = shape.applies(request)
+        if is_parsed or shape.thinks(request):
+            start = shape.start_of(request, prompt_tail(tokenizer, prompt), choice // request.n)
+            thought = None if self._thoughts is None else self._thoughts.follow(request, start)
+        if is_parsed:
             parser = shape.parser(request, start, tokenizer.special_texts, CallIds(self._answer_id, choice))
             markers = shape.markers
-            thought = None if self._thoughts is None else self._thoughts.follow(request, start)
         return OutputText(
             choice,
             tokenizer,

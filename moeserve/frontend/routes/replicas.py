@@ -15,12 +15,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from moeserve.config import VERSION
+from moeserve.frontend.asking import thought_budgets
 from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.http import ApiError, longest_output, receive_body, until_disconnect
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.routes.service import json_response
 from moeserve.frontend.services import Services
+from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import EngineReady, Stats
 
 _ANY_HOST = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
@@ -142,6 +144,7 @@ class RenderRoute:
         # What a router knows of a prompt's namespace is the salt that events have.
         salt = cache_namespace(services.run.secret, identity, request.cache_salt) or None
         rendered = []
+        budgets = thought_budgets(services, prepared)
         for number, prompt in enumerate(prepared.prompts):
             most = longest_output(len(prompt), facts.max_model_len, request.prompt_field)
             rendered.append(
@@ -152,7 +155,7 @@ class RenderRoute:
                     "model": request.model,
                     "token_ids": prompt.tolist(),
                     "features": None,
-                    "sampling_params": _sampling(request, most),
+                    "sampling_params": _sampling(request, most, budgets[number]),
                     "stream": request.stream,
                     "cache_salt": salt,
                     "priority": request.priority,
@@ -161,8 +164,9 @@ class RenderRoute:
         await json_response(rendered if self._kind == "completions" else rendered[0])(scope, receive, send)
 
 
-def _sampling(request: GenerateRequest, most: int) -> dict[str, Any]:
-    """Return how a request's tokens are sampled. most: the tokens that fit behind its prompt."""
+def _sampling(request: GenerateRequest, most: int, budget: ThoughtBudget | None) -> dict[str, Any]:
+    """Return how a request's tokens are sampled. most: the tokens that fit behind its prompt. budget: of its
+    thoughts."""
     sampling = request.sampling
     return {
         "n": request.n,
@@ -178,4 +182,5 @@ def _sampling(request: GenerateRequest, most: int) -> dict[str, Any]:
         "max_tokens": request.longest_output(most),
         "min_tokens": sampling.min_tokens,
         "logprobs": sampling.logprobs,
+        "thinking_token_budget": None if budget is None else budget.max_tokens,
     }
