@@ -160,9 +160,9 @@ class ServeConfig:
     )
     dispatch: str = setting(
         "auto",
-        "How rows reach the experts of other ranks; auto measures both at start-up.",
+        "How rows reach the experts of other ranks; auto measures all at start-up.",
         group="Experts",
-        choices=("auto", "allgather", "alltoall"),
+        choices=("auto", "allgather", "alltoall", "fixed"),
     )
     combine_dtype: str = setting(
         "float32",

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from experts.parallel.collectives import Collectives
-from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, SlotTables
+from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, FixedCapacity, SlotTables
 from experts.placement.placement import Placement, Ranks, refilled
 from kernels.activation import Activation
 
@@ -57,6 +57,7 @@ class ExpertParallel(Generic[Experts]):
         self._exchanges: dict[str, Exchange] = {
             "allgather": AllGather(collectives),
             "alltoall": DeviceAllToAll(collectives) if for_devices else AllToAll(collectives),
+            "fixed": FixedCapacity(collectives),
         }
         self._exchange = self._exchanges["allgather"]
         self._placed_layer = {layer: number for number, layer in enumerate(moe_layers)}
@@ -125,7 +126,7 @@ class ExpertParallel(Generic[Experts]):
         return [*traffic.rows_to, *traffic.bytes_to]
 
     def use(self, shape: str) -> None:
-        """Use the shape `allgather` or `alltoall` from the next step on."""
+        """Use the shape `allgather`, `alltoall` or `fixed` from the next step on."""
         self._exchange = self._exchanges[shape]
 
     def begin_step(self, num_rows: Sequence[int], num_logit_rows: Sequence[int]) -> None:

@@ -1,8 +1,8 @@
-"""Two ways for rows to reach the ranks that own their experts and to come back, behind the same two functions.
+"""Three ways for rows to reach the ranks that own their experts and to come back, behind the same two functions.
 
 `dispatch` brings every row to the ranks that own some of its chosen experts, `combine` brings their results home. Each
 rank sums its experts' weighted results for a row in fp32 before it sends the sum back, rounded to the dtype of
-`combine`'s parts if that is narrower; the home rank adds the parts in rank order, in fp32. So both ways give the same
+`combine`'s parts if that is narrower; the home rank adds the parts in rank order, in fp32. So all ways give the same
 bits. A row's bits depend on no other row, only on the placement and, if experts have replicas, on the row's home rank
 and its experts, by which replicas are chosen.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Protocol
 
 import numpy as np
@@ -27,7 +28,9 @@ class Arrived:
 
     slots: [M, k] int64, this rank's expert slots, -1 for experts that other ranks compute. weights: [M, k] fp32.
     num_from[r]: the number of rows that came from rank r. of_home[r]: the indices of this rank's rows that went to rank
-    r. The last two are empty if all sizes follow from the plan.
+    r. Both are empty if all sizes follow from the plan, or from a capacity. rounds: of blocks of a fixed capacity C;
+    each is [R, C] int64, the indices of this rank's rows that went to each rank, T for padding. Then the arrived rows
+    are in rank order within each round.
     """
 
     rows: Tensor
@@ -35,6 +38,7 @@ class Arrived:
     weights: Tensor
     num_from: list[int] = field(default_factory=list)
     of_home: list[Tensor] = field(default_factory=list)
+    rounds: list[Tensor] = field(default_factory=list)
 
 
 class Exchange(Protocol):
@@ -166,6 +170,97 @@ class AllGather:
 
     def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
         return self._collectives.reduce_scatter(partial)[: num_rows[self._collectives.rank]]
+
+
+class FixedCapacity:
+    """One row per (token, rank that serves at least one of its experts), in blocks whose size follows from the plan.
+
+    For each rank goes a block of `capacity` rows, padded. With it travels the number of rows of its sender's fullest
+    block, so that all ranks know how many rounds of blocks it takes: one, unless routing is uneven. No row is dropped.
+    DeepSeek's DeepEP has such blocks for decodes, with room for every row.
+    """
+
+    def __init__(self, collectives: Collectives, slack: float = 1.5) -> None:
+        """slack: the room of a block, as a multiple of the rows that it gets if each choice falls on any rank alike."""
+        self._collectives = collectives
+        self._slack = slack
+
+    def dispatch(
+        self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
+    ) -> Arrived:
+        top_k = expert_ids.shape[1]
+        capacity = self._capacity(max(num_rows), top_k)
+        slots = tables.slots_on_ranks(expert_ids)
+        reached = (slots >= 0).any(2)
+        fullest = reached.sum(1).max()
+        # The number of each row among the rows for a rank.
+        number = reached.cumsum(1) - 1
+        # A row of padding behind the others, with experts that no rank holds.
+        x, weights = (torch.cat((rows, rows.new_zeros((1, rows.shape[1])))) for rows in (x, weights))
+        slots = torch.cat((slots, slots.new_full((len(slots), 1, top_k), -1)), 1)
+        arrived, num_rounds, rounds = list[Tensor](), 1, list[Tensor]()
+        while len(rounds) < num_rounds:
+            first = capacity * len(rounds)
+            of_rank = _rows_of_blocks(number - first, reached, capacity)
+            blocks = pack_rows(x[of_rank.flatten()], _rows_of(slots, of_rank), weights[of_rank.flatten()])
+            received = self._exchange(blocks.view(*of_rank.shape, -1), fullest)
+            if not rounds:
+                self._collectives.waits.wait_for_device()
+                num_rounds = max(1, -(-int(received[:, -1, :8].contiguous().view(torch.int64).max()) // capacity))
+            arrived.append(received[:, :-1].flatten(0, 1))
+            rounds.append(of_rank)
+        return Arrived(*unpack_rows(torch.cat(arrived), x, top_k), rounds=rounds)
+
+    def combine(self, partial: Tensor, arrived: Arrived, num_rows: Sequence[int]) -> Tensor:
+        num_ranks, capacity = arrived.rounds[0].shape
+        sizes = [capacity] * num_ranks
+        blocks = [
+            self._collectives.all_to_all(part, sizes, sizes).split(capacity)
+            for part in partial.split(num_ranks * capacity)
+        ]
+        # Padding is added up in a row behind the others.
+        out = partial.new_zeros((num_rows[self._collectives.rank] + 1, partial.shape[1]), dtype=torch.float32)
+        for rank in range(num_ranks):
+            for rows, parts in zip(arrived.rounds, blocks, strict=True):
+                out.index_add_(0, rows[rank], parts[rank].float())
+        return out[:-1]
+
+    def _capacity(self, longest: int, top_k: int) -> int:
+        """Return the rows of a block. longest: the most rows of a rank, at least 1."""
+        num_ranks = self._collectives.num_ranks
+        expected = longest * (1 - (1 - 1 / num_ranks) ** top_k)
+        return min(longest, ceil(self._slack * expected))
+
+    def _exchange(self, blocks: Tensor, fullest: Tensor) -> Tensor:
+        """Send blocks [R, C, bytes] uint8, one to each rank, with the number of rows of the fullest.
+
+        Returns [R, C + 1, bytes]: the block of each rank, then a row that begins with its number.
+        """
+        num_ranks, capacity, num_bytes = blocks.shape
+        tail = blocks.new_zeros((num_ranks, 1, num_bytes))
+        tail[:, 0, :8] = fullest.view(1).view(torch.uint8)
+        ones = [1] * num_ranks
+        received = self._collectives.all_to_all(torch.cat((blocks, tail), 1).flatten(1), ones, ones)
+        self._collectives.count_rows([capacity] * num_ranks)
+        return received.view(num_ranks, capacity + 1, num_bytes)
+
+
+def _rows_of_blocks(number: Tensor, reached: Tensor, capacity: int) -> Tensor:
+    """Return the rows [R, C] of the blocks that begin with number 0, T for padding; no size depends on the numbers.
+
+    number: [R, T] int64, the number of each row among the rows for a rank. reached: [R, T] bool, whether it goes there.
+    """
+    num_ranks, num_rows = number.shape
+    found = number.new_full((num_ranks, capacity + 1), num_rows)
+    # Rows of other rounds are written behind the block.
+    places = number.where(reached & (number >= 0) & (number < capacity), capacity)
+    rows = torch.arange(num_rows, device=number.device).expand(num_ranks, num_rows)
+    return found.scatter_(1, places, rows)[:, :capacity]
+
+
+def _rows_of(slots: Tensor, rows: Tensor) -> Tensor:
+    """slots [R, T + 1, k], rows [R, C] -> the slots of each rank's rows, [R * C, k]."""
+    return slots.gather(1, rows[..., None].expand(-1, -1, slots.shape[2])).flatten(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

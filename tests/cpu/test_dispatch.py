@@ -33,7 +33,7 @@ def test_a_service_of_one_rank_loads_nothing_of_this() -> None:
         (4, 4, "float32", "float32"),
     ],
 )
-def test_both_shapes_agree_with_local_experts_and_with_each_other(
+def test_all_shapes_agree_with_local_experts_and_with_each_other(
     tmp_path: Path, num_ranks: int, num_redundant: int, dtype: str, combine: str
 ) -> None:
     sizes = [str(num_ranks), str(num_redundant), dtype, combine, str(tmp_path / "s")]

@@ -158,6 +158,7 @@ def test_public_prefixes_are_kept_on_every_rank(model: Path, tmp_path: Path) -> 
         pytest.param("glm4_moe", [], marks=pytest.mark.long),
         pytest.param("glm4_moe", [*FOUR, "--dispatch", "allgather", *REPLICAS, *RESTLESS], marks=pytest.mark.long),
         pytest.param("gpt_oss", [*FOUR, "--dispatch", "alltoall", *RESTLESS], marks=pytest.mark.long),
+        pytest.param("qwen3_moe", [*FOUR, "--dispatch", "fixed", *RESTLESS], marks=pytest.mark.long),
     ],
 )
 def test_several_ranks_give_the_text_of_one_and_end_cleanly(

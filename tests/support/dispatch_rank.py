@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
+from math import ceil
 from pathlib import Path
 
 import numpy as np
@@ -40,6 +41,18 @@ def make_placement(num_ranks: int, num_redundant: int) -> Placement:
         return contiguous(2, NUM_EXPERTS, num_ranks)
     load = np.random.default_rng(0).random((2, NUM_EXPERTS)) ** 3
     return load_balanced(load, num_ranks, num_redundant=num_redundant)
+
+
+def blocks_of(placement: Placement, layer: int, step: int, counts: list[int]) -> tuple[int, int]:
+    """The rows of a block of a fixed capacity, and the rounds that it takes to send all rows."""
+    num_ranks, longest = len(counts), max(counts)
+    capacity = min(longest, ceil(1.5 * longest * (1 - (1 - 1 / num_ranks) ** TOP_K)))
+    fullest = 0
+    for home, count in enumerate(counts):
+        _, ids, _ = make_inputs(step, home, count, torch.float32)
+        owners = placement.serving(layer).ranks(np.full(count, home), ids.numpy()).tolist()
+        fullest = max(fullest, *(sum(rank in row for row in owners) for rank in range(num_ranks)))
+    return capacity, max(1, ceil(fullest / capacity))
 
 
 def gloo_policies() -> set[int]:
@@ -80,9 +93,10 @@ def main() -> None:
         for experts in ways.values():
             seconds = experts.measure(HIDDEN, TOP_K, dtype, here, Activation())
             assert list(seconds) == [16, 128]
-            assert all(set(of_shapes) == {"allgather", "alltoall"} for of_shapes in seconds.values())
+            assert all(set(of_shapes) == {"allgather", "alltoall", "fixed"} for of_shapes in seconds.values())
+    most_rounds = 1
     of_shape: dict[tuple[str, bool], list[Tensor]] = {
-        (shape, for_devices): [] for for_devices in ways for shape in ("allgather", "alltoall")
+        (shape, for_devices): [] for for_devices in ways for shape in ("allgather", "alltoall", "fixed")
     }
     for (shape, for_devices), outputs in of_shape.items():
         experts = ways[for_devices]
@@ -107,14 +121,20 @@ def main() -> None:
                 owners = placement.serving(layer).ranks(np.full(len(ids), rank), ids.numpy())
                 if shape == "alltoall":
                     wanted_rows_sent += sum(len(set(row) - {rank}) for row in owners.tolist())
-                else:
+                elif shape == "allgather":
                     wanted_rows_sent += max(counts) * (num_ranks - 1)
+                elif any(counts):
+                    capacity, num_rounds = blocks_of(placement, layer, step, counts)
+                    most_rounds = max(most_rounds, num_rounds)
+                    wanted_rows_sent += num_rounds * capacity * (num_ranks - 1)
         assert experts.num_rows_sent == wanted_rows_sent
         num_bytes = experts.sent()[num_ranks:]
         assert sum(num_bytes) > wanted_rows_sent * x.shape[1] * x.element_size()
         assert [count > 0 for count in num_bytes] == [other != rank for other in range(num_ranks)]
     for first, *others in zip(*of_shape.values(), strict=True):
         assert all(torch.equal(first, other) for other in others)
+    # Blocks of two and three ranks have room for every row.
+    assert (most_rounds > 1) == (num_ranks > 3)
     collectives.close()
     print("all agree")
 

@@ -121,4 +121,4 @@ def captures_decodes(shape: str, *, eager: bool, all_resident: bool) -> bool:
     with `auto` decode steps use `allgather` and other steps the faster shape for their rows. eager: `--enforce-eager`.
     all_resident: whether all experts are in memory, so that the host need not read the gate's choice.
     """
-    return shape != "alltoall" and all_resident and not eager
+    return shape in ("auto", _CAPTURED_SHAPE) and all_resident and not eager
