@@ -1,6 +1,6 @@
 """`python -m benchmarks.drafts`: what draft tokens gain on this machine's CPU, by kind of text and number of streams.
 
-The demo generates the same texts without drafts, with all drafts (`suffix`) and with drafts that are likely to pay
+A model generates the same texts without drafts, with all drafts (`suffix`) and with drafts that are likely to pay
 (`auto`); the methods take turns at going first. One scheduler per method serves all texts, so `auto` learns as it does
 in a service. Prompts are computed before the clock runs. The tokens must be the same with every method.
 """
@@ -36,6 +36,7 @@ ROOT = Path(__file__).parent.parent
 # Files of the repository whose text is edited, a stream each, over and over.
 _EDITED = sorted(Path(ROOT / "radix_cache").glob("*.py"))
 _SHOWN_CHARS = 1200  # of a file in a prompt
+_BETWEEN_EDITS = 32  # tokens of a predicted answer
 _TRACE = [
     "You are an agent. List the files of the project.",
     "Read the configuration and say which port it names.",
@@ -46,11 +47,16 @@ _TRACE = [
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of text: its prompts, how it is sampled, and whether the same requests have been served once before."""
+    """A kind of text: its prompts, how it is sampled, and what is known of the answers.
+
+    is_second_run: the same requests have been served once before. is_predicted: the client sends the answer with a few
+    edits, as it would send a file of which it wants another version.
+    """
 
     prompt: Callable[[int], str]
     sampling: SamplingParams
     is_second_run: bool = False
+    is_predicted: bool = False
 
 
 def code_edit(number: int) -> str:
@@ -75,6 +81,22 @@ def noise(number: int) -> str:
     return " ".join("".join(draw.choices("abcdefghijklmnop", k=draw.randrange(2, 9))) for _ in range(60))
 
 
+def edited(tokens: Sequence[int], draw: Random) -> array[int]:
+    """Return an answer in which one of about _BETWEEN_EDITS tokens is exchanged, left out or has another one before."""
+    text = array("i")
+    for token in tokens:
+        match draw.randrange(3 * _BETWEEN_EDITS):
+            case 0:
+                text.append(token + 1)
+            case 1:
+                text.extend((token + 1, token))
+            case 2:
+                pass
+            case _:
+                text.append(token)
+    return text
+
+
 def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
     greedy = SamplingParams(num_tokens, temperature=0.0)
     grammar = constraint_of(OutputFormat("json_schema", SCHEMA)).grammar
@@ -83,6 +105,7 @@ def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
     return {
         "code edit": Kind(code_edit, greedy),
         "JSON echo": Kind(json_echo, greedy),
+        "predicted edit": Kind(noise, greedy, is_predicted=True),
         "agent's second run": Kind(lambda n: f"{_TRACE[n % 4]}\nStep {n}:", greedy, is_second_run=True),
         "forced JSON": Kind(lambda n: f"List the staff of hospital {n} as JSON.", forced),
         "unguessable": Kind(noise, random),
@@ -97,14 +120,21 @@ class Service:
     steps: Steps
     num_served: int = 0
 
-    def serve(self, prompts: Sequence[array[int]], sampling: SamplingParams, namespace: str) -> list[list[int]]:
-        """Return the answers to prompts that are served together."""
+    def serve(
+        self,
+        prompts: Sequence[array[int]],
+        sampling: SamplingParams,
+        namespace: str,
+        predicted: Sequence[array[int]] | None = None,
+    ) -> list[list[int]]:
+        """Return the answers to prompts that are served together. predicted: what the client takes them to be."""
         found: dict[str, list[int]] = {}
         for number, prompt in enumerate(prompts):
             self.num_served += 1
             own = replace(sampling, seed=number)
             found[f"{self.num_served}"] = []
-            self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace))
+            guess = array("i") if predicted is None else predicted[number]
+            self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace, predicted=guess))
         while True:
             self.scheduler.tell_time(began := time.monotonic())
             outputs = self.steps.advance()
@@ -144,7 +174,7 @@ class Bench:
 
     def __init__(self, folder: Path, most_streams: int) -> None:
         self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        configs = {method: ServeConfig(max_num_seqs=most_streams, speculative_config=method) for method in METHODS}
+        configs = {method: ServeConfig(max_num_seqs=2 * most_streams, speculative_config=method) for method in METHODS}
         config = configs["none"]
         rank = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
         self.eos = tuple(rank.model.eos_token_ids)
@@ -164,7 +194,11 @@ class Bench:
     def run(self, kind: Kind, streams: int, namespace: str, first: int, found: dict[str, Measured]) -> None:
         """Serve a kind of text with every method, beginning with number `first`, and add the times to `found`."""
         prompts = [array("i", self._tokenizer.encode(kind.prompt(number)).ids) for number in range(streams)]
-        answers = []
+        answers, predicted = [], None
+        if kind.is_predicted:
+            draw = Random(first)
+            before = self._services["none"].serve(prompts, kind.sampling, f"{namespace} before")
+            predicted = [edited(answer, draw) for answer in before]
         for turn in range(len(METHODS)):
             method = METHODS[(first + turn) % len(METHODS)]
             service, measured = self._services[method], found[method]
@@ -172,7 +206,7 @@ class Bench:
             service.serve(prompts, replace(kind.sampling, max_tokens=num_before), namespace)
             drafts, accepted = service.drafted
             began = time.perf_counter()
-            answers.append(service.serve(prompts, kind.sampling, namespace))
+            answers.append(service.serve(prompts, kind.sampling, namespace, predicted))
             seconds = time.perf_counter() - began
             measured.paces.append(sum(map(len, answers[-1])) / seconds)
             now_drafts, now_accepted = service.drafted
@@ -185,14 +219,19 @@ class Bench:
 @click.command()
 @click.option("--streams", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="To generate in each stream.")
+@click.option("--text", "texts", multiple=True, help="A kind of text; all of them unless given.")
+@click.option("--model", type=click.Path(path_type=Path), help="A folder; the demo unless given.")
 @click.option("--seconds", type=click.IntRange(1), default=360, show_default=True, help="No round begins after these.")
-def main(streams: tuple[int, ...], tokens: int, seconds: int) -> None:
+def main(streams: tuple[int, ...], tokens: int, texts: tuple[str, ...], model: Path | None, seconds: int) -> None:
     """Print the tokens per second of drafts over those without, and the share of right drafts."""
-    bench = Bench(ensure_demo(), max(streams))
+    bench = Bench(model or ensure_demo(), max(streams))
     table = kinds(tokens, bench.eos)
+    if missing := set(texts) - set(table):
+        raise click.BadParameter(f"{', '.join(sorted(missing))}: the kinds are {', '.join(table)}")
+    first, table = table["code edit"], {name: kind for name, kind in table.items() if not texts or name in texts}
     found = {(name, count): {method: Measured() for method in METHODS} for name in table for count in streams}
     # The first round only lets caches, kernels and rates of the methods become warm.
-    bench.run(table["code edit"], max(streams), "warm", 0, {method: Measured() for method in METHODS})
+    bench.run(first, max(streams), "warm", 0, {method: Measured() for method in METHODS})
     began, longest, number = time.monotonic(), 0.0, 0
     while not number or time.monotonic() - began + longest < seconds:
         round_began = time.monotonic()

@@ -136,7 +136,8 @@ class RequestState:
     `is_fresh`: no plan has used the slot yet, so the first plan loads the lease's snapshot, if there is one. `wanted`:
     the positions at which to save, in order. `saving`: the positions of saves in flight. `above`: the last position at
     which the request found or saved a snapshot. `resumed`: the snapshot from which it continued, until it has saved one
-    itself. `rolling`: the last snapshot saved while decoding.
+    itself. `rolling`: the last snapshot saved while decoding. `lost_until`: the tokens before this position have been
+    computed, but the state behind them is lost, because a wrong draft went into it; they are computed once more.
     """
 
     slot: int
@@ -146,6 +147,7 @@ class RequestState:
     is_fresh: bool = True
     resumed: Snapshot | None = None
     rolling: Snapshot | None = None
+    lost_until: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -324,9 +326,10 @@ class StateUse:
 
     Of `num_state_slots + num_snapshots` rows the first `num_state_slots` are slots, the others snapshots.
 
-    `slot`: the request's state slot. `load`: the snapshot to copy into the slot before the chunk, None to go on from
-    the slot (a chunk that starts at position 0 starts from the zero state). `save`: the snapshot that receives a copy
-    of the slot after the chunk, None for none.
+    `slot`: the request's state slot. `load`: the row to copy into the slot before the chunk, None to go on from the
+    slot (a chunk that starts at position 0 starts from the zero state). It is a snapshot, or for a chunk with drafts
+    the request's slot so far, from which the request goes on if a draft is wrong. `save`: the snapshot that receives a
+    copy of the slot after the chunk, None for none.
     """
 
     slot: int
@@ -357,9 +360,10 @@ class Chunk:
     `sampling` is None for a chunk that does not reach the end of the request's tokens. `block_table` is the request's
     own array, which only grows while the plan is in flight. `extras` is None for most chunks.
 
-    The last `num_drafts` of `token_ids` are guesses. The chunk then has one token before them, and each of its rows is
-    sampled as if it were the last row of a chunk without guesses (`row_chunks`). The sampled tokens count up to the
-    first guess that is wrong; keys and values of wrong guesses are overwritten later.
+    The last `num_drafts` of `token_ids` are guesses. The token before them and each guess is then sampled after as if
+    it were the last one of a chunk without guesses (`row_chunks`). The sampled tokens count up to the first guess that
+    is wrong; keys and values of wrong guesses are overwritten later. A recurrent state that has taken in a wrong guess
+    is given up, with all that the chunk has computed.
 
     `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which is number `drawn_by` among
     the tokens that that plan will sample, and `token_ids` holds a zero in its place.
@@ -428,12 +432,13 @@ def row_chunks(chunk: Chunk) -> list[Chunk]:
     """
     if not chunk.num_drafts:
         return [chunk]
-    token_ids, extras = chunk.token_ids, chunk.extras
+    extras, first = chunk.extras, len(chunk.token_ids) - chunk.num_sampled_rows
+    token_ids, start = chunk.token_ids[first:], chunk.start + first
     rows = []
     for row in range(1 + chunk.num_drafts):
         of_row = None if extras is None else _row_extras(extras, row, token_ids[1 : row + 1])
         tokens = token_ids[row : row + 1]
-        rows.append(Chunk(chunk.request_id, tokens, chunk.start + row, chunk.block_table, chunk.sampling, of_row))
+        rows.append(Chunk(chunk.request_id, tokens, start + row, chunk.block_table, chunk.sampling, of_row))
     return rows
 
 

@@ -515,13 +515,13 @@ def build_scheduler(
 
 
 def _drafting(config: ServeConfig, *, has_states: bool, run_ahead: bool) -> Drafting | None:
-    """Return what makes draft tokens, None for none. Raise ConfigError if the model cannot verify them.
+    """Return what makes draft tokens, None for none. Raise ConfigError if they were never tried there.
 
-    `auto` makes none where they cannot be verified, and where steps are planned ahead, where nothing was measured.
+    `auto` makes none where steps are planned ahead, where nothing was measured.
     """
     speculative = parse_speculative(config.speculative_config)
-    if speculative.method == "none" or (speculative.method == "auto" and (has_states or run_ahead)):
+    if speculative.method == "none" or (speculative.method == "auto" and run_ahead):
         return None
-    if has_states:
-        raise ConfigError("--speculative-config: the recurrent states of this model cannot go back to a token before.")
+    if has_states and run_ahead:
+        raise ConfigError("--speculative-config: models with recurrent states get draft tokens on a CPU alone.")
     return Drafting(speculative)

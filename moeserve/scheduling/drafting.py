@@ -139,7 +139,7 @@ class Drafting:
         """Return how many drafts of each request the next step of a rank should verify.
 
         rooms: the number of drafts that each request may have. size: of the step without drafts. most: the number of
-        drafts in all.
+        drafts in all, not negative.
         """
         wanted = [min(room, len(request.draft_tokens)) for request, room in zip(requests, rooms, strict=True)]
         if self._config.method != "auto":
@@ -154,31 +154,24 @@ class Drafting:
                 own += self._acceptance.chances(known.rates, FORCED, 0, count - num_guessed, first)
             chances.append(own)
         attended = size.attended / max(1, size.rows)
-        return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
+        again = [0 if request.state is None else _num_rows(request) for request in requests]
+        return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows), again)
 
-    def plan(
-        self,
-        requests: Iterable[Request],
-        draft: PlanDraft,
-        memories: Sequence[RequestMemory],
-        num_running: int,
-        rope_switch: int | None,
-    ) -> dict[str, int]:
+    def plan(self, requests: Iterable[Request], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
         """Return by request how many of its drafts a step should verify, where there are any.
 
-        requests: they lack one token, or none with the one that is being sampled. memories: by rank.
-        num_running: the requests of all ranks that may need a block. rope_switch: see `Scheduler`.
+        requests: they lack one token, or none with the one that is being sampled, beside those that they lost.
         """
         num_drafts: dict[str, int] = {}
-        decodes: list[list[Request]] = [[] for _ in memories]
+        decodes: list[list[Request]] = [[] for _ in room.memories]
         for request in requests:
             decodes[request.rank].append(request)
-        for rank, (own, memory) in enumerate(zip(decodes, memories, strict=True)):
-            size = StepSize(len(own), float(sum(len(request.token_ids) for request in own)))
-            rooms = [_room_for_drafts(request, memory, num_running, rope_switch) for request in own]
+        for rank, own in enumerate(decodes):
+            rows = sum(map(_num_rows, own))
+            size = StepSize(rows, float(sum(len(request.token_ids) * _num_rows(request) for request in own)))
             # Half of the step's free rows are left to prompts.
-            most = (draft.budgets[rank] - len(own)) // 2
-            lengths = self.lengths(own, rooms, size, most)
+            most = max(0, draft.budgets[rank] - rows) // 2
+            lengths = self.lengths(own, room.of_rank(rank, own), size, most)
             num_drafts |= {r.request_id: n for r, n in zip(own, lengths, strict=True) if n}
         return num_drafts
 
@@ -228,28 +221,56 @@ def _count_predicted(request: Request, guess: Guess, chunk: Chunk, num_accepted:
     request.judged = right + num_right, wrong + num_predicted - num_right
 
 
-def _room_for_drafts(request: Request, memory: RequestMemory, num_running: int, rope_switch: int | None) -> int:
-    """Return how many drafts the request's next chunk may have.
+@dataclass(frozen=True, slots=True)
+class DraftRoom:
+    """How many drafts the next chunks of requests may have.
 
-    No row is needed whose token would be one too many, would follow the end of a thought, or would need other angles.
-    Drafts take no block that a running request may need for its next token.
+    memories: by rank. num_running: the requests of all ranks that may need a block. num_coming: the waiting requests
+    that may get a place. rope_switch: see `Scheduler`.
     """
-    if not request.draft_tokens or request.wants_prompt_logprobs:
-        return 0
-    num_known = len(request.token_ids)
-    room = request.sampling.max_tokens - request.num_output_tokens - 1
-    if rope_switch is not None and not request.first_angle:
-        room = min(room, rope_switch - num_known)
-    if request.sampling.grammar is not None:
-        room = min(room, len(request.draft_masks))
-    if request.thought is not None:
-        room = min(room, request.thought.num_free - 1)
-    num_slots = memory.num_empty_slots(request) - (num_known - request.num_planned_tokens)
-    if num_slots < min(room, len(request.draft_tokens)):
-        num_spare = memory.num_available_blocks(request, sparing=True) - num_running
-        if num_spare < memory.num_blocks_for(len(request.draft_tokens)):
-            room = min(room, num_slots)
-    return max(0, room)
+
+    memories: Sequence[RequestMemory]
+    num_running: int
+    num_coming: int
+    rope_switch: int | None
+
+    def of_rank(self, rank: int, requests: Sequence[Request]) -> list[int]:
+        """Return for each request of a rank how many drafts it may have.
+
+        Where there are recurrent states, as many requests may have some as slots are free beside those for requests
+        that may come.
+        """
+        rooms, num_slots = list[int](), self.memories[rank].num_free_slots - self.num_coming
+        for request in requests:
+            rooms.append(self._of(request, self.memories[rank]) if num_slots > 0 else 0)
+            num_slots -= rooms[-1] > 0
+        return rooms
+
+    def _of(self, request: Request, memory: RequestMemory) -> int:
+        """No row is needed whose token would be one too many, would follow the end of a thought, or would need other
+        angles. Drafts take no block that a running request may need for its next token."""
+        if not request.draft_tokens or request.wants_prompt_logprobs:
+            return 0
+        num_known = len(request.token_ids)
+        room = min(request.sampling.max_tokens - request.num_output_tokens - 1, len(request.draft_tokens))
+        room = int(min(room, memory.draft_room(request)))
+        if self.rope_switch is not None and not request.first_angle:
+            room = min(room, self.rope_switch - num_known)
+        if request.sampling.grammar is not None:
+            room = min(room, len(request.draft_masks))
+        if request.thought is not None:
+            room = min(room, request.thought.num_free - 1)
+        num_slots = memory.num_empty_slots(request) - (num_known - request.num_planned_tokens)
+        if num_slots < room:
+            num_spare = memory.num_available_blocks(request, sparing=True) - self.num_running
+            if num_spare < memory.num_blocks_for(len(request.draft_tokens)):
+                room = min(room, num_slots)
+        return max(0, room)
+
+
+def _num_rows(request: Request) -> int:
+    """Return how many tokens the request's next chunk has before its drafts."""
+    return max(1, len(request.token_ids) - request.num_planned_tokens)
 
 
 def _within(wanted: list[int], most: int) -> list[int]:

@@ -71,7 +71,7 @@ class PlanDraft:
     ) -> None:
         """Plan the next `count` known tokens of a request that has leased blocks for them.
 
-        num_drafts: the number of its draft tokens to follow the last known token, which is the only one then.
+        num_drafts: the number of its draft tokens to follow the last known token.
         """
         start = request.num_planned_tokens
         end = start + count

@@ -6,6 +6,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from math import inf
 
 from moeserve.plan import CacheWish, Chunk, Request, StateUse, WindowTable
 from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
@@ -200,12 +201,24 @@ class RequestMemory:
         """Return the number of the next `count` tokens for a chunk, so that it ends where a snapshot is wanted."""
         return count if self._states is None else self._states.cut(request, count)
 
-    def use_state(self, request: Request, count: int) -> StateUse | None:
-        """Plan the use of the request's state by the chunk of its next `count` tokens, which is planned now."""
-        return None if self._states is None else self._states.use(request, count)
+    def use_state(self, request: Request, count: int, num_drafts: int = 0) -> StateUse | None:
+        """Plan the use of the request's state by the chunk of its next `count` tokens, which is planned now.
+
+        num_drafts: the number of drafts behind them.
+        """
+        return None if self._states is None else self._states.use(request, count, num_drafts)
+
+    @property
+    def num_free_slots(self) -> float:
+        """The number of free slots for recurrent states, each of which lets one chunk have drafts."""
+        return inf if self._states is None else self._states.num_free
+
+    def draft_room(self, request: Request) -> float:
+        """Return how many drafts the request's recurrent state may take in behind its known tokens."""
+        return inf if self._states is None else self._states.draft_room(request)
 
     def commit_state(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
-        """End a committed chunk's use of the state; `keep` the snapshot that it saved. To be called after `publish`."""
+        """End a committed chunk's use of the state. See `RequestStates.commit` for `keep`."""
         if self._states is not None:
             self._states.commit(request, chunk, keep=keep)
 

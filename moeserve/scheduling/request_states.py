@@ -5,6 +5,9 @@ of a prompt, from which an equal or longer prompt continues; where the prompt le
 point: another request came this far and left no state, or will branch there); at borders that the frontend or the
 client marks; and now and then in a very long prompt. While it decodes, a request saves a snapshot now and then, for the
 next turn of the conversation, and gives up the previous one.
+
+Draft tokens go into a copy of the state, in a slot that is free. If all are right the request goes on there. If not, it
+goes on from its former slot, with the tokens since then computed again.
 """
 
 from __future__ import annotations
@@ -114,36 +117,60 @@ class RequestStates:
         start = request.num_planned_tokens
         return next((min(count, position - start) for position in state.wanted if position > start), count)
 
-    def use(self, request: Request, count: int) -> StateUse:
-        """Plan the use of the state by the chunk of the request's next `count` tokens, which is planned now."""
+    @property
+    def num_free(self) -> int:
+        """The number of slots that are free."""
+        return len(self._free)
+
+    def draft_room(self, request: Request) -> int:
+        """Return how many drafts may follow the request's known tokens.
+
+        None goes beyond the next boundary at which a request that decodes may save. So a request computes no more than
+        the tokens between two of these once more, however many of its drafts are wrong.
+        """
+        state = request.state
+        assert state is not None
+        return 0 if state.is_fresh else -len(request.token_ids) % self._decode_interval
+
+    def use(self, request: Request, count: int, num_drafts: int) -> StateUse:
+        """Plan the use of the state by the chunk of the request's next `count` tokens, which is planned now.
+
+        num_drafts: the number of drafts behind them, for which a slot is free; see `draft_room`.
+        """
         lease, state = request.lease, request.state
         assert lease is not None
         assert state is not None
         use = StateUse(state.slot)
-        if state.is_fresh:
+        if num_drafts:
+            use = StateUse(self._free.pop(), load=state.slot)
+        elif state.is_fresh:
             use.load = self._cache.begin_load(lease)
             state.resumed = lease.snapshot
             state.is_fresh = False
-        end = request.num_planned_tokens + count
+        end = request.num_planned_tokens + count + num_drafts
         if self._is_wanted(request, state, end):
             use.save = self._cache.take_snapshot(lease, end)
             if use.save is not None:
                 state.saving.append(end)
-                state.above = end
+                if not num_drafts:
+                    state.above = end
         while state.wanted and state.wanted[0] <= end:
             del state.wanted[0]
         return use
 
     def commit(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
-        """End the chunk's load, and put the saved snapshot into the tree unless the request failed or has ended.
+        """End the chunk's load, and put the saved snapshot into the tree if it is to be kept.
 
-        To be called after the chunk's blocks were published.
+        keep: False if the request failed or has ended, or if one of the chunk's drafts was wrong. To be called after
+        the chunk's blocks were published.
         """
         lease, state, use = request.lease, request.state, chunk.state
         assert lease is not None
         assert state is not None
         assert use is not None
-        if use.load is not None:
+        if chunk.num_drafts:
+            self._settle(request, state, use, all_right=keep)
+        elif use.load is not None:
             self._cache.end_load(lease)
         if use.save is None:
             return
@@ -151,6 +178,7 @@ class RequestStates:
         if not keep:
             self._cache.drop_row(use.save)
             return
+        state.above = max(state.above, position)
         # While decoding a snapshot follows another: the last one is written when the request ends.
         snapshot = self._cache.keep_snapshot(lease, use.save, position, to_disk=chunk.sampling is None)
         if state.resumed is not None and snapshot is not None:
@@ -161,6 +189,15 @@ class RequestStates:
                 self._cache.drop_unused(state.rolling)
             is_own = snapshot is not None and snapshot.row == use.save
             state.rolling = snapshot if is_own else None
+
+    def _settle(self, request: Request, state: RequestState, use: StateUse, *, all_right: bool) -> None:
+        """Go on in the slot with the drafts of a committed chunk if they were all right, else in the one before."""
+        if all_right:
+            self._free.append(state.slot)
+            state.slot = use.slot
+        else:
+            self._free.append(use.slot)
+            state.lost_until = len(request.token_ids) - 1 - request.num_forced_tokens
 
     def want(self, request: Request, position: int) -> int:
         """Let the request save a snapshot at `position`, a block boundary, unless it does so shortly before.

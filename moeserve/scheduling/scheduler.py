@@ -17,7 +17,7 @@ from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.disk_tier import DiskTier
-from moeserve.scheduling.drafting import DraftCounters, Drafting
+from moeserve.scheduling.drafting import DraftCounters, Drafting, DraftRoom
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
 from moeserve.scheduling.kv_transfer import KvTransfer
 from moeserve.scheduling.open_prompts import OpenPrompts
@@ -75,11 +75,8 @@ class Scheduler:
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
-        draft tokens; recurrent states cannot go back to a row, so it is None where there are `states`. overflow: of the
-        KV of preempted requests, where blocks are on disk. office: of the tickets for KV that the only rank holds for
-        other services, for `lease_s` seconds, or fetches from them; None for neither."""
-        if drafting is not None and states is not None:
-            raise ValueError("recurrent states cannot go back, so their requests get no drafts")
+        draft tokens. overflow: of the KV of preempted requests, where blocks are on disk. office: of the tickets for KV
+        that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -287,14 +284,15 @@ class Scheduler:
             if request.beams and not num_pending:
                 closings += self._plan_beams(request, draft)
             elif num_pending > 1:
-                (closings if num_pending <= 1 + request.num_forced_tokens else prompts).append(request)
+                is_prompt = num_pending - _num_lost(request) > 1 + request.num_forced_tokens
+                (prompts if is_prompt else closings).append(request)
             elif num_pending == 1:
-                self._plan_decode(request, num_drafts.get(request.request_id, 0), draft)
+                self._plan_known(request, num_drafts.get(request.request_id, 0), draft)
             elif num_pending == 0 and request.request_id not in num_drafts:
                 self._plan_unsampled(request, draft)
         for request in closings:
             if request.lease is not None:
-                self._plan_chunk(request, _num_pending(request), draft)
+                self._plan_known(request, num_drafts.get(request.request_id, 0), draft)
         draft.end_decodes(self._pace.step_bound(draft.requests))
         awaited = next(self.waiting.queue.candidates(), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
@@ -343,7 +341,7 @@ class Scheduler:
         if error is None and computed.token_id is None and chunk.sampling is not None:
             error = "no token was sampled"
         outputs: list[RequestOutput] = []
-        goes_on = error is None and not request.finished
+        goes_on = keeps_state = error is None and not request.finished
         if goes_on and (request.beam_params is not None or request.leader is not None):
             request.num_computed_tokens += num_certain
             _clear(request.leader or request, request.num_computed_tokens)
@@ -354,14 +352,16 @@ class Scheduler:
             outputs = append_sampled(request, chunk, computed)
             num_new = len(request.token_ids) - num_known
             num_accepted = max(0, num_new - request.num_forced_tokens - 1)
-            request.num_computed_tokens += num_certain + num_accepted
+            keeps_state = num_accepted == chunk.num_drafts
+            if keeps_state or chunk.state is None:
+                request.num_computed_tokens += num_certain + num_accepted
             _clear(request, request.num_computed_tokens)
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
                 self._drafting.read(request, self._memories[request.rank], new_tokens, chunk, num_accepted)
         if chunk.state is not None:
-            self._memories[request.rank].commit_state(request, chunk, keep=goes_on)
+            self._memories[request.rank].commit_state(request, chunk, keep=keeps_state)
         if request.finished:
             request.failed |= error is not None
             self._release(request)
@@ -556,8 +556,10 @@ class Scheduler:
         if self._drafting is None:
             return {}
         ready = (r for r in self._running if r.beam_params is None and self._may_go_on(r))
-        decodes = [r for r in ready if 0 <= _num_pending(r) <= 1]
-        return self._drafting.plan(decodes, draft, self._memories, len(self._running), self._rope_switch)
+        decodes = [r for r in ready if 0 <= _num_pending(r) - _num_lost(r) <= 1]
+        num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._num_taken))
+        room = DraftRoom(self._memories, len(self._running), num_coming, self._rope_switch)
+        return self._drafting.plan(decodes, draft, room)
 
     def _plan_beams(self, leader: Request, draft: PlanDraft) -> list[Request]:
         """Plan the beams that lack one token. Return those that lack more, having lost their memory."""
@@ -571,17 +573,19 @@ class Scheduler:
                 lacking.append(beam)
         return lacking
 
-    def _plan_decode(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
-        """Plan the only token that a request lacks, with drafts after it if there is memory for them."""
-        memory = self._memories[request.rank]
-        new = memory.grow(request, 1 + num_drafts, sparing=True) if num_drafts else None
+    def _plan_known(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
+        """Plan the few tokens that a request lacks, with drafts after them if there is memory for them."""
+        memory, count = self._memories[request.rank], _num_pending(request)
+        has_room = num_drafts and count + num_drafts <= draft.budgets[request.rank]
+        new = memory.grow(request, count + num_drafts, sparing=True) if has_room else None
         if new is None:
-            self._plan_chunk(request, 1, draft)
+            self._plan_chunk(request, count, draft)
             return
         if new:
             draft.zero(request.rank, new, memory.windows_of(new))
-        draft.add(request, 1, None, memory.window_table(request), num_drafts)
-        self._note_planned(request, 1 + num_drafts)
+        state = memory.use_state(request, count, num_drafts)
+        draft.add(request, count, state, memory.window_table(request), num_drafts)
+        self._note_planned(request, count + num_drafts)
 
     def _plan_chunk(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
         """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
@@ -766,6 +770,12 @@ class Scheduler:
 def _num_pending(request: Request) -> int:
     """Return the number of the request's known tokens that no plan computes yet."""
     return len(request.token_ids) - request.num_planned_tokens
+
+
+def _num_lost(request: Request) -> int:
+    """Return how many of the request's pending tokens were computed before, and lost with its recurrent state."""
+    state = request.state
+    return 0 if state is None else max(0, state.lost_until - request.num_planned_tokens)
 
 
 def _clear(request: Request, num_tokens: int) -> None:

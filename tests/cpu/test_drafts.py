@@ -111,6 +111,9 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
         ("short of memory", "suffix", {"kv_cache_memory": 80 * 2**10}),
         ("gpt_oss", "suffix", {}),
         ("deepseek_v3-yarn", "suffix", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
+        ("qwen3_next", "suffix", {}),
+        ("qwen3_next", "ngram", {"max_num_batched_tokens": 24, "max_num_seqs": 14, "kv_cache_memory": 260 * 2**10}),
+        ("qwen3_5_moe", "auto", {"max_num_seqs": 30}),
     ],
 )
 def test_random_requests_have_the_same_bits_with_drafts_and_without(
@@ -192,11 +195,12 @@ def test_random_requests_have_the_same_bits_with_predicted_answers_and_without(
     assert num_right[1] > 1.3 * num_right[0]
 
 
-@pytest.mark.parametrize("method", ["none", "auto", "ngram", "suffix"])
-def test_models_with_recurrent_states_get_no_drafts_and_refuse_those_that_are_asked_for(method: str) -> None:
-    config, kv = ServeConfig(speculative_config=method), KvBudget(64, 256, num_state_slots=256, num_snapshots=4)
-    if method in ("none", "auto"):
-        assert build_scheduler(config, kv)[0].draft_counters is None
-    else:
+def test_drafts_of_models_with_recurrent_states_are_refused_where_steps_are_planned_ahead() -> None:
+    kv = KvBudget(64, 256, num_state_slots=256, num_snapshots=4)
+    for method in ("ngram", "suffix"):
+        config = ServeConfig(speculative_config=method)
+        assert build_scheduler(config, kv)[0].draft_counters is not None
         with pytest.raises(ConfigError, match="recurrent states"):
-            build_scheduler(config, kv)
+            build_scheduler(config, kv, depth=1)
+    for method in ("none", "auto"):
+        assert build_scheduler(ServeConfig(speculative_config=method), kv, depth=1)[0].draft_counters is None

@@ -246,7 +246,8 @@ class KvOracle:
             assert chunk.token_ids == history[chunk.start : end] + drafts
             assert (chunk.sampling is not None) == (end == len(history))
         if chunk.num_drafts:
-            assert end - chunk.start == 1
+            # With a recurrent state, tokens behind which the state was lost come again.
+            assert end - chunk.start == 1 or chunk.state is not None
             assert chunk.drawn_by is None
             assert len(history) - len(record.prompt) + 1 + len(drafts) <= record.sampling.max_tokens
         num_blocks = -(-(end + len(drafts)) // self._size)
@@ -291,8 +292,12 @@ class KvOracle:
             return
         uses = [state_of(chunk) for chunk in plan.chunks]
         slots = [use.slot for use in uses]
-        loads, saves = [use.load for use in uses if use.load is not None], [use.save for use in uses if use.save]
-        assert len(set(slots)) == len(slots)
+        loads = [state_of(chunk).load for chunk in plan.chunks if not chunk.num_drafts]
+        loads = [load for load in loads if load is not None]
+        former = [slot for chunk in plan.chunks for slot in _former(chunk)]
+        saves = [use.save for use in uses if use.save]
+        assert len({*slots, *former}) == len(slots) + len(former)
+        assert all(0 <= slot < self._num_slots for slot in former)
         assert len(set(saves)) == len(saves)
         assert not set(loads) & set(saves), "a snapshot is read and written in one plan"
         assert all(0 <= slot < self._num_slots for slot in slots)
@@ -301,7 +306,8 @@ class KvOracle:
             for chunk in earlier.plan.chunks:
                 assert state_of(chunk).save not in (*loads, *saves), "a snapshot is used before its commit"
                 assert state_of(chunk).load not in saves, "a snapshot that a plan in flight loads is overwritten"
-                mine = [own for own in plan.chunks if state_of(own).slot == state_of(chunk).slot]
+                held = {state_of(chunk).slot, state_of(chunk).load}
+                mine = [own for own in plan.chunks if held & {state_of(own).slot, *_former(own)}]
                 assert all(own.request_id == chunk.request_id for own in mine), "a slot in flight changed hands"
 
     def _take_in(self, chunk: Chunk, is_faulty: bool) -> None:
@@ -361,7 +367,10 @@ class KvOracle:
     def _note_stale(self, chunk: Chunk, num_right: int) -> None:
         """Note the slots of a chunk's drafts that were wrong, or whose request had its last token before them."""
         end = chunk.start + len(chunk.token_ids)
-        for position in range(end - chunk.num_drafts + num_right, end):
+        first = end - chunk.num_drafts + num_right
+        if chunk.state is not None and num_right < chunk.num_drafts:
+            first = chunk.start  # The state is lost, so all of it comes again.
+        for position in range(first, end):
             place, offset = divmod(position, self._size)
             self._stale.add((chunk.block_table[place], offset))
             if chunk.window is not None:
@@ -395,6 +404,7 @@ class KvOracle:
         sampling = chunk.sampling
         if sampling is not None:
             cells = [cell for block in chunk.block_table for cell in self._kv[block]]
+            drafts = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
             further = []
             for number, row in enumerate(row_chunks(chunk)):
                 end = row.start + len(row.token_ids)
@@ -406,7 +416,7 @@ class KvOracle:
                 else:
                     further.append((token, logprobs))
                 # The next row counts only if it goes on with what was drawn.
-                if number < chunk.num_drafts and chunk.token_ids[number + 1] != token:
+                if number < chunk.num_drafts and drafts[number] != token:
                     break
             result.further = tuple(further)
         return result
@@ -416,3 +426,9 @@ def state_of(chunk: Chunk) -> StateUse:
     """Return where a chunk of a model with recurrent layers keeps its state."""
     assert chunk.state is not None
     return chunk.state
+
+
+def _former(chunk: Chunk) -> list[int]:
+    """Return the slot with the state before a chunk with drafts; none for other chunks."""
+    load = state_of(chunk).load
+    return [load] if chunk.num_drafts and load is not None else []

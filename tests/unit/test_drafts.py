@@ -7,15 +7,19 @@ from itertools import product
 from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moeserve.config import SpeculativeConfig
 from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling.draft_sources import Guess, PredictedText
 from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.request_states import StatePolicy
+from tests.support.examples import examples
 from tests.support.kv_oracle import draw, undisturbed
 from tests.support.parameters import pairs
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
-from tests.unit.test_scheduler_oracle import converse, make_conversations
+from tests.unit.test_scheduler_oracle import ACTION, SETUP, Script, converse, make_conversations
 
 MOST_DRAFTS = 5
 
@@ -64,11 +68,60 @@ def test_conversations_with_drafts_get_the_tokens_of_an_undisturbed_run(
             assert sum(counters.accepted) > 0.5 * counters.tokens
 
 
-def test_drafts_that_are_right_take_fewer_steps() -> None:
+@pytest.mark.parametrize(("block_size", "depth", "share_right"), pairs([1, 3, 4, 16], [0, 1], [0.0, 0.7, 1.0]))
+def test_conversations_with_drafts_and_recurrent_states_get_the_tokens_of_an_undisturbed_run(
+    block_size: int, depth: int, share_right: float
+) -> None:
+    num_slots, num_snapshots = [4, 7, 16], [0, 2, 30]
+    for number, (slots, snapshots, run_ahead) in enumerate(product(num_slots, num_snapshots, [False, True])):
+        random = Random(f"{number} {block_size} {depth} {share_right}")
+        simulation = Simulation(
+            num_blocks=random.choice([-(-63 // block_size) + 1, 1000 // block_size]),
+            block_size=block_size,
+            budget=random.choice([8, 13, 64]),
+            depth=depth,
+            run_ahead=run_ahead and depth > 0,
+            states=StatePolicy(slots, random.choice([1, 4]), random.choice([8, 16])),
+            num_snapshots=snapshots,
+            drafting=KnowingDrafting(random, share_right),
+            most_drafts=MOST_DRAFTS,
+        )
+        converse(simulation, make_conversations(random), random)
+        counters = simulation.scheduler.draft_counters
+        assert counters is not None
+        if slots == 16:
+            assert counters.chunks > 0
+        assert share_right > 0 or not sum(counters.accepted)
+        if share_right == 1.0:
+            assert sum(counters.accepted) >= 0.5 * counters.tokens
+
+
+@pytest.mark.slow
+@examples(1.0)
+@given(SETUP, st.lists(ACTION, min_size=20, max_size=50), st.sets(st.integers(0, 30), max_size=2), st.integers(0, 99))
+def test_random_scripts_with_drafts_leave_every_output_and_every_block_right(
+    setup: dict[str, object], actions: list[tuple[str, object]], faulty: set[int], seed: int
+) -> None:
+    random = Random(seed)
+    drafting = KnowingDrafting(random, random.choice([0.3, 0.8, 1.0]))
+    script = Script({**setup, "drafting": drafting, "most_drafts": MOST_DRAFTS})
+    script.simulation.oracle.fails = lambda chunk: int(chunk.request_id) in faulty and chunk.start > 10
+    for name, argument in actions:
+        script.act(name, argument)
+    script.simulation.run()
+    script.simulation.check_all_done()
+
+
+@pytest.mark.parametrize("states", [None, StatePolicy(4, 4, 16)])
+def test_drafts_that_are_right_take_fewer_steps(states: StatePolicy | None) -> None:
     steps = {}
     for share_right in (0.0, 1.0):
         simulation = Simulation(
-            num_blocks=32, block_size=4, drafting=KnowingDrafting(Random(1), share_right), most_drafts=MOST_DRAFTS
+            num_blocks=32,
+            block_size=4,
+            drafting=KnowingDrafting(Random(1), share_right),
+            most_drafts=MOST_DRAFTS,
+            states=states,
         )
         simulation.add("r", [1, 2, 3], SamplingParams(max_tokens=40))
         simulation.run()
@@ -76,6 +129,43 @@ def test_drafts_that_are_right_take_fewer_steps() -> None:
         steps[share_right] = len(simulation.plans)
     assert steps[0.0] == 40
     assert steps[1.0] < 20
+
+
+def test_a_wrong_draft_costs_the_tokens_since_the_last_state_and_no_step() -> None:
+    policy = StatePolicy(4, 4, 16)
+    simulation = Simulation(
+        num_blocks=32, block_size=4, drafting=KnowingDrafting(Random(1), 0.8), most_drafts=5, states=policy
+    )
+    simulation.add("r", [1, 2, 3], SamplingParams(max_tokens=60))
+    simulation.run()
+    simulation.check_all_done()
+    chunks = [chunk for plan in simulation.plans for chunk in plan.chunks]
+    again = [chunk for chunk in chunks[1:] if len(chunk.token_ids) - chunk.num_drafts > 1]
+    assert again
+    # Nothing is computed again that was computed before the last boundary.
+    assert all(len(chunk.token_ids) <= 16 for chunk in chunks)
+    assert len(chunks) < 50
+
+
+def test_a_draft_leaves_the_last_free_state_to_a_request_that_waits() -> None:
+    simulation = Simulation(
+        num_blocks=64,
+        block_size=4,
+        max_num_seqs=3,
+        drafting=KnowingDrafting(Random(1), 1.0),
+        most_drafts=MOST_DRAFTS,
+        states=StatePolicy(3, 4, 16),
+    )
+    for number in range(2):
+        simulation.add(f"{number}", [number] * 5, SamplingParams(max_tokens=60))
+    for _ in range(8):
+        simulation.step()
+    assert any(chunk.num_drafts for plan in simulation.plans for chunk in plan.chunks)
+    late = simulation.add("late", [7] * 5, SamplingParams(max_tokens=60))
+    simulation.step()
+    assert late.request.state is not None
+    simulation.run()
+    simulation.check_all_done()
 
 
 def test_what_followed_a_prompt_is_drafted_for_its_own_namespace_alone() -> None:
