@@ -105,7 +105,8 @@ def test_random_requests_have_the_same_answers_with_drafts_and_without(
         folder = write_tiny_checkpoint(tmp_path / "m")
     else:
         folder = write_model_dir(tmp_path / "m", TEMPLATE, SPECIALS)
-        saved_model("qwen3_5_moe_text", folder, vocab_size=256 + len(SPECIALS), eos_token_id=EOS)
+        fields = {"vocab_size": 256 + len(SPECIALS), "eos_token_id": EOS, "max_position_embeddings": 4096}
+        saved_model("qwen3_5_moe_text", folder, **fields)
     random = Random(f"{kind} {settings}")
     bodies = [draw(random) for _ in range(count)]
     plain, num_right = answers(folder, tmp_path / "none", bodies, "--speculative-config", "none", *settings)
@@ -113,4 +114,4 @@ def test_random_requests_have_the_same_answers_with_drafts_and_without(
     drafted, num_right = answers(folder, tmp_path / "suffix", bodies, "--speculative-config", "suffix", *settings)
     assert num_right > count
     assert drafted == plain
-    assert {status for status, _ in plain} == {200}
+    assert [said for status, said in plain if status != 200] == []
