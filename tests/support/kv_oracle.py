@@ -292,8 +292,8 @@ class KvOracle:
             return
         uses = [state_of(chunk) for chunk in plan.chunks]
         slots = [use.slot for use in uses]
-        loads = [state_of(chunk).load for chunk in plan.chunks if not chunk.num_drafts]
-        loads = [load for load in loads if load is not None]
+        named = [state_of(chunk).load for chunk in plan.chunks if not chunk.num_drafts]
+        loads = [load for load in named if load is not None]
         former = [slot for chunk in plan.chunks for slot in _former(chunk)]
         saves = [use.save for use in uses if use.save]
         assert len({*slots, *former}) == len(slots) + len(former)
