@@ -3,7 +3,7 @@
 # make quick                                                     while you work: lint, unit tests, one generation
 # make test                                                      the suite; make test-long for what takes longer
 # make test-clients [CLIENTS=...]                                real clients, each in its own environment
-# make test-routers                                              vllm-router and dynamo's indexer over two services
+# make test-routers                                              vllm-router, dynamo's indexer, smg and litellm over services
 # make pictures                                                  the README's pictures, from a demo that runs meanwhile
 # make gpu [PYTHON=python3] [OUT=DIR]                             on a GPU: the three below, one after the other
 # make gpu-test [TESTS=...] | gpu-bench | gpu-decode              kernels' tests, kernels, decode steps: ten minutes each

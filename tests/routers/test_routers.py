@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-import socket
-import subprocess
 import threading
 from array import array
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,11 @@ import httpx2
 import pytest
 
 from moeserve.engine.ranks.meeting import create_keys
-from tests.clients.environments import Client, cache_folder, ensure_environment
+from tests.clients.environments import Client
 from tests.support.reconnecting import NUM_TOKENS, Repeated, body_of
 from tests.support.reconnecting import prompt_of as prompt_of_stream
-from tests.support.service import Service, service, wait_until
+from tests.support.routers import address, cached, free_port, program, start
+from tests.support.service import Service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 ROUTER = Client("vllm-router", "vllm-router", "pip", ("vllm-router==0.1.17",), "")
@@ -49,48 +47,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def program(client: Client, folder: Path, *command: str, path: str) -> Iterator[httpx2.Client]:
-    """Run a program of an environment, with {port} in its command, until it answers at `path`."""
-    environment, port = ensure_environment(client, cache_folder()), free_port()
-    arguments = [part.format(port=port) for part in command]
-    log = folder / f"{client.name}.log"
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [str(environment.programs / arguments[0]), *arguments[1:]], stdout=output, stderr=subprocess.STDOUT
-        )
-    try:
-        with httpx2.Client(base_url=f"http://127.0.0.1:{port}", timeout=30) as http:
-            wait_until(lambda: _answers(http, path, process, log))
-            yield http
-    finally:
-        process.kill()
-        process.wait()
-
-
-def _answers(http: httpx2.Client, path: str, process: subprocess.Popen[bytes], log: Path) -> bool:
-    assert process.poll() is None, log.read_text()[-3000:]
-    try:
-        return bool(http.get(path).status_code == 200)
-    except httpx2.TransportError:
-        return False
-
-
-def start(stack: ExitStack, model: Path, folder: Path, *settings: str) -> Service:
-    folder.mkdir()
-    return stack.enter_context(service(model, folder, *settings))
-
-
-def address(running: Service) -> str:
-    return str(running.http.base_url).rstrip("/")
-
-
 def prompt_of(number: int, tail: int = 0) -> list[int]:
     """Return a prompt of one of 2,000 prefixes."""
     prefix = [3 + number // 50, *(3 + (number * 11 + i * (7 + number)) % 50 for i in range(PREFIX - 1))]
@@ -103,10 +59,6 @@ def ask(http: httpx2.Client, prompt: list[int], **fields: Any) -> dict[str, Any]
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
-
-
-def cached(answer: dict[str, Any]) -> int:
-    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def bits(answer: dict[str, Any]) -> array[float]:
