@@ -6,11 +6,12 @@ import json
 import os
 import random
 import re
+import resource
 import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -251,4 +252,97 @@ def test_a_line_that_runs_goes_on_where_it_was_when_processes_die(running: Servi
         # The undisturbed comes last: drafts give known texts in so few steps that a kill may come too late.
         undisturbed = texts_of(client, begun_batch(client, LONG_LINES), LONG_LINES)
         assert {name: body["choices"][0]["text"] for name, body in bodies.items()} == undisturbed
+    wait_until(lambda: len(children_of(running.process.pid)) == 3, timeout=60)
+
+
+@contextmanager
+def no_room(running: Service, store: Path) -> Iterator[None]:
+    """Let HTTP processes write nothing more into the store, as on a full disk."""
+    most = store.with_name(store.name + "-wal").stat().st_size
+    children = children_of(running.process.pid)
+    pids = [pid for name, pid in children.items() if name.startswith("frontend")]
+    assert len(pids) == 2
+    for pid in pids:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, (most, resource.RLIM_INFINITY))
+    try:
+        yield
+    finally:
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                resource.prlimit(pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def fill(client: OpenAI) -> None:
+    """Write into the store until that fails, at the end of some page."""
+    for _ in range(500):
+        client.responses.create(model="m", input="x" * 2000, max_output_tokens=1, background=True)
+
+
+@pytest.mark.parametrize("target", [None, "worker", "frontend"])
+def test_what_is_kept_waits_for_room_and_everything_else_goes_on(
+    model: Path, tmp_path: Path, undisturbed: str, target: str | None
+) -> None:
+    store = tmp_path / "store"
+    (tmp_path / "a").mkdir()
+    with (
+        service(model, tmp_path / "a", *SETTINGS, "--response-store", str(store)) as running,
+        client_of(running) as client,
+    ):
+        kept = client.responses.create(model="m", input="kept", max_output_tokens=5)
+        stream = client.responses.create(model="m", stream=True, **ASKED, **BIASED)
+        seen = [next(stream) for _ in range(20)]
+        with no_room(running, store):
+            if target is not None:
+                strike(running, target)
+            with pytest.raises(openai.InternalServerError, match="store"):
+                fill(client)
+            said = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 3}
+            answer = patiently(lambda: client.chat.completions.create(model="m", **said, **BIASED))
+            assert answer.usage.completion_tokens == 3
+            assert patiently(lambda: client.responses.retrieve(kept.id)).output_text == kept.output_text
+        stream.close()
+        rest = patiently(
+            lambda: list(
+                client.responses.retrieve(seen[0].response.id, stream=True, starting_after=seen[-1].sequence_number)
+            )
+        )
+        seen += rest
+        assert [event.sequence_number for event in seen] == list(range(len(seen)))
+        assert seen[-1].response.output_text == undisturbed
+
+
+def repeated_until_whole(
+    running: Service, client: OpenAI, body: dict[str, Any], key: str, kills: list[tuple[int, str]]
+) -> tuple[str, str]:
+    """Repeat a streamed chat by its key until a stream is whole; return its id and text. kills: (after so many pieces,
+    target)."""
+    ask, headers, until = client.chat.completions.create, {"Idempotency-Key": key}, time.monotonic() + 100
+    while True:
+        assert time.monotonic() < until
+        stream = patiently(lambda: ask(**body, stream=True, extra_headers=headers))
+        pieces: list[str] = []
+        with suppress(openai.APIError, httpx2.HTTPError):
+            for chunk in stream:
+                pieces.append(chunk.choices[0].delta.content or "")
+                if chunk.choices[0].finish_reason is not None:
+                    return chunk.id, "".join(pieces)
+                if kills and len(pieces) >= kills[0][0]:
+                    strike(running, kills.pop(0)[1])
+
+
+@pytest.mark.parametrize(("targets", "seed"), CASES)
+def test_a_repeated_chat_is_one_answer_over_deaths(running: Service, targets: tuple[str, ...], seed: int) -> None:
+    draw = random.Random(f"{targets} {seed}")
+    body = {"model": "m", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 250, "temperature": 1.2}
+    body |= {"seed": draw.randrange(10**6), "extra_body": {"ignore_eos": True}}
+    kills = [(at, draw.choice(targets)) for at in sorted(draw.sample(range(1, 150), 2))]
+    key = f"{targets} {seed}"
+    with client_of(running) as client, ThreadPoolExecutor(3) as pool:
+        asked = [
+            pool.submit(repeated_until_whole, running, client, body, key, kills if not n else []) for n in range(3)
+        ]
+        answers = {future.result() for future in asked}
+        assert len(answers) == 1
+        plain = patiently(lambda: client.chat.completions.create(**body))
+        assert answers.pop()[1] == plain.choices[0].message.content
     wait_until(lambda: len(children_of(running.process.pid)) == 3, timeout=60)
