@@ -25,7 +25,7 @@ _SMOOTHING = 0.1
 # that comes during a step needs another one.
 _STEP_SHARE = 1 / 3
 # Seconds that a step with running streams takes at most while nobody waits, and the largest share of such a step that
-# its least work may take: where it takes more, the step may be longer.
+# the streams' own tokens may take: where they take more, the step may be longer.
 _LONGEST_GAP_S = 0.25
 _GIVEN_UP_FOR_GAPS = 1 / 5
 # The largest share of the throughput that is traded for faster answers: for shorter steps, and while clients leave
@@ -187,7 +187,8 @@ class StepBound:
         least_s = self.cost.seconds(decodes.rows + LEAST_PROMPT_TOKENS, decodes.attended)
         step_s = self.ttft_s * (_STEP_SHARE if self.is_awaited else 1 - _STEP_SHARE)
         if not self.is_awaited:
-            step_s = min(step_s, max(self.gap_s, least_s / _GIVEN_UP_FOR_GAPS))
+            own_s = self.cost.seconds(decodes.rows, decodes.attended)
+            step_s = min(step_s, max(self.gap_s, own_s / _GIVEN_UP_FOR_GAPS))
         if least_s > step_s or not self.is_awaited:
             step_s = max(step_s, least_s / (1 - _MOST_GIVEN_UP))
         return min(self.pace_s, step_s)

@@ -235,7 +235,10 @@ def test_a_step_with_streams_is_short_while_nobody_waits_and_longer_for_those_wh
     assert longest_step_s(pace, 1) == pytest.approx(1 / 3 * SLO.ttft_s)
 
 
-def test_a_step_with_streams_is_no_shorter_than_five_times_its_least_work() -> None:
+def test_a_step_with_streams_is_no_shorter_than_five_times_their_work_and_twice_the_least_step() -> None:
     pace = measured_pace(linear)
     pace.note_waiting(None)
-    assert longest_step_s(pace, 1) == pytest.approx(5 * linear(17), rel=0.05)
+    assert longest_step_s(pace, 8) == pytest.approx(5 * linear(8), rel=0.05)
+    pace = measured_pace(lambda rows: 0.02 * rows)
+    pace.note_waiting(None)
+    assert longest_step_s(pace, 1) == pytest.approx(2 * 0.02 * 17, rel=0.05)
