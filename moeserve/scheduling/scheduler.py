@@ -389,7 +389,6 @@ class Scheduler:
 
         Plans depend on it only if requests ask for retention, or are late.
         """
-        self._now = now
         self._pace.tell_time(now)
         for memory in self._memories:
             memory.tell_time(now)
