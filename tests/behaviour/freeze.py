@@ -4,7 +4,7 @@
 `TokenEngine` in a process of its own, `moeserve serve` over HTTP, and the plans of the simulator's script. A part is
 `plans`, `cpu`, `ranks`, `gpu` (Triton's interpreter) or `demo`, or one of a model, as `cpu/gpt_oss`. Every process
 has one thread: with more, sums are in another order. Bits also depend on the machine. Where its arithmetic or the
-weights that transformers draws are not those of the record, tokens alone are compared, and the check says so.
+weights that transformers draws differ from the record, tokens alone are compared, and the check says so.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _prefixed(part: str, records: Callable[[], Records]) -> Records:
 
 
 def differences(frozen: dict[str, Any], found: dict[str, Any], parts: Sequence[str]) -> tuple[list[str], list[str]]:
-    """What is not as it was, one line a case with its first difference; and what could not be compared."""
+    """Return the differences, one line a case with its first one, and notes about cases that were not compared."""
     wrong, notes = [], []
     machines = [{key: of["machine"][key] for key in ("cpu", "arithmetic")} for of in (frozen, found)]
     same_machine = machines[0] == machines[1]

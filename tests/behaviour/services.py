@@ -33,7 +33,7 @@ _SECONDS = 240
 def service(folder: Path, model: Sequence[str], *arguments: str, **environment: str) -> Iterator[str]:
     """The address of a service that is ready. Raises RuntimeError with what it said if it ends before that.
 
-    environment: variables that differ from those of this process.
+    environment: variables that differ from this process's.
     """
     folder.mkdir(parents=True)
     own = {"XDG_RUNTIME_DIR": str(folder), **environment}

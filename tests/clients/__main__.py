@@ -29,7 +29,7 @@ README = ROOT / "README.md"
 
 def main(arguments: list[str] | None = None) -> int:
     """Install, serve, run and report; return 0 if every check passed."""
-    # What was started is ended then too, and what was found is written.
+    # Started processes are ended then too, and the results so far are written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     clients = load_clients()
     options = _options(list(clients), arguments)

@@ -25,7 +25,7 @@ class Client:
     """One client of `clients.toml`: `requirements` as pip or npm takes them, `seconds` its script may take.
 
     no_deps: what pip installs without the packages that it depends on. without: what it uninstalls then. context: the
-    tokens of context that the client needs, 0 where those of the demo are enough. tiny: it asks so much that it is
+    tokens of context that the client needs, 0 where the demo's are enough. tiny: it asks so much that it is
     served a tiny model of random weights.
     """
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from tests.clients.service import Prompt
 
 CHECKS = ("plain", "streaming", "tool", "parallel", "streamed_tool", "required", "structured", "error", "cached")
-# Tokens at the end of a prompt that are not those of a longer one: the beginning of the answer, and a block that is
-# not full.
+# Tokens at the end of a prompt that a longer one does not share: the beginning of the answer, and a block that is not
+# full.
 _MOST_NEW_TOKENS = 32
 _ROUTES = {
     "chat": "/v1/chat/completions",
@@ -85,7 +85,7 @@ def render(group: str, rows: Iterable[Cells]) -> str:
 
 
 def merge(page: str, group: str, rows: Sequence[Row], order: Sequence[str]) -> str:
-    """Return a page with rows in its table of a group, in place of those of the same clients; other rows stay.
+    """Return a page with rows in its table of a group, in place of the same clients' rows; other rows stay.
 
     order: titles of clients; rows of others are left out. Raises ValueError if the page has no such table.
     """

@@ -1,4 +1,4 @@
-"""What is said of a route is said once: application, gate, descriptions and documents follow its record."""
+"""A route is described once: application, gate, descriptions and documents follow its record."""
 
 import re
 from pathlib import Path

@@ -145,7 +145,7 @@ def test_migration_is_compared_with_a_service_that_stays():
 
 def test_every_measurement_names_functions_that_are_there():
     functions = [function for measurement in MEASUREMENTS.values() for function in measurement.functions]
-    # Those of memory need torch.
+    # Measurements of memory need torch.
     assert all(callable(measure_of(function)) for function in functions if not function.startswith("memory:"))
 
 
@@ -162,7 +162,7 @@ def test_runs_take_turns_and_come_back_in_the_order_of_the_arms():
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Two measurements that are quick, one of which cannot be made."""
+    """Two quick measurements; one of them cannot be made."""
 
     def measure(amount, progress):
         progress("something")

@@ -1,4 +1,4 @@
-"""Building the demo: its experts compute the dense model, its tokenizer and template are those of the source."""
+"""Building the demo: its experts compute the dense model, and it keeps the source's tokenizer and template."""
 
 from dataclasses import fields
 from pathlib import Path

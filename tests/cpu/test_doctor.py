@@ -36,7 +36,7 @@ from tests.support.tiny_transformers import save_tiny, tiny_config
 
 GIB = 2**30
 MACHINE = Machine("a processor", 4, ("AVX2",), 64 * GIB, 32 * GIB, 50e9)
-# Those of Qwen3-30B-A3B.
+# The sizes of Qwen3-30B-A3B.
 QWEN3 = {
     "model_type": "qwen3_moe",
     "num_experts": 128,

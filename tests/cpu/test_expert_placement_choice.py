@@ -1,4 +1,4 @@
-"""Placements by name: what each one takes, and what is refused in one sentence."""
+"""Placements by name: each one's parameters, and refusals in one sentence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The compiled kernels: how they are built, and their results beside those of torch."""
+"""The compiled kernels: how they are built, and their results beside torch's."""
 
 from __future__ import annotations
 

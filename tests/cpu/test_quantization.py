@@ -1,4 +1,4 @@
-"""`--quantization` on a CPU: the same bits whatever happens to a request, and those of the rounded values."""
+"""`--quantization` on a CPU: a request gets the bits of the rounded values, whatever happens to it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that does what rank 0 sends: what is queued on its device, and what it says when."""
+"""A rank that follows rank 0: the work that it queues on its device, and its messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Inverse frequencies agree with those of transformers for every kind of scaling."""
+"""Inverse frequencies agree with transformers' for every kind of scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of a placement stay where they are when it changes: what was captured with them goes by the new one."""
+"""Tables of a placement stay where they are when it changes: captured graphs follow the new placement."""
 
 from __future__ import annotations
 

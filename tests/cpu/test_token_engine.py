@@ -1,7 +1,7 @@
 """The whole engine on tiny models: tokens equal transformers', and nothing but the prompt decides them.
 
 Whatever chunks, batch, cache, window blocks, snapshots and preemption do, the tokens of a request and the bits of their
-log probabilities are those of the request computed alone, by an engine in which all layers keep all KV.
+log probabilities equal the request's alone, computed by an engine in which all layers keep all KV.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Experts of models on transformers' code: with fewer slots than experts, and shared out to ranks.
 
-Whichever way a checkpoint stores them, tokens are those of a process that has all of them in memory.
+Whichever way a checkpoint stores them, tokens are the same as with all of them in memory.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from tests.support.tiny_transformers import moe_types, save_tiny
 from tests.support.transformers_parity import DOCUMENT, TOLERANCE, Memory, Row, document, play
 
 # One of each kind: latent attention, shared keys, an indexer, five kinds of states, forms of their own, experts without
-# a gate, those of transformers, a model with vision.
+# a gate, transformers' experts, a model with vision.
 _ALWAYS = (
     "mistral4",
     "gemma4",

@@ -1,4 +1,4 @@
-"""Loading: every layout of a checkpoint gives the same model, and only what is owned is read."""
+"""Loading: every layout of a checkpoint gives the same model, and a rank reads only experts that it owns."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def expert_num_parameters(spec: DecoderSpec) -> int:
 
 
 def num_parameters(spec: DecoderSpec) -> int:
-    """Those of a model with an output projection of its own."""
+    """The tensors of a model with an output projection of its own."""
     total = sum(prod(ref.shape) for ref in outer_tensors(spec).values())
     for layer in range(spec.num_layers):
         total += sum(prod(ref.shape) for ref in layer_tensors(spec, layer).values())

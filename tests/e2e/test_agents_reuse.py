@@ -181,7 +181,7 @@ class ResponsesAgent(Agent):
 
 
 class KeptResponsesAgent(ResponsesAgent):
-    """Sends what is new, and the id of the response that it follows."""
+    """Sends the new items, and the id of the response that they follow."""
 
     def __init__(self, running: Service, system: str) -> None:
         super().__init__(running, system)
@@ -261,7 +261,7 @@ class Conversation:
         return tokens
 
     def note(self, prompt: list[int], reply: Reply) -> None:
-        """Counts the tokens that a reply had cached, and those that it could have had."""
+        """Counts the tokens that a reply had cached and could have had cached."""
         assert reply.prompt_tokens == len(prompt)
         best = max((self._shared(prompt, *earlier) for earlier in self._computed), default=0)
         self.allowed += min(best, len(prompt) - 1) // BLOCK * BLOCK

@@ -1,4 +1,4 @@
-"""Bad input about experts: one sentence and a failing exit code before anything is served, or for what is open then."""
+"""Bad input about experts: one sentence and a failing exit code before anything is served, or for open requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TWO = ("--expert-parallel-size", "2", "--engine-timeout", "6")
 
 
 def on_ranks(short: int) -> pytest.MarkDecorator:
-    """On one rank and on two, of which only `short` is tested every time."""
+    """On one rank and on two; only `short` is tested every time."""
     ranks = {1: ONE, 2: TWO}
     return pytest.mark.parametrize(
         "ranks",

@@ -92,7 +92,7 @@ def test_open_requests_of_every_kind_go_on_after_a_crash(running: Service, undis
     worker = hit(running, signal.SIGKILL)
     answers = traffic.wait()
     assert_same(answers, undisturbed)
-    # Those that were open then say so; short ones may have ended before.
+    # Answers that were open then say so; short ones may have ended before.
     assert any(answer.resumed for answer in answers.values())
     assert not any(answer.resumed for answer in undisturbed.values())
     assert not is_alive(worker)

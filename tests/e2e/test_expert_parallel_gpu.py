@@ -116,7 +116,7 @@ def test_two_ranks_place_experts_anew_and_say_the_same(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
     (tmp_path / "two").mkdir()
     with service(model, tmp_path / "two", *SMALL, *RANKS, *RESTLESS) as two:
-        # With a trace, what is chosen is counted after every step.
+        # With a trace, choices are counted after every step.
         two.http.post("/v1/experts/trace", json={"action": "start"})
         for _ in range(3):
             assert complete_all(two) == expected

@@ -36,7 +36,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 class Connection:
-    """A connection that one of the HTTP processes has accepted. `comments`, `errors`: those of its streams."""
+    """A connection that one of the HTTP processes has accepted. `comments`, `errors`: in its streams."""
 
     def __init__(self, running: Service) -> None:
         host, port = running.http.base_url.host, running.http.base_url.port

@@ -42,7 +42,7 @@ def complete(client: OpenAI, **fields: Any) -> Any:
 
 
 def with_logprobs(engine: FakeEngine, generate: Generate) -> None:
-    """Says "ok" with log probabilities, those of the prompt in two pieces where they were asked for."""
+    """Says "ok" with log probabilities; where the prompt's are asked for, they come in two pieces."""
     engine.send(Admitted(generate.request_id))
     if generate.sampling.prompt_logprobs is not None:
         rest = [

@@ -121,7 +121,7 @@ def test_the_engine_is_told_of_the_tools_that_an_answer_calls_and_of_the_session
     assert sessions[0] == sessions[1] == sessions[2] != ""
     assert sessions[3:] == ["", None]
     calling = {generate.request_id for generate in server.engine.of(Generate)[:2]}
-    # Those of other tests' answers may still arrive.
+    # Messages about other tests' answers may still arrive.
     wait_until(lambda: calling <= {turn.request_id for turn in server.engine.of(Turned)})
     turns = [turn for turn in server.engine.of(Turned) if turn.request_id in calling]
     assert [turn.tools for turn in turns] == [["weather", "clock"]] * 2
@@ -175,7 +175,7 @@ def test_a_continued_message_is_echoed(server: Frontend, client: OpenAI) -> None
 
 
 def scored(engine: FakeEngine, generate: Generate) -> None:
-    """One token, with log probabilities that differ from sample to sample and those of the prompt."""
+    """One token, with log probabilities that differ from sample to sample, and the prompt's log probabilities."""
     engine.send(Admitted(generate.request_id))
     number = int(generate.request_id.rpartition("-")[2])
     prompt = unpack_token_ids(generate.token_ids)

@@ -76,7 +76,7 @@ def restless(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 @pytest.fixture(scope="module")
 def undisturbed(one: Service) -> dict[str, Answered]:
-    """The answers of a service of one rank, before anything happens to it; they are those of several ranks."""
+    """The answers of a service of one rank, before anything happens to it; several ranks answer the same."""
     answers = Traffic(str(one.http.base_url), TRAFFIC | PROMPTS).start().wait()
     assert {name: answer.status for name, answer in answers.items()} == dict.fromkeys(answers, 200)
     return answers

@@ -46,7 +46,7 @@ def test_twenty_thousand_requests_lose_no_block_and_no_memory(running: Service) 
 
 
 def send_poisons(running: Service, size: int, copies: int) -> Counter[int]:
-    """Send every poison so many times at once. Return how often each status was answered."""
+    """Send every poison several times at once. Return how often each status was answered."""
     port = httpx2.URL(str(running.http.base_url)).port
     assert port is not None
     statuses: Counter[int] = Counter()

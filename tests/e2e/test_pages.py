@@ -144,7 +144,7 @@ def test_growing_markdown_ends_as_if_it_had_come_at_once(chat: Page) -> None:
 
 @pytest.mark.parametrize("piece", ["*", "**a ", "[", "[a](", "`", "> ", "- ", "_a ", "|a|\\n|-|\\n", "~~", "http://"])
 def test_markdown_of_any_kind_takes_linear_time(chat: Page, piece: str) -> None:
-    # What is quadratic takes minutes here, and the browser does not answer in time.
+    # Quadratic work takes minutes here, and the browser does not answer in time.
     rendered = chat.evaluate(
         f"import('/pages/markdown.js').then(({{ MarkdownView }}) => {{ const view = new MarkdownView();"
         f' view.update("{piece}".repeat(60000)); return view.root.textContent.length; }})'

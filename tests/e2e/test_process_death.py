@@ -42,7 +42,7 @@ def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(running: Service) -> None:
-    # Of so many tokens that they outlast a test that is held up.
+    # They have enough tokens to outlast a test that is held up.
     events = running.stream(max_tokens=1500)
     next(events)
     running.process.send_signal(signal.SIGTERM)

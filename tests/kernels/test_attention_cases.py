@@ -66,7 +66,7 @@ def test_a_prepared_case_computes_what_the_reference_does(case, device, monkeypa
     assert prepared.tensors.keys[:, :16].isnan().all()
     for index in range(2):
         assert prepared.relative_error(index) < 8e-3
-        # Every token is written, not only those that were compared.
+        # Every token is written, not only compared ones.
         prepared.tensors.out.fill_(torch.nan)
         assert prepared.run(index).isfinite().all()
     # The other set has other numbers.

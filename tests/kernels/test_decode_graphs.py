@@ -23,7 +23,7 @@ SIZES = (1, 2, 4)
 
 
 class Log(list[str]):
-    """What was called, and whether inside a capture."""
+    """The calls, and whether each was inside a capture."""
 
     captures = False
 

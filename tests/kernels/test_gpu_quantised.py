@@ -1,4 +1,4 @@
-"""Quantised experts and fp8 keys and values change what is stored and nothing else: the rest is as on a CPU."""
+"""Quantised experts and fp8 keys and values change stored values and nothing else: the rest is as on a CPU."""
 
 from __future__ import annotations
 

@@ -140,7 +140,7 @@ def test_two_ranks_quantise_as_one_gpu_does(
     found, expected = of_two[name], said_by_one_gpu(CASES[name], models, device)
     assert tokens_of(found) == tokens_of(expected)
     assert logprobs_of(found) == pytest.approx(logprobs_of(expected), abs=1e-5)
-    # What is rounded shows.
+    # Rounding shows.
     assert abs(of_two["plain"][0][0][1] - found[0][0][1]) > 1e-3
 
 

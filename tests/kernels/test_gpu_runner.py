@@ -51,7 +51,7 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @dataclass
 class Served:
-    """What came of serving, and what was recorded of it."""
+    """The tokens of serving, and the recording of its experts."""
 
     tokens: list[list[int]]
     recording: ExpertRecording | None

@@ -53,7 +53,7 @@ def test_ratios_have_a_mean_within_their_section(tmp_path):
     class Uneven(Machine):
         def time_calls(self, *groups):
             found = super().time_calls(*groups)
-            # Peers of the first case take four times as long, those of the second as long.
+            # Peers of the first case take four times as long, peers of the second as long.
             return [*found[:-1], Timing(400.0, 0.0)] if len(groups) > 1 and self.timed == 2 else found
 
     cases = [planned("a", ["torch"]), planned("b", ["torch"]), planned("c")]

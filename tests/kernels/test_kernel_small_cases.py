@@ -1,4 +1,4 @@
-"""Cases of small kernels: they compute what their peers do, and their checks find what is wrong."""
+"""Cases of small kernels: they compute the same as their peers, and their checks find errors."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Penalties, biases and bans of all rows together are those of each row alone, bit by bit."""
+"""Penalties, biases and bans give each row the same bits in a batch as alone."""
 
 import random
 from array import array

@@ -110,7 +110,7 @@ def test_an_update_follows_the_lengths(device):
 
 
 def sparse_memory(num_elements, device):
-    """fp16 memory of which only what is written takes room, so that strides can be huge."""
+    """fp16 memory in which only written parts take room, so that strides can be huge."""
     if device.type != "cpu":
         return torch.empty(num_elements, dtype=torch.float16, device=device)
     memory = mmap.mmap(-1, 2 * num_elements, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -82,7 +82,7 @@ def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tm
         for number in range(4):
             alone = bits(ask(prefills.http, prompt_of(number), cache_salt="alone"))
             answer = ask(router, prompt_of(number))
-            # The router replaces the cached tokens in `usage` by those of the service that computed the prompt.
+            # The router replaces the cached tokens in `usage` by the count of the service that computed the prompt.
             assert bits(answer) == alone
         wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
         wait_until(lambda: figure(prefills, "moeserve_kv_transfer_held_blocks") == 0)

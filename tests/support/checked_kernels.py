@@ -4,7 +4,7 @@
 
 A test that takes seconds in Triton's interpreter, or compiles for a GPU that is absent, is marked `kernel_change`.
 `make test` leaves these tests out while the code that they run, apart from comments and docstrings, and the versions of
-torch and Triton are those of the record in the repository. A run that passes writes the record: `--record`.
+torch and Triton equal the record in the repository. A run that passes writes the record: `--record`.
 """
 
 from __future__ import annotations

@@ -251,7 +251,7 @@ def launch_prefill(
 
 
 def pools(case: AttentionCase) -> tuple[Tensor, Tensor]:
-    """Values are a view of the keys where keys are as large as those of latent attention."""
+    """Values are a view of the keys where keys are as large as latent attention's."""
     key_dim, value_dim, _, block_size, _, kv_dtype = case
     keys = torch.empty((KV_HEADS, 4 * block_size, key_dim), dtype=kv_dtype)
     if key_dim > 256:

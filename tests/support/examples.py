@@ -4,5 +4,5 @@ from hypothesis import settings
 
 
 def examples(times: float) -> settings:
-    """Settings of a test that tries so many times the examples of the profile (`tests/conftest.py`)."""
+    """Settings of a test that tries `times` as many examples as the profile (`tests/conftest.py`)."""
     return settings(max_examples=round(times * settings().max_examples))

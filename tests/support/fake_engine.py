@@ -110,7 +110,7 @@ class FakeEngine:
         self.send(Outputs([Output(generate.request_id, token_ids, **extra)]))
 
     def of(self, kind: type) -> list[Any]:
-        """What was received of one kind."""
+        """The received messages of one kind."""
         with self._news:
             return [message for message in self.received if isinstance(message, kind)]
 

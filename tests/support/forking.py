@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[2]
 _LARGEST_REQUEST = 1 << 17
 _MOST_DESCRIPTORS = 16
 _HELLO = b"hello"
-# Room for the command line and the environment of what is forked, where `/proc` looks for them.
+# Room for the command line and the environment of a forked program, where `/proc` looks for them.
 _ROOM = "x" * 4096
 # Taken before a forked program has another in its place.
 _EXECUTE = subprocess.Popen._execute_child  # type: ignore[attr-defined]
@@ -64,7 +64,7 @@ class _Job:
         self.folder = os.fspath(arguments["cwd"] or os.getcwd())
         streams = ((arguments["p2cread"], 0), (arguments["c2pwrite"], 1), (arguments["errwrite"], 2))
         self.streams = [own if given == -1 else given for given, own in streams]
-        # Under the numbers that the program knows, those of this process.
+        # By the numbers that the program knows, the numbers in this process.
         self.kept = {number: number for number in arguments["pass_fds"]}
         self.umask = arguments["umask"]
         self.own_session = bool(arguments["start_new_session"])
@@ -231,7 +231,7 @@ def _run(module: str, arguments: list[str]) -> None:
         # What it puts into the environment was the server's.
         importlib.reload(sys.modules["sitecustomize"])
     subprocess.Popen._execute_child = _execute_or_fork  # type: ignore[attr-defined]
-    # What was imported in the server is to run once more, as a program.
+    # A module that the server has imported is to run once more, as a program.
     for again in {module, arguments[1] if module == "launcher.child" else module}:
         sys.modules.pop(again, None)
     sys.argv = [module, *arguments]
@@ -248,7 +248,7 @@ def _exit_status(end: SystemExit) -> int:
 
 
 def _finished(status: int) -> int:
-    """Ends as an interpreter does: threads, what is registered for the end, buffers."""
+    """Ends as an interpreter does: threads, registered functions, buffers."""
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -335,7 +335,7 @@ def _start_server(
             [sys.executable, "-W", "ignore", "-m", "tests.support.forking", imports, *map(str, descriptors), _ROOM],
             cwd=ROOT,
             pass_fds=descriptors,
-            # Of the settings that libraries read when they are loaded, those that the service sets.
+            # Libraries read these settings when they are loaded; the service sets them.
             env=os.environ
             | {
                 "PYTHONPATH": python_path,
@@ -410,7 +410,7 @@ def main() -> None:
     _IMPORTS[sys.argv[1]]()
     has_device = "TRITON_INTERPRET" in os.environ
     assert has_device or not any(name.startswith("kernels.gpu") for name in sys.modules), "they are made for a device"
-    assert len(os.listdir("/proc/self/task")) == 1, "threads would be missing in what is forked"
+    assert len(os.listdir("/proc/self/task")) == 1, "threads would be missing in forked programs"
     for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
         # The server's own objects, libraries of torch for one, are not each program's to take apart at its end.
         finalizer.atexit = False

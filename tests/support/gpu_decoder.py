@@ -34,7 +34,7 @@ def build_gpu_decoder(
 ) -> Decoder:
     """The model in `directory` on `device`, with expert scratch for steps of up to `max_tokens` tokens.
 
-    experts: those of which only some are in the device's memory; None to load all. configs: of the experts' kernels,
+    experts: only some of these are in the device's memory; None to load all. configs: of the experts' kernels,
     see `expert_configs`. observers: of steps. storage: of the experts' weights, default `dtype`.
     """
     storage = storage or expert_storage(spec, dtype)

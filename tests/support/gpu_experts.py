@@ -67,7 +67,7 @@ def generate(
     quantization: str = "none",
     observers: list[AnyObserver] | None = None,
 ) -> list[list[ChunkResult]]:
-    """The results of a step of prompts and some steps of decodes. observers: those of `experts`, to be completed."""
+    """The results of a step of prompts and some steps of decodes. observers: the list of `experts`, to be completed."""
     observers = [] if observers is None else observers
     decoder = build_gpu_decoder(
         model_dir,

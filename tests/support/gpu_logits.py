@@ -32,7 +32,7 @@ def two_requests() -> list[list[int]]:
 def gpu_logits(decoder: Decoder, requests: Sequence[list[int]], kv_dtype: torch.dtype | None = None) -> list[Tensor]:
     """[len(tokens), vocab_size] of each request on the CPU, computed in `STEPS` over pools full of NaN."""
     spec, dtype, device = decoder.spec, decoder.dtype, decoder.device
-    # Prompts of five and three tokens are computed otherwise than those of one and two.
+    # Prompts of five and three tokens are computed otherwise than prompts of one and two.
     limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, dtype, device, kv_dtype, max_extend=2)
     batches = StepBatches(limits, max_seqs=4)
     pools = KVPool(spec.kv_layers, NUM_BLOCKS, BLOCK_SIZE, kv_dtype or dtype, device)

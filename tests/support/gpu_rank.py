@@ -174,7 +174,7 @@ def main() -> None:
             counters = stats.counters
             assert min(counters.num_evictions, counters.num_misses, counters.prefetch_bytes) > 0, counters
             assert all(len(experts) == case.num_slots for experts in stats.resident)
-            # In layer 0 those that have moved may still be there.
+            # In layer 0 experts that have moved may still be there.
             assert set(stats.resident[1]) <= set(group_of(rank).experts.experts_here(1))
     collectives.close()
     print(json.dumps(said))

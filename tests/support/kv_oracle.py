@@ -1,6 +1,6 @@
 """An executor without tensors that knows what every KV slot must hold.
 
-Instead of keys and values a slot stores (token, position, namespace) of what was written there. A chunk may be computed
+Instead of keys and values a slot stores the token, position and namespace of the last write. A chunk may be computed
 only if its block table reads back exactly the prefix of its own request, so a block that was freed, shared, rewritten
 or published wrongly is seen in the step that would have read it. The drawn token is a function of the whole prefix.
 
@@ -201,7 +201,7 @@ class KvOracle:
             self._take_in(chunk, is_faulty)
         self._last_drawn = []
         for chunk, result in zip(plan.chunks, results, strict=True):
-            # Nothing follows on what is drawn after drafts before the commit.
+            # Before the commit nothing follows a token that was drawn after drafts.
             drawn = [FAILED if result.token_id is None else result.token_id] + [FAILED] * chunk.num_drafts
             self._last_drawn += drawn[: chunk.num_sampled_rows]
             self._note_stale(chunk, len(result.further))
@@ -415,7 +415,7 @@ class KvOracle:
                     result.token_id, result.logprobs = token, logprobs
                 else:
                     further.append((token, logprobs))
-                # The next row counts only if it goes on with what was drawn.
+                # The next row counts only if it goes on with the drawn token.
                 if number < chunk.num_drafts and drafts[number] != token:
                     break
             result.further = tuple(further)

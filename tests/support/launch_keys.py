@@ -64,7 +64,7 @@ DRAWS = (
 
 @contextlib.contextmanager
 def launch_keys() -> Iterator[set[str]]:
-    """Yields a set that fills with the keys under which Triton caches what is "launched" meanwhile."""
+    """Yields a set that fills with the keys under which Triton caches kernels that are "launched" meanwhile."""
     found: set[str] = set()
 
     def keep_key(_run: Any, kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
@@ -170,7 +170,7 @@ def keys_of(
     *,
     eager: bool,
 ) -> tuple[set[str], set[str]]:
-    """The keys of starting up and those of serving. experts: of which not all have a slot."""
+    """The keys of starting up and the keys of serving. experts: not all of them have a slot."""
     dtype, configs = DTYPE, expert_configs(spec, storage, CPU)
     decoder = build_gpu_decoder(
         folder,

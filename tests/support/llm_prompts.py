@@ -80,7 +80,7 @@ def without_window_blocks() -> AbstractContextManager[object]:
 
 
 def small_engine(model_dir: Path, num_blocks: int, **changes: object) -> TokenEngine:
-    """Return an engine with the memory of so many blocks in which all layers keep all KV."""
+    """Return an engine with memory for a number of blocks, in which all layers keep all KV."""
     memory = num_blocks * kv_block_bytes(build_spec(load_config(model_dir)).kv_layers, BLOCK, torch.float32)
     return TokenEngine(model_dir, replace(BASE, max_model_len=92, kv_cache_memory=memory, **changes))  # type: ignore[arg-type]
 
@@ -99,7 +99,7 @@ def assert_same_cold_and_cached(llm: TokenEngine, expected: Sequence[Completion]
 
 
 def assert_transformers_generates(model_dir: Path, prompts: Sequence[list[int]], found: Sequence[Completion]) -> None:
-    """The greedy tokens of each prompt are those of transformers' own loop."""
+    """The greedy tokens of each prompt equal the tokens of transformers' own loop."""
     import transformers
 
     reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

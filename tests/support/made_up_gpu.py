@@ -74,5 +74,5 @@ def rows(text: str) -> dict[str, list[str]]:
 
 
 def targets(text: str) -> dict[tuple[str, ...], tuple[str, ...]]:
-    """What was found and the state, by case and what is asked."""
+    """The found figure and its state, by case and question."""
     return {tuple(row[:2]): tuple(row[2:]) for row in tables(text)[0]}

@@ -23,9 +23,9 @@ from radix_cache import PrefixCache
 # The service's default.
 USUAL = Slo(2.0, None, 10.0)
 _STATS_S = 0.5
-# A client that is gone is noticed so much later.
+# The seconds until a client that is gone is noticed.
 _NOTICED_S = 0.2
-# Rows and milliseconds of a step: about those of the demo on two cores.
+# Rows and milliseconds of a step, roughly as the demo takes them on two cores.
 _COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))
 
 
@@ -34,7 +34,7 @@ def step_seconds(plan: StepPlan) -> float:
 
 
 def seconds_of(rows: float) -> float:
-    """Return what a step of so many rows takes."""
+    """Return the seconds of a step with a number of rows."""
     place = max(1, bisect_left([knot for knot, _ in _COSTS], rows))
     (low, from_ms), (high, to_ms) = _COSTS[place - 1], _COSTS[min(place, len(_COSTS) - 1)]
     return (from_ms + (to_ms - from_ms) * (rows - low) / max(1, high - low)) / 1000

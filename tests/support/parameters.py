@@ -1,4 +1,4 @@
-"""Parameters of which some are tried every time, and all of them in the long suite."""
+"""Parameters that are tried in part every time, and all of them in the long suite."""
 
 from __future__ import annotations
 

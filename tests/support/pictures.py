@@ -86,7 +86,7 @@ def draw_speed(speeds: dict[str, list[float]], file: Path) -> None:
 
 
 def picture_chat(browser: Browser, url: str, file: Path) -> None:
-    """Ask two questions on the chat page, of which the second finds the first cached, and keep the page."""
+    """Ask two questions on the chat page, where the second finds the first cached, and keep the page."""
     page = browser.page(1000, 620)
     page.open(url)
     # The demo may go on for long.

@@ -145,7 +145,7 @@ def steps_of_two(generator: random.Random) -> Iterator[list[StepPlan]]:
 
 
 def keys_of(folder: Path, spec: DecoderSpec, storage: str, kv: str, way: str) -> tuple[set[str], set[str]]:
-    """The keys of starting up and those of serving."""
+    """The keys of starting up and the keys of serving."""
     generator = random.Random(5)
     others = MadeUp(generator)
     loaded = load(folder, spec, storage, kv, way, others)

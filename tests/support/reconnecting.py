@@ -26,7 +26,7 @@ def prompt_of(number: int) -> list[int]:
 class Repeated:
     """One stream with an `Idempotency-Key`, asked for at the next address, from its beginning, wherever it broke.
 
-    pieces: the text of the answer as it was seen at last. broken: what was seen when it broke. ids: of all answers.
+    pieces: the text of the last answer. broken: the text when the stream broke. ids: of all answers.
     """
 
     def __init__(self, addresses: Sequence[str], number: int, on_piece: Callable[[int], None]) -> None:

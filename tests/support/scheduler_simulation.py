@@ -23,7 +23,7 @@ class Simulation:
     """`depth` is the number of steps that stay in flight while the next one is made; 0 is the plain loop. With
     `run_ahead` a request may be in several of them.
 
-    `num_blocks` and `budget` hold for each rank; `cache` and `oracle` are those of rank 0.
+    `num_blocks` and `budget` hold for each rank; `cache` and `oracle` are rank 0's.
     """
 
     def __init__(

@@ -159,7 +159,7 @@ def read_of_process(pid: int, file: str) -> str:
 
 
 def listening_addresses(pids: Iterable[int]) -> dict[str, int]:
-    """How many TCP sockets of these processes listen, by address, of which some processes may share one."""
+    """How many TCP sockets of these processes listen, by address; processes may share one."""
     addresses = {}
     for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:

@@ -9,7 +9,7 @@ _PAGE = 4096
 
 
 def slots_on_cpu(model: Path, num_slots: int) -> int:
-    """The bytes of so many slots in each layer of a saved model whose experts are three matrices in float32. Torch
+    """The bytes of `num_slots` slots in each layer of a saved model whose experts are three matrices in float32. Torch
     stays out of it."""
     config = json.loads((model / "config.json").read_text())
     of_expert = 3 * config["hidden_size"] * config.get("moe_intermediate_size", config["intermediate_size"]) * 4

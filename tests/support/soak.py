@@ -231,7 +231,7 @@ class Soak:
             asked.seconds = time.perf_counter() - started
 
     async def play(self, count: int, clients: int) -> None:
-        """Ask so many requests of the set by so many clients at once. Requests that were given up count as well."""
+        """Ask `count` requests of the set by `clients` at once. Requests that were given up count as well."""
         numbers = iter(range(count))
         ended = 0
 
@@ -332,7 +332,7 @@ def soak(
     seed: int,
     progress: Callable[[str], object] = lambda _: None,
 ) -> Soak:
-    """Answer a set of so many requests alone, then play so many of them by so many clients at once."""
+    """Answer a set of `known` requests alone, then play `count` of them by `clients` at once."""
     run = Soak(service, Mix(seed).requests(known), seed, Mix(seed + 1), progress=progress)
     asyncio.run(run.answer_alone())
     asyncio.run(run.play(count, clients))

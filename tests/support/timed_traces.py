@@ -107,7 +107,7 @@ def _request(request_id: str, asked: Asked, tenant: str = "", priority: int = 0)
 
 
 def play_traces(llm: TokenEngine, requests: Sequence[Asked], count: int, seed: int) -> Played:
-    """Play so many traces, one after another, over one cache. Blocks that are lost raise AssertionError."""
+    """Play `count` traces, one after another, over one cache. Lost blocks raise AssertionError."""
     played = Played()
     for number in range(count):
         random = Random(f"{seed} {number}")
@@ -158,7 +158,7 @@ def _play(llm: TokenEngine, arriving: dict[str, tuple[int, _Open]]) -> None:
 
 
 def _check(played: Played, arriving: dict[str, tuple[int, _Open]]) -> None:
-    """Count what became of the requests of a trace, and note those that are not as they were alone."""
+    """Count the ends of a trace's requests, and note answers that differ from the request's alone."""
     played.traces += 1
     for name, (_, entry) in arriving.items():
         asked, num_tokens = entry.asked, len(entry.token_ids)

@@ -41,7 +41,7 @@ _MLA = {
     "topk_group": 2,
     "routed_scaling_factor": 1.3,
 }
-# Three value heads per key head, heads of which one part of the channels is rotated, and attention in two layers.
+# Three value heads per key head, heads with a part of their channels rotated, and attention in two layers.
 _HYBRID = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"],

@@ -291,7 +291,7 @@ MORE: dict[str, dict[str, Any]] = {
         "layer_rope_theta": [10000.0, 0, 10000.0, 0],
     },
     "muse_spark": {"audio_config": {"out_hidden_size": 64}},
-    # Its code bounds time steps of prompts from below, but not those of single tokens.
+    # Its code bounds time steps of prompts from below, but not time steps of single tokens.
     "nemotron_h": {
         "time_step_min": 1e-12,
         "layers_block_type": [L, "moe", F, "mlp", L, "moe"],

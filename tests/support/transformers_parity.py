@@ -237,7 +237,7 @@ class Memory:
         return seen[:1] * first + seen
 
     def _spoil(self, request: int, end: int) -> None:
-        """Overwrite what has left the window of a request, and of those that go on from its shared tokens."""
+        """Overwrite blocks that have left the window of a request and of requests that share its first tokens."""
         left = set(range(self._first_seen(end))) - set(range(self._first_seen(_SHARED), _SHARED // _BLOCK))
         for block in sorted(left):
             first = self._window_of[self._tables[request][block]] * _BLOCK

@@ -122,7 +122,7 @@ class BeamOracle(KvOracle):
         for place in range(chunk.start + len(chunk.token_ids)):
             cell = self._cells(chunk, place)[place % self._size]
             assert cell is not None
-            assert cell[1:] == (place, namespace), "a chunk reads what is not its own"
+            assert cell[1:] == (place, namespace), "a chunk reads a foreign block"
             prefix.append(cell[0])
             windows = self._cache.windows
             if windows is not None and chunk.window is not None and place // self._size >= chunk.window.first:

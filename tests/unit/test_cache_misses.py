@@ -123,7 +123,7 @@ def test_evictions_are_recorded_once_the_account_has_asked_and_not_known_before(
     assert use(cache, range(60), "a").reason is MissReason.NOT_KNOWN
     use(cache, range(1000, 1060), "b")
     assert use(cache, range(60), "a") == Miss(MissReason.EVICTED, 4, 4, 56)
-    # What was evicted before stays unknown.
+    # Earlier evictions stay unknown.
     assert use(cache, range(1000, 1060), "a").reason is MissReason.NOT_KNOWN
     assert use(cache, range(60), "c").reason is MissReason.NEVER_SEEN
 

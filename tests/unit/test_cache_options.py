@@ -126,7 +126,7 @@ def token_ids(folder: Path, messages: list[dict[str, Any]], *, generates: bool =
 def wishes_of(
     folder: Path, options: CacheOptions, prompt: ChatPrompt | list[int], facts: ModelFacts = FACTS
 ) -> tuple[list[CacheWish] | None, array[int], array[int]]:
-    """Return the wishes, the prompt's token ids, and those of the first message alone."""
+    """Return the wishes, the prompt's token ids, and the first message's token ids alone."""
     request = GenerateRequest(
         model="tiny", prompts=[prompt], sampling=SamplingParams(1), max_tokens=1, seed=0, cache=options
     )

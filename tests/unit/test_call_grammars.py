@@ -71,7 +71,7 @@ class Model:
         return bool(self.matcher.try_consume_tokens(token_ids) == len(token_ids) and self.matcher.is_accepting())
 
     def babble(self, seed: int, most: int = 2000) -> str:
-        """An answer drawn at random from what is allowed, mostly the first allowed token so that it ends."""
+        """An answer drawn at random from the allowed tokens, mostly the first one so that it ends."""
         source = random.Random(seed)
         said: list[int] = []
         while not self.matcher.is_stopped() and len(said) < most:

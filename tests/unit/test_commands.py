@@ -48,7 +48,7 @@ def lines_of_slices(job: Iterator[object]) -> list[int]:
 
 
 class Asked:
-    """Commands, and what was answered in which turn."""
+    """Commands, and their answers by turn."""
 
     def __init__(self, *caches: PrefixCache) -> None:
         self.answers: list[tuple[int, ControlResult]] = []

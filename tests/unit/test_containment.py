@@ -20,8 +20,8 @@ BLOCK_SIZE = 4
 @dataclass
 class FaultyRunner:
     """The next token is the last one plus one. A step with one of `poison` among its last tokens fails, as does every
-    step while `broken`. `written` are the blocks that were written since they were cleared, `parts` those of failed
-    steps that were announced."""
+    step while `broken`. `written` are the blocks that were written since they were cleared, `parts` the announced
+    blocks of failed steps."""
 
     poison: Collection[int] = ()
     broken: bool = False
@@ -44,7 +44,7 @@ class FaultyRunner:
 
 
 def run(runner: FaultyRunner, first_tokens: list[int]) -> tuple[dict[str, list[int]], dict[str, str], Scheduler]:
-    """Run one request for each first token; return their tokens, and errors of those that failed."""
+    """Run one request for each first token; return their tokens, and the errors of failed requests."""
     cache = PrefixCache(64, BLOCK_SIZE)
     scheduler = Scheduler([cache], max_num_seqs=16, max_num_batched_tokens=64, max_num_queued_reqs=16, max_model_len=64)
     steps = Steps(scheduler, ContainingExecutor(runner, BLOCK_SIZE, runner.parts.append), depth=0)

@@ -1,4 +1,4 @@
-"""The chat dialect with tools: what reaches the model, what is refused by name, how calls are told."""
+"""The chat dialect with tools: the prompt for the model, refusals by name, and calls in answers."""
 
 from __future__ import annotations
 

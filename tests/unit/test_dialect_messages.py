@@ -1,4 +1,4 @@
-"""The Messages dialect's requests: what reaches the template and the engine, and what is refused in words."""
+"""The Messages dialect's requests: the input of template and engine, and refusals in words."""
 
 import json
 from contextlib import suppress

@@ -50,7 +50,7 @@ FIELDS: dict[str, Any] = {
 
 
 class Link:
-    """Stands in for the connection to one life of the engine, and keeps what was sent."""
+    """Stands in for the connection to one life of the engine, and keeps sent messages."""
 
     def __init__(
         self,

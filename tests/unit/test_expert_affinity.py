@@ -1,4 +1,4 @@
-"""Conditional probabilities, by what they have to sum to and on what was seen often or never."""
+"""Conditional probabilities: their sums, and their values for experts that were seen often or never."""
 
 import numpy as np
 

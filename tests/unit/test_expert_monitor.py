@@ -1,4 +1,4 @@
-"""What is told of experts: counters, the description, and commands that cannot be carried out."""
+"""Reports about experts: counters, the description, and commands that cannot be carried out."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Placements: what is valid, where tokens go, balance with replicas, and the figures they are judged by."""
+"""Placements: valid ones, where tokens go, balance with replicas, and the figures that judge them."""
 
 import itertools
 

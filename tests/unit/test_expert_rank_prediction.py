@@ -1,4 +1,4 @@
-"""What one rank of several expects: of its own rows what is known of them, of others what such rows chose so far."""
+"""The predictions of one rank of several: its own rows by their history, other rows by earlier choices of such rows."""
 
 import numpy as np
 import pytest

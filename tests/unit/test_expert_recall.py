@@ -56,7 +56,7 @@ def test_one_step_in_the_interval_is_counted_and_of_it_so_many_rows():
         sample.rank("gate", 0, 1, np.repeat(SCORES, 50, axis=0))
         sample.end_step({1: np.repeat(np.array([[1, 2], [1, 2]]), 50, axis=0)})
     assert counted == [True, False, False] * 2 + [True]
-    # The first and the last row are among an even sample of four of a hundred, half of which recall everything.
+    # The first and the last row are among an even sample of four of a hundred rows; half of these recall everything.
     assert sample.counts() == [SourceRecall("gate", 1, 3 * 4 * 2, 3 * 2 * 2)]
 
 

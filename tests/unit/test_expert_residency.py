@@ -28,7 +28,7 @@ def control(num_slots=(2, 2, 2), num_experts=6, policy=lru):
 
 
 def copy_all(residency: ResidencyControl) -> list[tuple[int, int]]:
-    """Copies until nothing waits; what was copied, in order."""
+    """Copy until nothing waits; return the copied experts in order."""
     copied = []
     while (transfer := residency.next_transfer()) is not None:
         residency.moved(transfer, BYTES - transfer.num_moved)

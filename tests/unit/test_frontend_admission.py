@@ -1,4 +1,4 @@
-"""What a frontend takes in, on what terms, and what it tells those that it refuses."""
+"""The requests that a frontend takes in, their terms, and its refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is decided for a GPU without one: sizes of decode batches, arrays of a step, memory for KV, the device."""
+"""Decisions for a GPU that need none: sizes of decode batches, arrays of a step, memory for KV, the device."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ def test_without_recurrent_layers_no_memory_is_for_states() -> None:
 def test_running_requests_get_a_state_slot_each_and_snapshots_a_quarter_of_the_kv_memory() -> None:
     with_states = plan(states=StateDemand(64 * MIB, 8, None))
     assert with_states == KvBudget(4096, 8192, num_state_slots=8, num_snapshots=16)
-    # 9728 MiB are free beside the reserve, of which 512 MiB are slots: half of the rest is KV.
+    # 9728 MiB are free beside the reserve; slots take 512 MiB, and KV half of the rest.
     assert plan(states=StateDemand(64 * MIB, 8, None), available_bytes=2 * GIB).num_blocks == (1536 - 512) // 2
 
 

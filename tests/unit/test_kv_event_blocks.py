@@ -1,4 +1,4 @@
-"""What routers are told of a tree is what the tree holds."""
+"""The events that routers get describe the tree's blocks."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_who_follows_the_events_knows_the_blocks_of_the_tree(source, num_acts):
     if snapshot:
         assert latecomer.blocks == follower.blocks
     driver.cache.check_invariants()
-    # What is told anew after a full queue is the same.
+    # The events that follow a full queue are the same.
     driver.send(driver.blocks.restart(driver.cache.published()))
     follower.take(len(driver.batches) - 1, driver.batches[-1])
     assert follower.prefixes == held(driver.cache)

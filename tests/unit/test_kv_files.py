@@ -213,7 +213,7 @@ def test_threads_copy_each_kind_from_and_to_its_own_memory(tmp_path: Path) -> No
     for kind in Kind:
         assert (memories[kind][0][:, 5] == before[kind][:, 1]).all()
         assert (memories[kind][0][:, :5] == before[kind][:, :5]).all()
-    # A search finds what is there beside a block, and ends with the first block that is not there.
+    # A search finds the files beside a block, and ends with the first missing block.
     (tmp_path / copies[1].path).unlink()
     rows = [[StoredBlock(copy.name, copy.folder, 0, 0.0) for copy in copies], [StoredBlock(bytes(16), FOLDER, 0, 0.0)]]
     found = finish(copier, CopyJob((), sought=rows)).found

@@ -1,4 +1,4 @@
-"""Configurations of the GPU experts: what is promised of them for shapes of real models."""
+"""Configurations of the GPU experts: their promises for shapes of real models."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""Settings as Python names them become those of the command line."""
+"""Settings in Python become flags of the command line."""
 
 import pytest
 

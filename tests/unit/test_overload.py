@@ -65,7 +65,7 @@ def test_clients_who_leave_get_as_many_answers_as_with_the_best_number_of_places
 
 
 def test_who_would_be_dropped_in_the_end_is_dropped_as_soon_as_that_is_clear() -> None:
-    """A burst that does not end: a request may wait for 10 s, but newer ones go before those that are late."""
+    """A burst that does not end: a request may wait for 10 s, but newer ones go before late ones."""
     asked = clients(4.0)
     OverloadSimulation().run(asked)
     waited = [client.ended_at - client.at for client in asked if client.ended_at and client.first_at is None]

@@ -161,7 +161,7 @@ def linear(rows: int) -> float:
 
 
 def answer_s(num_running: int) -> float:
-    """Return how long an answer takes while so many run with 4.75 rows each in a step, as `linear` has it."""
+    """Return how long an answer takes while a number of them run with 4.75 rows each in a step, as `linear` has it."""
     return 16 * linear(round(4.75 * num_running))
 
 

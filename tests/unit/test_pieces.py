@@ -1,4 +1,4 @@
-"""Token ids of remembered pieces are those of the whole text, whatever the tokenizer does around a cut."""
+"""Token ids of remembered pieces equal the whole text's, whatever the tokenizer does around a cut."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_what_was_tokenised_before_is_not_tokenised_again(monkeypatch: pytest.Mo
     memory.encode("".join(turns[:19]), MARK, b"a")
     tokenised.clear()
     memory.encode("".join(turns), MARK, b"a")
-    assert "".join(tokenised) == "".join(turns[18:]), "the last piece of before and what is new"
+    assert "".join(tokenised) == "".join(turns[18:]), "the last piece of before and the new ones"
     tokenised.clear()
     memory.encode("".join(turns), MARK, b"b")
     assert "".join(tokenised) == "".join(turns), "another key's text is not compared"

@@ -46,7 +46,7 @@ def mean_need(load: Load) -> int:
 
 
 def least_steps(load: Load, num_blocks: int) -> float:
-    """Return how many steps any scheduler takes at least: a pool has only so many blocks in each."""
+    """Return how many steps any scheduler takes at least: a pool has a fixed number of blocks in each."""
     return max(cost(load, 4 * mean_need(load)).num_steps, num_held(load) / num_blocks)
 
 

@@ -1,8 +1,8 @@
 """PrefixCache against a brute-force model.
 
 In the model every prefix is one entry and eviction searches them all, for each block anew; a retention is a mark on the
-entry where it ends, and what an account holds and retains is counted anew each time. A shadow of the KV memory says
-what was written into each block, so that every hit is read again.
+entry where it ends, and what an account holds and retains is counted anew each time. A shadow of the KV memory holds
+the tokens that were written into each block, so that every hit is read again.
 """
 
 import random
@@ -112,7 +112,7 @@ class World:
         return self.rank(key), self.entries[key].stamp
 
     def held(self, account: str) -> int:
-        """Count the blocks of an account in the tree, and those of its running requests beside it."""
+        """Count the blocks of an account: in the tree, and its running requests' private ones."""
         size = self.size
         private = (
             len(one.lease.block_ids) - one.lease.num_published_tokens // size
@@ -125,7 +125,7 @@ class World:
         return self.rank(key), -self.excess(account_of(key[0])), self.entries[key].stamp
 
     def tier(self, key: Key, taker: str | None, taken: float) -> int:
-        """Return 2 for what is pinned, 1 for what others have cached that hold less than the taker."""
+        """Return 2 for pinned entries, 1 for entries of accounts that hold less than the taker, else 0."""
         account = account_of(key[0])
         return 2 if self.rank(key) == 2 else int(account != taker and self.excess(account) < taken)
 

@@ -130,7 +130,7 @@ def test_a_model_is_fetched_resumed_and_verified(tmp_path: Path) -> None:
     assert (folder / "model.safetensors").read_bytes() == WEIGHTS
     assert len(asked) == 2
     assert asked[1] is not None
-    assert len(state.fetched) == count, "what is there is not fetched again"
+    assert len(state.fetched) == count, "present files are not fetched again"
     assert "download" in done.stderr
     assert "verify" in done.stderr
 

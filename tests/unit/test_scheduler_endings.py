@@ -37,7 +37,7 @@ def crowded(depth: int, *, caching: bool = True) -> Simulation:
 
 
 def stopped(whole: Simulation, stride: int, num_steps: int = 1000) -> Iterator[Simulation]:
-    """Copies of a simulation, which runs to its end or for so many steps, at the beginning and after every `stride`."""
+    """Run a simulation for at most `num_steps`; yield copies of it at the beginning and after every `stride` steps."""
     for when in range(num_steps):
         if when % stride == 0:
             yield deepcopy(whole)
@@ -51,7 +51,7 @@ def stopped(whole: Simulation, stride: int, num_steps: int = 1000) -> Iterator[S
 @pytest.mark.parametrize("how", ["abort", "finish"])
 def test_a_request_can_end_at_every_step(how: str, depth: int) -> None:
     states: set[str] = set()
-    # Every step of one request, and a third of the steps of those that begin as others do.
+    # Every step of one request, and a third of the steps of requests that begin as others do.
     for victim, stride in (("r0", 1), ("r3", 3), ("r4", 3)):
         for simulation in stopped(crowded(depth), stride):
             record = simulation.records[victim]

@@ -124,7 +124,7 @@ def test_the_next_turn_finds_the_tokens_that_were_generated() -> None:
     simulation.run()
     second = simulation.add("second", [*first.history, 1, 2, 3], SamplingParams(max_tokens=2))
     simulation.run()
-    # 10 + 11 tokens, of which the last one was drawn and not computed.
+    # 10 + 11 tokens; the last one was drawn and not computed.
     assert second.request.num_cached_tokens == 20
     simulation.check_all_done()
 

@@ -1,4 +1,4 @@
-"""Planning one step ahead of its results: the same tokens, no step lost, nothing kept of what was computed in vain."""
+"""Planning one step ahead of its results: the same tokens, no step lost, nothing kept of rows computed in vain."""
 
 from __future__ import annotations
 

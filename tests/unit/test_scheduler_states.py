@@ -1,4 +1,4 @@
-"""Recurrent states in the schedule: where chunks end, what is resumed, who waits, and that no token changes."""
+"""Recurrent states in the schedule: ends of chunks, resumed states, waits, and unchanged tokens."""
 
 from __future__ import annotations
 

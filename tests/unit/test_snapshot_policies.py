@@ -1,4 +1,4 @@
-"""`python -m benchmarks.snapshots`: what is reused, by where snapshots are kept."""
+"""`python -m benchmarks.snapshots`: reused tokens, by where snapshots are kept."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def test_sixteen_big_bodies_of_one_key_leave_a_process_to_others() -> None:
     queue.add("a", 10, "own small")
     assert set(names(begin(queue))) <= {"small", "own small"}
     queue.finish(running, 1.0, 1.0)
-    # Of those that may take long, it is the turn of whoever has used less.
+    # Among slow bodies the key that has used less is next.
     assert "big" in names(begin(queue, 1.0))
 
 

@@ -1,4 +1,4 @@
-"""KV that is kept for a tool's return: for how long, what is learnt of tools, and what is read back from disk."""
+"""KV that is kept for a tool's return: for how long, learnt durations of tools, and reads from disk."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_kv_is_kept_while_that_costs_less_than_to_have_it_again() -> None:
 
 
 class Costs:
-    """KV that takes `seconds` to have again, and notes what is to be read back."""
+    """KV that takes `seconds` to have again; it notes the asked reads."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds

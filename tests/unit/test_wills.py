@@ -196,7 +196,7 @@ def test_wills_beyond_the_bounds_are_not_left() -> None:
 
 
 class _Transport:
-    """A transport of a connected socket, with so many bytes in its buffer."""
+    """A transport of a connected socket, with a number of bytes in its buffer."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection

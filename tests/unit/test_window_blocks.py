@@ -212,8 +212,8 @@ class Running:
 class World:
     """A plain model beside the cache: which prefixes have a window block that nobody needs, and what each is worth.
 
-    A prefix of an account stands for its last block. What is in the tree is observed; which KV block is evicted is
-    tested elsewhere.
+    A prefix of an account stands for its last block. The tree's content is observed; other tests cover
+    which KV block is evicted.
     """
 
     def __init__(self, random: Random, num_blocks: int, num_window_blocks: int) -> None:
@@ -237,7 +237,7 @@ class World:
         }
 
     def num_held(self, account: str) -> int:
-        """Count the window blocks of an account: those of prefixes, and those that leases have not published."""
+        """Count the window blocks of an account: of prefixes, and unpublished ones of leases."""
         own = [one for one in self.running if one.account == account]
         num_private = sum(len(one.lease.block_ids) - one.lease.num_published_tokens // SIZE for one in own)
         return num_private + sum(key[0] == account for key in self.queue.keys() | self.needed())
@@ -274,7 +274,7 @@ class World:
         one.end = wanted
 
     def make_room(self, count: int, account: str) -> None:
-        """What is worth nothing goes, the oldest first; then the least of the account that holds most."""
+        """Worthless blocks go first, the oldest first; then the least worthy of the account that holds most."""
         windows = self.cache.windows
         assert windows is not None
         for _ in range(count - windows.num_free):
