@@ -13,7 +13,7 @@ from math import inf
 import hypothesis.strategies as st
 import pytest
 from hypothesis import settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, account_of
 from radix_cache.victims import HALF_LIFE_S
@@ -554,6 +554,13 @@ class PrefixCacheMachine(RuleBasedStateMachine):
 
 PrefixCacheMachine.TestCase.settings = settings(examples(2), stateful_step_count=50)
 TestPrefixCacheAgainstModel = pytest.mark.slow(PrefixCacheMachine.TestCase)
+
+
+# A hundred thousand rules.
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_long_runs_of_rules_agree_with_the_model() -> None:
+    run_state_machine_as_test(PrefixCacheMachine, settings=settings(examples(50), stateful_step_count=50))
 
 
 def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaining: bool = False) -> list[object]:

@@ -476,9 +476,10 @@ def test_tokens_are_those_of_an_undisturbed_run_whatever_goes_to_disk_and_comes_
     history.play()
 
 
+# More than a million steps.
 @pytest.mark.long
-@pytest.mark.timeout(3600)
-@examples(300)
+@pytest.mark.timeout(7200)
+@examples(750)
 @given(HISTORIES)
 def test_long_histories_too(history: History) -> None:
     history.play()

@@ -13,6 +13,7 @@ content, and a file that is gone is a miss.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
@@ -20,7 +21,7 @@ import secrets
 import struct
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlock, border_name, used_at
@@ -78,6 +79,39 @@ def _read_secret(path: Path) -> bytes:
     return secret
 
 
+@contextmanager
+def if_there_is_room() -> Iterator[None]:
+    """Pass over a write that finds the disk full: nothing depends on it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+
+
+def replace_file(path: Path, parts: Sequence[bytes | memoryview], seconds: float) -> int:
+    """Write a file whole, or leave none. seconds: its time, since the epoch. Return its size."""
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
+    descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        size = 0
+        try:
+            for part in parts:
+                rest = memoryview(part)
+                while rest:
+                    written = os.write(descriptor, rest)
+                    rest, size = rest[written:], size + written
+            os.utime(descriptor, (seconds, seconds))
+        finally:
+            os.close(descriptor)
+        os.rename(scratch, path)
+    except BaseException:
+        with suppress(OSError):
+            os.unlink(scratch)
+        raise
+    return size
+
+
 class BlockFiles:
     """The files of one folder. Any thread may call the methods."""
 
@@ -87,10 +121,11 @@ class BlockFiles:
         self.fingerprint = fingerprint
 
     def describe(self, about: bytes) -> None:
-        """Make the folder of this process's blocks, with a file for people. Raise OSError."""
+        """Make the folder of this process's blocks, with a file for people, unless the disk is full. Raise OSError."""
         folder = self.root / self.fingerprint
-        folder.mkdir(mode=0o700, exist_ok=True)
-        self._replace(folder / ABOUT, [about], time.time())
+        with if_there_is_room():
+            folder.mkdir(mode=0o700, exist_ok=True)
+            replace_file(folder / ABOUT, [about], time.time())
 
     def write(self, copy: BlockCopy, content: memoryview) -> int:
         """Write a block's file and return its size. Raise OSError, with nothing left behind."""
@@ -100,10 +135,10 @@ class BlockFiles:
         path, seconds = self.root / copy.path, used_at(time.time(), copy.depth)
         parts: list[bytes | memoryview] = [head, content, digest.digest()]
         try:
-            return self._replace(path, parts, seconds)
+            return replace_file(path, parts, seconds)
         except FileNotFoundError:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return self._replace(path, parts, seconds)
+            return replace_file(path, parts, seconds)
 
     def read(self, copy: BlockCopy, content: memoryview) -> int:
         """Fill `content` with a block and return the size of its file. Raise BlockError or OSError.
@@ -148,29 +183,6 @@ class BlockFiles:
         name, num_tokens, num_bytes = copy.name[:NAME_BYTES], len(copy.tokens) // 4, len(content)
         fields = self.fingerprint.encode(), name, num_tokens, copy.kind, num_bytes
         return _HEADER.pack(_MAGIC, *fields) + copy.tokens
-
-    @staticmethod
-    def _replace(path: Path, parts: Sequence[bytes | memoryview], seconds: float) -> int:
-        """Write a file whole, or leave none. seconds: its time, since the epoch. Return its size."""
-        scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            size = 0
-            try:
-                for part in parts:
-                    rest = memoryview(part)
-                    while rest:
-                        written = os.write(descriptor, rest)
-                        rest, size = rest[written:], size + written
-                os.utime(descriptor, (seconds, seconds))
-            finally:
-                os.close(descriptor)
-            os.rename(scratch, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(scratch)
-            raise
-        return size
 
 
 def scan(root: Path, now: float) -> Iterator[StoredBlock]:

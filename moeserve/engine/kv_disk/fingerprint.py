@@ -6,8 +6,7 @@ Blocks of another fingerprint are never read. So a change of weights, settings o
 from __future__ import annotations
 
 import hashlib
-import os
-import secrets
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ import experts
 import kernels
 import moeserve.model
 from moeserve.config import VERSION
+from moeserve.engine.kv_disk.files import if_there_is_room, replace_file
 
 _HASHES = "weights.json"
 _SOURCES = (experts, kernels, moeserve.model)
@@ -60,11 +60,8 @@ def _hash_model(folder: Path, memory: Path) -> list[tuple[str, str]]:
             is_new = True
         hashed.append((path.name, known[key].sha256))
     if is_new:
-        scratch = memory.with_name(f".{memory.name}.{secrets.token_hex(4)}")
-        descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(msgspec.json.encode(known))
-        scratch.replace(memory)
+        with if_there_is_room():
+            replace_file(memory, [msgspec.json.encode(known)], time.time())
     return hashed
 
 
