@@ -95,8 +95,12 @@ def answers(folder: Path, place: Path, bodies: list[dict[str, Any]], *settings: 
         return found, sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
 
 
-@pytest.mark.parametrize("count", [NUM_REQUESTS, pytest.param(NUM_IN_LONG_SUITE, marks=pytest.mark.long)])
-@pytest.mark.parametrize("settings", [(), TWO_RANKS], ids=["one rank", "two ranks"])
+@pytest.mark.parametrize(
+    "count", [NUM_REQUESTS, pytest.param(NUM_IN_LONG_SUITE, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
+@pytest.mark.parametrize(
+    "settings", [pytest.param((), id="one rank", marks=pytest.mark.long), pytest.param(TWO_RANKS, id="two ranks")]
+)
 @pytest.mark.parametrize("kind", ["attention", "states"])
 def test_random_requests_have_the_same_answers_with_drafts_and_without(
     kind: str, settings: tuple[str, ...], count: int, tmp_path: Path

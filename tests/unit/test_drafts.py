@@ -68,6 +68,7 @@ def test_conversations_with_drafts_get_the_tokens_of_an_undisturbed_run(
             assert sum(counters.accepted) > 0.5 * counters.tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block_size", "depth", "share_right"), pairs([1, 3, 4, 16], [0, 1], [0.0, 0.7, 1.0]))
 def test_conversations_with_drafts_and_recurrent_states_get_the_tokens_of_an_undisturbed_run(
     block_size: int, depth: int, share_right: float
