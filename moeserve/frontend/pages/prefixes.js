@@ -37,7 +37,7 @@ export class PrefixPanel {
 
   showFacts({ num_prefixes: all, budget, disk }) {
     const facts = [];
-    if (all !== undefined) facts.push(["prefixes", count(all)]);
+    if (all !== undefined) facts.push(["in memory", count(all)]);
     if (budget?.blocks) {
       facts.push(["retained", `${count(budget.retained)} of ${count(budget.blocks)} blocks`]);
       facts.push(["of which pinned", `${count(budget.pinned)} blocks`]);
