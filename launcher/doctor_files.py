@@ -1,4 +1,4 @@
-"""What `moeserve doctor` says of a folder or a hub repository with several GGUF files."""
+"""The report of `moeserve doctor` on a folder or a hub repository with several GGUF files."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class EvenListener:
                 # Another was faster, or the client has left.
                 return
             except OSError:
-                # The system is short of something. What waits would call this again at once.
+                # The system is short of something. The waiting connection would call this again at once.
                 break
             finally:
                 self._waits_since = None

@@ -215,9 +215,9 @@ def enforceable(schema: Any, where: str, depth: int = 0) -> Any:
 def closed(schema: Any) -> Any:
     """Return a JSON schema, no deeper than `enforceable` lets pass, whose objects have only properties that they list.
 
-    A weak model invents properties without end where it may. Whatever obeys the result obeys the schema. Objects that
-    say what else they may have keep it. A schema that describes an object in several places stays as it is: each place
-    would forbid the properties of the others, or branches that overlap would look as if they did not.
+    A weak model invents properties without end where it may. A value that obeys the result obeys the schema. Objects
+    that allow further properties explicitly keep them. A schema that describes an object in several places stays as it
+    is: each place would forbid the properties of the others, or branches that overlap would look as if they did not.
     """
     return schema if _describes_in_parts(schema) else _closed(schema)
 

@@ -1,4 +1,4 @@
-"""Who may call what: keys, roles, and the gate in front of every route.
+"""Keys, roles, and the gate in front of every route.
 
 The gate decides by `scope["path"]` and denies by default: an unknown path needs a key like any other. Without keys the
 server is open. A role opens the routes of another role only where `_GRANTS` says so.

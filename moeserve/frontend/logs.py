@@ -1,7 +1,7 @@
 """The logs of a process: structlog on standard error, for people on a terminal and as JSON elsewhere.
 
-Whoever reads standard error may stop reading, and then a write to it waits for ever. So lines go through a bounded
-queue to a thread; what does not fit is dropped and counted.
+The reader of standard error may stop reading, and then a write to it waits for ever. So lines go through a bounded
+queue to a thread; lines that do not fit are dropped and counted.
 """
 
 from __future__ import annotations

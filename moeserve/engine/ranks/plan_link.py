@@ -4,7 +4,7 @@ Between two plans of a running request almost nothing changes: it has one more t
 Both ends therefore keep the facts about each request that recent plans named: its sampling parameters, block table,
 history, mask and window table. The sender describes a chunk by its differences from these facts, in a few dozen bytes
 however long the context is, and names the request by a small number. Only a grammar's mask comes whole, one bit per
-token of the vocabulary, whenever it is another one. Whoever executes the plans keeps nothing.
+token of the vocabulary, whenever it is another one. The executor of the plans keeps nothing.
 
 A plan travels as the MessagePack array of `_WirePlan`. Plans are numbered: number 0 makes the receiver forget
 everything, and a gap is an error. So a sender that starts anew is understood by any receiver, and none computes with

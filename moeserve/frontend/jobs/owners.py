@@ -1,4 +1,4 @@
-"""Who runs a job: each HTTP process of the services that share a store holds a lock as long as it lives."""
+"""Owners of jobs: each HTTP process of the services that share a store holds a lock as long as it lives."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Text that comes in pieces, as parsers read it: a parser is a generator that yields where it needs more text.
 
-What a parser does depends on the text alone and never on how it was cut: every reading function either knows enough to
+A parser's output depends on the text alone and never on how it was cut: every reading function either knows enough to
 go on, or yields. Each character is looked at a bounded number of times.
 """
 

@@ -1,7 +1,7 @@
 """The parser of one choice: text in, as it is generated; reasoning, text and calls out.
 
-Streaming gives the same parts however the text is cut. Whatever is no valid call stays visible as text, or is given to
-the client as the arguments that it is; no text of a model is an error.
+Streaming gives the same parts however the text is cut. An invalid call stays visible as text, or goes to the client as
+unparsed arguments; no text of a model is an error.
 """
 
 from __future__ import annotations

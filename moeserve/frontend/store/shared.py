@@ -1,4 +1,4 @@
-"""Who uses a response store: services and HTTP processes hold locks in a file beside it for as long as they live.
+"""Users of a response store: services and HTTP processes hold locks in a file beside it for as long as they live.
 
 The kernel takes a lock away when its process ends, by whatever it ends, and never before: no clock says who is dead,
 and a process that stands still has not ended. So the file must be on a disk of this machine, as SQLite's must.
