@@ -283,7 +283,9 @@ class CpuOps:
         layout = expert_layout(shape)
         experts = layout.experts(num_experts)
         for expert in range(num_experts):
-            experts.put(expert, self._memory.keep(layout.pack(*matrices_of(expert))))
+            packed = self._memory.take(layout.num_bytes)
+            layout.pack_into(packed, *matrices_of(expert))
+            experts.put(expert, packed)
         return experts
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:

@@ -102,6 +102,24 @@ class ExpertLayout(ExpertPacking):
     """A packing that a CPU computes with in place."""
 
     @abstractmethod
+    def pack_into(
+        self,
+        out: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
+        """Do as `pack`, and write the bytes to `out`, uint8 [num_bytes]."""
+
+    def pack(
+        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
+    ) -> Tensor:
+        packed = torch.empty(self.num_bytes, dtype=torch.uint8)
+        self.pack_into(packed, gate_up, down, gate_up_bias, down_bias)
+        return packed
+
+    @abstractmethod
     def experts(self, num_experts: int) -> PackedExperts:
         """Return packed experts of this layout, all absent."""
 

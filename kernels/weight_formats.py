@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -126,7 +127,9 @@ def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
         return None
     if any(not _same_order(part.order, first.order) for part in parts):
         return None
-    return QuantizedRows(first.format, torch.cat([part.data for part in parts]), first.depth, first.order)
+    # By numpy: torch copies on several threads, and waits for each of them however busy the machine is.
+    data = parts[0].data if len(parts) == 1 else torch.from_numpy(np.concatenate([part.data.numpy() for part in parts]))
+    return QuantizedRows(first.format, data, first.depth, first.order)
 
 
 def _same_order(order: Tensor | None, other: Tensor | None) -> bool:

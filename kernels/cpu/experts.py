@@ -63,16 +63,20 @@ class PanelLayout(ExpertLayout):
         first, second = self.shape.formats
         return 3 + first.number, 3 + second.number
 
-    def pack(
-        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
-    ) -> Tensor:
+    def pack_into(
+        self,
+        out: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
         if isinstance(gate_up, QuantizedRows) and isinstance(down, QuantizedRows) and down.order is not None:
             rows = torch.cat([down.order, down.order + down.depth])[: gate_up.shape[0]]
             gate_up, down = gate_up.rows(rows), QuantizedRows(down.format, down.data, down.depth)
             gate_up_bias = None if gate_up_bias is None else gate_up_bias[rows]
         order = self._ordered(torch.arange(1, gate_up.shape[0] + 1)) - 1
-        packed = torch.empty(self.num_bytes, dtype=torch.uint8)
-        first_out, second_out, rest = packed.split([*self._matrix_bytes, self.num_bytes - sum(self._matrix_bytes)])
+        first_out, second_out, rest = out.split([*self._matrix_bytes, self.num_bytes - sum(self._matrix_bytes)])
         if self.shape.formats is not None:
             first, second = self.shape.formats
             self._pack_rows(gate_up, first, order, first_out)
@@ -91,7 +95,6 @@ class PanelLayout(ExpertLayout):
             parts.append(order.int().view(torch.uint8))
         if parts:
             rest.copy_(torch.cat(parts))
-        return packed
 
     def _pack_rows(self, matrix: Matrix, form: WeightFormat, order: Tensor | None, out: Tensor) -> None:
         rows = matrix if isinstance(matrix, QuantizedRows) else quantise(matrix, form, self._kernels)
@@ -207,16 +210,21 @@ class RowLayout(ExpertLayout):
         self._part_bytes = [torch.Size(size).numel() * dtype.itemsize for size, dtype in self._parts]
         self.num_bytes = sum(self._part_bytes)
 
-    def pack(
-        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
-    ) -> Tensor:
+    def pack_into(
+        self,
+        out: Tensor,
+        gate_up: Matrix,
+        down: Matrix,
+        gate_up_bias: Tensor | None = None,
+        down_bias: Tensor | None = None,
+    ) -> None:
         wide = [widened(part) for part in (gate_up, down)]
         parts = wide + ([] if gate_up_bias is None or down_bias is None else [gate_up_bias, down_bias])
         flat = [
             part.to(dtype).contiguous().view(torch.uint8).flatten()
             for part, (_, dtype) in zip(parts, self._parts, strict=True)
         ]
-        return torch.cat(flat)
+        torch.cat(flat, out=out)
 
     def unpack(self, packed: Tensor) -> list[Tensor]:
         """Return views of packed bytes: gate_up, down and, if there are any, their biases."""

@@ -24,14 +24,17 @@ class WeightMemory:
 
     def keep(self, packed: Tensor) -> Tensor:
         """Return a copy of packed bytes, uint8 [N]."""
-        size = packed.numel()
+        return self.take(packed.numel()).copy_(packed)
+
+    def take(self, size: int) -> Tensor:
+        """Return room for packed bytes, uint8 [size]."""
         if size > _CHUNK_BYTES // 4:
-            return _huge_pages(size).copy_(packed)
+            return _huge_pages(size)
         if self._used + size > self._chunk.numel():
             self._chunk, self._used = _huge_pages(_CHUNK_BYTES), 0
-        kept = self._chunk[self._used : self._used + size].copy_(packed)
+        taken = self._chunk[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return kept
+        return taken
 
 
 def _huge_pages(num_bytes: int) -> Tensor:

@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "quantised.h"
+#include "team.h"
 
 namespace moeserve {
 namespace {
@@ -178,15 +179,14 @@ void write_panel(const Number* const* rows, int64_t depth, uint8_t* out) {
 template <typename Number>
 void pack_panels(const Number* rows, int64_t row_stride, int64_t depth, const int64_t* order, int64_t num_columns,
                  uint8_t* out) {
-#pragma omp parallel for schedule(dynamic, 4)
-  for (int64_t panel = 0; panel < num_columns / kPanelColumns; ++panel) {
+  for_shared(num_columns / kPanelColumns, 4, [&](int64_t panel) {
     const Number* of[kPanelColumns];
     for (int c = 0; c < kPanelColumns; ++c) {
       const int64_t row = order[panel * kPanelColumns + c];
       of[c] = row < 0 ? nullptr : rows + row * row_stride;
     }
     write_panel(of, depth, out + panel * kPanelColumns * depth * sizeof(Number));
-  }
+  });
 }
 
 }  // namespace
@@ -209,8 +209,7 @@ extern "C" void moeserve_pack_quantised(int64_t format, const uint8_t* rows, int
   using namespace moeserve;
   const Traits& traits = traits_of(static_cast<Format>(format));
   const int64_t num_blocks = depth / traits.depth();
-#pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t half = 0; half < num_columns / kLanes; ++half) {
+  for_shared(num_columns / kLanes, 1, [&](int64_t half) {
     uint8_t* to = out + half * num_blocks * traits.block_bytes();
     const int64_t* of = order + half * kLanes;
     static const uint8_t zeros[256] = {};
@@ -221,5 +220,5 @@ extern "C" void moeserve_pack_quantised(int64_t format, const uint8_t* rows, int
                columns[c]);
       write_block(traits, columns, to);
     }
-  }
+  });
 }

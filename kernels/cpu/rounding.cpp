@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "quantised.h"
+#include "team.h"
 
 namespace moeserve {
 namespace {
@@ -361,8 +362,7 @@ struct Matrix {
 template <typename Number>
 void round_matrix(const Matrix<Number>& matrix, int64_t num_rows) {
   const int64_t num_groups = num_rows * (matrix.depth / kGroup);
-#pragma omp parallel for schedule(static)
-  for (int64_t first = 0; first < num_groups; first += kLanes) matrix.round(first, num_groups);
+  for_shared((num_groups + kLanes - 1) / kLanes, 64, [&](int64_t chunk) { matrix.round(chunk * kLanes, num_groups); });
 }
 
 }  // namespace

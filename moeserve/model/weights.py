@@ -97,9 +97,10 @@ class _Loader:
         self._dispatch_of, self._observers = dispatch_of, observers
 
     def embedding(self, stored: StoredTensor) -> Matrix:
-        """Load the table. Rows are widened when looked up, so a table of fewer bits need not take 32 bits."""
+        """Load the table into memory of its own. Rows are widened when looked up, so it may have fewer bits."""
         if self._rounding.stored_format("embedding", stored) is not None:
-            return self._reader.read_quantised(stored)
+            rows = self._reader.read_quantised(stored)
+            return QuantizedRows(rows.format, rows.data.clone(), rows.depth, rows.order)
         narrow = self._ops.keeps_narrow and self._dtype == torch.float32
         wide = torch.bfloat16 if self._rounding.narrow else self._dtype
         table = self._tensor(stored, _NARROW.get(stored.dtype, wide) if narrow else self._dtype)

@@ -45,7 +45,10 @@ def read_row(part: GgufPart, row: int) -> Tensor:
 
 
 def read_packed(part: GgufPart, expert: int | None = None) -> QuantizedRows:
-    """Return the rows of a matrix, or of one expert of it, in their blocks. Raise CheckpointError."""
+    """Return the rows of a matrix, or of one expert of it, in their blocks, mapped from the file where they can be.
+
+    Raise CheckpointError.
+    """
     if expert is not None:
         return _packed(_row_of(part.sources[0], expert))
     rows = joined_rows([_packed(source) for source in part.sources])
@@ -75,7 +78,8 @@ def _row_of(tensor: GgufTensor, row: int) -> GgufTensor:
 
 def _bytes(tensor: GgufTensor) -> _Array:
     try:
-        return np.memmap(tensor.file, np.uint8, "r", tensor.offset, (tensor.num_bytes,))
+        # Private pages, which torch may write to; nothing does.
+        return np.memmap(tensor.file, np.uint8, "c", tensor.offset, (tensor.num_bytes,))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor.file.name} cannot be read: {error}.") from None
 
@@ -108,6 +112,6 @@ def _packed(tensor: GgufTensor) -> QuantizedRows:
     depth = tensor.shape[-1]
     form = FORMATS.get(tensor.kind.lower())
     if form is not None:
-        return QuantizedRows(form, torch.from_numpy(_by_rows(tensor).copy()), depth)
+        return QuantizedRows(form, torch.from_numpy(_by_rows(tensor)), depth)
     rounded = quantize(_numbers(tensor).float().numpy(), GGMLQuantizationType.Q8_0)
     return QuantizedRows(Q8_0, torch.from_numpy(rounded), depth)
