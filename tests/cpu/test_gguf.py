@@ -209,9 +209,11 @@ def test_mutated_headers_get_one_sentence(number: int, quantised: Path, tmp_path
             place = draw.randrange(len(bad) if draw.random() < 0.5 else 64)
             new = draw.choice(numbers) if draw.random() < 0.5 else bytes((draw.randrange(256),))
             bad[place : place + len(new)] = new
-        path.write_bytes(
-            bad[: draw.randrange(len(bad))] if draw.random() < 0.2 else bytes(bad) + content[header_bytes:]
-        )
+        is_cut = draw.random() < 0.2
+        with path.open("wb") as file:
+            file.write(bad[: draw.randrange(len(bad))] if is_cut else bad)
+            if not is_cut:
+                file.truncate(len(content))  # Only the header is read.
         with suppress(CheckpointError):
             read_gguf(path)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
