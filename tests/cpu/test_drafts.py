@@ -113,7 +113,7 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
         ("deepseek_v3-yarn", "suffix", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
         ("qwen3_next", "suffix", {}),
         ("qwen3_next", "ngram", {"max_num_batched_tokens": 24, "max_num_seqs": 14, "kv_cache_memory": 260 * 2**10}),
-        ("qwen3_5_moe", "auto", {"max_num_seqs": 30}),
+        ("qwen3_5_moe", "suffix", {"max_num_seqs": 30}),
     ],
 )
 def test_random_requests_have_the_same_bits_with_drafts_and_without(
