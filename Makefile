@@ -100,7 +100,7 @@ behaviour: venv
 
 # Tests wait for their services half of the time. The recorded behaviour takes longest, and comes first; its services are
 # forked from the process that has imported what all of them need.
-FEW := $(shell cores=$$(nproc); echo $$((cores < 4 ? 3 * cores : 8)))
+FEW := $(shell cores=$$(nproc); echo $$((cores < 4 ? 2 * cores : 8)))
 E2E_TESTS := tests/behaviour tests/e2e
 e2e: venv
 	@echo "-- tokens, bits and plans as recorded; end-to-end tests over HTTP"

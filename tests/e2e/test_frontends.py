@@ -93,11 +93,15 @@ class Connection:
 
 
 def holder(running: Service, port: int) -> str:
-    """Return which child holds the connection whose other end has that port."""
+    """Return which child holds the connection whose other end has that port.
+
+    A connection to another service may have the same one.
+    """
+    own = f":{running.http.base_url.port:04X}"
     inode = next(
         fields[9]
         for fields in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
-        if fields[2].endswith(f":{port:04X}") and fields[3] == "01"
+        if fields[1].endswith(own) and fields[2].endswith(f":{port:04X}") and fields[3] == "01"
     )
     for name, pid in children_of(running.process.pid).items():
         for link in Path(f"/proc/{pid}/fd").iterdir():

@@ -17,7 +17,7 @@ from tests.support.service import Service, service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS, SPECIALS, TEMPLATE, write_model_dir
 
-NUM_REQUESTS = 32
+NUM_REQUESTS = 10
 NUM_IN_LONG_SUITE = 1_000
 TOGETHER = 8
 TWO_RANKS = ("--expert-parallel-size", "2", "--engine-timeout", "60")
