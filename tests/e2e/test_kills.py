@@ -261,6 +261,9 @@ def test_a_drain_goes_on_or_tells_of_its_end(
         traffic = Traffic(str(running.http.base_url), TRAFFIC).start()
         assert traffic.started.wait(60)
         assert traffic.admitted.wait(60)
+        # Nobody judges this one: while it is open, the drain is not over.
+        holding = running.stream(30_000, prompt="and so on")
+        next(holding)
         running.process.send_signal(signal.SIGTERM)
         with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
             wait_until(lambda: other.get("/ready").status_code == 503)
@@ -275,6 +278,7 @@ def test_a_drain_goes_on_or_tells_of_its_end(
             allowed.add("error")
             code = 128 + number if number == signal.SIGTERM else -number
         killing.judge(traffic, undisturbed, allowed)
+        holding.close()  # type: ignore[attr-defined]
         if target == "supervisor" and number == signal.SIGSTOP:
             running.process.send_signal(signal.SIGCONT)
         assert running.end() == code
