@@ -56,7 +56,7 @@ class Tick(IntFlag):
 
 
 class Rest(StrEnum):
-    """Whether the service sleeps: then there is no engine, and no weights are in memory, until a request wakes it."""
+    """The service is awake, or sleeps: without an engine, and with no weights in memory, until a request wakes it."""
 
     AWAKE = "awake"
     FALLING = "falling"

@@ -73,7 +73,7 @@ class BlockCopies:
         return bool(self._wanted or self._copied)
 
     def __contains__(self, name: bytes) -> bool:
-        """Whether a block is to be written, or is being written."""
+        """Return True for a block that is to be written or is being written."""
         return name in self._names
 
     def want(self, copy: BlockCopy) -> None:

@@ -40,7 +40,7 @@ class BorderCopies:
         return len(self._wanted)
 
     def __contains__(self, name: bytes) -> bool:
-        """Whether a file of that name is to be written, or is being written."""
+        """Return True for a file name that is to be written or is being written."""
         return name in self._names
 
     def want(self, owner: _Owner, copy: BlockCopy) -> None:

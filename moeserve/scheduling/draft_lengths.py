@@ -86,14 +86,12 @@ def best_lengths(
     num_rows: int,
     most: int,
     seconds: Callable[[int], float],
-    again: Sequence[int] = (),
 ) -> list[int]:
     """Return how many drafts of each request a step should verify, to make the most tokens per second.
 
-    chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts.
-    most: the number of drafts in all. seconds: of a step with a number of rows; 0 if that is not known, and then there
-    are no drafts. again[i]: the rows of request i without drafts if a wrong draft has these, and the right drafts
-    before it, computed again; else 0, as where it is empty.
+    chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts,
+    each of which gives a token. most: the number of drafts in all. seconds: of a step with a number of rows; 0 if that
+    is not known, and then there are no drafts.
     """
     lengths, best = [0] * len(chances), [0] * len(chances)
     base_s = seconds(num_rows)
@@ -101,17 +99,14 @@ def best_lengths(
     if base_s <= 0 or not queue:
         return lengths
     heapify(queue)
-    tokens, highest, extra = float(len(chances)), _LEAST_GAIN * len(chances) / base_s, 0.0
+    tokens, highest = float(num_rows), _LEAST_GAIN * num_rows / base_s
     for rows in range(num_rows + 1, num_rows + most + 1):
         chance, index = queue[0]
         if chance == 0:
             break
         tokens -= chance
-        if again and again[index]:
-            before = chances[index][lengths[index] - 1] if lengths[index] else 1.0
-            extra += (again[index] + lengths[index]) * (before + chance)
         lengths[index] += 1
-        pace = tokens / max(seconds(rows + round(extra)), 1e-9)
+        pace = tokens / max(seconds(rows), 1e-9)
         if pace > highest:
             best, highest = lengths.copy(), pace
         own = chances[index]

@@ -154,8 +154,7 @@ class Drafting:
                 own += self._acceptance.chances(known.rates, FORCED, 0, count - num_guessed, first)
             chances.append(own)
         attended = size.attended / max(1, size.rows)
-        again = [0 if request.state is None else _num_rows(request) for request in requests]
-        return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows), again)
+        return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
 
     def plan(self, requests: Iterable[Request], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
         """Return by request how many of its drafts a step should verify, where there are any.

@@ -45,16 +45,6 @@ def test_certain_guesses_are_verified_and_unlikely_ones_are_not() -> None:
     assert best_lengths([[0.99, 0.98, 0.97]], 1, 2, seconds) == [2]
 
 
-def test_fewer_drafts_are_verified_where_wrong_ones_have_rows_computed_again() -> None:
-    def seconds(rows: int) -> float:
-        return 1.0 + 0.2 * rows
-
-    likely, unlikely = [[0.99, 0.98, 0.97]], [[0.9, 0.8, 0.5, 0.3]]
-    assert best_lengths(likely, 1, 8, seconds, [1]) == [3]
-    assert best_lengths(unlikely, 1, 8, seconds) == [3]
-    assert best_lengths(unlikely, 1, 8, seconds, [1]) == [2]
-
-
 def test_nothing_is_verified_where_rows_cost_in_full_or_costs_are_not_known() -> None:
     assert best_lengths([[0.99] * 8], 1, 8, float) == [0]
     assert best_lengths([[0.99] * 8], 1, 8, lambda rows: 0.0) == [0]

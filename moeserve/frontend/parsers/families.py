@@ -148,7 +148,7 @@ class OutputShape:
         if not isinstance(prompt, ChatPrompt):
             return request.thought.starts[number]
         reasoning = REASONING.get(self.reasoning)
-        continued = prompt.continued if isinstance(prompt, ChatPrompt) else None
+        continued = prompt.continued
         if reasoning is None or self.is_harmony:
             return "text" if continued is not None else "answer"
         if continued is not None:
