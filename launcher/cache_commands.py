@@ -13,8 +13,8 @@ from typing import Any
 import click
 import msgspec
 
-from moeserve.config import show_size
 from moeserve.engine.kv_disk.files import ABOUT, clear, is_root, scan, why_damaged
+from moeserve.settings.quantities import show_size
 
 _HOUR_SECONDS = 3600.0
 _MOST_SHOWN = 20  # damaged files that are named

@@ -8,10 +8,8 @@ understood too. This module needs the standard library alone.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import os
-import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
@@ -19,15 +17,16 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
 
-from moeserve.kv_events import parse_kv_events
 from moeserve.kv_transfer import parse_kv_transfer
+from moeserve.settings.drafts import parse_speculative
+from moeserve.settings.generation import parse_effort_budgets, parse_generation
+from moeserve.settings.kv_events import parse_kv_events
+from moeserve.settings.quantities import parse_duration, parse_limits, parse_size
 
 # The packaging reads it too. Skip versions 0.18.2 to 0.19: with such a version transformers mistakes the distribution
 # that has the import name `kernels` for its optional kernel loader.
 VERSION = "0.1.0"
 
-_SHOWN_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 # The names in `moeserve.frontend.parsers.families`, which this module cannot import.
 TOOL_CALL_PARSERS = (
     "auto",
@@ -44,23 +43,6 @@ TOOL_CALL_PARSERS = (
     "qwen3-coder",
 )
 REASONING_PARSERS = ("auto", "none", "harmony", "mistral", "think")
-_LIMIT = re.compile(r"([a-z0-9]+):([0-9]*\.?[0-9]+)(ms|s)")
-_SECONDS = {"ms": 1e-3, "s": 1.0}
-# The sampling parameters of generation_config.json with the bounds of requests: (least, most). For the names in _ABOVE
-# the least value itself is refused.
-SAMPLING_BOUNDS = {
-    "temperature": (0.0, 2.0),
-    "top_p": (0.0, 1.0),
-    "top_k": (-1.0, 2.0**31 - 1),
-    "min_p": (0.0, 1.0),
-    "repetition_penalty": (0.0, 10.0),
-}
-_ABOVE = frozenset({"top_p", "repetition_penalty"})
-MAX_NEW_TOKENS = "max_new_tokens"
-REASONING_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-DRAFT_METHODS = ("none", "ngram", "suffix", "auto")
-# vLLM's methods that need weights of their own.
-_DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash")
 _TRUE, _FALSE = {"1", "true", "yes", "on"}, {"0", "false", "no", "off"}
 
 
@@ -584,21 +566,23 @@ def _value(setting: Field[Any], given: Any, source: str) -> Any:
 
 def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     metadata = setting.metadata
+    kind = metadata.get("kind")
+    value = given
     try:
-        value = _PARSE.get(metadata.get("kind"), _CONVERT[value_type(setting)])(given)
-    except ConfigError as error:
-        raise ConfigError(f"{source}: {error}") from None
+        if kind not in _QUANTITIES:
+            value = (_as_count if kind == "count" else _CONVERT[value_type(setting)])(given)
     except (TypeError, ValueError, OverflowError):
         shown = "the given value" if metadata.get("secret") else repr(given)
         raise ConfigError(f"{source}: {shown} is not {_NOUNS[value_type(setting)]}") from None
-    kind = metadata.get("kind")
+    try:
+        if kind in _QUANTITIES:
+            value = _QUANTITIES[kind](given)
+        elif kind in _CHECKS:
+            _CHECKS[kind](value)
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
     if kind == "prose":
         value = given
-    if kind in _CHECKS:
-        try:
-            _CHECKS[kind](str(value))
-        except ValueError as error:
-            raise ConfigError(f"{source}: {error}") from None
     if "choices" in metadata and value not in metadata["choices"]:
         raise ConfigError(f"{source}: {value!r} is not one of {', '.join(metadata['choices'])}")
     if "minimum" in metadata and value < metadata["minimum"]:
@@ -606,133 +590,6 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     if "maximum" in metadata and value > metadata["maximum"]:
         raise ConfigError(f"{source}: {value} is more than {metadata['maximum']}")
     return value
-
-
-def parse_size(text: str | int) -> int:
-    """Return the bytes of `1073741824`, `512MiB`, `2GB`, `4g`. Raise ConfigError."""
-    if isinstance(text, int) and not isinstance(text, bool):
-        return text
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", str(text).lower())
-    if match is None or match[2] not in _UNITS:
-        raise ConfigError(f"{text!r} is not a size such as 512MiB or 2GB")
-    return int(float(match[1]) * _UNITS[match[2]])
-
-
-def parse_duration(text: str | float) -> float:
-    """Return the seconds of `90`, `90s`, `15m`, `2h`. Raise ConfigError."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([smh]?)\s*", str(text).lower())
-    if match is None or isinstance(text, bool):
-        raise ConfigError(f"{text!r} is not a duration such as 90s, 15m or 2h")
-    return float(match[1]) * {"": 1, "s": 1, "m": 60, "h": 3600}[match[2]]
-
-
-def show_size(num_bytes: int, *, up: bool = False) -> str:
-    """Return a size in the largest unit that it fills, in tenths, rounded down, or up where it says how much is needed.
-
-    So of two sizes in a sentence the smaller one never reads like the larger one.
-    """
-    power = max(power for power in range(len(_SHOWN_UNITS)) if num_bytes >= 1024**power or not power)
-    tenths = (-(-10 * num_bytes // 1024**power)) if up else 10 * num_bytes // 1024**power
-    return f"{tenths / 10:g} {_SHOWN_UNITS[power]}"
-
-
-def parse_limits(text: str, names: Sequence[str]) -> dict[str, float]:
-    """Return the seconds in `ttft:500ms,tpot:0.1s`, some of `names` and each above 0. Raise ValueError."""
-    limits: dict[str, float] = {}
-    for part in text.split(","):
-        match = _LIMIT.fullmatch(part.strip())
-        if match is None or match[1] not in names or not float(match[2]):
-            shown = ", ".join(f"{name}:500ms" for name in names)
-            raise ValueError(f"{part.strip()[:80]!r} is not like {shown}")
-        if match[1] in limits:
-            raise ValueError(f"{match[1]} is given twice")
-        limits[match[1]] = float(match[2]) * _SECONDS[match[3]]
-    return limits
-
-
-@dataclass(frozen=True, slots=True)
-class SpeculativeConfig:
-    """Which draft tokens are made, and how many a chunk may have.
-
-    `method`: one of DRAFT_METHODS. `prompt_lookup_min`: the least tokens that match before a guess out of known text.
-    """
-
-    method: str = "none"
-    num_speculative_tokens: int = 16
-    prompt_lookup_min: int = 3
-
-
-_DRAFT_BOUNDS = {"num_speculative_tokens": (1, 64), "prompt_lookup_min": (3, 32)}
-
-
-def parse_speculative(text: str) -> SpeculativeConfig:
-    """Return the drafts that `{"method": "suffix", "num_speculative_tokens": 8}`, or `suffix`, asks for.
-
-    Raise ValueError, one sentence, for drafts that are not served.
-    """
-    text = text.strip()
-    try:
-        given = json.loads(text) if text.startswith("{") else {"method": text}
-    except (ValueError, RecursionError):
-        raise ValueError(f"{text[:80]!r} is not JSON") from None
-    method = given.pop("method", "auto")
-    if method in _DRAFT_MODELS:
-        raise ValueError(f"the method {method} needs a draft model, and only {', '.join(DRAFT_METHODS)} are served")
-    if method not in DRAFT_METHODS:
-        raise ValueError(f"{str(method)[:80]!r} is not one of {', '.join(DRAFT_METHODS)}")
-    for name, value in given.items():
-        if name not in _DRAFT_BOUNDS:
-            raise ValueError(f"{name[:80]!r} is not one of method, {', '.join(_DRAFT_BOUNDS)}")
-        least, most = _DRAFT_BOUNDS[name]
-        if type(value) is not int or not least <= value <= most:
-            raise ValueError(f"{name} is a whole number from {least} to {most}")
-    return SpeculativeConfig(method, **given)
-
-
-def parse_generation(text: str) -> dict[str, float]:
-    """Return the values of a JSON object by the names of generation_config.json. Raise ConfigError."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise ConfigError(f"{text!r} is no JSON object of values for generation")
-    for name, value in found.items():
-        if name not in SAMPLING_BOUNDS and name != MAX_NEW_TOKENS:
-            raise ConfigError(f"{name!r} is not one of {', '.join((*SAMPLING_BOUNDS, MAX_NEW_TOKENS))}")
-        if not (is_length(value) if name == MAX_NEW_TOKENS else is_sampling_value(name, value)):
-            raise ConfigError(f"{value!r} is no value for {name}")
-    return found
-
-
-def is_length(value: object) -> bool:
-    """Return whether a value of generation_config.json is a number of tokens."""
-    return type(value) is int and value >= 1
-
-
-def is_sampling_value(name: str, value: object) -> bool:
-    """Return whether a value is within the bounds that requests have for the sampling parameter of that name."""
-    least, most = SAMPLING_BOUNDS[name]
-    if type(value) not in (int, float):
-        return False
-    assert isinstance(value, (int, float))
-    return least <= value <= most and not (name in _ABOVE and value == least)
-
-
-def parse_effort_budgets(text: str) -> dict[str, int]:
-    """Return the budgets of thought by effort that a JSON object holds. Raise ValueError, one sentence, for others."""
-    try:
-        given = json.loads(text)
-    except (ValueError, RecursionError):
-        raise ValueError(f"{text[:80]!r} is not JSON") from None
-    if not isinstance(given, dict):
-        raise ValueError(f"{text[:80]!r} is not a JSON object")
-    for effort, budget in given.items():
-        if effort not in REASONING_EFFORTS:
-            raise ValueError(f"{effort[:80]!r} is not one of {', '.join(REASONING_EFFORTS)}")
-        if type(budget) is not int or budget < -1:
-            raise ValueError(f"the budget of {effort} is a whole number, -1 for no bound")
-    return given
 
 
 def _check_slo(text: str) -> None:
@@ -784,7 +641,7 @@ def _as_count(given: Any) -> int:
     return 0 if given == "auto" else _as_int(given)
 
 
-_PARSE: dict[str | None, Callable[[Any], Any]] = {"size": parse_size, "duration": parse_duration, "count": _as_count}
+_QUANTITIES: dict[str, Callable[[Any], Any]] = {"size": parse_size, "duration": parse_duration}
 _CONVERT: dict[type, Callable[[Any], Any]] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text}
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
 

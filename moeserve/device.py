@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
-from moeserve.config import ConfigError, ServeConfig, refuse_changed, show_size
+from moeserve.config import ConfigError, ServeConfig, refuse_changed
+from moeserve.settings.quantities import show_size
 from radix_cache.window_blocks import least_window_blocks
 
 if TYPE_CHECKING:

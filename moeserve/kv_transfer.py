@@ -15,7 +15,7 @@ from array import array
 from dataclasses import astuple, dataclass, replace
 from typing import Any
 
-from moeserve.json_setting import read_object
+from moeserve.settings.objects import read_object
 
 TRANSPORT = "moeserve-zmq"
 _DIGEST_BYTES = 16

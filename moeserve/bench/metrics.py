@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
-from moeserve.config import parse_limits
+from moeserve.settings.quantities import parse_limits
 
 Metrics = dict[str, float]
 """Metric name (see `summarise`) to value; a metric that could not be measured is absent."""

@@ -24,7 +24,7 @@ from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.moe import moe_experts_partial
 from kernels.ops import CpuOps, Experts, Ops
-from moeserve.config import ConfigError, ServeConfig, parse_generation, parse_speculative
+from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, current_gpu, step_budget
 from moeserve.engine.experts.memory import CpuResidentModel, open_experts
 from moeserve.engine.experts.observe import SentCounter
@@ -52,6 +52,8 @@ from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Runner
+from moeserve.settings.drafts import parse_speculative
+from moeserve.settings.generation import parse_generation
 from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
 
 if TYPE_CHECKING:

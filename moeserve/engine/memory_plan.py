@@ -12,7 +12,7 @@ import torch
 from experts.placement.placement import Placement
 from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.packed_experts import ExpertLayout, LayerPackings
-from moeserve.config import ConfigError, ServeConfig, refuse_changed, show_size
+from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import (
     KvBudget,
     StateDemand,
@@ -33,6 +33,7 @@ from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
+from moeserve.settings.quantities import show_size
 
 
 @dataclass(frozen=True, slots=True)

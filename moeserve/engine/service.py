@@ -16,7 +16,7 @@ import zmq
 
 from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
-from moeserve.config import MAX_NEW_TOKENS, ServeConfig, parse_generation
+from moeserve.config import ServeConfig
 from moeserve.engine.assemble import LoadedRank, Report, build_scheduler, load_rank
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
@@ -33,13 +33,14 @@ from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
-from moeserve.kv_events import KvEventsConfig, parse_kv_events
 from moeserve.kv_transfer import parse_kv_transfer
 from moeserve.model.demo import ANSWER_TOKENS, SPLIT_NAME
 from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
+from moeserve.settings.generation import MAX_NEW_TOKENS, parse_generation
+from moeserve.settings.kv_events import KvEventsConfig, parse_kv_events
 from moeserve.wire import EngineReady, RunContext
 from radix_cache import PrefixCache
 

@@ -16,11 +16,11 @@ from math import inf
 
 from starlette.types import Scope
 
-from moeserve.config import parse_limits
 from moeserve.frontend.http import OVERLOADED, ApiError, check_choices, invalid, unavailable
 from moeserve.frontend.keys import Identity, cache_account
 from moeserve.plan import Terms
 from moeserve.scheduling.pacing import Load, Slo
+from moeserve.settings.quantities import parse_limits
 
 SLO_HEADER = b"x-moeserve-slo"
 _LONGEST_WAIT_S = 60.0

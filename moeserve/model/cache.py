@@ -22,9 +22,9 @@ from stat import S_ISREG
 
 import msgspec
 
-from moeserve.config import show_size
 from moeserve.model.files import read_file
 from moeserve.model.spec import ModelError, Progress, silent
+from moeserve.settings.quantities import show_size
 
 MANIFEST_NAME = "manifest.json"
 VERDICT_NAME = ".verified.json"

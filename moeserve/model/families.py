@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from kernels.specs import Activation, ActivationKind, GateSpec
-from moeserve.config import MAX_NEW_TOKENS, SAMPLING_BOUNDS, is_length, is_sampling_value
 from moeserve.model.config_bounds import check_numbers
 from moeserve.model.files import read_json, read_text
 from moeserve.model.packed.config import quantization_spec
@@ -28,6 +27,7 @@ from moeserve.model.spec import (
     SharedExpertSpec,
     UnsupportedModel,
 )
+from moeserve.settings.generation import MAX_NEW_TOKENS, SAMPLING_BOUNDS, is_length, is_sampling_value
 
 Config = Mapping[str, Any]
 

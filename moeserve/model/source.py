@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from moeserve.config import show_size
 from moeserve.model.cache import is_recorded, verify
 from moeserve.model.checksums import check_sums
 from moeserve.model.demo import SPLIT_NAME, ensure_demo, ensure_split_demo
@@ -24,6 +23,7 @@ from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
 from moeserve.model.gguf.hub import choose_files, kinds_of, models_of, only_gguf_sentence, split_name
 from moeserve.model.spec import ModelError, Progress, silent
+from moeserve.settings.quantities import show_size
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo

@@ -10,13 +10,13 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from moeserve.config import SpeculativeConfig
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths
 from moeserve.scheduling.draft_sources import FORCED, PREDICTED_TEXT, CachedText, Guess, OwnText, PredictedText
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
+from moeserve.settings.drafts import SpeculativeConfig
 
 # Tokens that are indexed in a step, of all requests together.
 _INDEXED_PER_STEP = 4096

@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import inf
 
-from moeserve.config import ServeConfig, parse_limits
+from moeserve.config import ServeConfig
 from moeserve.plan import FinishReason, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.survival import Survival
+from moeserve.settings.quantities import parse_limits
 
 # A request may always wait for this share of its time to the first token, however long its own prompt takes.
 _LEAST_SHARE = 0.25

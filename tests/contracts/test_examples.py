@@ -10,7 +10,7 @@ import yaml
 
 from launcher.serve import serve
 from moeserve.config import ServeConfig, load_config
-from moeserve.kv_events import parse_kv_events
+from moeserve.settings.kv_events import parse_kv_events
 
 ROOT = Path(__file__).resolve().parents[2]
 

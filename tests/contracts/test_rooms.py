@@ -25,8 +25,7 @@ ROOMS = {
         "prediction",
     ),
     "moeserve": (
-        "json_setting",
-        "kv_events",
+        "settings",
         "kv_transfer",
         "config",
         "device",

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from launcher.settings_table import settings_table
-from moeserve.config import ConfigError, ServeConfig, load_config, parse_generation, parse_size, show_size
+from moeserve.config import ConfigError, ServeConfig, load_config
+from moeserve.settings.generation import parse_generation
+from moeserve.settings.quantities import parse_size, show_size
 
 
 def toml(folder: Path, text: str) -> Path:

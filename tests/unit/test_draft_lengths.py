@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.config import SpeculativeConfig, parse_speculative
 from moeserve.scheduling.draft_lengths import Acceptance, best_lengths
 from moeserve.scheduling.suffix_index import LEAST_MATCH, LONGEST_MATCH, SuffixIndex
+from moeserve.settings.drafts import SpeculativeConfig, parse_speculative
 
 
 def brute_force(text: list[int]) -> tuple[int, int]:

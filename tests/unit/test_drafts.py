@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.config import SpeculativeConfig
 from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling.draft_sources import Guess, PredictedText
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.request_states import StatePolicy
+from moeserve.settings.drafts import SpeculativeConfig
 from tests.support.examples import examples
 from tests.support.kv_oracle import draw, undisturbed
 from tests.support.parameters import pairs

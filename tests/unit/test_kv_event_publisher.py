@@ -13,7 +13,7 @@ import zmq
 
 from moeserve.config import ConfigError
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
-from moeserve.kv_events import KvEventsConfig, endpoint_of, parse_kv_events
+from moeserve.settings.kv_events import KvEventsConfig, endpoint_of, parse_kv_events
 from radix_cache import PrefixCache
 from tests.support.kv_consumer import EventConsumer
 

@@ -15,8 +15,9 @@ from experts.memory.memory import ExpertMemory
 from experts.memory.residency import EvictionPolicy, ResidencyControl, least_slots, make_policies, share_slots
 from experts.memory.slots import Slots
 from experts.memory.tiers import ExpertTier
-from moeserve.config import ConfigError, show_size
+from moeserve.config import ConfigError
 from moeserve.model.spec import ModelSpec, MoeSpec
+from moeserve.settings.quantities import show_size
 
 # Computes one layer's experts through its slots.
 Layer = TypeVar("Layer")

@@ -12,11 +12,12 @@ import msgspec
 import structlog
 
 from kernels.cpu.library import build_library, native_kernels
-from moeserve.config import ConfigError, show_size
+from moeserve.config import ConfigError
 from moeserve.engine.kv_disk.copier import BlockMemory, Memories, as_block_memory, block_bytes
 from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.engine.rank import Rank
+from moeserve.settings.quantities import show_size
 from moeserve.wire import RunContext
 from radix_cache import Kind, StoredBlocks
 

@@ -27,7 +27,7 @@ import zmq
 from moeserve.config import ConfigError
 from moeserve.engine.kv_events.blocks import AllBlocksCleared, Event, KvBlocks
 from moeserve.engine.kv_events.frames import END_OF_REPLAY, pack_batch, pack_number
-from moeserve.kv_events import KvEventsConfig, endpoint_of
+from moeserve.settings.kv_events import KvEventsConfig, endpoint_of
 from radix_cache import Fact, PrefixCache, Published
 
 _SNAPSHOT = b"snapshot"

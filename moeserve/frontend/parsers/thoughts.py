@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from moeserve.config import ServeConfig, parse_effort_budgets
+from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape
 from moeserve.frontend.parsers.harmony import BODY_ENDS
 from moeserve.frontend.parsers.parser import Reasoning, Start
 from moeserve.frontend.text import TextTokenizer
+from moeserve.settings.generation import parse_effort_budgets
 from moeserve.thoughts import Marker, Thought, ThoughtBudget, ThoughtForm
 
 # Token ids with the bytes of the tokens, none empty.

@@ -10,7 +10,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from moeserve.json_setting import read_object
+from moeserve.settings.objects import read_object
 
 _MAX_PORT = 65535
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]*\]|[^:/\[\]]+):(\*|\d{1,5})")

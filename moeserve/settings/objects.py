@@ -1,4 +1,4 @@
-"""Settings that are one JSON object, with the fields of a dataclass. The standard library alone."""
+"""Settings that are one JSON object."""
 
 from __future__ import annotations
 
@@ -17,17 +17,23 @@ _NOUNS = {
 }
 
 
+def json_object(text: str) -> dict[str, Any]:
+    """Return the JSON object in a text. Raise ValueError, a clause, for another text."""
+    try:
+        given = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{text[:80]!r} is not JSON") from None
+    if not isinstance(given, dict):
+        raise ValueError(f"{text[:80]!r} is not a JSON object")
+    return given
+
+
 def read_object(text: str, kind: type[_T]) -> _T:
     """Return the dataclass `kind` that a JSON object describes; fields that it leaves out have their defaults.
 
     Raise ValueError, a clause each, for other JSON, unknown fields and values of other types.
     """
-    try:
-        given = json.loads(text)
-    except ValueError:
-        raise ValueError("it is not JSON") from None
-    if not isinstance(given, dict):
-        raise ValueError("it is not a JSON object")
+    given = json_object(text)
     known = {field.name: str(field.type) for field in fields(kind)}  # type: ignore[arg-type]
     for name, value in given.items():
         if name not in known:

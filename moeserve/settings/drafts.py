@@ -1,0 +1,45 @@
+"""The setting `--speculative-config`: which draft tokens are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moeserve.settings.objects import json_object
+
+DRAFT_METHODS = ("none", "ngram", "suffix", "auto")
+# vLLM's methods that need weights of their own.
+_DRAFT_MODELS = ("draft_model", "eagle", "eagle3", "medusa", "mlp_speculator", "mtp", "deepseek_mtp", "dflash")
+_BOUNDS = {"num_speculative_tokens": (1, 64), "prompt_lookup_min": (3, 32)}
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculativeConfig:
+    """Which draft tokens are made, and how many a chunk may have.
+
+    `method`: one of DRAFT_METHODS. `prompt_lookup_min`: the least tokens that match before a guess out of known text.
+    """
+
+    method: str = "none"
+    num_speculative_tokens: int = 16
+    prompt_lookup_min: int = 3
+
+
+def parse_speculative(text: str) -> SpeculativeConfig:
+    """Return the drafts that `{"method": "suffix", "num_speculative_tokens": 8}`, or `suffix`, asks for.
+
+    Raise ValueError, a clause, for drafts that are not served.
+    """
+    text = text.strip()
+    given = json_object(text) if text.startswith("{") else {"method": text}
+    method = given.pop("method", "auto")
+    if method in _DRAFT_MODELS:
+        raise ValueError(f"the method {method} needs a draft model, and only {', '.join(DRAFT_METHODS)} are served")
+    if method not in DRAFT_METHODS:
+        raise ValueError(f"{str(method)[:80]!r} is not one of {', '.join(DRAFT_METHODS)}")
+    for name, value in given.items():
+        if name not in _BOUNDS:
+            raise ValueError(f"{name[:80]!r} is not one of method, {', '.join(_BOUNDS)}")
+        least, most = _BOUNDS[name]
+        if type(value) is not int or not least <= value <= most:
+            raise ValueError(f"{name} is a whole number from {least} to {most}")
+    return SpeculativeConfig(method, **given)
