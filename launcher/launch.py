@@ -8,9 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 import click
 
@@ -21,6 +23,7 @@ from launcher.server_client import ServerError, open_url, optional_server_option
 _USUAL_URL = "http://127.0.0.1:8000"
 _PASSED_ON = (signal.SIGTERM, signal.SIGHUP)
 _LOOK_S = 2.0  # how long a server at the usual address may take to answer before one is started
+_LOADING_LOOK_S = 0.5  # between two looks whether a server has loaded its model
 
 
 @click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -81,13 +84,26 @@ def _answers(url: str, key: str | None) -> bool:
 
 
 def describe(url: str, key: str | None) -> Server:
-    """Return the facts of the server at `url` that agents need. Raises ServerError."""
-    with open_url(f"{url}/v1/models", None, key) as response:
-        model = json.load(response)["data"][0]
-    context = int(model["max_model_len"] or 0)
+    """Return the facts of the server at `url` that agents need, once its model is loaded. Raises ServerError."""
+    model = _model_at(url, key)
+    if model.get("owned_by") == "moeserve" and model.get("max_model_len") is None:
+        click.echo("moeserve: waits until the model is loaded.", err=True)
+        while model.get("max_model_len") is None:
+            time.sleep(_LOADING_LOOK_S)
+            model = _model_at(url, key)
+    context = int(model.get("max_model_len") or 0)
+    if not context:
+        raise ServerError(f"The server at {url} does not say how long its context is (`max_model_len`).")
     # An answer of the whole context would leave no room for another turn.
-    answer = min(context // 4, *(int(model[name]) for name in ("max_tokens", "default_max_tokens") if model.get(name)))
-    return Server(url, str(model["id"]), context, answer, key or "none")
+    bounds = [int(model[name]) for name in ("max_tokens", "default_max_tokens") if model.get(name)]
+    return Server(url, str(model["id"]), context, min([context // 4, *bounds]), key or "none")
+
+
+def _model_at(url: str, key: str | None) -> dict[str, Any]:
+    """Return what the server says of its first model. Raises ServerError."""
+    with open_url(f"{url}/v1/models", None, key) as response:
+        found: dict[str, Any] = json.load(response)["data"][0]
+    return found
 
 
 def run_agent(agent: Agent, program: str, server: Server, arguments: Sequence[str]) -> int:

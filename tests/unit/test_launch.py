@@ -58,6 +58,35 @@ def test_an_agent_gets_its_arguments_and_settings_and_its_exit_code_is_returned(
     assert not [line for line in lines if line.startswith("ANTHROPIC_API_KEY=")]
 
 
+def test_a_server_whose_model_still_loads_is_waited_for_and_bounds_need_not_be_known(
+    said: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launching, "_LOADING_LOOK_S", 0.0)
+    contexts = iter([None, None, 4096])
+
+    class Loading(Handler):
+        def do_GET(self) -> None:
+            model = {"id": "m", "owned_by": "moeserve", "max_model_len": next(contexts), "default_max_tokens": None}
+            self.answer(200, json.dumps({"data": [model]}).encode())
+
+    with local_server(Loading) as address:
+        result = CliRunner().invoke(launch, ["--url", f"http://{address}", "claude"])
+    assert result.exit_code == 7, result.output
+    lines = said.read_text().splitlines()
+    assert {"CLAUDE_CODE_MAX_OUTPUT_TOKENS=1024", "CLAUDE_CODE_MAX_CONTEXT_TOKENS=4096"} <= set(lines)
+
+
+def test_a_server_that_tells_no_context_is_refused_in_one_sentence(said: Path) -> None:
+    class Foreign(Handler):
+        def do_GET(self) -> None:
+            self.answer(200, json.dumps({"data": [{"id": "m", "owned_by": "somebody"}]}).encode())
+
+    with local_server(Foreign) as address:
+        result = CliRunner().invoke(launch, ["--url", f"http://{address}", "claude"])
+    assert result.exit_code == 1
+    assert "does not say how long its context is" in result.output
+
+
 def test_a_missing_agent_is_one_sentence_that_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     result = CliRunner().invoke(launch, ["opencode"])
