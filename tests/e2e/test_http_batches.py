@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -133,3 +135,14 @@ def test_what_cannot_be_done_is_refused(server: Frontend, client: OpenAI) -> Non
     headers = {"authorization": "Bearer first", "content-type": "multipart/form-data; boundary=b"}
     assert server.http.post("/v1/files", content=b"--b\r\nno end", headers=headers).status_code == 400
     assert server.http.post("/v1/files", json={}, headers={"authorization": "Bearer first"}).status_code == 415
+
+
+def test_lines_hold_up_no_shutdown_where_the_store_goes_with_the_service(tmp_path: Path) -> None:
+    with frontend(tmp_path, shutdown_timeout=600.0) as server:
+        server.engine.script = admit_only
+        with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+            begun(client, line("a"), line("b"))
+            server.engine.wait_for(Generate, 2)
+            server.process.send_signal(signal.SIGTERM)
+            server.engine.wait_for(Abort, 2)
+            assert server.process.wait(20) == 0

@@ -106,6 +106,11 @@ class Batches:
             else:
                 async with self._turns[batch.caller], self._places:
                     await self._work(batch)
+        except asyncio.CancelledError:
+            if self._services.is_draining and self._services.run.response_store is None:
+                # The answers would go with the service: it is not to wait for the lines that run.
+                await self._store.write(batch.caller, partial(batches.drop_lines, batch_id=batch.batch_id))
+            raise
         except ApiError as error:
             log.warning("batch_interrupted", batch=batch.batch_id, reason=error.message)
         except Exception as error:  # A defect here is its batch's alone.

@@ -155,6 +155,11 @@ def line_name(batch_id: str, number: int) -> bytes:
     return f"{batch_id}/{number}".encode()
 
 
+def drop_lines(shelf: Shelf, batch_id: str) -> None:
+    """Cancel the jobs of a batch's lines."""
+    jobs.cancel_all(shelf, line_name(batch_id, 0)[:-1])
+
+
 def add_result(shelf: Shelf, batch_id: str, number: int, line: bytes, *, failed: bool) -> None:
     """Note the answer to a line of an open batch, unless there is one, and forget the job that has made it."""
     jobs.forget(shelf, line_name(batch_id, number))
@@ -176,7 +181,7 @@ def end(shelf: Shelf, batch_id: str, state: BatchState, field: str, errors: byte
     """End an open batch: its answers become files, successes and failures apart, in the order of the lines."""
     if not move(shelf, batch_id, OPEN, state, field):
         return
-    jobs.cancel_all(shelf, line_name(batch_id, 0)[:-1])
+    drop_lines(shelf, batch_id)
     made: dict[bool, str | None] = {}
     for failed in (False, True):
         query = "SELECT line FROM batch_results WHERE batch = ? AND failed = ? ORDER BY number"
