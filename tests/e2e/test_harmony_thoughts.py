@@ -63,3 +63,21 @@ def test_a_streamed_thought_ends_at_its_budget(running: Service) -> None:
     assert chunks[-1]["usage"]["completion_tokens_details"]["reasoning_tokens"] == 7
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks if chunk["choices"]]
     assert "city" in json.loads("".join(delta.get("content") or "" for delta in deltas))
+
+
+def test_a_completion_of_a_prompt_that_ends_inside_a_thought_has_the_rest_of_its_budget(running: Service) -> None:
+    letters = {str(letter): 100 for letter in range(ord("a"), ord("z"))}
+    body = {"model": "m", "max_tokens": 40, "seed": 3, "temperature": 1, "ignore_eos": True, "logit_bias": letters}
+
+    def said(prompt: str, **fields: Any) -> tuple[str, int]:
+        answer = running.http.post("/v1/completions", json={**body, "prompt": prompt, **fields}).json()
+        return answer["choices"][0]["text"], answer["usage"]["completion_tokens_details"]["reasoning_tokens"]
+
+    for header in ("<|start|>assistant<|channel|>analysis<|message|>", "<|channel|>analysis <|message|>hm, "):
+        free, num_tokens = said(header)
+        assert num_tokens == 40
+        text, num_tokens = said(header, thinking_token_budget=5)
+        assert num_tokens == 5
+        assert text.startswith(free[:5] + "<|end|>")
+    for header in ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"):
+        assert said(header, thinking_token_budget=5)[1] == 0

@@ -207,6 +207,7 @@ def test_thinking_is_for_the_template_to_turn_on_or_off() -> None:
         return prompt_of(parse(**changes)).variables
 
     assert variables() == {}
+    assert variables(thinking={"type": "adaptive", "display": "updates"})["enable_thinking"] is True
     assert variables(thinking={"type": "enabled", "budget_tokens": 2048, "display": "summarized"}) == {
         "enable_thinking": True,
         "thinking": True,

@@ -55,6 +55,24 @@ def test_the_tokens_between_the_markers_count(text: str, start: Start, expected:
     assert count(text, THINKER, start) == expected
 
 
+@pytest.mark.parametrize(
+    ("prompt", "start"),
+    [
+        ("<|start|>assistant<|channel|>analysis<|message|>", "reasoning"),
+        ("<|channel|>analysis<|message|>no<|end|><|channel|>analysis<|message|>hm", "reasoning"),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "answer"),
+        ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>Y", "answer"),
+        ("<|channel|>analysis to=python<|message|>1 + ", "answer"),
+        ("<|channel|>analysis", "answer"),
+        ("a <|message|> <|channel|>analysis", "answer"),
+        ("Once upon a time", "answer"),
+    ],
+)
+def test_a_text_ends_inside_a_thought_of_harmony_or_not(prompt: str, start: Start) -> None:
+    assert HARMONY.start_of_text(prompt) == start
+    assert count("hm<|end|><|channel|>final<|message|>Y", HARMONY, "reasoning") == 2
+
+
 def test_a_call_ends_a_thought_where_the_parser_says_so() -> None:
     text = "<think>hm<|tool_calls_section_begin|>x</think>"
     kimi = OutputShape("kimi", "think")

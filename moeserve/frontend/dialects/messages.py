@@ -88,7 +88,7 @@ class ToolChoiceBody(msgspec.Struct):
 class Thinking(msgspec.Struct):
     type: str
     budget_tokens: int | None = None
-    display: Literal["summarized", "omitted"] | None = None
+    display: Literal["summarized", "omitted", "updates"] | None = None
 
 
 class Format(msgspec.Struct):

@@ -14,6 +14,7 @@ from moeserve.frontend.http import invalid
 from moeserve.frontend.parsers.calls import CallShape, JsonCalls, MarkedCalls, MistralCalls
 from moeserve.frontend.parsers.grammars import call_grammar
 from moeserve.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
+from moeserve.frontend.parsers.harmony import ends_in_thought
 from moeserve.frontend.parsers.parser import OutputParser, Reasoning, Start
 from moeserve.frontend.parsers.tagged import GlmCalls, TaggedCalls
 from moeserve.model.files import read_json
@@ -122,8 +123,10 @@ class OutputShape:
     def start_of_text(self, text: str) -> Literal["reasoning", "answer"]:
         """Return where a prompt that is no chat leaves off. text: all of it, special tokens too."""
         reasoning = REASONING.get(self.reasoning)
-        if reasoning is None or self.is_harmony:
+        if reasoning is None:
             return "answer"
+        if self.is_harmony:
+            return "reasoning" if ends_in_thought(text) else "answer"
         return "reasoning" if text.rfind(reasoning.begin) > text.rfind(reasoning.end) else "answer"
 
     def parser(

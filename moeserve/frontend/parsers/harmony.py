@@ -16,7 +16,15 @@ MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
 _HEAD = Markers(*MARKERS)
 BODY_ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
 _BODY = Markers(*BODY_ENDS)
+THOUGHT_OPENING = "<|channel|>analysis"
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+
+
+def ends_in_thought(text: str) -> bool:
+    """Return whether a prompt ends inside the body of a message in the analysis channel that has no recipient."""
+    _, opening, rest = text.rpartition(THOUGHT_OPENING)
+    header, message, _ = rest.partition("<|message|>")
+    return bool(opening and message) and "to=" not in header and not any(end in rest for end in BODY_ENDS)
 
 
 def read_harmony(

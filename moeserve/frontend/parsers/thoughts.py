@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape
-from moeserve.frontend.parsers.harmony import BODY_ENDS
+from moeserve.frontend.parsers.harmony import BODY_ENDS, THOUGHT_OPENING
 from moeserve.frontend.parsers.parser import Reasoning, Start
 from moeserve.frontend.text import TextTokenizer
 from moeserve.settings.generation import parse_effort_budgets
@@ -20,7 +20,6 @@ from moeserve.thoughts import Marker, Thought, ThoughtBudget, ThoughtForm
 # Token ids with the bytes of the tokens, none empty.
 Vocabulary = Sequence[tuple[int, bytes]]
 
-_HARMONY_OPENING = "<|channel|>analysis"
 _HARMONY_END = "<|end|>"
 # Behind the opening: the marker before a thought, the beginning of a call's recipient, and the ends of a header.
 _HARMONY_HEADER = ("<|message|>", "to=", *BODY_ENDS)
@@ -78,7 +77,7 @@ def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -
     tokens = [(token_id, data) for token_id, data in tokenizer.all_token_bytes() if data]
     if shape.is_harmony:
         header = make_markers(_HARMONY_HEADER, tokens)
-        (opening,) = make_markers([_HARMONY_OPENING], tokens)
+        (opening,) = make_markers([THOUGHT_OPENING], tokens)
         form = ThoughtForm(opening, make_markers(BODY_ENDS, tokens), header, only_first=False)
         return {False: form, True: form}
     silent = tokenizer.special_token_ids - tokenizer.special_ids(shape.markers)
