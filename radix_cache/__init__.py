@@ -1,13 +1,14 @@
-"""Which KV block holds which tokens. `PrefixCache` is the only interface."""
+"""Which KV block holds which tokens. `PrefixCache` is the interface, and `Fill` what is copied into it."""
 
 from radix_cache.block_copies import BlockCopy, Kind, border_name
 from radix_cache.errors import BudgetError, InvariantError, LeaseError
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Evicted, Fact, Published
+from radix_cache.fills import Fill, begin_fill, begin_restore, end_fill, end_restore
 from radix_cache.listing import CachedPrefix, Listing
 from radix_cache.misses import Miss, MissReason
 from radix_cache.nodes import APART, PUBLIC, Fork, Lease, Retention, Snapshot
-from radix_cache.prefix_cache import PrefixCache, Restore
+from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 from radix_cache.stored import NAME_BYTES, Chores, StoredBlock, StoredBlocks, used_at
 
@@ -22,6 +23,7 @@ __all__ = [
     "Chores",
     "Evicted",
     "Fact",
+    "Fill",
     "Fork",
     "InvariantError",
     "Kind",
@@ -32,12 +34,15 @@ __all__ = [
     "MissReason",
     "PrefixCache",
     "Published",
-    "Restore",
     "Retention",
     "Snapshot",
     "StoredBlock",
     "StoredBlocks",
     "account_of",
+    "begin_fill",
+    "begin_restore",
     "border_name",
+    "end_fill",
+    "end_restore",
     "used_at",
 ]

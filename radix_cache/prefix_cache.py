@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Generator, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
-from radix_cache.block_copies import BlockCopies, BlockCopy, Kind
+from radix_cache.block_copies import BlockCopies, BlockCopy
 from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Fact, Published, facts_of
@@ -20,32 +19,13 @@ from radix_cache.nodes import Fork, Lease, Node, Retention, Snapshot
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.retention_budgets import RetentionBudgets
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
-from radix_cache.stored import StoredBlock, StoredBlocks
+from radix_cache.stored import StoredBlocks
 from radix_cache.tree import RadixTree
 from radix_cache.tree_on_disk import TreeOnDisk
 from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
 
 # The share of all blocks that `extend` with `sparing` leaves to accounts that hold less.
 _SPARED_SHARE = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class Restore:
-    """A prefix that is being read from disk, or fetched from another service. Its lease ends with it.
-
-    tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies` but the first
-    `num_beside`, which fill window blocks and a snapshot.
-    """
-
-    lease: Lease
-    tokens: array[int]
-    first: int
-    copies: list[BlockCopy]
-    num_beside: int = 0
-
-    def num_blocks(self, num_filled: int | None = None) -> int:
-        """Count the KV blocks of all copies, or of the first `num_filled`."""
-        return max(0, (len(self.copies) if num_filled is None else num_filled) - self.num_beside)
 
 
 class PrefixCache:
@@ -69,7 +49,7 @@ class PrefixCache:
     up to a boundary with a complete window (`radix_cache.window_blocks`).
 
     With `stored` blocks of the tree are kept on disk as well: their names follow them through `publish` and `release`.
-    The caller copies the blocks of `take_stores` and of `begin_restore`, beside the steps, and says when it has; a
+    The caller copies the blocks of `TreeOnDisk.take` and of `begin_restore`, beside the steps, and says when it has; a
     block that leaves the tree meanwhile is *in copy* and freed after that.
 
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
@@ -170,7 +150,7 @@ class PrefixCache:
 
     @property
     def windows(self) -> WindowBlocks | None:
-        """The window blocks, read-only; None if all layers keep their KV in the same blocks."""
+        """The window blocks; None if all layers keep their KV in the same blocks."""
         return self._windows
 
     @property
@@ -216,14 +196,9 @@ class PrefixCache:
         return self._copies.num_copied + num_lent + self._tree.snapshots.num_lent
 
     @property
-    def num_to_store(self) -> int:
-        """The number of blocks that wait to be written to disk."""
-        return self._copies.num_wanted + (0 if self._disk is None else self._disk.borders.num_wanted)
-
-    @property
-    def stored(self) -> StoredBlocks | None:
-        """The blocks on disk; None if none are kept there."""
-        return None if self._disk is None else self._disk.stored
+    def disk(self) -> TreeOnDisk | None:
+        """The blocks that are kept on disk as well; None if none are."""
+        return self._disk
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -686,139 +661,24 @@ class PrefixCache:
             self._free(evicted)
             yield len(evicted)
 
-    def take_stores(self, most: int) -> list[BlockCopy]:
-        """Return the blocks that are to be written to disk next, at most `most`. `end_store` ends each.
+    def begin_copies(self, blocks: Iterable[int]) -> None:
+        """Note that blocks of a lease are being filled; `end_copy` ends each. They are freed only after that."""
+        self._copies.begin(blocks)
 
-        Window blocks and snapshots come first: memory has few of them, and others may take them any time.
-        """
-        beside = [] if self._disk is None else self._disk.borders.take(most)
-        return beside + self._copies.take(most - len(beside))
-
-    def hurry(self, names: Sequence[bytes]) -> None:
-        """Let blocks that wait to be written come before all others."""
-        self._copies.hurry(names)
+    def end_copy(self, block: int) -> None:
+        """Note that a block of `begin_copies` is filled, or is not going to be."""
+        is_alone, _ = self._copies.end(block)
+        if is_alone:
+            self._allocator.free([block])
 
     def end_store(self, copy: BlockCopy, num_bytes: int, now: float) -> None:
-        """Note that a block of `take_stores` is written. num_bytes: of its file, 0 if it could not be written.
+        """Note that a block of `TreeOnDisk.take` is written. num_bytes: of its file, 0 if it could not be written.
 
         now: in seconds since the epoch.
         """
         assert self._disk is not None
         if self._disk.end_write(copy, num_bytes, now):
             self._allocator.free([copy.block])
-
-    def num_stored(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> int:
-        """Return the number of the first block from number `first` on that is not on disk, or holds the last token.
-
-        names: of the tokens' first blocks; names are added as far as they are needed.
-        """
-        return first if self._disk is None else self._disk.num_stored(tokens, namespace, names, first)
-
-    def unknown(self, tokens: array[int], namespace: str, names: list[bytes]) -> list[list[StoredBlock]]:
-        """Return the whole blocks of `tokens` behind those in memory and on disk, without size and time of use.
-
-        Each is a list, of the KV block and of its window block and snapshot, which it may have, too.
-        Other services that share the folder may have written their files. For `names` see `num_stored`.
-        """
-        assert self._disk is not None
-        return self._disk.unknown(tokens, namespace, names, self.peek(tokens, namespace) // self.block_size)
-
-    def begin_restore(self, tokens: array[int], namespace: str, names: list[bytes], spare: int = 0) -> Restore | None:
-        """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.
-
-        Return None, with no lease made, if nothing is on disk or too few blocks are available. spare: blocks that are
-        to be available beside these. The caller fills the blocks of `Restore.copies` and calls `end_restore`; it may
-        release the lease before.
-        """
-        assert self._disk is not None
-        lease = self.match(tokens, namespace, names=names)
-        first = lease.num_published_tokens // self.block_size
-        stop = self.num_stored(tokens, namespace, names, first)
-        row = self.take_snapshot(lease, stop * self.block_size) if self._stateful and stop > first else None
-        lacks_row = self._stateful and row is None
-        blocks = self._extend_beside(lease, 0 if lacks_row else stop - first, spare)
-        if blocks is None:
-            if row is not None:
-                self.drop_row(row)
-            return None
-        beside = self._disk.border_copies(lease, tokens, first, row)
-        copies = self._disk.copies_of(blocks, lease, tokens, first)
-        return Restore(lease, tokens[: stop * self.block_size], first, beside + copies, len(beside))
-
-    def end_restore(self, restore: Restore, num_filled: int, *, is_whole: bool) -> None:
-        """Note that the first `num_filled` blocks of a restore have their content, and enter them into the tree.
-
-        is_whole: False if the next block's file is missing or damaged; it is then removed.
-        """
-        assert self._disk is not None
-        if not is_whole:
-            self._disk.stored.discard(restore.copies[num_filled].name)
-        self.end_fill(restore, num_filled)
-
-    def begin_fill(self, tokens: array[int], namespace: str, stop: int, spare: int = 0) -> Restore | None:
-        """Lease the cached prefix of `tokens` and blocks up to number `stop`, whose content comes from elsewhere.
-
-        The copies name blocks of memory alone. For the rest see `begin_restore`; `end_fill` ends it.
-        """
-        lease, size = self.match(tokens, namespace), self.block_size
-        first = lease.num_published_tokens // size
-        blocks = self._extend_beside(lease, stop - first, spare)
-        if blocks is None:
-            return None
-        copies = [BlockCopy(block, b"", "", index, b"") for index, block in enumerate(blocks, first)]
-        return Restore(lease, tokens[: stop * size], first, copies)
-
-    def _extend_beside(self, lease: Lease, count: int, spare: int) -> list[int] | None:
-        """Extend a lease by blocks to be copied into, beside which `spare` are available.
-
-        Return None, with the lease released, if that is not possible or `count` is not positive.
-        """
-        is_room = not spare or self.num_available_to(lease.namespace, count + spare) >= count + spare
-        num_windows = count
-        if self._windows is not None and count > self._windows.span:
-            num_windows = self._windows.span
-            self._windows.jump(lease, len(lease.block_ids) + count - num_windows)
-        blocks = self.extend(lease, count, sparing=True, num_windows=num_windows) if count > 0 and is_room else None
-        if blocks is None:
-            self.release(lease)
-        else:
-            self._copies.begin(blocks)
-        return blocks
-
-    def end_fill(self, restore: Restore, num_filled: int) -> None:
-        """Note that the first `num_filled` copies are done, and enter their blocks into the tree."""
-        for copy in restore.copies[restore.num_beside :]:
-            is_alone, _ = self._copies.end(copy.block)
-            if is_alone:
-                self._allocator.free([copy.block])
-        lease = restore.lease
-        is_whole = num_filled == len(restore.copies)
-        row = self._end_beside(restore, is_whole=is_whole)
-        if lease.owner is self:
-            filled = (restore.first + restore.num_blocks(num_filled)) * self.block_size
-            if filled > lease.num_published_tokens:
-                self.free(self.publish(lease, restore.tokens, filled))
-            if row is not None and is_whole:
-                self.keep_snapshot(lease, row, filled)
-                row = None
-            self.release(lease)
-        if row is not None:
-            self.drop_row(row)
-
-    def _end_beside(self, restore: Restore, *, is_whole: bool) -> int | None:
-        """Take back the window blocks of a restore, and return the row of its snapshot; None without one.
-
-        is_whole: whether all is filled; else the lease loses the window blocks.
-        """
-        lease, row = restore.lease, None
-        for copy in restore.copies[: restore.num_beside]:
-            if copy.kind is Kind.STATE:
-                row = copy.block
-            elif self._windows is not None:
-                self._windows.take_back(lease.block_ids[copy.depth], copy.block)
-        if self._windows is not None and not is_whole and lease.owner is self:
-            self._windows.forsake(lease, restore.first)
-        return row
 
     def budget(
         self, account: str, share: float | None = None, pin_share: float | None = None

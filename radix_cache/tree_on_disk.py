@@ -44,6 +44,28 @@ class TreeOnDisk:
         # Of the files beside a KV block's.
         self._kinds = (*((Kind.WINDOW,) if windows is not None else ()), *((Kind.STATE,) if has_states else ()))
 
+    @property
+    def has_states(self) -> bool:
+        """True if prefixes serve only up to a snapshot."""
+        return Kind.STATE in self._kinds
+
+    @property
+    def num_wanted(self) -> int:
+        """The number of blocks, window blocks and snapshots that wait to be written."""
+        return self._copies.num_wanted + self.borders.num_wanted
+
+    def take(self, most: int) -> list[BlockCopy]:
+        """Return the blocks that are to be written next, at most `most`. `PrefixCache.end_store` ends each.
+
+        Window blocks and snapshots come first: memory has few of them, and others may take them any time.
+        """
+        beside = self.borders.take(most)
+        return beside + self._copies.take(most - len(beside))
+
+    def hurry(self, names: Sequence[bytes]) -> None:
+        """Let blocks that wait to be written come before all others."""
+        self._copies.hurry(names)
+
     def publish(self, lease: Lease, tokens: array[int], first: int, stop: int) -> None:
         """Have the lease's blocks number `first` to `stop`, which have entered the tree, written."""
         self.stored.name(lease.names, lease.namespace, tokens, stop, self._size)
@@ -107,7 +129,10 @@ class TreeOnDisk:
         return is_alone
 
     def num_stored(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> int:
-        """See `PrefixCache.num_stored`."""
+        """Return the number of the first block from number `first` on that is not on disk, or holds the last token.
+
+        names: of the tokens' first blocks; names are added as far as they are needed.
+        """
         stop = (len(tokens) - 1) // self._size
         if first >= stop or not self.stored.has_any(namespace):
             return first
@@ -115,7 +140,12 @@ class TreeOnDisk:
         return self._last_border(names, first, min(stop, self.stored.depth(names, first)))
 
     def unknown(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> list[list[StoredBlock]]:
-        """See `PrefixCache.unknown`. first: the number of the first block that is not in memory."""
+        """Return the whole blocks of `tokens` behind those in memory and on disk, without size and time of use.
+
+        Each is a list, of the KV block and of its window block and snapshot, which it may have, too.
+        Other services that share the folder may have written their files. first: the number of the first block that is
+        not in memory. For `names` see `num_stored`.
+        """
         stop = (len(tokens) - 1) // self._size
         if first >= stop:
             return []

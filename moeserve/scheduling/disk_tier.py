@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from moeserve.plan import Request
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
-from radix_cache import BlockCopy, Chores, PrefixCache, Restore, StoredBlock, StoredBlocks
+from radix_cache import BlockCopy, Chores, Fill, PrefixCache, StoredBlock, StoredBlocks, begin_restore, end_restore
 
 _STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
@@ -89,10 +89,10 @@ class DiskCounters:
 class _Reading:
     """A prefix that is being read, for requests that wait for it until `deadline`.
 
-    restore: None while its files are looked for.
+    fill: None while its files are looked for.
     """
 
-    restore: Restore | None
+    fill: Fill | None
     job: CopyJob
     deadline: float
     waiting: list[Request] = field(default_factory=list)
@@ -109,9 +109,8 @@ class DiskTier:
     ) -> None:
         """caches: by rank, with the same `stored`. compute_s: returns the seconds that computing a request's tokens
         from one position up to another takes; 0 if that is not known. overflow: the fate of preempted requests."""
-        stored = caches[0].stored
-        assert stored is not None
-        self._caches, self._stored = caches, stored
+        self._caches, self._disks = caches, [cache.disk for cache in caches if cache.disk is not None]
+        self._stored = self._disks[0].stored
         self._block_size = caches[0].block_size
         self._compute_s = compute_s
         self._overflow = overflow
@@ -137,7 +136,8 @@ class DiskTier:
         """Count the request's leading tokens that are in a rank's memory or on disk."""
         tokens, namespace, names, size = request.token_ids, request.namespace, request.prefix_names, self._block_size
         return size * max(
-            cache.num_stored(tokens, namespace, names, cache.peek(tokens, namespace) // size) for cache in self._caches
+            disk.num_stored(tokens, namespace, names, cache.peek(tokens, namespace) // size)
+            for cache, disk in zip(self._caches, self._disks, strict=True)
         )
 
     @property
@@ -153,7 +153,7 @@ class DiskTier:
     def seeks(self, request: Request) -> bool:
         """Return whether a request waits until files of its prefix have been looked for."""
         reading = self._of_request.get(request)
-        return reading is not None and reading.restore is None
+        return reading is not None and reading.fill is None
 
     def seek(self, request: Request, now: float) -> bool:
         """Return whether a request of the queue waits, from now on, until files of its prefix have been looked for.
@@ -164,8 +164,8 @@ class DiskTier:
             return False
         request.is_sought = True
         tokens, namespace = request.token_ids, request.namespace
-        cache = max(self._caches, key=lambda cache: cache.peek(tokens, namespace))
-        sought = cache.unknown(tokens, namespace, request.prefix_names)
+        num_cached = max(cache.peek(tokens, namespace) for cache in self._caches)
+        sought = self._disks[0].unknown(tokens, namespace, request.prefix_names, num_cached // self._block_size)
         if not sought:
             return False
         job = CopyJob((), sought=sought)
@@ -187,7 +187,7 @@ class DiskTier:
         fate = fate_of(victim, self._costs(0, num_blocks * size, num_running), self._overflow)
         self.counters.fates[fate] += 1
         if fate is Fate.SWAP:
-            cache.hurry(unwritten)
+            self._disks[request.rank].hurry(unwritten)
         request.is_looked_up, request.num_restores = self._overflow is Overflow.RECOMPUTE, 0
 
     def look_up(self, request: Request, now: float, num_spoken_for: int, num_running: int) -> bool:
@@ -201,7 +201,7 @@ class DiskTier:
             return False
         cache, size = self._caches[request.rank], self._block_size
         first = cache.peek(request.token_ids, request.namespace) // size
-        stop = cache.num_stored(request.token_ids, request.namespace, request.prefix_names, first)
+        stop = self._disks[request.rank].num_stored(request.token_ids, request.namespace, request.prefix_names, first)
         if stop == first:
             # A part that is in memory now may have to leave it before the request begins.
             request.is_looked_up = not first
@@ -215,10 +215,10 @@ class DiskTier:
                 request.is_looked_up = True
                 return False
             spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
-            restore = cache.begin_restore(request.token_ids, request.namespace, request.prefix_names, spare)
-            if restore is None:
+            fill = begin_restore(cache, request.token_ids, request.namespace, request.prefix_names, spare)
+            if fill is None:
                 return False
-            reading = self._begin(restore, request.rank, now)
+            reading = self._begin(fill, request.rank, now)
         reading.waiting.append(request)
         self._of_request[request] = reading
         return True
@@ -226,7 +226,7 @@ class DiskTier:
     def recovery_s(self, tokens: array[int], namespace: str, compute_s: float) -> float:
         """Return the seconds that it takes to have the KV of tokens again, which can be computed in `compute_s`."""
         names: list[bytes] = []
-        num_blocks = self._caches[0].num_stored(tokens, namespace, names, 0)
+        num_blocks = self._disks[0].num_stored(tokens, namespace, names, 0)
         is_stored = num_blocks > 0 and (num_blocks + 1) * self._block_size >= len(tokens)
         return min(compute_s, num_blocks * self._read_s) if is_stored and self._read_s is not None else compute_s
 
@@ -238,13 +238,13 @@ class DiskTier:
         names: list[bytes] = []
         cache = self._caches[rank]
         first = cache.peek(tokens, namespace) // cache.block_size
-        stop = cache.num_stored(tokens, namespace, names, first)
+        stop = self._disks[rank].num_stored(tokens, namespace, names, first)
         if stop == first or (rank, names[first]) in self._coming:
             return False
-        restore = cache.begin_restore(tokens, namespace, names, num_spoken_for)
-        if restore is None:
+        fill = begin_restore(cache, tokens, namespace, names, num_spoken_for)
+        if fill is None:
             return False
-        self._begin(restore, rank, now)
+        self._begin(fill, rank, now)
         return True
 
     def leave(self, request: Request) -> bool:
@@ -275,10 +275,10 @@ class DiskTier:
         """Return the jobs that are to begin. now: in seconds since the epoch."""
         jobs, self._new_jobs = self._new_jobs, []
         self._stored.tell_time(now)
-        for rank, cache in enumerate(self._caches):
+        for rank, disk in enumerate(self._disks):
             if rank in self._writing:
                 continue
-            copies = cache.take_stores(_STORED_AT_ONCE) if now >= self._write_after else []
+            copies = disk.take(_STORED_AT_ONCE) if now >= self._write_after else []
             # All ranks see the same files, so the first one does the chores.
             chores = self._stored.take_chores() if rank == 0 else None
             if copies or chores is not None:
@@ -306,7 +306,7 @@ class DiskTier:
                 self._write_after = now + _RETRY_SECONDS
             return []
         reading = self._readings.pop(job)
-        if reading.restore is None:
+        if reading.fill is None:
             return self._end_search(reading, result)
         counters.read_bytes += num_bytes
         counters.read_seconds += result.seconds
@@ -314,7 +314,7 @@ class DiskTier:
         num_filled = len(result.num_bytes)
         if num_filled:
             self._read_s = _smoothed(self._read_s, result.seconds / num_filled)
-        cache.end_restore(reading.restore, num_filled, is_whole=result.error is None)
+        end_restore(cache, reading.fill, num_filled, is_whole=result.error is None)
         if not job.is_cancelled:
             self._forget(reading)
         for request in reading.waiting:
@@ -343,22 +343,22 @@ class DiskTier:
             del self._of_request[request]
         return reading.waiting
 
-    def _begin(self, restore: Restore, rank: int, now: float) -> _Reading:
-        job = CopyJob(restore.copies, rank=rank)
+    def _begin(self, fill: Fill, rank: int, now: float) -> _Reading:
+        job = CopyJob(fill.copies, rank=rank)
         self._new_jobs.append(job)
-        first = restore.first * self._block_size
-        compute_s = self._compute_s(first, first + restore.num_blocks() * self._block_size)
+        first = fill.first * self._block_size
+        compute_s = self._compute_s(first, first + fill.num_blocks() * self._block_size)
         deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
-        reading = self._readings[job] = _Reading(restore, job, deadline)
-        for copy in restore.copies:
+        reading = self._readings[job] = _Reading(fill, job, deadline)
+        for copy in fill.copies:
             self._coming[rank, copy.name] = reading
         return reading
 
     def _give_up(self, reading: _Reading) -> None:
         """Release the lease of a reading that nobody waits for. Its blocks are free once the job has ended."""
         reading.job.is_cancelled = True
-        if reading.restore is not None:
-            self._caches[reading.job.rank].release(reading.restore.lease)
+        if reading.fill is not None:
+            self._caches[reading.job.rank].release(reading.fill.lease)
             self._forget(reading)
 
     def _forget(self, reading: _Reading) -> None:
@@ -369,15 +369,15 @@ class DiskTier:
                 del self._coming[rank, copy.name]
 
     def _note_found(self, request: Request, reading: _Reading, num_filled: int) -> None:
-        restore, rank = reading.restore, reading.job.rank
-        assert restore is not None
-        first = restore.first * self._block_size
-        last = first + restore.num_blocks(num_filled) * self._block_size
+        fill, rank = reading.fill, reading.job.rank
+        assert fill is not None
+        first = fill.first * self._block_size
+        last = first + fill.num_blocks(num_filled) * self._block_size
         before, start, stop = request.restored
         request.restored = (rank, start if (before, stop) == (rank, first) else first, last)
         # It is looked up again: another request may have had a part of it read, or it may be gone again.
         request.num_restores += 1
-        is_cut = num_filled < len(restore.copies) and not restore.num_beside
+        is_cut = num_filled < len(fill.copies) and not fill.num_beside
         request.is_looked_up = is_cut or request.num_restores == _MOST_RESTORES
 
     def _is_sooner(self, start: int, stop: int, num_delayed: int) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import Request
-from radix_cache import BlockCopy, Lease, PrefixCache, Restore
+from radix_cache import BlockCopy, Fill, Lease, PrefixCache, begin_fill, end_fill
 
 _MOST_HELD = 0.5  # share of all blocks that are held for other services; beyond it the oldest leases end
 # A request waits for its blocks at most as long as computing them would take, but at least for the first of these
@@ -133,7 +133,7 @@ class FetchCounters:
 class _Fetch:
     """Blocks that are being fetched, for requests that wait for them until `deadline`."""
 
-    restore: Restore
+    fill: Fill
     job: FetchJob
     deadline: float
     waiting: list[Request] = field(default_factory=list)
@@ -239,7 +239,7 @@ class KvFetches:
         counters.seconds += result.seconds
         if result.failure is not None:
             counters.failures[result.failure] += 1
-        self._cache.end_fill(fetch.restore, result.num_filled)
+        end_fill(self._cache, fetch.fill, result.num_filled)
         for request in fetch.waiting:
             del self._of_request[request]
         return fetch.waiting
@@ -259,20 +259,20 @@ class KvFetches:
         size = self._cache.block_size
         stop = self.num_held(request) // size
         spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
-        restore = self._cache.begin_fill(request.token_ids, request.namespace, stop, spare)
-        if restore is None:
+        fill = begin_fill(self._cache, request.token_ids, request.namespace, stop, spare)
+        if fill is None:
             return None
-        job = FetchJob(ticket, restore.first, restore.copies)
-        compute_s = self._compute_s(restore.first * size, stop * size)
+        job = FetchJob(ticket, fill.first, fill.copies)
+        compute_s = self._compute_s(fill.first * size, stop * size)
         deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
-        fetch = self._fetches[ticket.request_id] = _Fetch(restore, job, deadline)
+        fetch = self._fetches[ticket.request_id] = _Fetch(fill, job, deadline)
         self._new_jobs.append(job)
         return fetch
 
     def _give_up(self, fetch: _Fetch) -> None:
         """Release the lease of a fetch that nobody waits for. Its blocks are free once the job has ended."""
         fetch.job.is_cancelled = True
-        self._cache.release(fetch.restore.lease)
+        self._cache.release(fetch.fill.lease)
 
 
 class KvTransfer:

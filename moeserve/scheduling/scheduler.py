@@ -89,7 +89,7 @@ class Scheduler:
         self._run_ahead = run_ahead
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         # None where blocks are in memory alone.
-        self.disk = None if caches[0].stored is None else DiskTier(caches, self._pace.compute_s, overflow)
+        self.disk = None if caches[0].disk is None else DiskTier(caches, self._pace.compute_s, overflow)
         self.transfer = None if office is None else KvTransfer(caches[0], office, lease_s, self._pace.compute_s)
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches

@@ -81,7 +81,11 @@ class Life(Simulation):
     def settle(self) -> None:
         """Run to the end, copies included."""
         for _ in range(3000):
-            if self.scheduler.is_idle and not self.jobs and not any(cache.num_to_store for cache in self.caches):
+            if (
+                self.scheduler.is_idle
+                and not self.jobs
+                and not any(cache.disk is not None and cache.disk.num_wanted for cache in self.caches)
+            ):
                 return
             self.step()
         raise AssertionError("no end in sight")

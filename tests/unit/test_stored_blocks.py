@@ -245,14 +245,14 @@ def test_blocks_that_are_not_kept_in_memory_are_not_kept_on_disk(keep: int) -> N
     lease = cache.match(tokens)
     cache.extend(lease, 7)
     cache.publish(lease, tokens, 28)
-    written = cache.take_stores(3)
+    assert cache.disk is not None
+    written = cache.disk.take(3)
     cache.release(lease, keep)
     for copy in written:
         cache.end_store(copy, 100, 0.0)
-    for copy in cache.take_stores(16):
+    for copy in cache.disk.take(16):
         cache.end_store(copy, 100, 0.0)
-    assert cache.stored is not None
-    assert len(cache.stored) == keep // SIZE
+    assert len(cache.disk.stored) == keep // SIZE
     cache.check_invariants()
 
 

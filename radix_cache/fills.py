@@ -1,0 +1,136 @@
+"""Prefixes whose blocks are filled from elsewhere, beside the steps: read from disk, or fetched from another service.
+
+The caller fills the blocks of `Fill.copies` and ends the fill; it may release the lease before.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass
+
+from radix_cache.block_copies import BlockCopy, Kind
+from radix_cache.nodes import Lease
+from radix_cache.prefix_cache import PrefixCache
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """A cached prefix and the blocks of its continuation that are being filled. Its lease ends with it.
+
+    tokens: of the prefix. Blocks from number `first` on are filled, one for each of `copies` but the first
+    `num_beside`, which fill window blocks and a snapshot.
+    """
+
+    lease: Lease
+    tokens: array[int]
+    first: int
+    copies: list[BlockCopy]
+    num_beside: int = 0
+
+    def num_blocks(self, num_filled: int | None = None) -> int:
+        """Count the KV blocks of all copies, or of the first `num_filled`."""
+        return max(0, (len(self.copies) if num_filled is None else num_filled) - self.num_beside)
+
+
+def begin_restore(
+    cache: PrefixCache, tokens: array[int], namespace: str, names: list[bytes], spare: int = 0
+) -> Fill | None:
+    """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.
+
+    Return None, with no lease made, if nothing is on disk or too few blocks are available. names: see
+    `TreeOnDisk.num_stored`. spare: blocks that are to be available beside these.
+    """
+    disk = cache.disk
+    assert disk is not None
+    lease = cache.match(tokens, namespace, names=names)
+    first = lease.num_published_tokens // cache.block_size
+    stop = disk.num_stored(tokens, namespace, names, first)
+    row = cache.take_snapshot(lease, stop * cache.block_size) if disk.has_states and stop > first else None
+    lacks_row = disk.has_states and row is None
+    blocks = _extend_beside(cache, lease, 0 if lacks_row else stop - first, spare)
+    if blocks is None:
+        if row is not None:
+            cache.drop_row(row)
+        return None
+    beside = disk.border_copies(lease, tokens, first, row)
+    copies = disk.copies_of(blocks, lease, tokens, first)
+    return Fill(lease, tokens[: stop * cache.block_size], first, beside + copies, len(beside))
+
+
+def end_restore(cache: PrefixCache, fill: Fill, num_filled: int, *, is_whole: bool) -> None:
+    """End a fill of `begin_restore`; for the rest see `end_fill`.
+
+    is_whole: False if the next block's file is missing or damaged; it is then removed.
+    """
+    if not is_whole:
+        assert cache.disk is not None
+        cache.disk.stored.discard(fill.copies[num_filled].name)
+    end_fill(cache, fill, num_filled)
+
+
+def begin_fill(cache: PrefixCache, tokens: array[int], namespace: str, stop: int, spare: int = 0) -> Fill | None:
+    """Lease the cached prefix of `tokens` and blocks up to number `stop`, whose content comes from elsewhere.
+
+    The copies name blocks of memory alone. For the rest see `begin_restore`; `end_fill` ends it.
+    """
+    lease, size = cache.match(tokens, namespace), cache.block_size
+    first = lease.num_published_tokens // size
+    blocks = _extend_beside(cache, lease, stop - first, spare)
+    if blocks is None:
+        return None
+    copies = [BlockCopy(block, b"", "", index, b"") for index, block in enumerate(blocks, first)]
+    return Fill(lease, tokens[: stop * size], first, copies)
+
+
+def end_fill(cache: PrefixCache, fill: Fill, num_filled: int) -> None:
+    """Note that the first `num_filled` copies are done, and enter their blocks into the tree."""
+    for copy in fill.copies[fill.num_beside :]:
+        cache.end_copy(copy.block)
+    lease = fill.lease
+    is_whole = num_filled == len(fill.copies)
+    row = _end_beside(cache, fill, is_whole=is_whole)
+    if lease.owner is cache:
+        filled = (fill.first + fill.num_blocks(num_filled)) * cache.block_size
+        if filled > lease.num_published_tokens:
+            cache.free(cache.publish(lease, fill.tokens, filled))
+        if row is not None and is_whole:
+            cache.keep_snapshot(lease, row, filled)
+            row = None
+        cache.release(lease)
+    if row is not None:
+        cache.drop_row(row)
+
+
+def _extend_beside(cache: PrefixCache, lease: Lease, count: int, spare: int) -> list[int] | None:
+    """Extend a lease by blocks to be copied into, beside which `spare` are available.
+
+    Return None, with the lease released, if that is not possible or `count` is not positive.
+    """
+    windows = cache.windows
+    is_room = not spare or cache.num_available_to(lease.namespace, count + spare) >= count + spare
+    num_windows = count
+    if windows is not None and count > windows.span:
+        num_windows = windows.span
+        windows.jump(lease, len(lease.block_ids) + count - num_windows)
+    blocks = cache.extend(lease, count, sparing=True, num_windows=num_windows) if count > 0 and is_room else None
+    if blocks is None:
+        cache.release(lease)
+    else:
+        cache.begin_copies(blocks)
+    return blocks
+
+
+def _end_beside(cache: PrefixCache, fill: Fill, *, is_whole: bool) -> int | None:
+    """Take back the window blocks of a fill, and return the row of its snapshot; None without one.
+
+    is_whole: whether all is filled; else the lease loses the window blocks.
+    """
+    lease, windows, row = fill.lease, cache.windows, None
+    for copy in fill.copies[: fill.num_beside]:
+        if copy.kind is Kind.STATE:
+            row = copy.block
+        elif windows is not None:
+            windows.take_back(lease.block_ids[copy.depth], copy.block)
+    if windows is not None and not is_whole and lease.owner is cache:
+        windows.forsake(lease, fill.first)
+    return row
