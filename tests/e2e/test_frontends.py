@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +78,9 @@ class Connection:
     def send(self, path: str, **body: Any) -> None:
         self._send("POST", path, {"model": "m", **body})
 
+    def ask(self, path: str) -> None:
+        self._send("GET", path, None)
+
     def answer(self) -> http.client.HTTPResponse:
         return self._http.getresponse()
 
@@ -139,9 +143,14 @@ def metric(connection: Connection, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def wait_until_whole_again(running: Service) -> None:
+    """Wait until both HTTP processes run."""
+    wait_until(lambda: len(children_of(running.process.pid)) == 3)
+
+
 def wait_until_whole(running: Service) -> None:
     """Wait until both HTTP processes run and the engine holds nothing."""
-    wait_until(lambda: len(children_of(running.process.pid)) == 3)
+    wait_until_whole_again(running)
     wait_until(lambda: 'moeserve_kv_blocks{state="leased"} 0.0' in running.http.get("/metrics").text)
 
 
@@ -273,6 +282,43 @@ def test_what_a_killed_process_has_kept_is_found_by_all(running: Service, both: 
     assert [item["role"] for item in items] == ["user", "assistant"]
     assert items[1] == first["output"][0]
     wait_until_whole(running)
+
+
+def events_until_cut(answer: http.client.HTTPResponse) -> Iterator[dict[str, Any]]:
+    """Yield the events of a response, up to an error event or the end of the stream."""
+    for line in answer:
+        if line.startswith(b"data: {"):
+            event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
+            if event["type"] == "error":
+                return
+            yield event
+
+
+def test_a_stream_that_another_process_shows_is_taken_up_again_when_that_one_dies(
+    running: Service, both: list[Connection]
+) -> None:
+    """The owner of the response lives on; the process that shows it to a second client is killed, twice."""
+    owner, shower = both
+    asked = {"input": "many times", "max_output_tokens": 2500, "ignore_eos": True, "seed": 6}
+    own = events_until_cut(owner.begin("/v1/responses", stream=True, background=True, **asked))
+    first = next(own)
+    path = f"/v1/responses/{first['response']['id']}?stream=true"
+    seen: list[dict[str, Any]] = []
+    for _ in range(2):
+        shower.ask(path + (f"&starting_after={seen[-1]['sequence_number']}" if seen else ""))
+        shown = events_until_cut(shower.answer())
+        seen += islice(shown, 30)
+        os.kill(children_of(running.process.pid)["frontend 1"], signal.SIGKILL)
+        seen += shown
+        wait_until_whole_again(running)
+        shower.close()
+        shower = connection_to_each(running)["frontend 1"]
+    shower.ask(f"{path}&starting_after={seen[-1]['sequence_number']}")
+    seen += events_until_cut(shower.answer())
+    assert seen == [first, *own]
+    assert seen[-1]["response"]["usage"]["output_tokens"] == 2500
+    assert [event["sequence_number"] for event in seen] == list(range(len(seen)))
+    shower.close()
 
 
 def test_what_was_kept_outlives_the_service(tmp_path: Path) -> None:
