@@ -1,7 +1,7 @@
 """From the asked form of an answer to the text of a grammar that enforces it, within limits.
 
-A grammar is llguidance's: Lark, or JSON with several parts that name each other. `parts_of` gives such a part, so that
-a grammar of tool calls can say `calls | @answer` (`of_calls`).
+A grammar is llguidance's: JSON with parts that name each other, so that one of tool calls can say `calls | @answer`
+(`of_calls`).
 """
 
 from __future__ import annotations
@@ -56,14 +56,20 @@ SchemaPath = tuple[str | int, ...]
 class Constraint:
     """A grammar of llguidance, Lark or JSON, before it was checked. where: the request field that it comes from.
 
-    schema: the JSON schema that it is, to find the place of an error in it; None for another grammar. is_bnf: the text
-    is GBNF, which is still to be turned into Lark.
+    schema: the JSON schema that it is, to find the place of an error in it; None for another grammar. bnf: GBNF that is
+    still to be turned into Lark, for the last part of the grammar.
     """
 
     grammar: str
     where: str
     schema: Any = None
-    is_bnf: bool = False
+    bnf: str | None = None
+
+    def with_lark(self, lark: str) -> str:
+        """Return the grammar with the Lark that `bnf` means."""
+        parts = msgspec.json.decode(self.grammar)["grammars"]
+        parts[-1]["lark_grammar"] = lark
+        return _whole(parts)
 
 
 def constraint_of(form: OutputFormat) -> Constraint:
@@ -82,7 +88,7 @@ def constraint_of(form: OutputFormat) -> Constraint:
         case "grammar":
             _check_size(form.value, where)
             if "::=" in form.value:
-                return Constraint(form.value, where, is_bnf=True)
+                return Constraint(_whole([{"lark_grammar": ""}]), where, bnf=form.value)
             return _of_lark(ascii_classes(form.value), where)
         case "structural_tag":
             return _of_lark(_tags(form.value, where), where)
@@ -100,20 +106,23 @@ def ascii_classes(lark: str) -> str:
 
 def of_calls(lark: str, form: OutputFormat | None) -> Constraint:
     """Return the constraint of a grammar of tool calls, in which `@answer` is a text of a form. Raises ApiError."""
-    parts: list[dict[str, Any]] = [{"lark_grammar": lark}]
-    if form is not None:
-        parts.append({"name": ANSWER, **parts_of(form)})
     if len(lark) > limits.MAX_CALLS_GRAMMAR_CHARS:
         raise invalid(
             f"The schemas of `tools` make a grammar of over {limits.MAX_CALLS_GRAMMAR_CHARS} characters", "tools"
         )
-    return Constraint(json.dumps({"grammars": parts}, ensure_ascii=False), "tools")
+    calls = {"lark_grammar": lark}
+    if form is None:
+        return Constraint(_whole([calls]), "tools")
+    answer = constraint_of(form)
+    (part,) = msgspec.json.decode(answer.grammar)["grammars"]
+    where = "tools" if answer.bnf is None else answer.where
+    return Constraint(_whole([calls, {"name": ANSWER, **part}]), where, bnf=answer.bnf)
 
 
 def of_schema(schema: Any, where: str) -> Constraint:
     """Return the constraint of a JSON schema. Raises ApiError for one that is too large or too deep."""
     prepared = prepare_schema(schema, where)
-    return Constraint(json.dumps({"grammars": [{"json_schema": prepared}]}, ensure_ascii=False), where, prepared)
+    return Constraint(_whole([{"json_schema": prepared}]), where, prepared)
 
 
 def prepare_schema(schema: Any, where: str) -> Any:
@@ -126,18 +135,6 @@ def prepare_schema(schema: Any, where: str) -> Any:
     _check_size(json.dumps(schema, ensure_ascii=False), where)
     prepared = closed(enforceable(schema, where))
     return prepared | {"x-guidance": _JSON_OPTIONS} if isinstance(prepared, dict) else prepared
-
-
-def parts_of(form: OutputFormat) -> dict[str, Any]:
-    """Return the form as a part of a larger grammar, for `{"grammars": [..., {"name": NAME, **parts}]}`.
-
-    Raises ApiError as `constraint_of` does, and for GBNF.
-    """
-    constraint = constraint_of(form)
-    if constraint.is_bnf:
-        raise invalid(f"`{form.where}` has to be a Lark grammar where the answer may also call tools", form.where)
-    (part,) = msgspec.json.decode(constraint.grammar)["grammars"]
-    return {name: part[name] for name in ("json_schema", "lark_grammar") if part.get(name) is not None}
 
 
 def constrain(sampling: SamplingParams, grammar: str, eos_token_ids: Sequence[int]) -> SamplingParams:
@@ -259,7 +256,12 @@ def _says_nothing(keyword: str, value: Any) -> bool:
 
 
 def _of_lark(lark: str, where: str) -> Constraint:
-    return Constraint(json.dumps({"grammars": [{"lark_grammar": lark}]}, ensure_ascii=False), where)
+    return Constraint(_whole([{"lark_grammar": lark}]), where)
+
+
+def _whole(parts: list[dict[str, Any]]) -> str:
+    """Return the grammar of parts, which name each other."""
+    return json.dumps({"grammars": parts}, ensure_ascii=False)
 
 
 def _choices(texts: Sequence[str], where: str) -> str:

@@ -217,8 +217,8 @@ def test_a_form_accepts_texts_of_its_kind_and_no_others(
     tokens = load_tokens(write_model_dir(tmp_path) / "tokenizer.json", [EOS])
     constraint = constraint_of(OutputFormat(kind, value))
     grammar = constraint.grammar
-    if constraint.is_bnf:
-        grammar = LLMatcher.grammar_from_lark(ascii_classes(any_to_lark(grammar)))
+    if constraint.bnf is not None:
+        grammar = constraint.with_lark(ascii_classes(any_to_lark(constraint.bnf)))
 
     def accepts(text: str) -> bool:
         matcher = compile_grammar(tokens, grammar)

@@ -4,6 +4,7 @@ form's headers, and a bias has it begin with a message in the analysis channel."
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -81,3 +82,13 @@ def test_a_completion_of_a_prompt_that_ends_inside_a_thought_has_the_rest_of_its
         assert text.startswith(free[:5] + "<|end|>")
     for header in ("<|channel|>analysis<|message|>hm<|end|><|start|>assistant", "<|channel|>final<|message|>"):
         assert said(header, thinking_token_budget=5)[1] == 0
+
+
+def test_an_answer_behind_a_thought_obeys_a_grammar_in_gbnf(running: Service) -> None:
+    body = asked(thinking_token_budget=3, ebnf='root ::= ("yes" | "no") [0-9]')
+    del body["response_format"]
+    answer = running.http.post("/v1/chat/completions", json=body).json()
+    assert re.fullmatch("(yes|no)[0-9]", answer["choices"][0]["message"]["content"])
+    assert answer["usage"]["completion_tokens_details"]["reasoning_tokens"] == 3
+    refused = running.http.post("/v1/chat/completions", json=body | {"ebnf": 'root ::= ("yes"'})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "ebnf")

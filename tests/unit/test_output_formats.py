@@ -8,7 +8,7 @@ import jsonschema
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.constraints import ascii_classes, constrain, constraint_of, parts_of, prepare_schema
+from moeserve.frontend.constraints import ascii_classes, constrain, constraint_of, of_calls, prepare_schema
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.internal import ModelFacts, OutputFormat, StructuralTags, Tag
 from moeserve.frontend.http import ApiError
@@ -200,9 +200,24 @@ def test_keywords_that_forbid_nothing_are_left_out_and_the_rest_stays() -> None:
 
 
 def test_a_form_is_part_of_a_larger_grammar() -> None:
-    assert parts_of(OutputFormat("choice", ['a"b', "é"])) == {"lark_grammar": 'start: "a\\"b" | "é"'}
-    assert parts_of(OutputFormat("json_object"))["json_schema"]["type"] == "object"
-    assert parts_of(OutputFormat("regex", "a/b")) == {"lark_grammar": "start: /a\\/b/"}
+    def part(form: OutputFormat) -> dict[str, Any]:
+        calls, answer = json.loads(of_calls("start: @answer", form).grammar)["grammars"]
+        assert calls == {"lark_grammar": "start: @answer"}
+        assert answer.pop("name") == "answer"
+        return answer
+
+    assert part(OutputFormat("choice", ['a"b', "é"])) == {"lark_grammar": 'start: "a\\"b" | "é"'}
+    assert part(OutputFormat("json_object"))["json_schema"]["type"] == "object"
+    assert part(OutputFormat("regex", "a/b")) == {"lark_grammar": "start: /a\\/b/"}
+
+
+def test_gbnf_is_turned_into_the_last_part_of_its_grammar() -> None:
+    form = OutputFormat("grammar", 'root ::= "a"', "ebnf")
+    for constraint in (constraint_of(form), of_calls("start: @answer", form)):
+        assert (constraint.bnf, constraint.where) == ('root ::= "a"', "ebnf")
+        before = json.loads(constraint.grammar)["grammars"]
+        after = json.loads(constraint.with_lark('start: "a"'))["grammars"]
+        assert after == [*before[:-1], {**before[-1], "lark_grammar": 'start: "a"'}]
 
 
 def test_eos_ends_an_answer_with_a_grammar_also_where_the_client_ignores_it() -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from llguidance import LLMatcher, LLTokenizer
+from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend.constraints import Constraint, ascii_classes, constrain, subschemas
@@ -61,7 +61,8 @@ class GrammarCheck:
         return constrain(sampling, verdict.grammar or constraint.grammar, eos_token_ids)
 
     def _verdict(self, constraint: Constraint, eos_token_ids: Sequence[int]) -> Verdict:
-        key = hashlib.blake2b(constraint.grammar.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        text = f"{constraint.grammar}\0{constraint.bnf or ''}"
+        key = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         known = self._verdicts.get(key)
         if known is not None:
             self._verdicts.move_to_end(key)
@@ -82,14 +83,14 @@ class GrammarCheck:
         """Compile a grammar. The process ends if that takes more processor time than it may."""
         grammar = constraint.grammar
         self._watch.enter(Stage.GRAMMAR, field=constraint.where)
-        if constraint.is_bnf:
+        if constraint.bnf is not None:
             try:
-                grammar = LLMatcher.grammar_from_lark(ascii_classes(any_to_lark(grammar)))
+                grammar = constraint.with_lark(ascii_classes(any_to_lark(constraint.bnf)))
             except Exception as failure:  # The converter raises whatever its parser does.
                 return Verdict(f"it is not valid GBNF: {failure}")
         error = error_in(tokens, grammar)
         if error is None:
-            return Verdict(grammar=grammar if constraint.is_bnf else None)
+            return Verdict(grammar=None if constraint.bnf is None else grammar)
         self._watch.enter(Stage.LOCATE, field=constraint.where)
         deadline = time.process_time() + _SECONDS_TO_LOCATE
         path = find_error(constraint.schema, lambda schema: _fails_alike(tokens, schema, error, deadline))
