@@ -67,11 +67,15 @@ INT8_F32 = WeightFormat("int8_f32", 9, 32, 36, 36)
 # d float32, zero (one byte), q[32] int8: d (q + 128 - zero).
 INT8_ZERO = WeightFormat("int8_zero", 10, 32, 37, 37)
 # d float32, q[32] floats of 8 bits (e4m3): d q. Multiplied with rows of floats in either arithmetic.
+LARGEST_FP8_SCALE = 128.0  # Kernels multiply scales by 2^120.
 FP8 = WeightFormat("fp8_f32", 11, 32, 36, 36)
+# d float32, q[128] of the same.
+FP8_BLOCK = WeightFormat("fp8_128", 15, 128, 132, 132)
 # d float32, e[4] floats of 8 bits (e4m3), q[32]: d e[i / 16] times the float that q encodes as in MXFP4, weight i.
 NVFP4 = WeightFormat("nvfp4_f32", 12, 64, 40, 40)
 
-_ALL = (Q8_0, Q4_0, Q4_1, Q4_K, Q5_K, Q6_K, MXFP4, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, NVFP4, Q5_0, Q5_1)
+_OF_GGUF = (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4)
+_ALL = (*_OF_GGUF, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, FP8_BLOCK, NVFP4)
 FORMATS = {form.name: form for form in _ALL}
 
 
@@ -166,13 +170,23 @@ def rows_of_nvfp4(pairs: Tensor, scales: Tensor, scale: Tensor) -> QuantizedRows
 def rows_of_fp8(codes: Tensor, scales: Tensor) -> QuantizedRows:
     """Return rows of codes [N, K] float8_e4m3fn times scales [N, G] of any float dtype, for G equal groups of columns.
 
-    Raise ValueError for groups that are no multiple of 32, or codes that are NaN.
+    Groups of a multiple of 128 have one scale for each 128 weights, others one for each 32. Raise ValueError for
+    groups that are no multiple of 32, codes that are NaN, and scales of 128 and more.
     """
     _check_e4m3(codes)
-    scales = _per_block(scales.float(), codes.shape[1])
-    blocks = codes.view(torch.uint8).view(len(codes), -1, 32)
+    if not bool((scales.float().abs() < LARGEST_FP8_SCALE).all()):
+        raise ValueError(f"its scales are not all below {LARGEST_FP8_SCALE}")
+    num_rows, depth = codes.shape
+    form = fp8_format(depth, -(-depth // max(scales.shape[1], 1)))
+    scales = _per_block(scales.float(), depth, form.block)
+    blocks = codes.view(torch.uint8).view(num_rows, -1, form.block)
     data = torch.cat([scales.unsqueeze(-1).view(torch.uint8), blocks], -1).flatten(1)
-    return QuantizedRows(FP8, data, codes.shape[1])
+    return QuantizedRows(form, data, depth)
+
+
+def fp8_format(depth: int, group: int) -> WeightFormat:
+    """Return the format of rows of `depth` floats of 8 bits of which each `group` share a scale."""
+    return FP8 if depth % FP8_BLOCK.block or group % FP8_BLOCK.block else FP8_BLOCK
 
 
 def rows_of_codes(codes: Tensor, scales: Tensor, zeros: Tensor | None = None) -> QuantizedRows:
@@ -219,11 +233,11 @@ def rows_of_pairs(pairs: Tensor, scales: Tensor, zeros: Tensor) -> QuantizedRows
 INT4_FORMATS = {torch.float16: INT4_F16, torch.bfloat16: INT4_BF16}
 
 
-def _per_block(numbers: Tensor, depth: int) -> Tensor:
-    """Repeat one number for each group of columns, [N, G], to one for each 32 columns."""
-    repeats = depth // numbers.shape[1] // 32
-    if depth != numbers.shape[1] * repeats * 32:
-        raise ValueError(f"{depth} weights of a row are not {numbers.shape[1]} groups of 32 or a multiple of it")
+def _per_block(numbers: Tensor, depth: int, block: int = 32) -> Tensor:
+    """Repeat one number for each group of columns, [N, G], to one for each block of columns."""
+    repeats = depth // numbers.shape[1] // block
+    if depth != numbers.shape[1] * repeats * block:
+        raise ValueError(f"{depth} weights of a row are not {numbers.shape[1]} groups of {block} or a multiple of it")
     return numbers.repeat_interleave(repeats, 1)
 
 
@@ -336,5 +350,6 @@ _WIDEN: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
     INT8_F32: lambda blocks: _widen_int8(blocks, torch.float32),
     INT8_ZERO: _widen_int8_zero,
     FP8: _widen_fp8,
+    FP8_BLOCK: _widen_fp8,
     NVFP4: _widen_nvfp4,
 }

@@ -72,11 +72,20 @@ inline Floats from_bf16(const uint8_t* from) {
 #endif
 }
 
-// Floats of 8 bits with four of exponent and three of mantissa. Shifted into float's fields they are 2^120 times too
-// small, also those that are subnormal.
-inline Floats from_e4m3(Words bytes) {
-  const Floats magnitude = (Floats)((bytes & 127u) << 20) * 0x1p120f;
-  return (Floats)((Words)magnitude | (bytes & 128u) << 24);
+constexpr float kE4m3Unit = 0x1p120f;
+
+// 16 floats of 8 bits, with four of exponent and three of mantissa, in units of 2^-120: in float's fields they are so
+// much too small, also those that are subnormal.
+inline Floats from_e4m3(const uint8_t* from) {
+#if defined(__AVX512F__)
+  const Words extended = (Words)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#else
+  typedef int8_t Bytes __attribute__((vector_size(16)));
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  const Words extended = (Words)__builtin_convertvector(bytes, Ints);
+#endif
+  return (Floats)(extended << 20 & 0x87f00000u);
 }
 
 // Twice the values of e2m1 plus 12.
@@ -103,6 +112,7 @@ template <Format F>
 struct Group {
   static constexpr Traits kFormat = traits_of(F);
   Words codes[8];
+  const uint8_t* floats;  // Codes that are floats of 8 bits, in place.
   Floats scale[kFormat.parts];
   Floats shift;  // What Shift says, but for a constant.
 
@@ -116,6 +126,10 @@ struct Group {
   }
 
   MOESERVE_INLINE void load_codes(const uint8_t* from) {
+    if constexpr (kFormat.code == Code::kE4m3) {
+      floats = from;
+      return;
+    }
     if constexpr (kFormat.bits == 8) {
       for (int i = 0; i < 8; ++i) codes[i] = load_words(from + 64 * i);
       return;
@@ -142,10 +156,12 @@ struct Group {
   static MOESERVE_INLINE Floats load_scale(const uint8_t* from, const Super& super) {
     if constexpr (kFormat.scale == Scale::kF16) return from_half(from);
     if constexpr (kFormat.scale == Scale::kBf16) return from_bf16(from);
-    if constexpr (kFormat.scale == Scale::kF32) return load(reinterpret_cast<const float*>(from));
+    if constexpr (kFormat.scale == Scale::kF32)
+      return load(reinterpret_cast<const float*>(from)) * (kFormat.code == Code::kE4m3 ? kE4m3Unit : 1.0f);
+    if constexpr (kFormat.scale == Scale::kSuperF32) return super.scale;
     if constexpr (kFormat.scale == Scale::kE8m0) return from_exponents(from);
     // Half, because codes of e2m1 are doubled to be whole.
-    if constexpr (kFormat.scale == Scale::kSuperE4m3) return from_e4m3(from_bytes(from)) * super.scale * 0.5f;
+    if constexpr (kFormat.scale == Scale::kSuperE4m3) return from_e4m3(from) * kE4m3Unit * super.scale * 0.5f;
     // Bytes of Q6_K are signed; those of the others are below 64.
     const Ints bytes = (Ints)(from_bytes(from) << 24) >> 24;
     return super.scale * __builtin_convertvector(bytes, Floats);
@@ -153,8 +169,8 @@ struct Group {
 
   // The weights of 16 columns at depth 4 i + b. Every format but one with 32-bit scales is exact up to the minimum.
   MOESERVE_INLINE Floats weights(int i, int b) const {
+    if constexpr (kFormat.code == Code::kE4m3) return from_e4m3(floats + kLanes * (4 * i + b)) * scale[0];
     const Words code = (codes[i] >> (8 * b)) & 255u;
-    if constexpr (kFormat.code == Code::kE4m3) return from_e4m3(code) * scale[0];
     Floats value = to_floats(code);
     if constexpr (kFormat.shift == Shift::kConstant) value -= float(kFormat.offset);
     if constexpr (kFormat.shift == Shift::kZero) value -= shift;
@@ -173,8 +189,9 @@ MOESERVE_INLINE void for_groups(const uint8_t* half, int64_t num_blocks, Use use
   constexpr Traits format = traits_of(F);
   Super super{};
   for (int64_t block = 0; block < num_blocks; ++block) {
-    if constexpr (format.scale == Scale::kSuperE4m3) {
+    if constexpr (format.scale == Scale::kSuperE4m3 || format.scale == Scale::kSuperF32) {
       super.scale = load(reinterpret_cast<const float*>(half));
+      if constexpr (format.code == Code::kE4m3) super.scale *= kE4m3Unit;
       half += format.super_bytes();
     }
     if constexpr (format.scale == Scale::kSuper) {

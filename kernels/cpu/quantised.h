@@ -2,7 +2,8 @@
 // weights after another along the depth. `kernels/weight_formats.py` describes the formats, in the order of `Format`.
 //
 // A block of 32 weights of 16 columns is a `Group`: eight vectors of codes, lane c of vector i holding the codes
-// 4 i ... 4 i + 3 of column c in its bytes, and for every column a scale and what is to be subtracted.
+// 4 i ... 4 i + 3 of column c in its bytes, and for every column a scale and what is to be subtracted. Floats of 8 bits
+// lie depth after depth, a byte for each column.
 #pragma once
 
 #include "panels.h"
@@ -13,11 +14,12 @@ constexpr int kGroup = 32;
 
 enum class Format : int64_t {
   kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kInt8Zero, kFp8, kNvfp4, kQ5_0,
-  kQ5_1, kCount
+  kQ5_1, kFp8Block, kCount
 };
 enum class Code { kWhole, kE2m1, kE4m3 };  // kE4m3 takes no products of integers: rows stay floats.
-// kSuper: a byte times the float16 of a superblock; kSuperE4m3: a float of 8 bits times the float32 of a superblock.
-enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper, kSuperE4m3 };
+// kSuper: a byte times the float16 of a superblock; kSuperE4m3: a float of 8 bits times the float32 of a superblock;
+// kSuperF32: the float32 of a superblock.
+enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper, kSuperE4m3, kSuperF32 };
 enum class Shift { kConstant, kMin, kSuperMin, kZero };  // kMin: added; kSuperMin: a byte times a float16, subtracted.
 
 // weight = scale * (code - offset) or scale * (code - zero), plus or minus a minimum.
@@ -33,13 +35,14 @@ struct Traits {
 
   constexpr int code_bytes() const { return kLanes * kGroup * bits / 8; }
   constexpr int scale_bytes() const {
+    if (scale == Scale::kSuperF32) return 0;
     return scale == Scale::kF32 ? 4 * kLanes : scale == Scale::kF16 || scale == Scale::kBf16 ? 2 * kLanes : kLanes;
   }
   constexpr int shift_bytes() const {
     return shift == Shift::kConstant ? 0 : shift == Shift::kMin ? 2 * kLanes : kLanes;
   }
   constexpr int super_bytes() const {
-    if (scale == Scale::kSuperE4m3) return 4 * kLanes;
+    if (scale == Scale::kSuperE4m3 || scale == Scale::kSuperF32) return 4 * kLanes;
     return scale != Scale::kSuper ? 0 : shift == Shift::kSuperMin ? 4 * kLanes : 2 * kLanes;
   }
   constexpr int group_bytes() const { return code_bytes() + parts * scale_bytes() + shift_bytes(); }
@@ -63,6 +66,7 @@ constexpr Traits kTraits[] = {
     {4, 2, 2, Scale::kSuperE4m3, Shift::kConstant, 12, 40, Code::kE2m1},
     {5, 1, 1, Scale::kF16, Shift::kConstant, 16, 22},
     {5, 1, 1, Scale::kF16, Shift::kMin, 0, 24},
+    {8, 4, 1, Scale::kSuperF32, Shift::kConstant, 0, 132, Code::kE4m3},
 };
 
 constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; }

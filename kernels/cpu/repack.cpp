@@ -83,6 +83,11 @@ void unpack_nvfp4(const uint8_t* from, Block& block) {
   for (int g = 0; g < 2; ++g) unpack_nibbles(from + 8 + 16 * g, block.codes + kGroup * g);
 }
 
+void unpack_fp8_block(const uint8_t* from, Block& block) {
+  std::memcpy(block.super, from, 4);
+  std::memcpy(block.codes, from + 4, 4 * kGroup);
+}
+
 void unpack(Format format, const uint8_t* from, Block& block) {
   switch (format) {
     case Format::kQ4_K:
@@ -92,13 +97,21 @@ void unpack(Format format, const uint8_t* from, Block& block) {
       return unpack_q6_k(from, block);
     case Format::kNvfp4:
       return unpack_nvfp4(from, block);
+    case Format::kFp8Block:
+      return unpack_fp8_block(from, block);
     default:
       return unpack_simple(traits_of(format), from, block);
   }
 }
 
 // Codes of 32 weights of 16 columns: see Group::load_codes.
-void write_codes(int bits, const Block* columns, int first, uint8_t* out) {
+void write_codes(const Traits& format, const Block* columns, int first, uint8_t* out) {
+  const int bits = format.bits;
+  if (format.code == Code::kE4m3) {
+    for (int c = 0; c < kLanes; ++c)
+      for (int k = 0; k < kGroup; ++k) out[k * kLanes + c] = columns[c].codes[first + k];
+    return;
+  }
   Words codes[8];
   for (int c = 0; c < kLanes; ++c)
     for (int i = 0; i < 8; ++i) {
@@ -124,14 +137,14 @@ void write_column_bytes(int bytes, int column, const uint8_t* from, uint8_t* out
 
 // Writes a block of 16 columns.
 void write_block(const Traits& format, const Block* columns, uint8_t* out) {
-  const int width = format.scale == Scale::kSuperE4m3 ? 4 : 2;  // Bytes of one of a superblock's numbers.
+  const int width = format.scale == Scale::kSuper ? 2 : 4;  // Bytes of one of a superblock's numbers.
   for (int c = 0; c < kLanes; ++c)
     for (int i = 0; i < format.super_bytes() / (width * kLanes); ++i)
       write_column_bytes(width, c, columns[c].super + width * i, out + i * width * kLanes);
   out += format.super_bytes();
   const int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
   for (int g = 0; g < format.groups; ++g) {
-    write_codes(format.bits, columns, g * kGroup, out);
+    write_codes(format, columns, g * kGroup, out);
     out += format.code_bytes();
     for (int part = 0; part < format.parts; ++part, out += format.scale_bytes())
       for (int c = 0; c < kLanes; ++c)

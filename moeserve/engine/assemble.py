@@ -296,7 +296,7 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
         name += f", keys and values {config.kv_cache_dtype}"
     if rounding.is_none:
         return name
-    activations = "int8 within products" if rounding.arithmetic == "int8" else "exact"
+    activations = "int8 within products" if rounding.rounds_rows else "exact"
     return f"{name}, weights {rounding.name}, activations {activations}"
 
 

@@ -34,7 +34,7 @@ from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, r
 from moeserve.model.expert_store import native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
-from moeserve.model.rounding import NO_ROUNDING, Rounding
+from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
 from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
@@ -282,12 +282,14 @@ def rounded_setups(model: KnownModel, machine: Machine, config: ServeConfig) -> 
         return []
     on_cpu = replace(config, device="cpu")
     try:
-        is_wide = rounding_of(on_cpu, model.spec, model.index).is_none and model.spec.quantization is None
+        rounding = rounding_of(on_cpu, model.spec, model.index)
     except (ModelError, ConfigError):
         return []
-    if not is_wide:
+    is_fp8 = rounding.keeps_stored and FLOATS_OF_8_BITS.issuperset(rounding.stored)
+    widths = ("int4",) if is_fp8 else ("int8", "int4")
+    if not is_fp8 and not (rounding.is_none and model.spec.quantization is None):
         return []
-    tried = (_cpu_setup(model, machine, replace(on_cpu, quantization=width)) for width in ("int8", "int4"))
+    tried = (_cpu_setup(model, machine, replace(on_cpu, quantization=width)) for width in widths)
     return [setup for setup in tried if setup.obstacle is None]
 
 

@@ -29,7 +29,7 @@ from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, window_demand
-from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
+from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
@@ -326,9 +326,9 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
         stored.add(spec.quantization.kind)
     absence, narrow = native_kernels_absence(), _narrows(config)
     computes = config.dtype in ("auto", "float32") or narrow
-    if stored and not rounding.is_none:
-        raise ConfigError(f"--quantization is for weights of 16 or 32 bits; these are {', '.join(sorted(stored))}.")
-    if stored and computes and absence is None:
+    if stored - FLOATS_OF_8_BITS and not rounding.is_none:
+        raise ConfigError(f"--quantization is for floats of 8, 16 or 32 bits; these are {', '.join(sorted(stored))}.")
+    if stored and computes and absence is None and rounding.matrices is None:
         return replace(rounding, keeps_stored=True, stored=tuple(sorted(stored)), narrow=narrow)
     if rounding.is_none:
         if config.arithmetic == "int8":

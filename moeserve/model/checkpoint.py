@@ -22,7 +22,6 @@ from moeserve.model.spec import (
     DeltaNetSpec,
     MlaSpec,
     MoeSpec,
-    QuantizationSpec,
 )
 from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
 
@@ -63,9 +62,8 @@ _IGNORED = re.compile(r"rotary_emb\.|^(?:model\.)?(?:mtp[._]|visual\.)")
 # Prefixes of the decoder's tensors; the last one is for a decoder inside a vision-language model.
 _PREFIXES = ("model.", "", "model.language_model.")
 _PLAIN_DTYPES = frozenset(("F64", "F32", "F16", "BF16"))
-# Matrices stored in these dtypes stay in bfloat16 where products in float32 read 16-bit weights as they are. FP8
-# numbers times their scales are rounded to bfloat16, which is exact for scales that are powers of two.
-KEPT_IN_BFLOAT16 = frozenset(("BF16", "F8_E4M3"))
+# Matrices stored in these dtypes stay in bfloat16 where products in float32 read 16-bit weights as they are.
+KEPT_IN_BFLOAT16 = frozenset(("BF16",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +71,13 @@ class StoredTensor:
     """A tensor to read.
 
     shape: as the decoder uses it. num_bytes: to read from the file, block scales included. dtype: in the file, as
-    `TensorInfo` names it. scale: the name of the block scales of a tensor in FP8. has_order: where its blocks are kept,
-    columns are in an order of their own.
+    `TensorInfo` names it. has_order: where its blocks are kept, columns are in an order of their own.
     """
 
     name: str
     shape: tuple[int, ...]
     num_bytes: int
     dtype: str
-    scale: str | None = None
     has_order: bool = False
 
 
@@ -116,7 +112,7 @@ class WeightPlan:
         """Return the bytes of the loaded weights at ``item_size`` bytes per number.
 
         quantised: tells the bytes of a matrix outside experts if it is. narrow: keep in 16 bits the matrices that the
-        checkpoint holds in bfloat16, FP8 or MXFP4. Loading needs room for another layer. Tied embeddings count twice,
+        checkpoint holds in bfloat16 or MXFP4. Loading needs room for another layer. Tied embeddings count twice,
         because the output projection is packed.
         """
         total = 0
@@ -255,18 +251,11 @@ class _Matcher:
 
     def _match_one(self, ref: TensorRef) -> StoredTensor:
         name, info = self._take(ref)
-        if info.dtype in _PLAIN_DTYPES or is_in_blocks(info.dtype):
-            has_order = info.packed is not None and info.packed.has_order
-            return StoredTensor(name, ref.shape, info.num_bytes, info.dtype, has_order=has_order)
-        if info.dtype != "F8_E4M3":
+        check_scaled(name, info)
+        if info.packed is None and info.dtype not in _PLAIN_DTYPES and not is_in_blocks(info.dtype):
             raise CheckpointError(f"{name} is stored as {info.dtype}, which cannot be read.")
-        return self._match_fp8(name, info, ref)
-
-    def _match_fp8(self, name: str, info: TensorInfo, ref: TensorRef) -> StoredTensor:
-        stored = fp8_tensor(self._index, name, info, ref.shape, self._spec.quantization)
-        assert stored.scale is not None
-        self._used.add(stored.scale)
-        return stored
+        has_order = info.packed is not None and info.packed.has_order
+        return StoredTensor(name, ref.shape, info.num_bytes, info.dtype, has_order=has_order)
 
     def _match_bytes(self, key: str, ref: TensorRef) -> StoredTensor:
         if key.endswith(".bias"):
@@ -286,25 +275,10 @@ class _Matcher:
         return name, info
 
 
-def fp8_tensor(
-    index: Mapping[str, TensorInfo],
-    name: str,
-    info: TensorInfo,
-    shape: tuple[int, ...],
-    quantization: QuantizationSpec | None,
-) -> StoredTensor:
-    """Return a matrix in FP8 with its block scales. shape: as it is used. Raise CheckpointError if they do not fit."""
-    scale = f"{name}_scale_inv"
-    if quantization is None or quantization.kind != "fp8":
-        raise CheckpointError(f"{name} is stored in FP8, but the configuration gives no block size for its scales.")
-    if scale not in index:
-        raise CheckpointError(f"{name} is stored in FP8, but its scales {scale} are missing.")
-    if len(shape) < 2:
-        raise CheckpointError(f"{name} is stored in FP8, but is no matrix.")
-    *leading, rows, columns = shape
-    row_block, column_block = quantization.block
-    _check_shape(scale, index[scale].shape, (*leading, -(-rows // row_block), -(-columns // column_block)))
-    return StoredTensor(name, shape, info.num_bytes + index[scale].num_bytes, info.dtype, scale)
+def check_scaled(name: str, info: TensorInfo) -> None:
+    """Raise CheckpointError for a tensor in FP8 that no scales belong to."""
+    if info.dtype == "F8_E4M3" and info.packed is None:
+        raise CheckpointError(f"{name} is stored in FP8, but the checkpoint has no scales of its blocks.")
 
 
 def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:

@@ -92,7 +92,7 @@ class NativeExperts:
         return _bytes_of_experts(plan_weights(self._spec, self.index, owned))
 
     def reader(self, total_bytes: int, progress: ReadProgress | None = None) -> TensorReader:
-        return TensorReader(self.index, total_bytes, quantization=self._spec.quantization, progress=progress)
+        return TensorReader(self.index, total_bytes, progress=progress)
 
     def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> ExpertReader:
         plan = plan_experts(self._spec, self.index, layer, owned)
@@ -115,7 +115,7 @@ class ExpertReader:
         self._moe, self._plan, self._reader = spec.moe, plan, reader
         self.owned = plan.owned
         self.shape = expert_shape(spec, plan, dtype, rounding)
-        self._keeps_stored = rounding.keeps_stored and self.shape.formats is not None
+        self._keeps_stored = rounding.keeps_stored and rounding.experts is None and self.shape.formats is not None
         self.layout = expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
@@ -223,7 +223,10 @@ def expert_shape(
     """Return the shape of a layer's experts when they compute in `dtype`."""
     assert spec.moe is not None
     sizes = spec.hidden_size, spec.moe.intermediate_size
-    formats = _stored_formats(plan) if rounding.keeps_stored else rounding.expert_formats(*sizes)
+    formats = rounding.expert_formats(*sizes)
+    is_kept = rounding.keeps_stored and formats is None
+    if is_kept and not (plan.storage == "fused" and spec.moe.transposed_experts):
+        formats = _stored_formats(plan)
     return ExpertShape(
         *sizes,
         dtype,
@@ -231,9 +234,13 @@ def expert_shape(
         spec.moe.expert_bias,
         formats=formats,
         arithmetic=rounding.arithmetic,
-        has_order=formats is not None and any(tensors[key].has_order for tensors in plan.tensors for key in tensors),
+        has_order=is_kept and formats is not None and _has_order(plan),
         narrow_rows=rounding.narrow,
     )
+
+
+def _has_order(plan: ExpertsPlan) -> bool:
+    return any(stored.has_order for tensors in plan.tensors for stored in tensors.values())
 
 
 def _stored_formats(plan: ExpertsPlan) -> tuple[WeightFormat, WeightFormat] | None:

@@ -11,6 +11,8 @@ from kernels.cpu.library import native_kernels
 from kernels.cpu.quantised import packed_bytes, quantise
 from kernels.weight_formats import (
     FORMATS,
+    FP8,
+    FP8_BLOCK,
     Q4_1,
     Q4_K,
     Q6_K,
@@ -49,6 +51,8 @@ class Width:
         return next((form for form in formats if depth % form.block == 0), formats[-1])
 
 
+# The names of the formats that multiply rows of floats in either arithmetic.
+FLOATS_OF_8_BITS = frozenset((FP8.name, FP8_BLOCK.name))
 INT8 = Width("int8", (Q8_0,), (Q8_0,))
 INT4 = Width("int4", (Q4_K, Q4_1), (Q6_K, Q8_0))
 _WIDTHS = {"none": None, INT8.name: INT8, INT4.name: INT4}
@@ -58,9 +62,9 @@ _WIDTHS = {"none": None, INT8.name: INT8, INT4.name: INT4}
 class Rounding:
     """The width to which matrices outside experts are rounded while they are loaded, and that of experts.
 
-    None keeps the numbers of the checkpoint, in its own bits where `keeps_stored`. arithmetic: of all products with
-    quantised weights. stored: the names of the checkpoint's own formats, for people. narrow: matrices that are not
-    quantised are kept in bfloat16, and rows are rounded to bfloat16 for their products; gates are not.
+    None keeps the numbers of the checkpoint, in its own bits where `keeps_stored` and no width is given. arithmetic: of
+    all products with quantised weights. stored: the names of the checkpoint's own formats, for people. narrow: matrices
+    that are not quantised are kept in bfloat16, and rows are rounded to bfloat16 for their products; gates are not.
     """
 
     matrices: Width | None = None
@@ -82,12 +86,18 @@ class Rounding:
         return self.matrices is None and self.experts is None and not self.keeps_stored
 
     @property
+    def rounds_rows(self) -> bool:
+        """True if there are products of rows that are rounded to int8."""
+        rounded = self.matrices is not None or self.experts is not None
+        return self.arithmetic == "int8" and (rounded or not FLOATS_OF_8_BITS.issuperset(self.stored))
+
+    @property
     def name(self) -> str:
         """The formats, for people: `int8`, or `float32, experts int4`; empty without any."""
         if self.is_none:
             return ""
         if self.keeps_stored:
-            return " and ".join(self.stored)
+            return " and ".join(self.stored) + ("" if self.experts is None else f", experts {self.experts.name}")
         others, experts = ("unquantised" if width is None else width.name for width in (self.matrices, self.experts))
         return others if self.matrices is self.experts else f"{others}, experts {experts}"
 

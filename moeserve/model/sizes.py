@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,6 +15,7 @@ from moeserve.model.checkpoint import (
     mxfp4_expert_tensors,
     outer_tensors,
 )
+from moeserve.model.packed.parts import fp8_dtype
 from moeserve.model.spec import DecoderSpec, QuantizationSpec
 from moeserve.model.stored import TensorInfo, item_bits
 
@@ -22,7 +23,7 @@ _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 # In quantised checkpoints, these projections stay as they were trained.
 _NEVER_QUANTISED = frozenset({"embedding", "lm_head", "moe_gate", "shared_gate", "conv"})
 # Bytes of 32 weights of the quantised forms that a configuration alone tells.
-_BLOCK_BYTES = {"INT4_F16": 19, "INT8_ZERO": 37, "INT8_F32": 36, "FP8_F32": 36, "NVFP4_F32": 20}
+_BLOCK_BYTES = {"INT4_F16": 19, "INT8_ZERO": 37, "INT8_F32": 36, "FP8_F32": 36, "FP8_128": 33, "NVFP4_F32": 20}
 _NOWHERE = Path("config.json")
 
 
@@ -93,21 +94,18 @@ def _infos(tensors: Tensors, dtype: str, quantization: QuantizationSpec | None) 
     for key, ref in tensors.items():
         kept = len(ref.shape) < 2 or key in _NEVER_QUANTISED or key.endswith("bias")
         if form and not kept and ref.shape[-1] % 32 == 0:
-            index[ref.names[0]] = TensorInfo(_NOWHERE, form, ref.shape, prod(ref.shape) // 32 * _BLOCK_BYTES[form])
+            own = fp8_dtype(ref.shape[-1], ref.shape[-1]) if form == "FP8_F32" else form
+            index[ref.names[0]] = TensorInfo(_NOWHERE, own, ref.shape, prod(ref.shape) // 32 * _BLOCK_BYTES[own])
             continue
         if not fp8 or kept:
             _add(index, ref, dtype)
             continue
         assert quantization is not None
-        _add(index, ref, "F8_E4M3")
         *leading, rows, columns = ref.shape
-        blocks = (*leading, *_ceil_div((rows, columns), quantization.block))
-        _add(index, TensorRef((f"{ref.names[0]}_scale_inv",), blocks), "F32")
+        num_scales = prod(leading) * -(-rows // quantization.block[0]) * -(-columns // quantization.block[1])
+        own = fp8_dtype(columns, quantization.block[1])
+        index[ref.names[0]] = TensorInfo(_NOWHERE, own, ref.shape, prod(ref.shape) + 4 * num_scales)
     return index
-
-
-def _ceil_div(sizes: Iterable[int], parts: Iterable[int]) -> tuple[int, ...]:
-    return tuple(-(-size // part) for size, part in zip(sizes, parts, strict=True))
 
 
 def _add(index: dict[str, TensorInfo], ref: TensorRef, dtype: str) -> None:

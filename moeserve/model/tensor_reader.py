@@ -13,8 +13,8 @@ from torch import Tensor
 
 from kernels.weight_formats import QuantizedRows, rows_of_mxfp4
 from moeserve.model.checkpoint import StoredTensor
-from moeserve.model.packed.tensors import read_numbers, read_rows
-from moeserve.model.spec import CheckpointError, QuantizationSpec
+from moeserve.model.packed.tensors import expand_fp8, read_numbers, read_rows
+from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import PackedPart, TensorInfo
 
 # (bytes read, bytes to read), called after every tensor.
@@ -34,12 +34,10 @@ class TensorReader:
         index: Mapping[str, TensorInfo],
         total_bytes: int,
         *,
-        quantization: QuantizationSpec | None = None,
         progress: Progress | None = None,
     ) -> None:
         self._index = index
         self._total = total_bytes
-        self._quantization = quantization
         self._progress = progress
         self._done = 0
         self._files: dict[Path, Any] = {}
@@ -60,16 +58,14 @@ class TensorReader:
 
     def read_into(self, stored: StoredTensor, out: Tensor) -> None:
         """Fill ``out`` in its own dtype. Its shape may differ from the stored one by dimensions of 1."""
-        raw = self._whole(stored.name)
-        scale_name = stored.scale
-        scale = None if scale_name is None else self._whole(scale_name)
-        self._copy(raw, scale, out)
+        if not self._read_fp8_into(stored, None, out):
+            out.copy_(self._whole(stored.name).view(out.shape))
         self._advance(stored.num_bytes)
 
     def read_expert_into(self, stored: StoredTensor, expert: int, out: Tensor) -> None:
         """Fill ``out`` with row ``expert`` of a tensor of all experts, viewed in the shape of ``out``."""
-        scale = None if stored.scale is None else self._row(stored.scale, expert)
-        self._copy(self._row(stored.name, expert), scale, out)
+        if not self._read_fp8_into(stored, expert, out):
+            out.copy_(self._row(stored.name, expert).view(out.shape))
         self._advance(stored.num_bytes // stored.shape[0])
 
     def read_mxfp4_expert_into(self, blocks: StoredTensor, scales: StoredTensor, expert: int, out: Tensor) -> None:
@@ -97,7 +93,7 @@ class TensorReader:
         """Return the rows of a quantised matrix, or of one expert of it, in their blocks. Raise CheckpointError."""
         info = self._index[stored.name]
         if info.packed is not None:
-            rows = read_rows(stored.name, info.packed, self._roles(info.packed))
+            rows = read_rows(stored.name, info.packed, self._roles(info.packed, expert))
         else:
             from moeserve.model.gguf.tensors import read_packed  # Imported late: others do without its packages.
 
@@ -124,22 +120,26 @@ class TensorReader:
             ]
         )
 
-    def _copy(self, raw: Tensor, scale: Tensor | None, out: Tensor) -> None:
-        if scale is None:
-            out.copy_(raw.view(out.shape))
-            return
-        assert self._quantization is not None
-        block = self._quantization.block
-        if out.shape == raw.shape:
-            expand_fp8(raw, scale, block, out)
-        else:
-            out.copy_(dequantise_fp8(raw, scale, block, out.dtype).view(out.shape))
+    def _read_fp8_into(self, stored: StoredTensor, expert: int | None, out: Tensor) -> bool:
+        """Fill `out` with the numbers of a matrix in FP8, or of one expert of it. Return False for any other tensor."""
+        part = self._index[stored.name].packed
+        if part is None or part.layout != "fp8":
+            return False
+        read = self._roles(part, expert)
+        codes = read("codes")
+        expanded = out if out.shape == codes.shape else torch.empty(codes.shape, dtype=out.dtype)
+        expand_fp8(part, codes, read("scales"), expanded)
+        if expanded is not out:
+            out.copy_(expanded.view(out.shape))
+        return True
 
-    def _roles(self, part: PackedPart) -> Callable[[str], Tensor]:
-        """Return a function that reads the tensor of a role of a matrix."""
+    def _roles(self, part: PackedPart, expert: int | None = None) -> Callable[[str], Tensor]:
+        """Return a function that reads the tensor of a role of a matrix, or of one expert of it."""
 
         def read(role: str) -> Tensor:
             name, info = part.tensors[role]
+            if expert is not None:
+                return self._call(name, info.file, lambda file: file.get_slice(name)[expert])
             return self._call(name, info.file, lambda file: file.get_tensor(name))
 
         return read
@@ -178,26 +178,6 @@ class TensorReader:
         self._done += num_bytes
         if self._progress is not None:
             self._progress(self._done, self._total)
-
-
-def dequantise_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return expanded FP8 weights, [..., N, K] of ``dtype``. See `expand_fp8`."""
-    out = torch.empty(weight.shape, dtype=dtype)
-    expand_fp8(weight, scale, block, out)
-    return out
-
-
-def expand_fp8(weight: Tensor, scale: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """Fill ``out`` with FP8 weights, every block of ``block`` = (rows, columns) numbers multiplied by its scale.
-
-    weight: [..., N, K] float8_e4m3fn; scale: [..., ceil(N / rows), ceil(K / columns)], fp32 or a power of two in
-    float8_e8m0fnu. out: [..., N, K]. Works a band of rows at a time, in fp32.
-    """
-    rows, columns = block
-    wide = scale.float().repeat_interleave(columns, dim=-1)[..., : weight.shape[-1]]
-    for band in range(scale.shape[-2]):
-        where = (..., slice(band * rows, (band + 1) * rows), slice(None))
-        out[where] = weight[where].float().mul_(wide[..., band : band + 1, :])
 
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -36,7 +36,7 @@ from moeserve.model.tensor_reader import Progress, TensorReader
 DispatchOf = Callable[[int], Dispatch]
 Tensors = Mapping[str, StoredTensor]
 
-_NARROW = {"BF16": torch.bfloat16, "F8_E4M3": torch.bfloat16, "F16": torch.float16}
+_NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 
 
 def load_decoder(
@@ -63,7 +63,7 @@ def load_decoder(
     ops = ops or CpuOps()
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
-    with TensorReader(index, plan.num_bytes, quantization=spec.quantization, progress=progress) as reader:
+    with TensorReader(index, plan.num_bytes, progress=progress) as reader:
         loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding)
         embedding = loader.embedding(plan.outer["embedding"])
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]

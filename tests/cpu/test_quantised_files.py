@@ -30,7 +30,7 @@ from moeserve.model.weights import load_decoder
 from moeserve.plan import SamplingParams
 from tests.support.checkpoints import TOKENS, change_tensors, reference_logits, spec_of
 from tests.support.paged_runner import PagedRunner
-from tests.support.quantised_files import Quantise, awq, compressed, gptq, modelopt, quantise_checkpoint
+from tests.support.quantised_files import Quantise, awq, compressed, deepseek, gptq, modelopt, quantise_checkpoint
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
@@ -62,6 +62,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "fp8-rows": compressed("float-quantized", 8, -1),
     "fp8-one": compressed("float-quantized", 8, -2),
     "fp8-blocks": compressed("float-quantized", 8, 0),
+    "deepseek": deepseek(128, 128),
+    "deepseek-edges": deepseek(48, 96, torch.bfloat16),
     "nvfp4": compressed("nvfp4-pack-quantized"),
     "nvfp4-modelopt": modelopt(),
 }
@@ -96,7 +98,8 @@ def reference_of(plain: Path) -> Tensor:
 @pytest.mark.parametrize(
     ("model", "layout"),
     [*(("mixtral", layout) for layout in LAYOUTS), *((model, "gptq-4-32-order") for model in list(MODELS)[1:]),
-     ("qwen2_moe", "awq-64"), ("qwen2_moe", "fp8-blocks"), ("qwen2_moe", "nvfp4"), ("deepseek_v3-yarn", "codes-rows")],
+     ("qwen2_moe", "deepseek"), ("deepseek_v3-yarn", "deepseek-edges"), ("qwen2_moe", "awq-64"),
+     ("qwen2_moe", "fp8-blocks"), ("qwen2_moe", "nvfp4"), ("deepseek_v3-yarn", "codes-rows")],
 )  # fmt: skip
 def test_logits_are_those_of_the_values(model: str, layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -111,7 +114,18 @@ def test_logits_are_those_of_the_values(model: str, layout: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "layout", ["gptq-4-32", "gptq-4-32-order", "gptq-8-32", "awq-64", "words-4-32", "codes-rows", "fp8-blocks", "nvfp4"]
+    "layout",
+    [
+        "gptq-4-32",
+        "gptq-4-32-order",
+        "gptq-8-32",
+        "awq-64",
+        "words-4-32",
+        "codes-rows",
+        "fp8-blocks",
+        "deepseek",
+        "nvfp4",
+    ],
 )
 def test_no_matrix_is_widened_in_memory(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -126,7 +140,7 @@ def test_no_matrix_is_widened_in_memory(layout: str, tmp_path: Path) -> None:
     assert all(experts._layout.shape.formats is not None for experts in decoder.experts)
 
 
-@pytest.mark.parametrize("layout", ["gptq-4-32-order", "awq-32", "codes-32-zeros", "fp8-blocks", "nvfp4"])
+@pytest.mark.parametrize("layout", ["gptq-4-32-order", "awq-32", "codes-32-zeros", "deepseek-edges", "nvfp4"])
 def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, layout)
@@ -149,6 +163,48 @@ def test_matrices_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
     plain = quantise_checkpoint(tmp_path, *gptq(4, 32), lambda name: "layers.0" in name or "k_proj" in name)
     wanted = reference_of(plain)
     assert (logits_of(tmp_path, "exact") - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def test_experts_in_one_tensor_of_fp8_stay_in_their_blocks(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    write(folder, "deepseek")
+    wanted = logits_of(folder, "exact")
+
+    def join(tensors: dict[str, Tensor]) -> None:
+        for layer in range(spec_of(folder).num_layers):
+            block = f"model.layers.{layer}.block_sparse_moe.experts"
+            for ending in ("", "_scale_inv"):
+                parts = [[tensors.pop(f"{block}.{e}.w{i}.weight{ending}") for i in (1, 3, 2)] for e in range(8)]
+                if ending:  # Both are one block of less than 128 columns; gate and up are 128 rows each.
+                    assert parts[0][0].shape == (1, 1)
+                tensors[f"{block}.gate_up_proj{ending}"] = _stacked([torch.cat(of_expert[:2]) for of_expert in parts])
+                tensors[f"{block}.down_proj{ending}"] = _stacked([of_expert[2] for of_expert in parts])
+
+    change_tensors(folder, join)
+    assert torch.equal(logits_of(folder, "exact"), wanted)
+    assert (logits_of(folder, None) - wanted).abs().max() <= 1e-4 * wanted.abs().max()
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    return torch.stack([part.view(torch.uint8) for part in parts]).view(parts[0].dtype)
+
+
+def test_fp8_may_be_rounded_further(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    wanted = reference_of(write(folder, "deepseek"))
+    spec, index = spec_of(folder), read_index(folder)
+    kept = rounding_of(BASE, spec, index)
+    assert (kept.name, kept.rounds_rows) == ("fp8_128 and fp8_f32", False)
+    for settings, name in (
+        ({"quantization": "int8"}, "int8"),
+        ({"expert_quantization": "int8"}, "fp8_128 and fp8_f32, experts int8"),
+    ):
+        rounding = rounding_of(replace(BASE, arithmetic="exact", **settings), spec, index)
+        assert rounding.name == name
+        decoder = load_decoder(folder, spec, ops=CpuOps("exact"), max_model_len=64, rounding=rounding)
+        assert [form.name for form in decoder.experts[0]._layout.shape.formats] == ["q8_0", "q8_0"]
+        error = (PagedRunner(decoder, [TOKENS]).step([(0, 0, len(TOKENS))]) - wanted).std(1) / wanted.std(1)
+        assert 0 < error.quantile(0.25) <= 0.1
 
 
 def test_biases_that_a_model_lacks_are_ignored_beside_quantised_matrices(tmp_path: Path) -> None:
@@ -227,6 +283,9 @@ _PROJ = "model.layers.0.self_attn.q_proj"
             lambda t: t[f"{_PROJ}.weight"].view(torch.uint8).fill_(127),
             "cannot be read: it holds what is no",
         ),
+        ("deepseek", lambda t: t.pop(f"{_PROJ}.weight_scale_inv"), "FP8, but the checkpoint has no scales of its"),
+        ("deepseek", lambda t: t.update({f"{_PROJ}.weight_scale_inv": torch.zeros(3, 3)}), r"has shape \[3, 3\], but"),
+        ("deepseek", lambda t: t[f"{_PROJ}.weight_scale_inv"].fill_(128), "its scales are not all below 128"),
     ],
 )
 def test_compressed_tensors_that_do_not_fit_get_one_sentence(

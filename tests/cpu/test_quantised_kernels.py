@@ -24,6 +24,7 @@ from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.weight_formats import (
     FORMATS,
     FP8,
+    FP8_BLOCK,
     MXFP4,
     Q4_1,
     Q4_K,
@@ -79,7 +80,7 @@ def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
 @every_format
 def test_int8_products_sum_rounded_rows_times_the_weights(form: WeightFormat) -> None:
     rows, x = random_rows(form, 70, DEPTH), torch.randn(9, DEPTH)
-    if form is FP8:
+    if form in (FP8, FP8_BLOCK):
         values = x
     else:
         codes, scales = rounded(x)

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from kernels.activation import Activation
-from kernels.cpu.panels import pack_panels
 from kernels.moe import moe_experts, moe_experts_partial
 from kernels.packed_experts import PackedExperts
 from moeserve.model.checkpoint import layer_tensors, outer_tensors, plan_weights, read_index
+from moeserve.model.packed.tensors import expand_fp8
 from moeserve.model.spec import DecoderSpec, QuantizationSpec
-from moeserve.model.tensor_reader import dequantise_fp8, dequantise_mxfp4
+from moeserve.model.stored import PackedPart
+from moeserve.model.tensor_reader import dequantise_mxfp4
 from moeserve.model.weights import load_decoder
 from tests.support.checkpoints import change_tensors, load, logits_of, reference_logits, spec_of
 from tests.support.fp8 import to_fp8
@@ -93,7 +94,8 @@ def test_mxfp4_values_are_exact(dtype: torch.dtype) -> None:
 def test_fp8_blocks_at_the_edges_have_their_own_scales() -> None:
     weight = torch.randn(2, 5, 7, generator=torch.Generator().manual_seed(9)).to(torch.float8_e4m3fn)
     scale = torch.rand(2, 3, 2, generator=torch.Generator().manual_seed(10))
-    found = dequantise_fp8(weight, scale, (2, 4), torch.float32)
+    found = torch.empty(weight.shape)
+    expand_fp8(PackedPart("fp8", {}, 8, 4, rows=2), weight, scale, found)
     for e in range(2):
         for row in range(5):
             for column in range(7):
@@ -110,34 +112,12 @@ def test_fp8_weights_load_like_their_expanded_values(scale_dtype: torch.dtype, t
     assert torch.equal(logits_of(load(tmp_path / "fp8")), logits_of(load(tmp_path / "expanded")))
 
 
-def test_fp8_weights_with_any_scales_load_as_transformers_expands_them(tmp_path: Path) -> None:
+def test_fp8_weights_that_are_widened_keep_any_scales(tmp_path: Path) -> None:
     save("deepseek_v3-yarn", tmp_path / "fp8")
     shutil.copytree(tmp_path / "fp8", tmp_path / "expanded")
     values = to_fp8(tmp_path / "fp8", (16, 24), powers_of_two=False)
-    exact = {name: value.bfloat16().float() for name, value in values.items()}
-    assert any(not torch.equal(exact[name], values[name]) for name in values)
-    change_tensors(tmp_path / "expanded", lambda tensors: tensors.update(exact))
+    change_tensors(tmp_path / "expanded", lambda tensors: tensors.update(values))
     assert torch.equal(logits_of(load(tmp_path / "fp8")), logits_of(load(tmp_path / "expanded")))
-
-
-def test_fp8_weights_take_16_bits_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save("deepseek_v3-yarn", tmp_path)
-    names = to_fp8(tmp_path, (16, 24))
-    spec, index = spec_of(tmp_path), read_index(tmp_path)
-    plan = plan_weights(spec, index)
-    in_fp8 = sum(prod(index[name].shape) for name in names)
-    others = sum(prod(info.shape) for name, info in index.items() if name not in names and "scale_inv" not in name)
-    assert plan.loaded_num_bytes(4, narrow=True) == 2 * in_fp8 + 4 * others
-    packed: list[Tensor] = []
-
-    def pack(weight: Tensor, *arguments: Any) -> Tensor:
-        packed.append(weight)
-        return pack_panels(weight, *arguments)
-
-    for module in ("kernels.cpu.panels", "kernels.cpu.experts"):
-        monkeypatch.setattr(f"{module}.pack_panels", pack)
-    load(tmp_path)
-    assert sum(weight.numel() for weight in packed if weight.dtype == torch.bfloat16) == in_fp8
 
 
 @pytest.mark.parametrize("original_format", [True, False])

@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from moeserve.model.tensor_reader import dequantise_fp8
 from tests.support.checkpoints import change_tensors
 
 
@@ -31,7 +30,8 @@ def to_fp8(
                 scale *= 1 + torch.rand(shape, generator=generator)
             scale = scale.to(scale_dtype)
             small = (tensors[name] * 4).to(torch.float8_e4m3fn)
-            values[name] = dequantise_fp8(small, scale, block, torch.float32)
+            wide = scale.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+            values[name] = small.float() * wide[:rows, :columns]
             tensors[name], tensors[f"{name}_scale_inv"] = small, scale
 
     change_tensors(directory, quantise)

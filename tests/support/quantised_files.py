@@ -150,6 +150,22 @@ def compressed(
     return config, {"pack-quantized": words, "nvfp4-pack-quantized": _nvfp4("weight_packed", True)}.get(form, plain)
 
 
+def deepseek(rows: int, columns: int, scale_dtype: torch.dtype = torch.float32) -> tuple[dict[str, Any], Quantise]:
+    """FP8 with a scale for each block of some rows and columns, which may be narrower at the edges."""
+
+    def quantise(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        num_rows, depth = weight.shape
+        bands, groups = -(-num_rows // rows), -(-depth // columns)
+        padded = np.zeros((bands * rows, groups * columns), np.float32)
+        padded[:num_rows, :depth] = np.abs(weight)
+        scales = torch.from_numpy(padded.reshape(bands, rows, groups, columns).max((1, 3)) / 400).to(scale_dtype)
+        wide = scales.float().numpy().repeat(rows, 0).repeat(columns, 1)[:num_rows, :depth]
+        small = torch.from_numpy(weight / wide).to(torch.float8_e4m3fn)
+        return {"weight": small, "weight_scale_inv": scales}, small.float().numpy() * wide
+
+    return {"quant_method": "fp8", "weight_block_size": [rows, columns], "activation_scheme": "dynamic"}, quantise
+
+
 def modelopt() -> tuple[dict[str, Any], Quantise]:
     return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, _nvfp4("weight", False)
 

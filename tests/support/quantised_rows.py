@@ -7,6 +7,7 @@ import torch
 
 from kernels.weight_formats import (
     FP8,
+    FP8_BLOCK,
     INT4_BF16,
     INT4_F16,
     INT8_F32,
@@ -35,6 +36,8 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
         return rows_of_codes(torch.randint(0, 256, (num_rows, depth), dtype=torch.uint8), scales, zeros)
     if form is FP8:
         return rows_of_fp8(e4m3(num_rows, depth), scales)
+    if form is FP8_BLOCK:
+        return rows_of_fp8(e4m3(num_rows, depth), scales[:, : depth // 128])
     pairs = torch.randint(0, 256, (num_rows, depth // 2), dtype=torch.uint8)
     if form is NVFP4:
         return rows_of_nvfp4(pairs, e4m3(num_rows, depth // 16), torch.tensor(0.37))

@@ -57,11 +57,12 @@ class MappedModel:
 def map_model(directory: Path) -> MappedModel:
     """Map the checkpoint in `directory` from its headers alone. Raise ModelError."""
     config = read_hf_config(directory)
-    code, quantization = empty_model(config), quantization_of(config)
+    quantization_of(config)  # It refuses what cannot be read.
+    code = empty_model(config)
     layer_of = {module: layer for layer, module in experts_by_layer(code).items()}
     modules = {name: module for name, module in code.outer.named_modules() if module in layer_of}
     experts = {layer_of[module]: name for name, module in modules.items()}
-    weights = map_weights(code, directory, list(modules), quantization)
+    weights = map_weights(code, directory, list(modules))
     return MappedModel(code, weights, dict(sorted(experts.items())), modules)
 
 
@@ -94,7 +95,7 @@ class TransformersExperts:
         return total
 
     def reader(self, total_bytes: int, progress: Progress | None = None) -> TensorReader:
-        return TensorReader(self.index, total_bytes, quantization=self._model.weights.quantization, progress=progress)
+        return TensorReader(self.index, total_bytes, progress=progress)
 
     def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> ExpertParameters:
         return ExpertParameters(self._model, self._model.experts[layer], reader, owned, self._dtype)

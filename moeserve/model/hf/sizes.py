@@ -80,7 +80,7 @@ def size_model(folder: Path) -> SizedModel:
             assumptions.append("The weights are quantised; sizes are those without.")
         weights = _expected(code, names.keys(), dtype or "BF16")
     else:
-        weights = map_weights(code, folder, list(names), spec.quantization)
+        weights = map_weights(code, folder, list(names))
     table = code.body.get_input_embeddings()
     embedding = next(name for name, module in code.outer.named_modules() if module is table)
     counts = {name: weights.shapes[f"{name}.down_proj"][0] for name in names}
@@ -115,4 +115,4 @@ def _expected(code: ModellingCode, experts: Iterable[str], dtype: str) -> Weight
             tensors[name] = StoredTensor(name, shape, index[name].num_bytes, dtype)
             part = expert_sources if name.rpartition(".")[0] in of_experts else sources
             part[name] = Source(None, {name: [name]})
-    return WeightMap(index, None, tensors, shapes, sources, expert_sources, tied)
+    return WeightMap(index, tensors, shapes, sources, expert_sources, tied)

@@ -18,19 +18,19 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
-from moeserve.model.checkpoint import KEPT_IN_BFLOAT16, StoredTensor, fp8_tensor, read_index
+from moeserve.model.checkpoint import KEPT_IN_BFLOAT16, StoredTensor, check_scaled, read_index
 from moeserve.model.hf.modelling import ModellingCode
-from moeserve.model.spec import CheckpointError, QuantizationSpec
+from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import TensorInfo
 from moeserve.model.tensor_reader import TensorReader
 
 # Compressed matrices are expanded into 16 bits.
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _FLOATS |= {"F8_E4M3": torch.bfloat16, "MXFP4": torch.bfloat16}
-_NARROW = KEPT_IN_BFLOAT16 | {"MXFP4"}
+_NARROW = KEPT_IN_BFLOAT16 | {"F8_E4M3", "MXFP4"}
 _WHOLE_NUMBERS = ("I", "U", "BOOL")
 # Endings of the names of the parts of compressed tensors.
-_BLOCKS, _SCALES, _FP8_SCALE = "_blocks", "_scales", "_scale_inv"
+_BLOCKS, _SCALES = "_blocks", "_scales"
 
 
 @dataclass(slots=True)
@@ -49,14 +49,13 @@ class Source:
 class WeightMap:
     """The parameters of a model and the stored tensors that they come from.
 
-    index, quantization: of the checkpoint. tensors: its tensors by name; a tensor stored as blocks and scales has the
+    index: of the checkpoint. tensors: its tensors by name; a tensor stored as blocks and scales has the
     name and the shape without compression. shapes: by name, of all parameters and buffers that a checkpoint holds.
     sources: of the parameters and buffers outside experts. expert_sources: of the parameters of experts, whose first
     dimension counts experts. tied: parameters that share the tensor of another parameter.
     """
 
     index: Mapping[str, TensorInfo]
-    quantization: QuantizationSpec | None
     tensors: Mapping[str, StoredTensor]
     shapes: Mapping[str, tuple[int, ...]]
     sources: Mapping[str, Source]
@@ -72,15 +71,13 @@ class WeightMap:
         return sum(self.tensors[name].num_bytes for name in source.names)
 
 
-def map_weights(
-    code: ModellingCode, directory: Path, experts: Sequence[str], quantization: QuantizationSpec | None = None
-) -> WeightMap:
+def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) -> WeightMap:
     """Map the parameters from the headers alone. experts: the modules of experts in `code.outer`, which is empty.
 
     Raise CheckpointError for a parameter without stored tensors.
     """
     index, state = read_index(directory), code.outer.state_dict()
-    tensors = _stored_tensors(index, quantization)
+    tensors = _stored_tensors(index)
     mapping = get_model_conversion_mapping(code.outer)
     renamings = [entry for entry in mapping if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in mapping if isinstance(entry, WeightConverter)]
@@ -98,10 +95,10 @@ def map_weights(
         source.tensors.setdefault(pattern or name, []).append(name)
     tied = {name: other for name, other in code.outer.all_tied_weights_keys.items() if name not in sources}
     shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    return WeightMap(index, quantization, tensors, shapes, sources, expert_sources, tied)
+    return WeightMap(index, tensors, shapes, sources, expert_sources, tied)
 
 
-def _stored_tensors(index: Mapping[str, TensorInfo], quantization: QuantizationSpec | None) -> dict[str, StoredTensor]:
+def _stored_tensors(index: Mapping[str, TensorInfo]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for name, info in index.items():
         blocks, scales = name.removesuffix(_SCALES) + _BLOCKS, name.removesuffix(_BLOCKS) + _SCALES
@@ -111,11 +108,10 @@ def _stored_tensors(index: Mapping[str, TensorInfo], quantization: QuantizationS
             shape = (num_experts, 2 * groups * size, rows)
             num_bytes = info.num_bytes + index[scales].num_bytes
             found[name.removesuffix(_BLOCKS)] = StoredTensor(name.removesuffix(_BLOCKS), shape, num_bytes, "MXFP4")
-        elif info.dtype == "F8_E4M3":
-            found[name] = fp8_tensor(index, name, info, info.shape, quantization)
-        elif not (name.removesuffix(_FP8_SCALE) in index and name.endswith(_FP8_SCALE)) and not (
-            name.endswith(_SCALES) and blocks in index
-        ):
+        elif info.packed is not None:
+            found[name] = StoredTensor(name, info.shape, info.num_bytes, "F8_E4M3")
+        elif not (name.endswith(_SCALES) and blocks in index):
+            check_scaled(name, info)
             found[name] = StoredTensor(name, info.shape, info.num_bytes, info.dtype)
     return found
 

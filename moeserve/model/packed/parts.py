@@ -6,6 +6,7 @@ Every matrix gets the format of `kernels.weight_formats` that holds its values, 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 from moeserve.model.spec import CheckpointError, QuantizationSpec
 from moeserve.model.stored import PackedPart, TensorInfo
@@ -18,6 +19,8 @@ def joined_matrices(index: Index, quantization: QuantizationSpec | None) -> dict
 
     Raise CheckpointError for tensors that do not fit together.
     """
+    if quantization is not None and quantization.kind == "fp8":
+        return _joined_fp8(index, quantization.block)
     if quantization is None or quantization.kind not in _FINDERS:
         return dict(index)
     endings, find = _FINDERS[quantization.kind]
@@ -30,6 +33,42 @@ def joined_matrices(index: Index, quantization: QuantizationSpec | None) -> dict
                 module.check_alone()
             joined[f"{module.stem}.weight"] = found
     return joined
+
+
+_FP8_SCALES = "_scale_inv"  # The end of the name of the scales of blocks in DeepSeek's form of FP8.
+
+
+def _joined_fp8(index: Index, block: tuple[int, int]) -> dict[str, TensorInfo]:
+    """Join matrices [..., N, K] in FP8 with the scales of their blocks, [..., ceil(N / rows), ceil(K / columns)].
+
+    block: rows and columns. Matrices without scales stay alone.
+    """
+    joined = dict(index)
+    for name, codes in index.items():
+        scales = index.get(name + _FP8_SCALES)
+        if codes.dtype != "F8_E4M3" or scales is None:
+            continue
+        *leading, rows, columns = (1, *codes.shape)
+        wanted = tuple(size for size in (*leading, -(-rows // block[0]), -(-columns // block[1])) if size != 1)
+        if len(codes.shape) < 2 or tuple(size for size in scales.shape if size != 1) != wanted:
+            raise CheckpointError(
+                f"{name}{_FP8_SCALES} has shape {list(scales.shape)}, but the configuration says {list(wanted)}."
+            )
+        if scales.dtype not in (*_FLOATS, "F8_E8M0"):
+            raise CheckpointError(f"{name}{_FP8_SCALES} is stored as {scales.dtype}, which are no scales.")
+        tensors = {"codes": (name, codes), "scales": (name + _FP8_SCALES, scales)}
+        part = PackedPart("fp8", tensors, 8, block[1], rows=block[0])
+        form, num_bytes = fp8_dtype(columns, block[1]), codes.num_bytes + scales.num_bytes
+        joined[name] = replace(codes, dtype=form, num_bytes=num_bytes, packed=part)
+        del joined[name + _FP8_SCALES]
+    return joined
+
+
+def fp8_dtype(depth: int, group: int) -> str:
+    """Return the dtype of rows of FP8 of which `group` weights share a scale: float32 where no format holds them."""
+    if depth % 32 or group % 32:
+        return "F32"
+    return "FP8_F32" if depth % 128 or group % 128 else "FP8_128"
 
 
 def _packed(info: TensorInfo) -> PackedPart:
@@ -134,7 +173,7 @@ def _compressed(module: _Module, quantization: QuantizationSpec) -> TensorInfo:
     is_whole = group % 32 == 0
     if dtype == "F8_E4M3":
         part = PackedPart("fp8", tensors, 8, group, rows=rows)
-        return module.joined("FP8_F32" if is_whole else "F32", (num_rows, depth), part)
+        return module.joined(fp8_dtype(depth, group), (num_rows, depth), part)
     if module.has("weight_zero_point"):
         tensors["zeros"] = module.take("weight_zero_point", ("I8",), 2)
         module.check(tensors["zeros"][1].shape == tensors["scales"][1].shape)

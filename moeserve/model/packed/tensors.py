@@ -11,6 +11,7 @@ from kernels.weight_formats import QuantizedRows, rows_of_codes, rows_of_fp8, ro
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import PackedPart
 
+_BAND_ROWS = 256  # Rows of FP8 that are widened at once.
 # Reads the tensor of a role of a matrix.
 Read = Callable[[str], Tensor]
 
@@ -145,7 +146,39 @@ def _codes_numbers(part: PackedPart, read: Read) -> Tensor:
 
 
 def _fp8(part: PackedPart, read: Read) -> QuantizedRows:
-    return rows_of_fp8(read("codes"), _of_rows(read("scales"), part))
+    codes = read("codes")
+    num_rows, depth = codes.shape
+    scales = _bands(read("scales"), part, codes).float().repeat_interleave(part.rows, 0)[:num_rows]
+    if depth % part.group and scales.shape[1] > 1:  # The last group is narrower.
+        scales = scales.repeat_interleave(part.group // 32, 1)[:, : depth // 32]
+    return rows_of_fp8(codes, scales)
+
+
+def expand_fp8(part: PackedPart, codes: Tensor, scales: Tensor, out: Tensor) -> None:
+    """Fill `out` [..., N, K], of any float dtype, with codes of the same shape times the scales of their blocks.
+
+    Work a band of rows at a time, in float32.
+    """
+    bands, at_once = _bands(scales, part, codes), -(-_BAND_ROWS // part.rows)
+    for first in range(0, bands.shape[-2], at_once):
+        where = (..., slice(first * part.rows, (first + at_once) * part.rows), slice(None))
+        wide = bands[..., first : first + at_once, :].float().repeat_interleave(part.rows, -2)
+        numbers = codes[where].float()
+        wide = wide.repeat_interleave(part.group, -1)[..., : numbers.shape[-2], : numbers.shape[-1]]
+        out[where] = numbers.mul_(wide)
+
+
+def _fp8_numbers(part: PackedPart, read: Read) -> Tensor:
+    codes = read("codes")
+    out = torch.empty(codes.shape)
+    expand_fp8(part, codes, read("scales"), out)
+    return out
+
+
+def _bands(scales: Tensor, part: PackedPart, codes: Tensor) -> Tensor:
+    """Return scales of blocks with all of their dimensions: [..., ceil(N / rows), ceil(K / group)]."""
+    *leading, num_rows, depth = codes.shape
+    return scales.reshape(*leading, -(-num_rows // part.rows), -(-depth // part.group))
 
 
 def _of_rows(scales: Tensor, part: PackedPart) -> Tensor:
@@ -179,6 +212,6 @@ _NUMBERS = {
     "awq": _awq_numbers,
     "words": _words_numbers,
     "codes": _codes_numbers,
-    "fp8": _codes_numbers,
+    "fp8": _fp8_numbers,
     "nvfp4": _nvfp4_numbers,
 }
