@@ -312,7 +312,8 @@ class ServeConfig:
     speculative_config: str = setting(
         "auto",
         "Draft tokens that steps verify, in vLLM's JSON or a method alone: none, ngram and suffix (guesses out of "
-        "known text, verified whenever there are some), auto (as many as are likely to pay); see drafts.md.",
+        "known text, verified whenever there are some), mtp (these, and those of the checkpoint's MTP layer), auto (as "
+        "many as are likely to pay); see drafts.md.",
         group="Memory and scheduling",
         kind="drafts",
         metavar="JSON",

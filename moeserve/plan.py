@@ -371,6 +371,8 @@ class Chunk:
     `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
     context beyond which its model uses other angles (`moeserve.model.rope`).
 
+    `following` is the token behind a chunk that is not sampled, where an MTP layer needs it; else None.
+
     `state` is None for models without recurrent states. `window` is None where layers with a sliding window use the
     block table like all other layers.
     """
@@ -386,6 +388,7 @@ class Chunk:
     first_angle: int = 0
     window: WindowTable | None = None
     num_drafts: int = 0
+    following: int | None = None
 
     @property
     def num_logit_rows(self) -> int:
@@ -514,7 +517,7 @@ class ChunkResult:
     """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone.
 
     `further` are the tokens sampled after drafts that were right, with their log probabilities: draft i is right if it
-    is the i-th token of the result.
+    is the i-th token of the result. `drafts` are tokens that may follow all these, as an MTP layer predicts them.
     """
 
     token_id: int | None = None
@@ -522,6 +525,7 @@ class ChunkResult:
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     further: tuple[tuple[int, TokenLogprobs | None], ...] = ()
+    drafts: tuple[int, ...] = ()
 
     @property
     def tokens(self) -> list[tuple[int, TokenLogprobs | None]]:

@@ -364,6 +364,7 @@ class _WireChunkResult(msgspec.Struct, array_like=True, frozen=True):
     prompt_logprobs: list[_WireLogprobs] | None
     error: str | None
     further: list[tuple[int, _WireLogprobs | None]] = []
+    drafts: tuple[int, ...] = ()
 
 
 class _WireResult(msgspec.Struct, array_like=True, frozen=True):
@@ -393,6 +394,7 @@ def _pack_result(chunk: ChunkResult) -> _WireChunkResult:
         None if prompt is None else [_pack_logprobs(logprobs) for logprobs in prompt],
         chunk.error,
         [(token, None if found is None else _pack_logprobs(found)) for token, found in chunk.further],
+        chunk.drafts,
     )
 
 
@@ -404,6 +406,7 @@ def _unpack_result(wire: _WireChunkResult) -> ChunkResult:
         None if prompt is None else [_unpack_logprobs(logprobs) for logprobs in prompt],
         wire.error,
         tuple((token, None if found is None else _unpack_logprobs(found)) for token, found in wire.further),
+        wire.drafts,
     )
 
 

@@ -142,7 +142,8 @@ class _CpuBody:
         pool = KVPool(layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
         states = plan.spec.state_layers
         state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
-        runner = ModelRunner(decoder, pool, tap, state_pool)
+        num_drafts = parse_speculative(self._config.speculative_config).num_predicted_tokens
+        runner = ModelRunner(decoder, pool, tap, state_pool, num_drafts)
 
         def begin_step(num_rows: int) -> None:
             if group is not None:

@@ -11,6 +11,7 @@ import torch
 
 from experts.placement.placement import Placement
 from kernels.cpu.library import native_kernels, native_kernels_absence
+from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, LayerPackings
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import (
@@ -24,8 +25,9 @@ from moeserve.device import (
 )
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
-from moeserve.model.checkpoint import OwnedExperts, plan_weights, read_index
+from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index
 from moeserve.model.expert_store import layouts_of, native_layouts
+from moeserve.model.expert_weights import expert_shape
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, window_demand
@@ -33,6 +35,7 @@ from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, for
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
+from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.quantities import show_size
 
 
@@ -56,8 +59,25 @@ class ModelPlan:
 
 
 def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
-    """Return the architecture of a model on our own code, and the dtype to compute in."""
-    return build_spec(load_config(directory)), native_dtype(config, device)
+    """Return the architecture of a model on our own code, and the dtype to compute in.
+
+    Raise ConfigError or ModelError for an MTP layer that is asked for and cannot draft.
+    """
+    spec = build_spec(load_config(directory))
+    if _drafts_by_mtp(config):
+        if device != "cpu":
+            raise ConfigError("--speculative-config: MTP layers draft tokens on a CPU alone so far.")
+        spec = with_mtp(spec, read_index(directory), config)
+    return spec, native_dtype(config, device)
+
+
+def with_mtp(spec: DecoderSpec, index: Mapping[str, TensorInfo], config: ServeConfig) -> DecoderSpec:
+    """Return the architecture with the checkpoint's MTP layer, if it is to draft. Raise CheckpointError without one."""
+    return replace(spec, mtp=find_mtp(spec, index)) if _drafts_by_mtp(config) else spec
+
+
+def _drafts_by_mtp(config: ServeConfig) -> bool:
+    return parse_speculative(config.speculative_config).method == "mtp"
 
 
 def native_dtype(config: ServeConfig, device: str) -> torch.dtype:
@@ -94,6 +114,8 @@ def read_any_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> 
         raise ConfigError("A GGUF file is computed by our own code only: leave --model-impl at auto.")
     if device != "cpu":
         raise ConfigError("A model on transformers' code is served on a CPU only so far: give --device cpu.")
+    if _drafts_by_mtp(config):
+        raise ConfigError("--speculative-config: MTP layers draft tokens of models on our own code alone.")
     from moeserve.model.hf.spec import read_transformers_spec  # Imported late: it loads transformers' modelling code.
 
     spec = read_transformers_spec(directory)
@@ -301,6 +323,11 @@ def weights_bytes(
     total = 0
     for owned in owned_by:
         plan = plan_weights(spec, index, no_experts if packed else owned)
+        if packed and plan.mtp is not None and plan.mtp.experts is not None:
+            assert spec.moe is not None
+            shape = expert_shape(spec, plan.mtp.experts, dtype, rounding)
+            total += expert_layout(shape).num_bytes * spec.moe.num_experts
+            plan = replace(plan, mtp=replace(plan.mtp, experts=None))
         total += plan.loaded_num_bytes(dtype.itemsize, narrow=narrow, quantised=rounding.num_bytes)
         for layer, layout in zip(spec.moe_layers, layouts, strict=False):
             assert spec.moe is not None

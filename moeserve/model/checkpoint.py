@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,7 @@ from moeserve.model.spec import (
     DeltaNetSpec,
     MlaSpec,
     MoeSpec,
+    MtpSpec,
 )
 from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
 
@@ -102,11 +103,13 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class WeightPlan:
-    """Every tensor to read. num_bytes: to read from the files; progress counts up to it."""
+    """Every tensor to read. num_bytes: to read from the files; progress counts up to it. mtp: None without an MTP layer
+    that is used; it has all its experts."""
 
     outer: Mapping[str, StoredTensor]
     layers: tuple[LayerPlan, ...]
     num_bytes: int
+    mtp: LayerPlan | None = None
 
     def loaded_num_bytes(self, item_size: int, *, narrow: bool, quantised: QuantisedBytes | None = None) -> int:
         """Return the bytes of the loaded weights at ``item_size`` bytes per number.
@@ -116,11 +119,12 @@ class WeightPlan:
         because the output projection is packed.
         """
         total = 0
-        for tensors in (self.outer, *(layer.tensors for layer in self.layers)):
+        layers = self.layers if self.mtp is None else (*self.layers, self.mtp)
+        for tensors in (self.outer, *(layer.tensors for layer in layers)):
             for key, tensor in tensors.items():
                 num_bytes = None if quantised is None else quantised(key, tensor)
                 total += loaded_bytes(tensor, item_size, narrow) if num_bytes is None else num_bytes
-        for layer in self.layers:
+        for layer in layers:
             if layer.experts is not None:
                 total += _loaded_expert_bytes(layer.experts, item_size, narrow)
         return total
@@ -143,7 +147,44 @@ def plan_weights(
         experts = matcher.match_experts(layer, _owned(spec, layer, owned_experts)) if sparse else None
         layers.append(LayerPlan(tensors, experts))
     matcher.check_unexpected()
-    return WeightPlan(outer, tuple(layers), _bytes_to_read(outer.values(), layers, spec))
+    mtp = None if spec.mtp is None else _plan_mtp(spec, spec.mtp, index)
+    all_layers = layers if mtp is None else [*layers, mtp]
+    return WeightPlan(outer, tuple(layers), _bytes_to_read(outer.values(), all_layers, spec), mtp)
+
+
+def _plan_mtp(spec: DecoderSpec, mtp: MtpSpec, index: Mapping[str, TensorInfo]) -> LayerPlan:
+    longer, number = spec.with_mtp_layer, spec.num_layers
+    matcher = _Matcher(longer, index, (f"layers.{number}.", f"{mtp.block}."))
+    hidden = spec.hidden_size
+    tensors = _norm(spec, "embedding_norm", mtp.embedding_norm) | _norm(spec, "hidden_norm", mtp.hidden_norm)
+    tensors |= _linear("projection", (mtp.projection,), hidden, 2 * hidden, False)
+    if mtp.norm is not None:
+        tensors |= _norm(spec, "norm", mtp.norm)
+    experts = matcher.match_experts(number, _owned(spec, number, None)) if mtp.is_sparse else None
+    return LayerPlan(matcher.match(tensors | layer_tensors(longer, number)), experts)
+
+
+def find_mtp(spec: DecoderSpec, index: Mapping[str, TensorInfo]) -> MtpSpec:
+    """Return the MTP layer of a checkpoint, the first of several. Raise CheckpointError if it has none."""
+    number = spec.num_layers
+    for names in _MTP_LAYERS:
+        named = replace(
+            names,
+            **{
+                part: name.format(number)
+                for part in ("block", "embedding_norm", "hidden_norm", "projection", "norm")
+                if (name := getattr(names, part)) is not None
+            },
+        )
+        for prefix in _PREFIXES:
+            if f"{prefix}{named.projection}.weight" in index:
+                block = f"{prefix}{named.block}."
+                is_sparse = any(name.startswith(block) and ".experts." in name for name in index)
+                return replace(named, is_sparse=is_sparse)
+    raise CheckpointError(
+        "The checkpoint has no layer that predicts further tokens, which the drafts of method mtp need: choose another "
+        "--speculative-config."
+    )
 
 
 def plan_experts(
@@ -200,9 +241,11 @@ def _owned(spec: DecoderSpec, layer: int, owned_experts: OwnedExperts | None) ->
 class _Matcher:
     """Finds needed tensors in an index, and records the tensors found."""
 
-    def __init__(self, spec: DecoderSpec, index: Mapping[str, TensorInfo]) -> None:
+    def __init__(self, spec: DecoderSpec, index: Mapping[str, TensorInfo], renamed: tuple[str, str] = ("", "")) -> None:
+        """renamed: a beginning of names, without the decoder's prefix, and the one that stands for it in the index."""
         self._spec = spec
         self._index = index
+        self._renamed = renamed
         self._used: set[str] = set()
 
     def match(self, tensors: Tensors) -> dict[str, StoredTensor]:
@@ -242,7 +285,10 @@ class _Matcher:
         return bool(_IGNORED.search(name)) or (self._spec.tie_embeddings and name == "lm_head.weight")
 
     def _find(self, ref: TensorRef) -> str | None:
+        own, stored = self._renamed
         for name in ref.names:
+            if own and name.startswith(own):
+                name = stored + name.removeprefix(own)
             for prefix in _PREFIXES:
                 candidate = prefix + name
                 if candidate in self._index:
@@ -290,6 +336,13 @@ def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -
 # a checkpoint usually puts ``model.`` in front. Where published checkpoints differ in a name, all forms are candidates.
 
 _MOE_PREFIXES = ("mlp", "block_sparse_moe")
+# The names of MTP layers in published checkpoints, of DeepSeek-V3 and GLM-4.5, Qwen3-Next and Qwen3.5, and Ernie 4.5.
+# {} stands for the number of layers.
+_MTP_LAYERS = (
+    MtpSpec("layers.{}", "layers.{}.enorm", "layers.{}.hnorm", "layers.{}.eh_proj", "layers.{}.shared_head.norm"),
+    MtpSpec("mtp.layers.0", "mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm", True),
+    MtpSpec("mtp_block.0", "mtp_emb_norm.0", "mtp_hidden_norm.0", "mtp_linear_proj.0", None),
+)
 
 
 @dataclass(frozen=True, slots=True)

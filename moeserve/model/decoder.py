@@ -282,11 +282,57 @@ class DecoderLayer:
         return block(x, num_valid, residual) if isinstance(block, MoeLayer) else block(x)
 
 
+class MtpLayer:
+    """Takes in a state and the embedding of the token that follows it, and predicts the token after that (multi-token
+    prediction, https://arxiv.org/abs/2412.19437, section 2.2). The states are the model's after its last norm.
+
+    projection: from both, each behind its norm, side by side, to one state. norm: before the output projection, None
+    without one. returns_normed: the state for one token more is the one after that norm.
+    """
+
+    __slots__ = ("_embedding_norm", "_hidden_norm", "_layer", "_norm", "_ops", "_projection", "_returns_normed")
+
+    def __init__(
+        self,
+        ops: Ops,
+        layer: DecoderLayer,
+        projection: Linear,
+        *,
+        embedding_norm: NormWeights,
+        hidden_norm: NormWeights,
+        norm: NormWeights | None,
+        returns_normed: bool,
+    ) -> None:
+        self._ops, self._layer, self._projection = ops, layer, projection
+        self._embedding_norm, self._hidden_norm, self._norm = embedding_norm, hidden_norm, norm
+        self._returns_normed = returns_normed
+
+    def __call__(
+        self, embedded: Tensor, states: Tensor, step: StepInputs, pools: tuple[Tensor, Tensor | None], rows: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """embedded, states [T, H] -> for `rows` [S] int64 the input [S, H] of the output projection, and the states
+        [S, H] from which the layer predicts one token more. Write keys and values of all T rows into `pools`."""
+        ops, layer = self._ops, self._layer
+        both = [ops.norm(embedded, self._embedding_norm), ops.norm(states, self._hidden_norm)]
+        residual = self._projection(torch.cat(both, -1))
+        out = layer.mixer(ops.norm(residual, layer.input_norm), step, *pools)
+        out, residual = out.index_select(0, rows), residual.index_select(0, rows)
+        if not rows.shape[0]:
+            return residual, residual
+        normed = ops.norm_of_sum(out, residual, layer.post_norm, 1.0)
+        out = layer.feed_forward(normed, None, residual)
+        if self._norm is None:
+            residual.add_(out)
+            return residual, residual
+        normed = ops.norm_of_sum(out, residual, self._norm, 1.0)
+        return normed, normed if self._returns_normed else residual
+
+
 class Decoder:
     """A loaded model. It holds weights and tables only; the data of requests comes with each call.
 
     embedding: [vocab, hidden], possibly of a lower precision than ``dtype``, the dtype of all computation. observers:
-    called for each layer; a replayed graph calls none.
+    called for each layer; a replayed graph calls none. mtp: the layer that drafts tokens, None where it is not used.
     """
 
     def __init__(
@@ -301,8 +347,10 @@ class Decoder:
         max_model_len: int,
         dtype: torch.dtype,
         observers: Sequence[AnyObserver] = (),
+        mtp: MtpLayer | None = None,
     ) -> None:
         self.spec = spec
+        self.mtp = mtp
         self.dtype = dtype
         self.device = ops.device
         self.max_model_len = max_model_len
@@ -350,16 +398,14 @@ class Decoder:
         noise.
         """
         spec, ops, rows, num_valid = self.spec, self.ops, batch.logit_rows, batch.num_valid
-        residual = look_up(self._embedding, batch.token_ids).to(self.dtype)
-        if spec.embedding_multiplier != 1.0:
-            residual.mul_(spec.embedding_multiplier)
+        residual = self._embed(batch.token_ids)
         step = windowed = StepInputs(*self._rope(batch.positions), batch.attention, batch.states)
         if batch.window_attention is not None:
             windowed = StepInputs(step.cos, step.sin, batch.window_attention, batch.states)
         normed = ops.norm(residual, self._layers[0].input_norm)
         last, multiplier = len(self._layers) - 1, spec.residual_multiplier
         for number, (layer, (keys, values), next_norm) in enumerate(
-            zip(self._layers, kv_pools, self._next_norms, strict=True)
+            zip(self._layers, kv_pools[: len(self._layers)], self._next_norms, strict=True)
         ):
             out = layer.mixer(normed, step if spec.windows[number] is None else windowed, keys, values)
             if number == last and rows is not None:
@@ -373,6 +419,25 @@ class Decoder:
             for observer in self._observers:
                 observer.passed()
         return normed
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        embedded = look_up(self._embedding, token_ids).to(self.dtype)
+        return embedded if self.spec.embedding_multiplier == 1.0 else embedded.mul_(self.spec.embedding_multiplier)
+
+    def predict_next(
+        self, batch: ForwardBatch, states: Tensor, rows: Tensor, kv_pools: KvPools
+    ) -> tuple[Tensor, Tensor]:
+        """Have the MTP layer predict the tokens that follow `batch.token_ids`, greedily.
+
+        states [T, hidden]: after the last norm, of the positions before these tokens, which `batch.positions` are. Or
+        what this function returned for them. rows: [S] int64, the rows to predict for. Return tokens [S] int64, and
+        their states [S, hidden]. Mutate the layer's pool.
+        """
+        assert self.mtp is not None
+        embedded = self._embed(batch.token_ids)
+        step = StepInputs(*self._rope(batch.positions), batch.attention, None)
+        predicted, states = self.mtp(embedded, states, step, kv_pools[-1], rows)
+        return self.logits(predicted).argmax(-1), states
 
     def serve_others(self) -> Tensor:
         """Compute rows of other ranks with local experts, in a step without rows of this rank. Return [0, hidden]."""

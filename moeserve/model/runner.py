@@ -9,14 +9,13 @@ import torch
 from torch import Tensor
 
 from experts.routing.tap import RoutingTap
-from kernels.attention_plan import AttentionPlan, ChunkSpan
-from kernels.ops import PagedRows
-from moeserve.model.decoder import ForwardBatch, StepDecoder
+from moeserve.model.decoder import Decoder, ForwardBatch, StepDecoder
 from moeserve.model.kv_pool import KVPool
+from moeserve.model.mtp_drafts import MtpDrafts
+from moeserve.model.paged_batch import make_batch
 from moeserve.model.sampler import sample_step
 from moeserve.model.spec import NO_NUMBERS, CheckpointError
-from moeserve.model.state_pool import StatePool, state_rows
-from moeserve.model.step_arrays import step_arrays
+from moeserve.model.state_pool import StatePool
 from moeserve.plan import Chunk, ChunkResult, Computed, StateUse, StepPlan, StepResult, wanted_logits
 
 _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
@@ -31,14 +30,19 @@ class ModelRunner:
         kv_pool: KVPool,
         tap: RoutingTap | None = None,
         state_pool: StatePool | None = None,
+        num_drafts: int = 0,
     ) -> None:
         """tap: observes the decoder's gates; results carry its observations. state_pool: None for a model without
-        recurrent layers."""
+        recurrent layers. num_drafts: the tokens that the decoder's MTP layer drafts for a request, 0 without one."""
         self._decoder = decoder
         self._kv_pool = kv_pool
         self._state_pool = state_pool
         self._pools = decoder.arrange_pools(kv_pool.layers, state_pool)
         self._tap = tap
+        self._drafts: MtpDrafts | None = None
+        if num_drafts:
+            assert isinstance(decoder, Decoder)
+            self._drafts = MtpDrafts(decoder, self._pools, kv_pool.block_size, num_drafts)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> Computed[StepResult]:
@@ -57,14 +61,23 @@ class ModelRunner:
             self._decoder.serve_others()
             return []
         logit_rows, places = wanted_logits(plan.chunks)
-        states = self._states(plan.chunks, logit_rows)
-        return sample_step(self._decoder, plan.chunks, places, states).results()
+        if self._drafts is None:
+            states = self._states(plan.chunks, self._batch(plan.chunks, logit_rows))
+            return sample_step(self._decoder, plan.chunks, places, states).results()
+        batch = self._batch(plan.chunks, None)
+        states = self._states(plan.chunks, batch)
+        results = sample_step(self._decoder, plan.chunks, places, states[logit_rows]).results()
+        self._drafts.add(plan.chunks, results, batch, states)
+        return results
 
-    def _states(self, chunks: list[Chunk], logit_rows: list[int]) -> Tensor:
+    def _batch(self, chunks: list[Chunk], logit_rows: list[int] | None) -> ForwardBatch:
+        return make_batch(chunks, self._kv_pool.block_size, logit_rows, has_states=self._state_pool is not None)
+
+    def _states(self, chunks: list[Chunk], batch: ForwardBatch) -> Tensor:
         """Return [S, hidden] after the last norm, of the rows that need logits."""
         if self._state_pool is not None:
             self._state_pool.begin(chunks)
-        states = self._decoder.states(self._make_batch(chunks, logit_rows), self._pools)
+        states = self._decoder.states(batch, self._pools)
         if self._state_pool is not None:
             self._state_pool.end(chunks)
         return states
@@ -92,27 +105,9 @@ class ModelRunner:
             token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
             begin_step(count)
             chunk = Chunk("", token_ids, 0, block_table, None, state=None if self._state_pool is None else StateUse(0))
-            logits = self._decoder.logits(self._states([chunk], [count - 1]))
+            batch = self._batch([chunk], [count - 1] if self._drafts is None else None)
+            logits = self._decoder.logits(self._states([chunk], batch)[-1:])
             # As in sampling: a logit of minus infinity is a token that never comes.
             finite = finite and bool(logits.float().amax(-1).isfinite().all())
         if not finite:
             raise CheckpointError(NO_NUMBERS)
-
-    def _make_batch(self, chunks: list[Chunk], logit_rows: list[int]) -> ForwardBatch:
-        arrays = step_arrays(chunks, self._kv_pool.block_size)
-        windows = arrays.window_tables
-        return ForwardBatch(
-            token_ids=torch.frombuffer(arrays.token_ids, dtype=torch.int64),
-            positions=torch.frombuffer(arrays.positions, dtype=torch.int64),
-            attention=self._paged_rows(chunks, arrays.slots, arrays.block_tables),
-            logit_rows=None if len(logit_rows) == arrays.num_rows else torch.tensor(logit_rows, dtype=torch.int64),
-            states=None if self._state_pool is None else state_rows(chunks),
-            window_attention=self._paged_rows(chunks, arrays.window_slots, windows) if windows else None,
-        )
-
-    def _paged_rows(self, chunks: list[Chunk], slots: array[int], tables: list[array[int]]) -> PagedRows:
-        spans = [
-            ChunkSpan(len(chunk.token_ids), chunk.start, table) for chunk, table in zip(chunks, tables, strict=True)
-        ]
-        plan = AttentionPlan(spans, self._kv_pool.block_size)
-        return PagedRows(torch.frombuffer(slots, dtype=torch.int64), plan)

@@ -17,7 +17,7 @@ class DecoderSpec:
     positions, its own included; with None it sees all. recurrent_layers: one entry per layer, or empty for none; a
     recurrent layer has `delta_net` in place of attention. max_position: the longest context, in tokens, for which the
     position embedding is meant. intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one plus
-    the stored weight.
+    the stored weight. mtp: the layer that drafts tokens, which is none of the `num_layers`; None unless it is used.
     """
 
     model_type: str
@@ -45,6 +45,7 @@ class DecoderSpec:
     eos_token_ids: tuple[int, ...] = ()
     bos_token_id: int | None = None
     quantization: QuantizationSpec | None = None
+    mtp: MtpSpec | None = None
 
     @property
     def num_layers(self) -> int:
@@ -60,18 +61,32 @@ class DecoderSpec:
 
     @property
     def last_layer_is_partial(self) -> bool:
-        return self.sparse_layers[-1]
+        # A layer behind the last one reads the states of all rows.
+        return self.sparse_layers[-1] and self.mtp is None
+
+    @property
+    def with_mtp_layer(self) -> DecoderSpec:
+        """The decoder whose last layer is the MTP layer, which has attention without a window."""
+        assert self.mtp is not None
+        return replace(
+            self,
+            mtp=None,
+            sparse_layers=(*self.sparse_layers, self.mtp.is_sparse),
+            windows=(*self.windows, None),
+            recurrent_layers=(*self.recurrent_layers, False) if self.recurrent_layers else (),
+        )
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
-        """The KV caches of the layers with attention."""
+        """The KV caches of the layers with attention, that of the MTP layer last."""
         attention = self.attention
         if isinstance(attention, MlaSpec):
             layer = KvLayerSpec(1, attention.kv_lora_rank + attention.rope_dim, 0)
         else:
             layer = KvLayerSpec(attention.num_kv_heads, attention.head_dim, attention.head_dim)
         with_attention = (number for number in range(self.num_layers) if not self.is_recurrent(number))
-        return tuple(replace(layer, window=self.windows[number]) for number in with_attention)
+        layers = tuple(replace(layer, window=self.windows[number]) for number in with_attention)
+        return layers if self.mtp is None else (*layers, layer)
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -88,6 +103,25 @@ class DecoderSpec:
             StateShape((net.num_value_heads, net.key_dim, net.value_dim), keep_fp32=True),
         )
         return (states,) * sum(self.recurrent_layers)
+
+
+@dataclass(frozen=True, slots=True)
+class MtpSpec:
+    """A layer that predicts one token more (multi-token prediction, https://arxiv.org/abs/2412.19437, section 2.2).
+
+    From a position's state and the embedding of the token that follows, it predicts the token after that. is_sparse:
+    it has experts. Names of tensors, without `.weight`: block, of its decoder layer; embedding_norm and hidden_norm, of
+    the norms of embedding and state; projection, of the two side by side to one state; norm, before the output
+    projection, None without one. returns_normed: for one token more the layer gets its state behind this norm.
+    """
+
+    block: str
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    norm: str | None
+    returns_normed: bool = False
+    is_sparse: bool = False
 
 
 @dataclass(frozen=True, slots=True)

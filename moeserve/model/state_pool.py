@@ -87,7 +87,10 @@ def state_row_bytes(layers: Sequence[Sequence[StateShape]], dtype: torch.dtype) 
 def pools_by_layer(
     spec: DecoderSpec, kv_layers: Sequence[tuple[Tensor, Tensor | None]], state_pool: StatePool | None
 ) -> LayerPools:
-    """Return the pools of every layer of a decoder, in its order. kv_layers: the pools of the layers with attention."""
+    """Return the pools of every layer of a decoder, in its order, then that of an MTP layer.
+
+    kv_layers: the pools of the layers with attention.
+    """
     if state_pool is None:
         return list(kv_layers)
     kv, states = iter(kv_layers), iter(state_pool.layers)
@@ -98,7 +101,7 @@ def pools_by_layer(
             pools.append((conv, recurrent))
         else:
             pools.append(next(kv))
-    return pools
+    return [*pools, *kv]
 
 
 def _layout(state: StateShape, dtype: torch.dtype) -> tuple[torch.dtype, int]:

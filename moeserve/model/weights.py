@@ -26,7 +26,7 @@ from moeserve.model.checkpoint import (
     plan_weights,
     read_index,
 )
-from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention
+from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention, MtpLayer
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
 from moeserve.model.rounding import NO_ROUNDING, Rounding
@@ -77,7 +77,25 @@ def load_decoder(
             max_model_len=max_model_len or spec.max_position,
             dtype=dtype,
             observers=observers,
+            mtp=None if plan.mtp is None else _load_mtp(spec, plan.mtp, ops, reader, dtype, rounding),
         )
+
+
+def _load_mtp(
+    spec: DecoderSpec, plan: LayerPlan, ops: Ops, reader: TensorReader, dtype: torch.dtype, rounding: Rounding
+) -> MtpLayer:
+    """Load the MTP layer with all its experts, which no other rank computes."""
+    assert spec.mtp is not None
+    loader, tensors = _Loader(spec.with_mtp_layer, ops, reader, dtype, None, (), rounding), plan.tensors
+    return MtpLayer(
+        ops,
+        loader.layer(plan, spec.num_layers),
+        loader.linear(tensors, "projection"),
+        embedding_norm=loader.norm(tensors, "embedding_norm"),
+        hidden_norm=loader.norm(tensors, "hidden_norm"),
+        norm=loader.norm(tensors, "norm") if "norm" in tensors else None,
+        returns_normed=spec.mtp.returns_normed,
+    )
 
 
 class _Loader:

@@ -19,6 +19,8 @@ from moeserve.scheduling.suffix_index import LONGEST_MATCH, SuffixIndex
 OWN_TEXT = "own"
 CACHED_TEXT = "cached"
 PREDICTED_TEXT = "predicted"
+# The checkpoint's MTP layer.
+MTP = "mtp"
 # What the request's grammar forces behind its tokens, or behind a guess of another source.
 FORCED = "forced"
 # An answer that has left its predicted text is in it again where this number of tokens is alike.

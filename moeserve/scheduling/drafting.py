@@ -13,7 +13,15 @@ from dataclasses import dataclass, field, replace
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths
-from moeserve.scheduling.draft_sources import FORCED, PREDICTED_TEXT, CachedText, Guess, OwnText, PredictedText
+from moeserve.scheduling.draft_sources import (
+    FORCED,
+    MTP,
+    PREDICTED_TEXT,
+    CachedText,
+    Guess,
+    OwnText,
+    PredictedText,
+)
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.settings.drafts import SpeculativeConfig
@@ -81,24 +89,35 @@ class Drafting:
         """The number of drafts up to which tokens that a grammar forces are added; `ngram` has them from text alone."""
         return 0 if self._config.method == "ngram" else self._config.num_speculative_tokens
 
+    @property
+    def reads_predictions(self) -> bool:
+        """True if steps predict drafts by an MTP layer, which needs the token behind each chunk."""
+        return self._config.num_predicted_tokens > 0
+
     def begin_commit(self) -> None:
         """Begin to receive the tokens of a step."""
         self._allowance = _INDEXED_PER_STEP
 
     def read(
-        self, request: Request, memory: RequestMemory, new_tokens: Sequence[int], chunk: Chunk, num_accepted: int
+        self,
+        request: Request,
+        memory: RequestMemory,
+        new_tokens: Sequence[int],
+        chunk: Chunk,
+        num_accepted: int,
+        predicted: Sequence[int] = (),
     ) -> None:
         """Learn from the newest tokens of a request, and guess the next.
 
         memory: of its rank. new_tokens: the end of its tokens, empty while its prompt is computed. chunk: brought them,
-        and its first `num_accepted` drafts were right.
+        and its first `num_accepted` drafts were right. predicted: what an MTP layer has predicted behind them.
         """
         if chunk.num_drafts:
             self.counters.count(chunk, num_accepted)
         known = self._known.get(request.request_id)
         if known is None:
-            predicted = PredictedText(request.predicted) if request.predicted else None
-            known = _Known(self._acceptance.of_request(), predicted=predicted)
+            text = PredictedText(request.predicted) if request.predicted else None
+            known = _Known(self._acceptance.of_request(), predicted=text)
             self._known[request.request_id] = known
         self._allowance -= known.own.extend(request.token_ids, self._allowance)
         if not new_tokens:
@@ -111,7 +130,8 @@ class Drafting:
         known.cached.follow(new_tokens)
         if known.predicted is not None:
             known.predicted.follow(new_tokens, request.token_ids[-min(request.num_output_tokens, _TAIL) :])
-        known.guesses = sorted(self._guesses(request, known, memory), key=lambda g: self._worth(known, g), reverse=True)
+        guesses = self._guesses(request, known, memory, predicted)
+        known.guesses = sorted(guesses, key=lambda guess: self._worth(known, guess), reverse=True)
         known.num_forced, request.draft_masks = 0, ()
         request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
 
@@ -187,13 +207,14 @@ class Drafting:
         if known.num_forced and array("i", new_tokens[:num_guessed]) == request.draft_tokens[:num_guessed]:
             self._judge(known, Guess(FORCED, 0, request.draft_tokens[num_guessed:]), new_tokens[num_guessed:])
 
-    def _guesses(self, request: Request, known: _Known, memory: RequestMemory) -> list[Guess]:
+    def _guesses(self, request: Request, known: _Known, memory: RequestMemory, predicted: Sequence[int]) -> list[Guess]:
         """Return the guesses of all sources that have one. Of equal ones the client's comes first."""
         config, most = self._config, self._config.num_speculative_tokens
         found = [None if known.predicted is None else known.predicted.guess(most)]
         found.append(known.own.guess(request.token_ids, config.prompt_lookup_min, most))
         if config.method != "ngram":
             found.append(known.cached.guess(request, memory, most))
+        found.append(Guess(MTP, 1, array("i", predicted)) if predicted else None)
         kept = [replace(guess, tokens=self._until_stop(request, guess.tokens)) for guess in found if guess is not None]
         return [guess for guess in kept if guess.tokens]
 

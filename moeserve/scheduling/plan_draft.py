@@ -28,6 +28,7 @@ class PlanDraft:
         "_limits",
         "_num_sampled",
         "_sampled",
+        "_tells_following",
         "budgets",
         "duplicates",
         "plans",
@@ -36,7 +37,9 @@ class PlanDraft:
         "sizes",
     )
 
-    def __init__(self, step: int, budget: int, num_ranks: int) -> None:
+    def __init__(self, step: int, budget: int, num_ranks: int, *, tells_following: bool = False) -> None:
+        """tells_following: chunks that are not sampled have the token behind them."""
+        self._tells_following = tells_following
         self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
         self.requests: list[Request] = []
         self.prompts: dict[str, Request] = {}
@@ -85,6 +88,8 @@ class PlanDraft:
         if num_drafts:
             chunk.token_ids += request.draft_tokens[:num_drafts]
             chunk.num_drafts = num_drafts
+        if self._tells_following and sampling is None:
+            chunk.following = token_ids[end]
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
 

@@ -267,7 +267,10 @@ class Scheduler:
                 self._preempt(request)
                 self._extend(request)
                 self._open_prompts.add(request)
-        draft = PlanDraft(self._step + 1, self._max_num_batched_tokens, len(self._memories))
+        tells_following = self._drafting is not None and self._drafting.reads_predictions
+        draft = PlanDraft(
+            self._step + 1, self._max_num_batched_tokens, len(self._memories), tells_following=tells_following
+        )
         if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.is_in_flight):
             self._on_trial = None
         prompts, closings = list[Request](), list[Request]()
@@ -359,7 +362,10 @@ class Scheduler:
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
-                self._drafting.read(request, self._memories[request.rank], new_tokens, chunk, num_accepted)
+                # Other tokens than the sampled ones may have followed.
+                are_all = num_new == len(computed.tokens) and not request.num_forced_tokens
+                predicted = computed.drafts if are_all else ()
+                self._drafting.read(request, self._memories[request.rank], new_tokens, chunk, num_accepted, predicted)
         if chunk.state is not None:
             self._memories[request.rank].commit_state(request, chunk, keep=keeps_state)
         if request.finished:

@@ -57,6 +57,8 @@ WITH_TORCH = {
     "moeserve.model.expert_store",
     "moeserve.model.expert_weights",
     "moeserve.model.kv_pool",
+    "moeserve.model.mtp_drafts",
+    "moeserve.model.paged_batch",
     "moeserve.model.rounding",
     "moeserve.model.runner",
     "moeserve.model.sampler",

@@ -24,6 +24,7 @@ from moeserve.plan import SamplingParams
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS
 from tests.support.tiny_models import build
+from tests.support.tiny_mtp import save_with_mtp
 
 NUM_REQUESTS = 96
 # With six settings that is more than 10,000 requests.
@@ -114,6 +115,10 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
         ("qwen3_next", "suffix", {}),
         ("qwen3_next", "ngram", {"max_num_batched_tokens": 24, "max_num_seqs": 14, "kv_cache_memory": 260 * 2**10}),
         ("qwen3_5_moe", "suffix", {"max_num_seqs": 30}),
+        ("mtp glm4_moe", "mtp", {}),
+        ("mtp glm4_moe", '{"method": "mtp", "num_speculative_tokens": 3}', {"kv_cache_memory": 280 * 2**10}),
+        ("mtp deepseek_v3-yarn", "deepseek_mtp", {}),
+        ("mtp qwen3_next", '{"method": "mtp", "num_speculative_tokens": 4}', {"max_num_seqs": 30}),
     ],
 )
 def test_random_requests_have_the_same_bits_with_drafts_and_without(
@@ -123,6 +128,8 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
     if kind in ("grammars", "short of memory"):
         write_tiny_checkpoint(tmp_path)
         grammars = GRAMMARS
+    elif kind.startswith("mtp "):
+        save_with_mtp(kind.removeprefix("mtp "), tmp_path, is_apt=True)
     else:
         build(kind, **({"sliding_window": 9} if kind == "gpt_oss" else {})).save_pretrained(tmp_path)
     requests = requests_of(Random(f"{kind} {method}"), count, grammars=grammars)

@@ -1,5 +1,5 @@
 """Over HTTP, with drafts and without, random requests have the same answers: with stop strings, tools, forms of the
-answer, log probabilities and predictions, on one rank and on two, and with recurrent states."""
+answer, log probabilities and predictions, on one rank and on two, with recurrent states and with an MTP layer."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def answers(folder: Path, place: Path, bodies: list[dict[str, Any]], *settings: 
 @pytest.mark.parametrize(
     "settings", [pytest.param((), id="one rank", marks=pytest.mark.long), pytest.param(TWO_RANKS, id="two ranks")]
 )
-@pytest.mark.parametrize("kind", ["attention", "states"])
+@pytest.mark.parametrize("kind", ["attention", "states", "mtp"])
 def test_random_requests_have_the_same_answers_with_drafts_and_without(
     kind: str, settings: tuple[str, ...], count: int, tmp_path: Path
 ) -> None:
@@ -110,12 +110,13 @@ def test_random_requests_have_the_same_answers_with_drafts_and_without(
     else:
         folder = write_model_dir(tmp_path / "m", TEMPLATE, SPECIALS)
         fields = {"vocab_size": 256 + len(SPECIALS), "eos_token_id": EOS, "max_position_embeddings": 4096}
-        saved_model("qwen3_5_moe_text", folder, **fields)
+        saved_model("mtp-glm4_moe" if kind == "mtp" else "qwen3_5_moe_text", folder, **fields)
     random = Random(f"{kind} {settings}")
     bodies = [draw(random) for _ in range(count)]
     plain, num_right = answers(folder, tmp_path / "none", bodies, "--speculative-config", "none", *settings)
     assert num_right == 0
-    drafted, num_right = answers(folder, tmp_path / "suffix", bodies, "--speculative-config", "suffix", *settings)
+    method = "mtp" if kind == "mtp" else "suffix"
+    drafted, num_right = answers(folder, tmp_path / method, bodies, "--speculative-config", method, *settings)
     assert num_right > count
     assert drafted == plain
     assert [said for status, said in plain if status != 200] == []

@@ -28,7 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def saved_model(case: str, folder: Path, **fields: int) -> None:
-    """Save a case of `tiny_models.py` in `folder`. fields: of its configuration, which differ."""
+    """Save a case of `tiny_models.py` in `folder`, or `mtp-CASE` of `tiny_mtp.py`, whose layer is often right.
+
+    fields: of its configuration, which differ.
+    """
     differing = sorted(f"{name}={number}" for name, number in fields.items())
     shutil.copytree(_cached(case, *differing), folder, dirs_exist_ok=True)
 
@@ -51,7 +54,8 @@ def _cached(case: str, *fields: str) -> Path:
 
 def _kept(name: str, make: Callable[[Path], None]) -> Path:
     """Return a file or folder of the cache, made first where it is not there."""
-    made_from = [Path(__file__).read_bytes(), (ROOT / "tests/support/tiny_models.py").read_bytes()]
+    made_from = [Path(__file__).read_bytes()]
+    made_from += [(ROOT / "tests/support" / name).read_bytes() for name in ("tiny_models.py", "tiny_mtp.py")]
     made_from += [version(package).encode() for package in ("torch", "transformers")]
     kept = cache_root() / "tests" / sha256(b"".join(made_from)).hexdigest()[:16] / name
     if not kept.exists():
@@ -75,8 +79,12 @@ def _run(*arguments: str, question: str = "") -> None:
 
 def _save(case: str, folder: str, *fields: str) -> None:
     from tests.support.tiny_models import build
+    from tests.support.tiny_mtp import save_with_mtp
 
     differing = {name: int(number) for name, _, number in (field.partition("=") for field in fields)}
+    if case.startswith("mtp-"):
+        save_with_mtp(case.removeprefix("mtp-"), Path(folder), is_apt=True, **differing)
+        return
     build(case, **differing).save_pretrained(folder)
 
 

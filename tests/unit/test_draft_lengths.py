@@ -65,8 +65,12 @@ def test_the_setting_is_vllms_json_or_a_method() -> None:
     assert parse_speculative("auto") == SpeculativeConfig("auto")
     given_json = '{"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 4}'
     assert parse_speculative(given_json) == SpeculativeConfig("ngram", 5, 4)
+    for text in ("mtp", "deepseek_mtp", '{"method": "mtp"}'):
+        # The layer drafts one token; guesses out of text have their usual length.
+        assert parse_speculative(text) == SpeculativeConfig("mtp", 16, 3, 1)
+    assert parse_speculative('{"method": "mtp", "num_speculative_tokens": 3}') == SpeculativeConfig("mtp", 16, 3, 3)
     for text, word in [
-        ("mtp", "draft model"),
+        ("eagle", "draft model"),
         ("guess", "not one of"),
         ("{", "not JSON"),
         ('{"num_speculative_tokens": 0}', "from 1 to 64"),

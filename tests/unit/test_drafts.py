@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.plan import Request, SamplingParams
+from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult
 from moeserve.scheduling.draft_sources import Guess, PredictedText
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.request_states import StatePolicy
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.settings.drafts import SpeculativeConfig
+from radix_cache import PrefixCache
 from tests.support.examples import examples
 from tests.support.kv_oracle import draw, undisturbed
 from tests.support.parameters import pairs
@@ -31,7 +33,7 @@ class KnowingDrafting(Drafting):
         super().__init__(SpeculativeConfig("suffix", MOST_DRAFTS))
         self._random, self._share_right = random, share_right
 
-    def _guesses(self, request: Request, known: object, memory: object) -> list[Guess]:
+    def _guesses(self, request: Request, known: object, memory: object, predicted: object) -> list[Guess]:
         tokens, sampling = request.token_ids[:], request.sampling
         num_known = len(tokens)
         for _ in range(self._random.randrange(MOST_DRAFTS + 1)):
@@ -235,6 +237,35 @@ def test_predicted_text_is_guessed_along_the_answer_and_found_again_behind_each_
 def test_tokens_are_found_at_whole_places_alone() -> None:
     # The bytes of three tokens of 257 stand at every place of this text, but at no whole one.
     assert followed([0x01000001, 0x01000001, 0x01000001, 0x01000001, 5], [7, 0x00000101, 0x00000101, 0x00000101]) == []
+
+
+def test_predicted_tokens_are_the_next_drafts_and_chunks_of_prompts_name_the_token_behind_them() -> None:
+    scheduler = Scheduler(
+        [PrefixCache(32, 4)],
+        max_num_seqs=2,
+        max_num_batched_tokens=6,
+        max_num_queued_reqs=9,
+        max_model_len=64,
+        drafting=Drafting(SpeculativeConfig("mtp", 16, 3, 2)),
+    )
+    scheduler.add(Request("r", array("i", range(10)), SamplingParams(max_tokens=5)))
+    results = [
+        ChunkResult(),
+        ChunkResult(40, drafts=(41, 42)),
+        # The second draft is wrong, so nothing was predicted behind it.
+        ChunkResult(40, further=((41, None),), drafts=(43,)),
+    ]
+    shown = []
+    for step, result in enumerate(results, start=1):
+        plans = scheduler.schedule()
+        assert plans is not None
+        (chunk,) = plans[0].chunks
+        shown.append((chunk.token_ids.tolist(), chunk.num_drafts, chunk.following))
+        scheduler.commit(plans, [StepResult(step, [result])])
+    assert shown == [([0, 1, 2, 3, 4, 5], 0, 6), ([6, 7, 8, 9], 0, None), ([40, 41, 42], 2, None)]
+    plans = scheduler.schedule()
+    assert plans is not None
+    assert plans[0].chunks[0].token_ids.tolist() == [41, 43]
 
 
 def test_right_tokens_of_a_prediction_take_fewer_steps_and_are_counted_with_wrong_ones() -> None:

@@ -120,7 +120,8 @@ def sequences(draw: st.DrawFn) -> list[StepPlan]:
             shown = chunks[name]
             if draw(st.booleans()):
                 # A chunk amid a prompt, whose sampled successor follows in a later plan.
-                shown = replace(shown, sampling=None, extras=None, window=None)
+                following = draw(st.none() | st.integers(0, 9))
+                shown = replace(shown, sampling=None, extras=None, window=None, following=following)
             elif draw(st.booleans()):
                 shown = replace(shown, extras=replace(extras, history=None))
             planned.append(shown)

@@ -53,7 +53,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
 
     `request`: the request's number on this link; `request_id` comes with a new number. `sampling`: True if unchanged.
     `first_angle` and `num_drafts`: None for 0. `state`: slot, load and save. `window`: the number of its first block,
-    and the change.
+    and the change. `following`: as in `Chunk`.
     """
 
     request: int
@@ -68,6 +68,7 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
     window: tuple[int, _Change] | None = None
     request_id: str | None = None
     num_drafts: int | None = None
+    following: int | None = None
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
@@ -161,6 +162,7 @@ class PlanSender:
                 None if chunk.window is None else _describe_window(chunk.window, sent),
                 chunk.request_id if is_new else None,
                 chunk.num_drafts or None,
+                chunk.following,
             ]
         )
 
@@ -174,6 +176,7 @@ def _is_plain(chunk: Chunk) -> bool:
         and chunk.window is None
         and not chunk.first_angle
         and not chunk.num_drafts
+        and chunk.following is None
     )
 
 
@@ -303,6 +306,7 @@ class PlanReceiver:
             wire.first_angle or 0,
             None if wire.window is None else _window(*wire.window, known),
             wire.num_drafts or 0,
+            wire.following,
         )
 
 
