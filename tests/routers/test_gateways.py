@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import pytest
 
+from moeserve.engine.ranks.meeting import create_keys
 from tests.clients.environments import Client
-from tests.support.routers import address, cached, free_port, program
+from tests.support.routers import address, cached, free_port, program, start
 from tests.support.service import Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -117,3 +119,29 @@ def test_conversations_stay_with_their_replica_and_go_on_elsewhere_when_it_dies(
             say(http, number, "and more")
         found = [cached(say(http, number, "and yet more").json()) for number in range(NUM_TALKS)]
         assert min(found) >= 160
+
+
+def test_smg_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:
+    create_keys(tmp_path / "kv.key")
+    settings = ("--kv-transfer-config", json.dumps({"key_file": str(tmp_path / "kv.key")}))
+    with ExitStack() as stack:
+        prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
+        flags = ("--pd-disaggregation", "--prometheus-port", str(free_port()))
+        command = ("smg", "launch", "--host", "127.0.0.1", "--port", "{port}", *flags)
+        http = stack.enter_context(program(SMG, tmp_path, *command, path="/liveness"))
+        for kind, one in (("prefill", prefills), ("decode", decodes)):
+            # Workers of its command line have no connector: it passes on no `kv_transfer_params` for them.
+            worker = {"url": address(one), "worker_type": kind, "kv_connector": "NixlConnector"}
+            assert http.post("/workers", json=worker).status_code == 202
+        wait_until(lambda: [worker["status"] for worker in http.get("/workers").json()["workers"]] == ["ready"] * 2)
+        for number in range(4):
+            answer = say(http, number, logprobs=True).json()
+            assert cached(answer) >= 160
+            alone = say(prefills.http, number, logprobs=True, cache_salt="alone").json()
+            assert bits(answer) == bits(alone)
+        assert text_of(say(http, 4, stream=True).text) == text_of(say(prefills.http, 4, stream=True).text)
+
+
+def bits(answer: dict[str, Any]) -> array[float]:
+    """Return the log probabilities of a chat in 32 bits."""
+    return array("f", [token["logprob"] for token in answer["choices"][0]["logprobs"]["content"]])
