@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from os import getloadavg
 from pathlib import Path
 from random import Random
@@ -24,9 +25,8 @@ import httpx2
 from benchmarks.kv_restart import wait_until_ready
 
 _KEYS = ("victim", "attacker")
-# The victim asks the same service, or another one that shares the disk and the response store.
-_TIERS = {"memory": False, "shared disk and store": True}
 _OUTPUT = 8  # tokens
+_Sample = tuple[float, float, int]
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
@@ -48,6 +48,7 @@ def serving(folder: Path, port: int, model: Path, *settings: str) -> Iterator[ht
                 yield http
         finally:
             process.terminate()
+            process.wait()
 
 
 def ask(http: httpx2.Client, key: str, prompt: list[int]) -> tuple[float, float, int]:
@@ -72,16 +73,20 @@ def wait_for_blocks(http: httpx2.Client, count: int) -> None:
         time.sleep(0.005)
 
 
-def probe(primed: httpx2.Client, asked: httpx2.Client, key: str, probes: int, tokens: int, draw: Random) -> list[float]:
-    """Return the AUC of the time to the first token, of the whole time, and of the cached tokens."""
-    seen: dict[bool, list[tuple[float, float, int]]] = {True: [], False: []}
+def prompts_of(draw: Random, probes: int, tokens: int) -> list[tuple[bool, list[int], list[int]]]:
+    """Return for each probe whether the victim sends the attacker's prompt, that prompt, and what the victim sends."""
+    found = []
     for number in range(probes):
         wanted, other = ([draw.randrange(3, 250) for _ in range(tokens)] for _ in range(2))
-        is_sent = number % 2 == 0
-        ask(primed, "victim", wanted if is_sent else other)
-        if primed is not asked:
-            wait_for_blocks(primed, (number + 1) * (tokens // 16))
-        seen[is_sent].append(ask(asked, key, wanted))
+        found.append((number % 2 == 0, wanted, wanted if number % 2 == 0 else other))
+    return found
+
+
+def areas(seen: dict[bool, list[_Sample]]) -> list[float]:
+    """Return the AUC of the time to the first token, of the whole time, and of the cached tokens.
+
+    seen: what was measured, by whether the victim had sent the prompt.
+    """
     columns = [list(zip(*seen[is_sent], strict=True)) for is_sent in (True, False)]
     # A hit takes less time, and has more cached tokens.
     return [
@@ -91,29 +96,64 @@ def probe(primed: httpx2.Client, asked: httpx2.Client, key: str, probes: int, to
     ]
 
 
+def probe(primed: httpx2.Client, asked: httpx2.Client, key: str, probes: int, tokens: int, draw: Random) -> list[float]:
+    """Return the areas where the victim sends to one service, and the attacker then asks another one, or the same."""
+    seen: dict[bool, list[_Sample]] = {True: [], False: []}
+    for number, (is_sent, wanted, sent) in enumerate(prompts_of(draw, probes, tokens), start=1):
+        ask(primed, "victim", sent)
+        if primed is not asked:
+            wait_for_blocks(primed, number * (tokens // 16))
+        seen[is_sent].append(ask(asked, key, wanted))
+    return areas(seen)
+
+
+def probe_restarted(
+    serve: Callable[[], AbstractContextManager[httpx2.Client]], key: str, probes: int, tokens: int, draw: Random
+) -> list[float]:
+    """Return the areas where the service is restarted between the victim's prompts and the attacker's."""
+    seen: dict[bool, list[_Sample]] = {True: [], False: []}
+    found = prompts_of(draw, probes, tokens)
+    with serve() as http:
+        for _, _, sent in found:
+            ask(http, "victim", sent)
+        wait_for_blocks(http, probes * (tokens // 16))
+    draw.shuffle(found)
+    with serve() as http:
+        for is_sent, wanted, _ in found:
+            seen[is_sent].append(ask(http, key, wanted))
+    return areas(seen)
+
+
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True, help="A folder; a small model.")
 @click.option("--probes", type=click.IntRange(min=20), default=400, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=32), default=512, show_default=True, help="Of a prompt.")
-@click.option("--port", type=int, default=18_470, show_default=True, help="The first of two.")
+@click.option("--port", type=int, default=18_470, show_default=True, help="The first of three.")
 def command(model: Path, probes: int, tokens: int, port: int) -> None:
-    """Print the areas for both keys, KV in memory and on a disk that two services share."""
+    """Print the areas for both keys: KV in memory, on a disk that two services share, and on disk after a restart."""
     draw = Random(1)
     click.echo("| tier | who asks | time to the first token | whole time | cached tokens |")
     click.echo("|---|---|---|---|---|")
-    for tier, is_shared in _TIERS.items():
-        with TemporaryDirectory() as name, ExitStack() as stack:
-            folder = Path(name)
-            shared = ("--kv-disk-path", str(folder / "kv"), "--response-store", str(folder / "store"))
-            settings = shared if is_shared else ()
-            for part in "ab":
-                (folder / part).mkdir()
-            first = second = stack.enter_context(serving(folder / "a", port, model, *settings))
-            if is_shared:
-                second = stack.enter_context(serving(folder / "b", port + 1, model, *settings))
-            for key in _KEYS:
-                areas = probe(first, second, key, probes, tokens, draw)
-                click.echo(f"| {tier} | {key} | " + " | ".join(f"{area:.3f}" for area in areas) + " |")
+
+    def show(tier: str, key: str, found: list[float]) -> None:
+        click.echo(f"| {tier} | {key} | " + " | ".join(f"{area:.3f}" for area in found) + " |")
+
+    with TemporaryDirectory() as name, ExitStack() as stack:
+        folders = {part: Path(name) / part for part in ("memory", "a", "b", *_KEYS)}
+        for folder in folders.values():
+            folder.mkdir()
+        only = stack.enter_context(serving(folders["memory"], port, model))
+        for key in _KEYS:
+            show("memory", key, probe(only, only, key, probes, tokens, draw))
+        # The victim asks another service that shares the disk and the response store.
+        shared = ("--kv-disk-path", f"{name}/kv", "--response-store", f"{name}/store")
+        both = [stack.enter_context(serving(folders[part], port + n, model, *shared)) for n, part in enumerate("ab", 1)]
+        for key in _KEYS:
+            show("shared disk and store", key, probe(*both, key, probes, tokens, draw))
+    for key in _KEYS:
+        with TemporaryDirectory() as name:
+            serve = partial(serving, Path(name), port, model, "--kv-disk-path", f"{name}/kv")
+            show("disk, after a restart", key, probe_restarted(serve, key, probes, tokens, draw))
     click.echo(f"load {getloadavg()[0]:.1f}")
 
 
