@@ -139,7 +139,7 @@ def command(model: Path, probes: int, tokens: int, port: int) -> None:
         click.echo(f"| {tier} | {key} | " + " | ".join(f"{area:.3f}" for area in found) + " |")
 
     with TemporaryDirectory() as name, ExitStack() as stack:
-        folders = {part: Path(name) / part for part in ("memory", "a", "b", *_KEYS)}
+        folders = {part: Path(name) / part for part in ("memory", "a", "b")}
         for folder in folders.values():
             folder.mkdir()
         only = stack.enter_context(serving(folders["memory"], port, model))
@@ -147,9 +147,10 @@ def command(model: Path, probes: int, tokens: int, port: int) -> None:
             show("memory", key, probe(only, only, key, probes, tokens, draw))
         # The victim asks another service that shares the disk and the response store.
         shared = ("--kv-disk-path", f"{name}/kv", "--response-store", f"{name}/store")
-        both = [stack.enter_context(serving(folders[part], port + n, model, *shared)) for n, part in enumerate("ab", 1)]
+        first = stack.enter_context(serving(folders["a"], port + 1, model, *shared))
+        second = stack.enter_context(serving(folders["b"], port + 2, model, *shared))
         for key in _KEYS:
-            show("shared disk and store", key, probe(*both, key, probes, tokens, draw))
+            show("shared disk and store", key, probe(first, second, key, probes, tokens, draw))
     for key in _KEYS:
         with TemporaryDirectory() as name:
             serve = partial(serving, Path(name), port, model, "--kv-disk-path", f"{name}/kv")
