@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--interpret", action="store_true", help="correctness alone, in Triton's interpreter on a CPU")
     parser.add_argument("--out-dir", type=Path, default=Path("docs/benchmarks"), help="where the table is written")
     parser.add_argument("--time-limit", type=float, default=TIME_LIMIT, help="seconds after which no case begins")
+    parser.add_argument("--cases", default="", metavar="REGEX", help="measure the cases alone whose names have a match")
     options = parser.parse_args(arguments)
     if options.interpret:
         return _check_interpreted()
@@ -36,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         print(NO_GPU, file=sys.stderr)
         return 2
-    return _measure(torch.device("cuda", 0), options.out_dir, options.time_limit)
+    return _measure(torch.device("cuda", 0), options.out_dir, options.time_limit, options.cases)
 
 
 def _check_interpreted() -> int:
@@ -55,8 +58,9 @@ def _check_interpreted() -> int:
     return 0 if right else 1
 
 
-def _measure(device: torch.device, out_dir: Path, time_limit: float) -> int:
-    """Write and print. time_limit: seconds from now; later cases are left out, cases with targets come first."""
+def _measure(device: torch.device, out_dir: Path, time_limit: float, names: str) -> int:
+    """Write and print. time_limit: seconds from now; later cases are left out, cases with targets come first. names: a
+    regular expression that matches within the names of the cases to measure."""
     import torch
 
     from benchmarks.gpu import Deadline, file_stem, gpu_name, gpu_state, hardware, is_lost, measure_ceilings, versions
@@ -68,7 +72,10 @@ def _measure(device: torch.device, out_dir: Path, time_limit: float) -> int:
     deadline = Deadline(time_limit)
     name, num_sms = gpu_name(device), torch.cuda.get_device_properties(device).multi_processor_count
     path = out_dir / f"kernels-{file_stem(name)}.md"
-    sections = _sections(device, num_sms)
+    sections = [
+        replace(section, cases=[case for case in section.cases if re.search(names, case.name)])
+        for section in _sections(device, num_sms)
+    ]
     report = KernelReport(path, f"Kernels on {name}", sections, target_rows({}, 1.0))
     report.add_line(f"{versions()} {hardware(device)}\n")
     of_device = partial(measure_ceilings, device)

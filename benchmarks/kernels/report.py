@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -190,7 +191,10 @@ def target_rows(found: Mapping[str, Measurement], copy: float, failed: Collectio
 
 
 def in_order(sections: Sequence[Section]) -> list[PlannedCase]:
-    """Return all cases, those with a target first, in the targets' order."""
+    """Return all cases, those with a target first, in the targets' order; then one of every section in turn, so that a
+    run that ends early has measured some of each."""
     planned = {case.name: case for section in sections for case in section.cases}
     first = {target.case: planned[target.case] for target in TARGETS if target.case in planned}
-    return list((first | planned).values())
+    turns = itertools.zip_longest(*(section.cases for section in sections))
+    in_turn = {case.name: case for turn in turns for case in turn if case is not None}
+    return list((first | in_turn).values())
