@@ -1,7 +1,7 @@
 """The tiles with which a mixture-of-experts layer runs for a number of tokens. Torch-free.
 
-A tile is chosen by rows per expert, T * k / E, among the tiles that fit the device. Nothing about the choice was
-measured on a GPU.
+A tile is chosen by rows per expert, T * k / E, among the tiles that fit the device. For weights of 16 bits the choice
+was compared with a dozen other tiles at 1 to 8,192 tokens on an NVIDIA H200; for other formats nothing was.
 """
 
 from __future__ import annotations
@@ -122,11 +122,15 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shar
     """Return the first tile that fits, the widest first. Few rows need bytes in flight, so a deep step; many rows need
     a large product per step.
 
-    A program with few rows, or of the short down projection, waits for memory as it begins and for its results as it
-    ends. Two such programs should fit a multiprocessor with three stages or more each, so that one computes meanwhile.
+    A program with few rows waits for memory as it begins and for its results as it ends. Two such programs should fit a
+    multiprocessor with three stages or more each, so that one computes meanwhile. With many rows one wide program of
+    the down projection is faster than two: on an H200 418 us for 8,192 tokens of Qwen3-30B-A3B, by two 553.
     """
     few = block_m <= 32
+    wide = projection == "down" and block_m >= 64 and WEIGHT_BITS[shape.weights] == 16
     widths, wanted = _wanted_sizes(shape, projection, few)
+    if wide:
+        widths = (256, *widths)
     depths = _depths(shape, projection, wanted)
     for block_n, block_k in itertools.product(widths, depths):
         columns = shape.intermediate_size if projection == "gate_up" else shape.hidden_size
@@ -134,7 +138,7 @@ def _first_that_fits(block_m: int, projection: Projection, shape: MoeShape, shar
             continue
         num_warps = 4 if block_m * block_n <= 64 * 128 else 8
         tiles = [Tile(block_n, block_k, 4 if few else 8, num_warps, num_stages) for num_stages in (4, 3, 2)]
-        if few or projection == "down":
+        if few or (projection == "down" and not wide):
             tiles.sort(
                 key=lambda tile: (
                     tile.num_stages < 3 or programs_that_fit(tile, block_m, projection, shape, shared_limit) < 2

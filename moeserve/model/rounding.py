@@ -127,7 +127,8 @@ class Rounding:
     def apply(self, matrix: Tensor, key: str) -> Matrix:
         """Round a matrix [N, K] outside experts."""
         form = self.format_of(key, matrix.shape[1])
-        kernels = native_kernels()
+        # Asked for only here: a GPU's service would compile them for nothing.
+        kernels = None if form is None else native_kernels()
         return matrix if form is None or kernels is None else quantise(matrix, form, kernels)
 
     def num_bytes(self, key: str, stored: StoredTensor) -> int | None:
