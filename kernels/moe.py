@@ -17,8 +17,8 @@ from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 
 def expert_layout(shape: ExpertShape) -> ExpertLayout:
     """Return the layout of the body that computes this shape on this machine."""
-    kernels = native_kernels()
-    if kernels is not None and shape.dtype == torch.float32:
+    # The kernels are asked for last: who computes elsewhere, as a GPU's service, does not wait for their compiler.
+    if shape.dtype == torch.float32 and (kernels := native_kernels()) is not None:
         return PanelLayout(shape, kernels)
     return RowLayout(shape)
 

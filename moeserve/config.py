@@ -74,7 +74,7 @@ class ServeConfig:
     offline: bool = setting(False, "Use only files that are already on disk.", group="Model")
     device: str = setting(
         "auto",
-        "Where the model runs; auto is the CPU until the GPU's path has been tried on a GPU.",
+        "Where the model runs; auto is the CPU until requests have been answered on a GPU.",
         group="Model",
         choices=("auto", "cpu", "cuda"),
     )

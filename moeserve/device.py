@@ -50,7 +50,7 @@ def choose_device(config: ServeConfig, cuda_absence: Callable[[bool], str | None
     """Return `cpu` or `cuda`. Raise ConfigError where `--device cuda` cannot be used.
 
     `cuda_absence(needs_fp8)` returns why no GPU can be used here, None if one can; it is called only if needed. `auto`
-    is the CPU: the GPU's path has run only in Triton's interpreter, so a user must ask for it.
+    is the CPU: no request over HTTP has been answered on a GPU yet, so a user must ask for it.
     """
     if config.device != "cuda":
         return "cpu"

@@ -290,8 +290,8 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
 def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
     """Return how a rank multiplies, for people: `float32`, or with `products of bfloat16` or `weights int4, activations
     int8 within products` behind it."""
-    name, rounding, kernels = str(plan.dtype).removeprefix("torch."), plan.rounding, native_kernels()
-    if rounding.narrow and kernels is not None and kernels.multiplies_bfloat16:
+    name, rounding = str(plan.dtype).removeprefix("torch."), plan.rounding
+    if rounding.narrow and (kernels := native_kernels()) is not None and kernels.multiplies_bfloat16:
         name += ", products of bfloat16"
     if config.kv_cache_dtype not in ("auto", str(plan.dtype).removeprefix("torch.")):
         name += f", keys and values {config.kv_cache_dtype}"

@@ -1,7 +1,13 @@
-"""`--device cuda` with less memory than the experts take, over HTTP; the device is a CPU under Triton's interpreter."""
+"""`--device cuda` over HTTP, with less memory than the experts take and with all of it.
+
+Without a GPU the device is a CPU under Triton's interpreter.
+`make gpu-test TESTS=tests/e2e/test_gpu_experts.py` runs it on a GPU.
+"""
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -9,7 +15,7 @@ import pytest
 from experts.routing.files import load_trace
 from moeserve.model.families import build_spec, load_config
 from tests.support.saved_models import saved_model
-from tests.support.service import ROOT, Service, service
+from tests.support.service import ROOT, Service, children_of, service
 from tests.support.slot_bytes import slots_on_gpu
 from tests.support.tiny_model import write_model_dir
 
@@ -32,12 +38,12 @@ def complete_all(running: Service) -> tuple[list[str], int]:
     return texts, num_computed
 
 
-@pytest.fixture(autouse=True)
-def no_gpu() -> None:
+def take_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let services that start from now on find a GPU, or the interpreter in its place."""
     import torch
 
-    if torch.cuda.is_available():
-        pytest.skip("made for the interpreter")
+    if not torch.cuda.is_available():
+        monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
 
 
 @pytest.mark.kernel_change
@@ -57,7 +63,7 @@ def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chos
     (tmp_path / "cpu").mkdir()
     with service(model, tmp_path / "cpu", *SMALL) as on_cpu:
         expected, _ = complete_all(on_cpu)
-    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
+    take_device(monkeypatch)
     size = slots_on_gpu(model, 4)
     (tmp_path / "gpu").mkdir()
     bounded = ("--device", "cuda", "--expert-memory", str(size), "--expert-prefetch", "fitted")
@@ -76,3 +82,29 @@ def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chos
     trace = load_trace(tmp_path / "trace")
     assert len(trace.requests) == num_computed
     assert sorted(set(trace.requests.tolist())) == [0, 1, 2]
+
+
+@pytest.mark.kernel_change
+def test_a_service_on_a_gpu_compiles_no_kernels_of_a_cpu_and_goes_on_after_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, compiler, called = tmp_path / "m", tmp_path / "g++", tmp_path / "called"
+    model.mkdir()
+    write_model_dir(model)
+    saved_model("qwen3_moe", model)
+    compiler.write_text(f"#!/bin/sh\ntouch {called}\nexit 1\n")
+    compiler.chmod(0o700)
+    monkeypatch.setenv("CXX", str(compiler))
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    take_device(monkeypatch)
+    (tmp_path / "s").mkdir()
+    settings = ("--device", "cuda", "--dtype", "bfloat16", "--speculative-config", "none")
+    with service(model, tmp_path / "s", *LIMITS, "--kv-cache-memory", "128KiB", *settings) as running:
+        stream = running.stream(20, temperature=0, tells_resumed=True)
+        found = [next(stream) for _ in range(3)]
+        os.kill(children_of(running.process.pid)["worker"], signal.SIGKILL)
+        found += list(stream)
+        assert found.count({"resumed": True}) == 1
+        assert sum("choices" in event for event in found) == 20
+        assert found[-1]["choices"][0]["finish_reason"] == "length"
+    assert not called.exists()
