@@ -30,13 +30,14 @@ class KvTransferConfig:
 
     key_file: of `moeserve curve-key`, the same for all of them. kv_ip, kv_port: where this service is asked for blocks;
     port 0 takes a free one. lease_seconds: how long the blocks of a prompt are held after its answer, or its last
-    fetch.
+    fetch. early: a prompt that takes several steps is answered after the first one, and fetched while it is computed.
     """
 
     key_file: str = ""
     kv_ip: str = "127.0.0.1"
     kv_port: int = 0
     lease_seconds: float = 60.0
+    early: bool = False
 
     @property
     def is_local(self) -> bool:
@@ -65,8 +66,8 @@ class KvTicket:
     """The first `num_blocks` blocks of a prompt, as they lie in an engine.
 
     engine_id: of its life. request_id: of the lease. fingerprint: of all that the bits of blocks depend on but tokens
-    (`moeserve.engine.kv_disk.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. A ticket of another
-    kind of service is empty.
+    (`moeserve.engine.kv_disk.fingerprint`). prompt: a digest of the tokens in the blocks, in hex. is_early: the blocks
+    are still being computed. A ticket of another kind of service is empty.
     """
 
     engine_id: str = ""
@@ -77,6 +78,7 @@ class KvTicket:
     block_size: int = 0
     fingerprint: str = ""
     prompt: str = ""
+    is_early: bool = False
     signature: str = ""
 
     def params(self) -> dict[str, Any]:
@@ -95,6 +97,7 @@ class KvTicket:
             "block_size": self.block_size,
             "fingerprint": self.fingerprint,
             "prompt": self.prompt,
+            "is_early": self.is_early,
             "signature": self.signature,
         }
 
@@ -131,6 +134,7 @@ def _ticket(params: dict[str, Any]) -> KvTicket:
         block_size=size,
         fingerprint=text("fingerprint"),
         prompt=text("prompt"),
+        is_early=params.get("is_early") is True,
         signature=text("signature"),
     )
 
@@ -145,13 +149,14 @@ class TicketOffice:
             engine_id=secrets.token_hex(8), host=host, port=port, block_size=block_size, fingerprint=fingerprint
         )
 
-    def issue(self, tokens: array[int], num_blocks: int) -> KvTicket:
-        """Return a new ticket for the first blocks of a prompt."""
+    def issue(self, tokens: array[int], num_blocks: int, *, is_early: bool = False) -> KvTicket:
+        """Return a new ticket for the first blocks of a prompt. is_early: see `KvTicket`."""
         ticket = replace(
             self._blank,
             request_id=secrets.token_hex(16),
             num_blocks=num_blocks,
             prompt=self._digest(tokens, num_blocks),
+            is_early=is_early,
         )
         return replace(ticket, signature=self._sign(ticket))
 

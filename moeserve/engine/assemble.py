@@ -472,12 +472,13 @@ def build_scheduler(
     tells_facts: bool = False,
     office: TicketOffice | None = None,
     lease_s: float = 0.0,
+    offers_early: bool = False,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
     `Scheduler.tell_time`. stored: the blocks on disk, of all ranks; None if none are kept there. tells_facts: see
-    `PrefixCache.take_facts`. office, lease_s: see `Scheduler`.
+    `PrefixCache.take_facts`. office, lease_s, offers_early: see `Scheduler`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -513,6 +514,7 @@ def build_scheduler(
         overflow=Overflow(config.kv_overflow),
         office=office,
         lease_s=lease_s,
+        offers_early=offers_early,
     )
     return scheduler, caches
 

@@ -140,6 +140,7 @@ class Engine:
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
                 self._send_outputs(outputs)
+                self._send_outputs(self._scheduler.offer_early())
                 self._suspects.settle(self._steps.step)
                 seconds = time.monotonic() - started
                 self._stats.count_step(seconds)
@@ -310,7 +311,9 @@ class Engine:
         of_frontend: dict[bytes, list[Output]] = {}
         for output in outputs:
             request_id = output.request.request_id
-            receiver = self._asked_by[request_id]
+            receiver = self._asked_by.get(request_id)
+            if receiver is None:
+                continue  # it was answered before its prompt was computed, for another service
             of_frontend.setdefault(receiver, []).append(_to_message(output))
             if output.finish_reason is not None:
                 del self._asked_by[request_id]

@@ -154,6 +154,7 @@ def serve(
         tells_facts=kv_events.is_on,
         office=None if exchange is None else exchange.office,
         lease_s=0.0 if kv_transfer is None else kv_transfer.lease_seconds,
+        offers_early=kv_transfer is not None and kv_transfer.early,
     )
     with ExitStack() as ends:
         if exchange is not None:

@@ -290,6 +290,7 @@ _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily
     ),
     "moeserve_kv_transfer_held_blocks": (GaugeMetricFamily, "KV blocks that are held for other services", ()),
     "moeserve_kv_transfer_offers": (CounterMetricFamily, "Prompts that were held for other services", ()),
+    "moeserve_kv_transfer_early": (CounterMetricFamily, "Prompts that were offered while they were computed", ()),
     "moeserve_kv_transfer_expired": (CounterMetricFamily, "Prompts held that nobody fetched in time", ()),
     "moeserve_kv_transfer_tokens": (CounterMetricFamily, "Tokens whose KV was fetched from other services", ()),
     "moeserve_kv_transfer_bytes": (CounterMetricFamily, "Bytes of KV fetched from other services", ()),

@@ -3,7 +3,8 @@
 The service that computes a prompt holds its blocks by a lease, which ends when they have been fetched, or with its
 time. In the one that decodes, a request with a ticket waits outside the queue while threads fetch its blocks into
 leased ones; then it takes its place again, by its arrival, and finds them as a prefix hit. A failure is counted by its
-reason, and the prompt is computed. No sockets and no clock here: threads copy blocks.
+reason, and the prompt is computed. An early ticket serves while its prompt is still computed: the request has been
+answered then and is computed for the other service alone. No sockets and no clock here: threads copy blocks.
 """
 
 from __future__ import annotations
@@ -20,12 +21,18 @@ _MOST_HELD = 0.5  # share of all blocks that are held for other services; beyond
 # A request waits for its blocks at most as long as computing them would take, but at least for the first of these
 # times; for the second where that is not known.
 _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
+_EARLY_WAITS = 3  # times as long for an early ticket: the other service computes the prompt meanwhile, among others
 
 
 @dataclass(slots=True)
 class _Offer:
+    """Blocks that are held. request: the one whose prompt is still computed, None once it is; `num_seen` of its tokens
+    had been computed when the lease began."""
+
     lease: Lease
     deadline: float
+    request: Request | None = None
+    num_seen: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -40,7 +47,10 @@ class KvOffers:
         self._office = office
         self._lease_s = lease_s
         self._offers: dict[str, _Offer] = {}
+        self._unwanted: list[Request] = []
+        self._most_held = int(_MOST_HELD * cache.num_blocks)
         self.num_made = 0
+        self.num_early = 0
         self.num_expired = 0
 
     @property
@@ -56,20 +66,75 @@ class KvOffers:
         offer = self._offers.get(ticket_id)
         return None if offer is None else offer.lease.block_ids
 
+    def is_growing(self, ticket_id: str) -> bool:
+        """Return whether further blocks of a ticket are still computed. Any thread may call it, before `blocks`: where
+        this is false, `blocks` has all that there will be."""
+        offer = self._offers.get(ticket_id)
+        return offer is not None and offer.request is not None
+
     def make(self, request: Request, now: float) -> KvTicket | None:
         """Hold the blocks of a request's prompt; return the ticket, None if the prompt has no whole block."""
+        if request.offered is not None:
+            self._grow(request.offered.request_id, now)
+            if (offer := self._offers.get(request.offered.request_id)) is not None:
+                offer.request = None
+            return request.offered
         prompt = request.token_ids[: request.num_prompt_tokens]
         lease = self._cache.match(prompt, request.namespace)
         if not lease.block_ids:
             self._cache.release(lease)
             return None
-        ticket = self._office.issue(prompt, len(lease.block_ids))
-        self._offers[ticket.request_id] = _Offer(lease, now + self._lease_s)
+        return self._hold(self._office.issue(prompt, len(lease.block_ids)), _Offer(lease, now + self._lease_s))
+
+    def make_early(self, request: Request, now: float) -> KvTicket | None:
+        """Hold the blocks of a request's prompt from now on, as they are computed; return the ticket, None if they are
+        more than may be held."""
+        prompt = request.token_ids[: request.num_prompt_tokens]
+        num_blocks = len(prompt) // self._cache.block_size
+        if not 0 < num_blocks <= self._most_held:
+            return None
+        lease = self._cache.match(prompt[: request.num_computed_tokens], request.namespace)
+        self.num_early += 1
+        offer = _Offer(lease, now + self._lease_s, request, request.num_computed_tokens)
+        return self._hold(self._office.issue(prompt, num_blocks, is_early=True), offer)
+
+    def grow(self, now: float) -> None:
+        """Hold what was computed since the last call of the prompts with early tickets."""
+        for ticket_id in [one for one, offer in self._offers.items() if offer.request is not None]:
+            self._grow(ticket_id, now)
+        self._keep_bound()
+
+    def drop(self, request: Request) -> None:
+        """Note that the prompt of an early ticket will not be computed."""
+        if request.offered is not None and request.offered.request_id in self._offers:
+            self._end(request.offered.request_id)
+
+    def take_unwanted(self) -> list[Request]:
+        """Return the requests with early tickets whose blocks nobody waits for any more."""
+        unwanted, self._unwanted = self._unwanted, []
+        return [request for request in unwanted if not request.finished]
+
+    def _hold(self, ticket: KvTicket, offer: _Offer) -> KvTicket | None:
+        self._offers[ticket.request_id] = offer
         self.num_made += 1
-        most = int(_MOST_HELD * self._cache.num_blocks)
-        while sum(offer.num_blocks for offer in self._offers.values()) > most:
-            self._expire(next(iter(self._offers)))
+        self._keep_bound()
         return ticket if ticket.request_id in self._offers else None
+
+    def _keep_bound(self) -> None:
+        while sum(offer.num_blocks for offer in self._offers.values()) > self._most_held:
+            self._expire(next(iter(self._offers)))
+
+    def _grow(self, ticket_id: str, now: float) -> None:
+        offer = self._offers.get(ticket_id)
+        if offer is None or offer.request is None:
+            return
+        request, before = offer.request, offer.lease
+        num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        if num_tokens > offer.num_seen:
+            # Threads find the longer lease before the shorter one ends.
+            offer.lease = self._cache.match(request.token_ids[:num_tokens], request.namespace)
+            offer.deadline, offer.num_seen = now + self._lease_s, num_tokens
+            self._cache.release(before)
 
     def note_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
         """Note that blocks of a ticket were fetched, or the last of them, which ends its lease."""
@@ -93,6 +158,8 @@ class KvOffers:
     def _end(self, ticket_id: str) -> None:
         # Threads must not find it any more when its blocks are given to others.
         offer = self._offers.pop(ticket_id)
+        if offer.request is not None:
+            self._unwanted.append(offer.request)
         self._cache.release(offer.lease)
 
 
@@ -264,7 +331,8 @@ class KvFetches:
             return None
         job = FetchJob(ticket, fill.first, fill.copies)
         compute_s = self._compute_s(fill.first * size, stop * size)
-        deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
+        wait_s = max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS
+        deadline = now + wait_s * (_EARLY_WAITS if ticket.is_early else 1)
         fetch = self._fetches[ticket.request_id] = _Fetch(fill, job, deadline)
         self._new_jobs.append(job)
         return fetch

@@ -72,11 +72,13 @@ class Scheduler:
         overflow: Overflow = Overflow.AUTO,
         office: TicketOffice | None = None,
         lease_s: float = 0.0,
+        offers_early: bool = False,
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
         draft tokens. overflow: of the KV of preempted requests, where blocks are on disk. office: of the tickets for KV
-        that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither."""
+        that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither.
+        offers_early: such a prompt is offered once a part of it is computed."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -90,6 +92,7 @@ class Scheduler:
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
         # None where blocks are in memory alone.
         self.disk = None if caches[0].disk is None else DiskTier(caches, self._pace.compute_s, overflow)
+        self._offers_early = offers_early
         self.transfer = None if office is None else KvTransfer(caches[0], office, lease_s, self._pace.compute_s)
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
@@ -211,6 +214,23 @@ class Scheduler:
         """Let go KV that is held for other services longer than promised, or that requests here lack memory for."""
         if self.transfer is not None:
             self.transfer.offers.expire(self._pace.now, lacks_memory=bool(self._lacking))
+            for request in self.transfer.offers.take_unwanted():
+                self._end(request, FinishReason.ABORT)
+
+    def offer_early(self) -> list[RequestOutput]:
+        """Return the last outputs of requests whose prompts are offered to other services before they are computed.
+
+        These requests are computed on to the ends of their prompts.
+        """
+        if self.transfer is None or not self._offers_early:
+            return []
+        offers, outputs = self.transfer.offers, []
+        offers.grow(self._pace.now)
+        for request in self._running:
+            if _may_be_offered(request) and (ticket := offers.make_early(request, self._pace.now)) is not None:
+                request.offered = ticket
+                outputs.append(RequestOutput(request, finish_reason=FinishReason.LENGTH))
+        return outputs
 
     def note_fetched(self, ticket_id: str, *, is_last: bool) -> None:
         """Note that another service has fetched blocks that are held for it, or the last of them."""
@@ -757,8 +777,11 @@ class Scheduler:
             return RequestOutput(request, finish_reason=reason, error=error)
         self._running.remove(request)
         self._tenants.of(request).num_running -= 1
-        if request.offers_kv and self.transfer is not None and reason in (FinishReason.STOP, FinishReason.LENGTH):
-            request.offered = self.transfer.offers.make(request, self._pace.now)
+        if request.offers_kv and self.transfer is not None:
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                request.offered = self.transfer.offers.make(request, self._pace.now)
+            else:
+                self.transfer.offers.drop(request)
         self._release(request)
         return RequestOutput(request, finish_reason=reason, error=error)
 
@@ -770,6 +793,14 @@ class Scheduler:
         if request.cache is not None and not request.failed:
             memory.retain(request, request.cache)
         memory.detach(request, 0 if request.failed else len(request.token_ids))
+
+
+def _may_be_offered(request: Request) -> bool:
+    """Return whether another service may fetch the request's prompt from now on, while the rest of it is computed."""
+    is_meant = request.offers_kv and request.offered is None and request.sampling.max_tokens == 1
+    return (
+        is_meant and not request.wants_prompt_logprobs and 0 < request.num_computed_tokens < request.num_prompt_tokens
+    )
 
 
 def _num_pending(request: Request) -> int:

@@ -263,3 +263,43 @@ def test_a_killed_prefiller_another_model_and_a_lost_lease_leave_the_prompt_to_b
 
 def config_of_key(key: Path) -> tuple[str, str]:
     return "--kv-transfer-config", f'{{"key_file": "{key}"}}'
+
+
+LONG = [3 + i * 11 % 50 for i in range(1200)]
+STEPS = ("--max-num-batched-tokens", "64", "--max-num-seqs", "8", "--max-model-len", "2048")
+
+
+def test_with_early_tickets_a_prompt_is_fetched_while_it_is_computed(model: Path, tmp_path: Path, pair: Pair) -> None:
+    body = completion(LONG)
+    expected = bits(alone(pair.decodes, body))
+    folder = Path(pair.settings[1].split('"')[3]).parent
+    with ExitStack() as stack:
+        early = start(stack, model, tmp_path / "p", *config_of(folder, early=True), *STEPS)
+        for number in range(4):
+            prompt = [5 + number, *LONG[1:]]
+            expected = bits(alone(pair.decodes, completion(prompt)))
+            asked = completion(prompt, max_tokens=1, kv_transfer_params=ASKS)
+            first = post(early, asked)
+            assert (first["choices"][0]["text"], first["usage"]["completion_tokens"]) == ("", 0)
+            params = first["kv_transfer_params"]
+            assert (params["is_early"], params["remote_num_tokens"]) == (True, 1200)
+            answer = post(pair.decodes, completion(prompt) | {"kv_transfer_params": params})
+            assert (bits(answer), cached(answer)) == (expected, 1184)
+        assert figure(early, "moeserve_kv_transfer_early_total") == 4
+        # A prompt of one step, and one of which tokens are wanted, are answered as ever.
+        assert prefill(early, completion(PROMPT[:40]))["is_early"] is False
+        assert len(bits(post(early, completion(LONG, max_tokens=3, kv_transfer_params=ASKS)))) == 3
+        # The prompt that nobody fetches ends when the service that was to fetch it says so.
+        post(pair.decodes, completion(LONG))
+        held = figure(early, "moeserve_kv_transfer_held_blocks")
+        again = post(early, completion([9, *LONG[1:]], max_tokens=1, kv_transfer_params=ASKS))["kv_transfer_params"]
+        post(pair.decodes, completion([9, *LONG[1:]]))
+        assert cached(post(pair.decodes, completion([9, *LONG[1:]], kv_transfer_params=again))) == 1184
+        wait_until(lambda: figure(early, "moeserve_kv_transfer_held_blocks") == held)
+        # A killed service leaves the rest to be computed.
+        prompt = [7, *LONG[1:], *LONG]
+        expected = bits(alone(pair.decodes, completion(prompt[:1900])))
+        params = post(early, completion(prompt[:1900], max_tokens=1, kv_transfer_params=ASKS))["kv_transfer_params"]
+        os.kill(next(iter(descendants(children_of(early.process.pid)["worker"]))), signal.SIGKILL)
+        assert bits(post(pair.decodes, completion(prompt[:1900], kv_transfer_params=params))) == expected
+    clear(pair.decodes)

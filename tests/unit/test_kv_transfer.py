@@ -141,3 +141,56 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
         assert fetches.end(FetchResult(job, 0, 0.1)) == []
     cache.check_invariants()
     assert (cache.num_leased, cache.num_in_copy) == (0, 0)
+
+
+def test_an_early_ticket_grows_with_its_prompt_and_ends_with_it() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE, 10.0)
+    tokens = tokens_of(1, 42)
+    request = request_of(1, tokens)
+    compute(cache, tokens[:8])
+    request.num_computed_tokens = 8
+    ticket = request.offered = offers.make_early(request, 0.0)
+    assert ticket is not None
+    assert (ticket.num_blocks, ticket.is_early, OFFICE.why_unusable(ticket, tokens)) == (10, True, None)
+    found = []
+    for number in range(1, 6):
+        # Whatever fills memory meanwhile, the blocks of the ticket stay.
+        compute(cache, tokens_of(100 * number, 16))
+        request.num_computed_tokens = min(8 * (number + 1), 42)
+        compute(cache, tokens[: request.num_computed_tokens])
+        offers.grow(9.0 * number)
+        offers.expire(9.0 * number, lacks_memory=False)
+        assert offers.is_growing(ticket.request_id)
+        found.append(list(offers.blocks(ticket.request_id) or ()))
+    assert all(found[-1][: len(blocks)] == blocks for blocks in found)
+    assert offers.make(request, 50.0) == ticket
+    assert not offers.is_growing(ticket.request_id)
+    assert len(offers.blocks(ticket.request_id) or ()) == 10
+    offers.note_fetch(ticket.request_id, 51.0, is_last=True)
+    assert (offers.take_unwanted(), offers.num_held, cache.num_leased) == ([], 0, 0)
+
+
+@pytest.mark.parametrize("way", ["fetched", "late", "lacks memory", "dropped"])
+def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE, 10.0)
+    tokens = tokens_of(1)
+    compute(cache, tokens[:8])
+    request = request_of(1, tokens)
+    request.num_computed_tokens = 8
+    request.offered = offers.make_early(request, 0.0)
+    assert request.offered is not None
+    match way:
+        case "fetched":
+            offers.note_fetch(request.offered.request_id, 1.0, is_last=True)
+        case "late" | "lacks memory":
+            offers.expire(11.0 if way == "late" else 1.0, lacks_memory=way != "late")
+        case "dropped":
+            request.finished = True
+            offers.drop(request)
+    assert offers.take_unwanted() == ([] if way == "dropped" else [request])
+    assert (offers.num_held, cache.num_leased, offers.take_unwanted()) == (0, 0, [])
+    huge = request_of(2, tokens_of(1, 90))
+    huge.num_computed_tokens = 8
+    assert offers.make_early(huge, 0.0) is None

@@ -49,7 +49,8 @@ class KvExchange:
     def serve(self, scheduler: Scheduler) -> None:
         """Begin to hand out the blocks that the scheduler holds."""
         assert scheduler.transfer is not None
-        self._server.serve(scheduler.transfer.offers.blocks)
+        offers = scheduler.transfer.offers
+        self._server.serve(offers.blocks, offers.is_growing)
 
     def turn(self, scheduler: Scheduler, seconds: float = 0.0) -> None:
         """Report finished fetches to the scheduler, and begin new fetches. Wait up to `seconds` for one that ends."""

@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
-from moeserve.engine.kv_transfer.messages import BLOCK, BLOCKS_AT_ONCE, FREE, GET, pack_number, read_number
+from moeserve.engine.kv_transfer.messages import BLOCK, BLOCKS_AT_ONCE, FREE, GET, WAIT, pack_number, read_number
 from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 
@@ -142,6 +142,8 @@ class _Fetch:
     def take(self, frames: list[zmq.Frame]) -> str | None:
         """Fill the next block with the bytes of a message. Return in a word why that is impossible."""
         kind = frames[1].bytes if len(frames) > 1 else b""
+        if kind == WAIT:
+            return None
         if kind != BLOCK:
             return "lease"
         expected = self.job.first + self.num_filled

@@ -2,6 +2,7 @@
 
 - `["", "GET", ticket, first, count]` asks for blocks of a ticket, by their numbers in the prompt. Each comes as
   `["", "BLOCK", ticket, number, bytes]`, in order; `["", "NONE", ticket]` says that they are not held any more.
+- `["", "WAIT", ticket]` says now and then that the next block is still being computed.
 - `["", "FREE", ticket]` ends the lease; there is no answer.
 
 Numbers are 4 bytes, little-endian. Both ends hold the same key (ZeroMQ CURVE): it encrypts every frame, and a
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import struct
 
-GET, FREE, BLOCK, NONE = b"GET", b"FREE", b"BLOCK", b"NONE"
+GET, FREE, BLOCK, NONE, WAIT = b"GET", b"FREE", b"BLOCK", b"NONE", b"WAIT"
 BLOCKS_AT_ONCE = 8  # blocks that one GET asks for
 MAX_REQUEST_BYTES = 1024
 
