@@ -11,6 +11,7 @@ from torch import Tensor
 from experts.observer import AnyObserver
 from kernels.activation import Activation
 from kernels.linear import Linear
+from kernels.moe_gate import native_choice
 from kernels.ops import Experts, GatedBlock, Ops
 from kernels.specs import GateSpec
 
@@ -92,6 +93,7 @@ class MoeLayer:
     """
 
     __slots__ = (
+        "_choose",
         "_correction_bias",
         "_gate",
         "_gate_dtype",
@@ -124,6 +126,7 @@ class MoeLayer:
         self._ops = ops
         self._gate, self._gate_spec, self._gate_dtype = gate, gate_spec, gate_dtype
         self._correction_bias = correction_bias
+        self._choose = native_choice(gate, gate_spec, correction_bias)
         self._shared, self._shared_gate = shared, shared_gate
         self._serves_others = dispatch is not None
         self._routed = RoutedExperts(experts, activation, dispatch or ops.compute_experts, place, observers)
@@ -141,9 +144,12 @@ class MoeLayer:
     def __call__(self, x: Tensor, num_valid: Tensor | None = None, residual: Tensor | None = None) -> Tensor:
         """x [T, H] -> [T, H], a new tensor. T is at least 1. Rows from `num_valid` (int32 scalar on the device) on are
         padding, which no expert computes. residual: [T, H], the stream before the norm, for observers."""
-        ops = self._ops
-        logits = self._gate(x if x.dtype is self._gate_dtype else x.to(self._gate_dtype))
-        ids, weights = ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
+        x_of_gate = x if x.dtype is self._gate_dtype else x.to(self._gate_dtype)
+        if self._choose is not None:
+            ids, weights = self._choose(x_of_gate)
+        else:
+            logits = self._gate(x_of_gate)
+            ids, weights = self._ops.select_experts(logits, self._gate_spec, self._correction_bias, num_valid)
         shared = self._shared
         if shared is None:
             out = self._routed(x, ids, weights)

@@ -6,6 +6,7 @@ any batch and any chunking. Plain `torch.nn.functional.linear` does not guarante
 
 from __future__ import annotations
 
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
@@ -13,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kernels.cpu.library import native_kernels
-from kernels.cpu.panels import PANEL_COLUMNS, PanelWeight, linear_kind
+from kernels.cpu.library import NativeKernels, native_kernels
+from kernels.cpu.panels import FIRST_FORMAT, MatrixRecord, PanelMatrix, linear_kind, pack_panels
 from kernels.cpu.quantised import pack_rows
-from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, WeightFormat, widened
+from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, widened
 
 # Moves packed bytes to where they stay.
 Keep = Callable[[Tensor], Tensor]
@@ -48,14 +49,16 @@ def pack_linear(
     products of compiled kernels, and `arithmetic` says how; others widen them. narrow_rows: round rows to bfloat16 for
     float32 products with bfloat16 weights, on machines with dot products of bfloat16. keep: for the packed weight.
     """
+    kernels = native_kernels()
     if isinstance(weight, QuantizedRows):
-        if dtype in (None, torch.float32) and native_kernels() is not None:
-            return _QuantizedLinear(weight, bias, arithmetic, keep)
+        if dtype in (None, torch.float32) and kernels is not None:
+            matrix = _pack_quantised(weight, bias, kernels, arithmetic, keep)
+            return PanelLinear([matrix], kernels, weight.order)
         weight = widened(weight)
     dtype = dtype or weight.dtype
     if weight.device.type == "cpu":
-        if dtype == torch.float32 and native_kernels() is not None:
-            return _NativeLinear(PanelWeight.pack(weight, keep), bias, *weight.shape, narrow_rows=narrow_rows)
+        if dtype == torch.float32 and kernels is not None:
+            return PanelLinear([_pack_numbers(weight, bias, kernels, narrow_rows, keep)], kernels)
         if _onednn_computes(dtype):
             return _OneDnnLinear(weight.to(dtype), bias)
     return TorchLinear(weight.to(dtype), bias)
@@ -64,19 +67,23 @@ def pack_linear(
 def join(linears: Sequence[Linear]) -> Linear | None:
     """Return one product with the results of several side by side, [M, sum of out_features]; None if they cannot join.
 
-    It needs no additional memory: from now on the joined products read their parts of its weight.
+    It reads their weights where they are.
     """
-    if not all(isinstance(linear, _NativeLinear) for linear in linears):
+    panels = [linear for linear in linears if isinstance(linear, PanelLinear) and linear.order is None]
+    if len(panels) < len(linears) or len({linear.in_features for linear in panels}) != 1:
         return None
-    return _NativeLinear.joined([linear for linear in linears if isinstance(linear, _NativeLinear)])
+    return PanelLinear([matrix for linear in panels for matrix in linear.matrices], panels[0].kernels)
 
 
-def side_by_side(linears: Sequence[Linear], bias: Tensor | None = None, order: Tensor | None = None) -> Linear:
-    """Return one product with the results of several side by side, for weights of several formats.
+def side_by_side(linears: Sequence[Linear], order: Tensor | None = None) -> Linear:
+    """Return one product with the results of several side by side, in as few calls as there can be.
 
-    order: of the columns of the result, None to keep it. bias: [N], in the order of the weights.
+    order: of the columns of the result, None to keep it.
     """
-    return _SideBySide(linears, bias, order)
+    joined = join(linears)
+    if joined is not None and order is None:
+        return joined
+    return _SideBySide(linears if joined is None else [joined], order)
 
 
 def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -84,109 +91,71 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
     return functional.linear(x, weight.to(x.dtype), bias)
 
 
-class _NativeLinear(Linear):
-    def __init__(
-        self,
-        weight: PanelWeight,
-        bias: Tensor | None,
-        out_features: int,
-        in_features: int,
-        *,
-        narrow_rows: bool = False,
-    ) -> None:
-        kernels = native_kernels()
-        assert kernels is not None
-        self._run = kernels.linear
-        self._weight = weight
-        self._kind = linear_kind(weight.is_bf16, narrow_rows)
-        self._bias = None if bias is None else bias.float().contiguous()
-        super().__init__(out_features, in_features, weight.data.numel())
+def _pack_quantised(
+    rows: QuantizedRows, bias: Tensor | None, kernels: NativeKernels, arithmetic: Arithmetic, keep: Keep | None
+) -> PanelMatrix:
+    packed = pack_rows(rows, kernels)
+    width, depth = rows.shape
+    return PanelMatrix(
+        packed if keep is None else keep(packed),
+        FIRST_FORMAT + rows.format.number,
+        depth,
+        width,
+        None if bias is None else bias.float().contiguous(),
+        arithmetic == "exact",
+    )
 
-    @classmethod
-    def joined(cls, linears: Sequence[_NativeLinear]) -> _NativeLinear | None:
-        """See `join`. None if only some have biases, if dtypes of weights differ, or if columns do not fill panels."""
-        first = linears[0]
-        alike = {(linear._kind, linear.in_features, linear._bias is None) for linear in linears}
-        if len(alike) > 1 or any(linear.out_features % PANEL_COLUMNS for linear in linears):
-            return None
-        data = torch.cat([linear._weight.data for linear in linears])
-        for linear, part in zip(linears, data.split([linear.num_bytes for linear in linears]), strict=True):
-            linear._move_to(part)
-        biases = [linear._bias for linear in linears if linear._bias is not None]
-        weight = PanelWeight(data, data.data_ptr(), first._weight.is_bf16)
-        bias = torch.cat(biases) if biases else None
-        width = sum(linear.out_features for linear in linears)
-        return cls(weight, bias, width, first.in_features, narrow_rows=first._kind == linear_kind(True, True))
 
-    def _move_to(self, data: Tensor) -> None:
-        """Read the weight from its copy `data` from now on."""
-        self._weight = PanelWeight(data, data.data_ptr(), self._weight.is_bf16)
+def _pack_numbers(
+    weight: Tensor, bias: Tensor | None, kernels: NativeKernels, narrow_rows: bool, keep: Keep | None
+) -> PanelMatrix:
+    """Pack bfloat16 as it is, any other dtype as float32."""
+    is_narrow = weight.dtype == torch.bfloat16
+    packed = pack_panels(weight if is_narrow else weight.float(), kernels)
+    width, depth = weight.shape
+    return PanelMatrix(
+        packed if keep is None else keep(packed),
+        linear_kind(is_narrow, narrow_rows),
+        depth,
+        width,
+        None if bias is None else bias.float().contiguous(),
+    )
+
+
+class PanelLinear(Linear):
+    """Products with one or several weights in panels, each of its own kind, in one call of the compiled kernels.
+
+    order: of the columns of x, None to keep it.
+    """
+
+    def __init__(self, matrices: Sequence[PanelMatrix], kernels: NativeKernels, order: Tensor | None = None) -> None:
+        self.matrices, self.kernels, self.order = tuple(matrices), kernels, order
+        self._records = (MatrixRecord * len(matrices))(*(matrix.record for matrix in matrices))
+        self.address = ctypes.addressof(self._records)
+        width = sum(matrix.width for matrix in matrices)
+        super().__init__(width, matrices[0].depth, sum(matrix.data.numel() for matrix in matrices))
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, the product is in float32")
+        if self.order is not None:
+            x = x.index_select(1, self.order)
         num_rows, width = x.shape[0], self.out_features
         out = x.new_empty((num_rows, width))
-        self._run(
-            x.data_ptr(),
-            x.stride(0),
-            num_rows,
-            self._weight.address,
-            self._kind,
-            self.in_features,
-            width,
-            None if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            width,
-        )
-        return out
-
-
-class _QuantizedLinear(Linear):
-    def __init__(self, rows: QuantizedRows, bias: Tensor | None, arithmetic: Arithmetic, keep: Keep | None) -> None:
-        kernels = native_kernels()
-        assert kernels is not None
-        self._run = kernels.quantised_linear
-        self._format: WeightFormat = rows.format
-        self._exact = arithmetic == "exact"
-        self._order = rows.order
-        packed = pack_rows(rows, kernels)
-        self._packed = packed if keep is None else keep(packed)
-        self._bias = None if bias is None else bias.float().contiguous()
-        super().__init__(*rows.shape, self._packed.numel())
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype is not torch.float32:
-            raise TypeError(f"x is {x.dtype}, the product is in float32")
-        if self._order is not None:
-            x = x.index_select(1, self._order)
-        out = x.new_empty((x.shape[0], self.out_features))
-        self._run(
-            x.data_ptr(),
-            x.stride(0),
-            x.shape[0],
-            self._packed.data_ptr(),
-            self._format.number,
-            self._exact,
-            self.in_features,
-            self.out_features,
-            None if self._bias is None else self._bias.data_ptr(),
-            out.data_ptr(),
-            self.out_features,
+        self.kernels.linear(
+            self.address, len(self.matrices), x.data_ptr(), x.stride(0), num_rows, out.data_ptr(), width
         )
         return out
 
 
 class _SideBySide(Linear):
-    def __init__(self, linears: Sequence[Linear], bias: Tensor | None, order: Tensor | None) -> None:
-        self._linears, self._bias, self._order = linears, bias, order
+    def __init__(self, linears: Sequence[Linear], order: Tensor | None) -> None:
+        self._linears, self._order = linears, order
         num_bytes = sum(linear.num_bytes for linear in linears)
         super().__init__(sum(linear.out_features for linear in linears), linears[0].in_features, num_bytes)
 
     def __call__(self, x: Tensor) -> Tensor:
         out = torch.cat([linear(x) for linear in self._linears], 1)
-        if self._bias is not None:
-            out += self._bias
         return out if self._order is None else out.index_select(1, self._order)
 
 

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import Structure, addressof, c_double, c_int64, c_void_p
 
 import torch
 from torch import Tensor
 
 from kernels.activation import sigmoid
+from kernels.linear import Linear, PanelLinear
 from kernels.specs import GateSpec as GateSpec
 
 # Returns the largest `count` values of each row, in descending order, and their places.
 _Top = Callable[[Tensor, int], tuple[Tensor, Tensor]]
+# The order of `Score` in gate.cpp.
+_SCORES = ("softmax of chosen", "softmax", "sigmoid")
+# Experts of a token: gate.cpp adds up to so many weights in torch's order.
+_MOST_CHOSEN = 31
 
 
 def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -22,6 +28,60 @@ def select_experts(logits: Tensor, spec: GateSpec, correction_bias: Tensor | Non
     Returns ids [T, k] int64 and weights [T, k] fp32. Every row depends on its own logits only.
     """
     return _select(logits.float(), spec, correction_bias, torch.topk)
+
+
+def native_choice(gate: Linear, spec: GateSpec, correction_bias: Tensor | None) -> NativeChoice | None:
+    """Return a gate's product and its choice as one call; None where the compiled kernels do not compute both."""
+    if not isinstance(gate, PanelLinear) or gate.order is not None or len(gate.matrices) != 1:
+        return None
+    if spec.num_groups > 1 or spec.score not in ("softmax", "sigmoid") or spec.top_k > _MOST_CHOSEN:
+        return None
+    return NativeChoice(gate, spec, correction_bias)
+
+
+class _Gate(Structure):
+    """`Gate` of gate.cpp."""
+
+    _fields_ = [
+        ("product", c_void_p),
+        ("top_k", c_int64),
+        ("score", c_int64),
+        ("bias", c_void_p),
+        ("renormalises", c_int64),
+        ("least_total", c_double),
+        ("scale", c_double),
+    ]
+
+
+class NativeChoice:
+    """Chooses experts for rows x [T, H] float32 with the bits of `select_experts` on the gate's logits."""
+
+    __slots__ = ("_address", "_correction_bias", "_gate", "_record", "_top_k")
+
+    def __init__(self, gate: PanelLinear, spec: GateSpec, correction_bias: Tensor | None) -> None:
+        self._gate, self._correction_bias, self._top_k = gate, correction_bias, spec.top_k
+        of_chosen = softmax_of_chosen(spec, correction_bias is not None)
+        self._record = _Gate(
+            gate.address,
+            spec.top_k,
+            _SCORES.index("softmax of chosen" if of_chosen else spec.score),
+            None if correction_bias is None else correction_bias.data_ptr(),
+            spec.renormalise,
+            spec.norm_min,
+            spec.scale,
+        )
+        self._address = addressof(self._record)
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if x.dtype is not torch.float32:
+            raise TypeError(f"x is {x.dtype}, the product is in float32")
+        num_rows = x.shape[0]
+        ids = x.new_empty((num_rows, self._top_k), dtype=torch.int64)
+        weights = x.new_empty((num_rows, self._top_k))
+        self._gate.kernels.choose_experts(
+            self._address, x.data_ptr(), x.stride(0), num_rows, ids.data_ptr(), weights.data_ptr()
+        )
+        return ids, weights
 
 
 def select_experts_reference(

@@ -26,6 +26,26 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm_reference(x, weight, eps)
 
 
+def rms_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float, multiplier: float = 1.0) -> Tensor:
+    """Add x [T, D] times `multiplier` to `residual` in place and return the norm of the sum. x is overwritten."""
+    kernels = native_kernels()
+    if (
+        kernels is None
+        or x.device.type != "cpu"
+        or not x.dtype == residual.dtype == weight.dtype == torch.float32
+        or not (x.is_contiguous() and residual.is_contiguous())
+    ):
+        if multiplier != 1.0:
+            x.mul_(multiplier)
+        return rms_norm(residual.add_(x), weight, eps)
+    out = torch.empty_like(x)
+    num_rows, width = x.shape
+    kernels.norm_of_sum(
+        x.data_ptr(), residual.data_ptr(), num_rows, width, multiplier, weight.data_ptr(), eps, out.data_ptr()
+    )
+    return out
+
+
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Compute `rms_norm` in plain torch."""
     normed = functional.rms_norm(x.float(), (x.shape[-1],), None, eps)

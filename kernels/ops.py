@@ -22,7 +22,7 @@ from kernels.linear import Linear, pack_linear
 from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
 from kernels.moe import expert_layout, moe_experts
 from kernels.moe_gate import select_experts
-from kernels.norm import gated_norm, layer_norm, rms_norm
+from kernels.norm import gated_norm, layer_norm, rms_norm, rms_norm_of_sum
 from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
 from kernels.sampling import Draw, sample
@@ -299,6 +299,8 @@ class CpuOps:
         return gated_norm(x, gate, norm.weight, norm.eps)
 
     def norm_of_sum(self, x: Tensor, residual: Tensor, norm: NormWeights, multiplier: float) -> Tensor:
+        if norm.bias is None:
+            return rms_norm_of_sum(x, residual, norm.weight, norm.eps, multiplier)
         if multiplier != 1.0:
             x.mul_(multiplier)
         return self.norm(residual.add_(x), norm)

@@ -22,6 +22,11 @@ void norm_row(const float* x, const float* weight, int64_t width, float eps, flo
   for (; i < width; ++i) out[i] = x[i] * inverse * weight[i];
 }
 
+// Not inlined, so that no compiler makes one rounding of the product and the sum that follows.
+__attribute__((noinline)) void scale_row(float* x, int64_t width, float factor) {
+  for (int64_t i = 0; i < width; ++i) x[i] *= factor;
+}
+
 // The first 2 * half channels of a head, by angles [half].
 void rotate(float* head, const float* cos, const float* sin, int64_t half, bool interleaved) {
   const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : half;
@@ -41,6 +46,18 @@ extern "C" void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_
                                   double eps, float* out, int64_t out_stride) {
   moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
     moeserve::norm_row(x + row * x_stride, weight, width, float(eps), out + row * out_stride);
+  });
+}
+
+// Adds x [num_rows, width] times `multiplier` to the rows of `residual`, both contiguous, and writes the norms of the
+// sums to out. x is overwritten.
+extern "C" void moeserve_norm_of_sum(float* x, float* residual, int64_t num_rows, int64_t width, double multiplier,
+                                     const float* weight, double eps, float* out) {
+  moeserve::for_shared(num_rows, moeserve::kRowsAtOnce, [&](int64_t row) {
+    float *added = x + row * width, *sum = residual + row * width;
+    if (multiplier != 1.0) moeserve::scale_row(added, width, float(multiplier));
+    for (int64_t i = 0; i < width; ++i) sum[i] += added[i];
+    moeserve::norm_row(sum, weight, width, float(eps), out + row * width);
   });
 }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "quantised.h"
+#include "matrix.h"
 #include "team.h"
 
 namespace moeserve {
@@ -52,34 +52,13 @@ inline Floats relu2(Floats x) {
   return positive * positive;
 }
 
-// How an expert's matrix is packed and multiplied: 0 to 2 as in linear.cpp, the formats of quantised.h from 3 on.
-struct Kind {
-  int64_t number;
-
-  bool is_quantised() const { return number >= 3; }
-  bool is_of_pairs() const { return number == 2 && kMultipliesPairs; }
-  Format format() const { return static_cast<Format>(number - 3); }
-  int64_t panel_bytes(int64_t depth) const {
-    if (is_quantised()) return Quantised{format(), depth, false}.panel_bytes();
-    return depth * kPanelColumns * (number ? 2 : 4);
-  }
-  // The bytes of a rounded row.
-  int64_t rounded_bytes(int64_t depth) const {
-    return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : depth / kGroup * sizeof(Rounded);
-  }
-  void round(const float* row, int64_t depth, uint8_t* out) const {
-    if (is_of_pairs()) return round_to_pairs(row, depth, reinterpret_cast<Pair*>(out));
-    round_row(row, depth, format(), reinterpret_cast<Rounded*>(out));
-  }
-};
-
 // A packed expert: panels of gate and up [intermediate / 16, hidden, 32] (16 gate columns beside their 16 up columns),
 // panels of down [hidden / 32, intermediate, 32], then float32 biases in the same order of columns, where there are any.
 // Without a gate the first are panels of up [intermediate / 32, hidden, 32]. Where the depth of gate and up is in an
 // order of the expert's own, it is last: int32 [hidden], the channel of each weight of a column.
 struct Shape {
   int64_t hidden, intermediate;
-  Kind gate_up, down;
+  Packing gate_up, down;
   bool exact;  // Quantised weights multiply rows of floats.
   bool has_bias, has_order;
   Activation activation;
@@ -91,9 +70,7 @@ struct Shape {
   int64_t padded_intermediate() const { return gate_up_panels() * channels_of_panel(); }
   int64_t gate_up_bytes() const { return gate_up_panels() * gate_up.panel_bytes(hidden); }
   int64_t down_bytes() const { return num_panels(hidden) * down.panel_bytes(intermediate); }
-  bool rounds(Kind kind) const {
-    return kind.is_of_pairs() || (kind.is_quantised() && !exact && takes_rounded(kind.format()));
-  }
+  bool rounds(Packing packing) const { return packing.rounds(exact); }
 };
 
 struct Rows {
@@ -153,25 +130,6 @@ void order_row(const Shape& shape, const Step& step, int64_t row) {
   const float* x = step.x + step.rows.places[row] / step.top_k * step.x_stride;
   float* to = step.ordered + row * shape.hidden;
   for (int64_t k = 0; k < shape.hidden; ++k) to[k] = x[order[k]];
-}
-
-// Multiplies rows with a panel: for_tiles for any kind of weights. `floats_of(r)` and `rounded_of(r)` are where row r
-// begins; only one of them is called.
-template <typename FloatsOf, typename RoundedOf, typename Use>
-void for_any_tiles(Kind kind, bool exact, int64_t num_rows, const uint8_t* panel, int64_t depth, FloatsOf floats_of,
-                   RoundedOf rounded_of, Use use) {
-  if (!kind.is_quantised()) {
-    if (kind.is_of_pairs())
-      return for_tiles(
-          num_rows, reinterpret_cast<const Bf16*>(panel), depth,
-          [&](int64_t r) { return reinterpret_cast<const Pair*>(rounded_of(r)); }, use);
-    if (kind.number) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
-    return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
-  }
-  const Quantised weights = {kind.format(), depth, exact || !takes_rounded(kind.format())};
-  if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
-  for_rounded_tiles(
-      num_rows, weights, panel, [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
 }
 
 void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t panel) {
@@ -284,7 +242,7 @@ Item* scratch(std::vector<Item>& kept, int64_t count) {
 
 // out [num_tokens, hidden] = sum over k of weight * expert(x [num_tokens, hidden]). ids [num_tokens, top_k], -1 for an
 // expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null for absent ones.
-// gate_up, down: see Kind. Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], and rows with
+// gate_up, down: see Packing. Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], and rows with
 // an id of -1 are left untouched. Returns -1, or a chosen expert that is not here, and then computes nothing.
 extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
                                     const float* weights, int64_t top_k, const void* const* experts,

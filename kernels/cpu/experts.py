@@ -15,7 +15,15 @@ from torch import Tensor
 
 from kernels.activation import activate
 from kernels.cpu.library import NativeKernels
-from kernels.cpu.panels import LANES, PANEL_COLUMNS, gate_beside_up, linear_kind, pack_panels, panel_elements
+from kernels.cpu.panels import (
+    FIRST_FORMAT,
+    LANES,
+    PANEL_COLUMNS,
+    gate_beside_up,
+    linear_kind,
+    pack_panels,
+    panel_elements,
+)
 from kernels.cpu.quantised import pack_rows, packed_bytes, quantise
 from kernels.linear import Linear, pack_linear
 from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
@@ -56,12 +64,12 @@ class PanelLayout(ExpertLayout):
 
     @property
     def kinds(self) -> tuple[int, int]:
-        """The numbers of the matrices' kinds in experts.cpp."""
+        """The packings of the matrices in matrix.h."""
         if self.shape.formats is None:
             kind = linear_kind(self._dtype == torch.bfloat16, self.shape.narrow_rows)
             return kind, kind
         first, second = self.shape.formats
-        return 3 + first.number, 3 + second.number
+        return FIRST_FORMAT + first.number, FIRST_FORMAT + second.number
 
     def pack_into(
         self,

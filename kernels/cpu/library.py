@@ -24,14 +24,17 @@ _SOURCES = (
     "repack.cpp",
     "rounding.cpp",
     "experts.cpp",
+    "gate.cpp",
     "elementwise.cpp",
     "attention.cpp",
+    "block.cpp",
     "recurrent.cpp",
 )
 _HEADERS = (
     "simd.h",
     "panels.h",
     "quantised.h",
+    "matrix.h",
     "dot.h",
     "kv_rows.h",
     "attention_tile.h",
@@ -43,14 +46,16 @@ _BUILD_SECONDS = 120
 
 _P, _N, _R = c_void_p, c_int64, c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "linear": (_P, _N, _N, _P, _N, _N, _N, _P, _P, _N),
-    "quantised_linear": (_P, _N, _N, _P, _N, _N, _N, _N, _P, _P, _N),
+    "linear": (_P, _N, _P, _N, _N, _P, _N),
     "pack_panels": (_P, _N, _N, _N, _P, _N, _P),
     "pack_quantised": (_N, _P, _N, _N, _P, _N, _P),
     "quantise": (_P, _N, _N, _N, _N, _N, _P),
     "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
+    "choose_experts": (_P, _P, _N, _N, _P, _P),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
+    "norm_of_sum": (_P, _P, _N, _N, _R, _P, _R, _P),
+    "attention_block": (_P, _P, _P, _P, _N, _P),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
     "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
@@ -70,6 +75,8 @@ class NativeKernels:
     __slots__ = (
         "_progress",
         "attention",
+        "attention_block",
+        "choose_experts",
         "combine",
         "experts",
         "gated_delta_rule",
@@ -78,22 +85,24 @@ class NativeKernels:
         "mamba1_scan",
         "mamba2_scan",
         "multiplies_bfloat16",
+        "norm_of_sum",
         "pack_panels",
         "pack_quantised",
         "quantise",
-        "quantised_linear",
         "rms_norm",
         "rotate_and_store",
         "short_conv",
     )
 
     linear: Callable[..., None]
-    quantised_linear: Callable[..., None]
     pack_panels: Callable[..., None]
     pack_quantised: Callable[..., None]
     quantise: Callable[..., None]
     experts: Callable[..., int]
     combine: Callable[..., None]
+    choose_experts: Callable[..., None]
+    norm_of_sum: Callable[..., None]
+    attention_block: Callable[..., None]
     rms_norm: Callable[..., None]
     rotate_and_store: Callable[..., None]
     attention: Callable[..., None]

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "panels.h"
+#include "matrix.h"
 #include "team.h"
 
 namespace moeserve {
@@ -10,65 +10,88 @@ namespace {
 
 constexpr int64_t kRowBlock = 192;  // Rows that stay in the second-level cache while all panels pass.
 
+// A matrix of a product, the rows as it multiplies them, and where its panels and its columns of y begin.
+struct Factor {
+  const Matrix* matrix;
+  const uint8_t* rounded;
+  int64_t first_panel, first_column;
+};
+
 struct Product {
   const float* x;
-  int64_t x_stride, num_rows, depth, width;
-  const float* bias;
+  int64_t x_stride, num_rows;
+  std::vector<Factor> factors;
   float* y;
   int64_t y_stride;
 };
 
-// `row_of(r)` is where row r of x begins, in the form that multiplies `Weight`.
-template <typename Weight, typename RowOf>
-void panel_product(const Product& p, const Weight* packed, RowOf row_of, int64_t panel, int64_t first_row,
-                   int64_t num_rows) {
+void panel_product(const Product& p, const Factor& factor, int64_t panel, int64_t first_row, int64_t num_rows) {
   if (!panel) count_progress();
-  const int64_t column = panel * kPanelColumns, count = std::min<int64_t>(kPanelColumns, p.width - column);
-  const Columns bias = p.bias ? load_existing(p.bias + column, count) : Columns{};
-  for_tiles(
-      num_rows, packed + panel * kPanelColumns * p.depth, p.depth, [&](int64_t r) { return row_of(first_row + r); },
+  const Matrix& m = *factor.matrix;
+  const int64_t column = panel * kPanelColumns, count = std::min<int64_t>(kPanelColumns, m.width - column);
+  const Columns bias = m.bias ? load_existing(m.bias + column, count) : Columns{};
+  float* y = p.y + factor.first_column + column;
+  for_any_tiles(
+      m.packing, m.exact != 0, num_rows, m.panels + panel * m.packing.panel_bytes(m.depth), m.depth,
+      [&](int64_t r) { return p.x + (first_row + r) * p.x_stride; },
+      [&](int64_t r) { return factor.rounded + (first_row + r) * m.packing.rounded_bytes(m.depth); },
       [&](int64_t first, int rows, const Columns* sums) {
-        for (int r = 0; r < rows; ++r) {
-          float* to = p.y + (first_row + first + r) * p.y_stride + column;
-          store_columns(to, {sums[r].low + bias.low, sums[r].high + bias.high}, count);
-        }
+        for (int r = 0; r < rows; ++r)
+          store_columns(y + (first_row + first + r) * p.y_stride, {sums[r].low + bias.low, sums[r].high + bias.high},
+                        count);
       });
 }
 
-template <typename Weight, typename RowOf>
-void product(const Product& p, const Weight* packed, RowOf row_of) {
-  const int64_t panels = num_panels(p.width), row_blocks = (p.num_rows + kRowBlock - 1) / kRowBlock;
-  const int64_t grain = std::max<int64_t>(1, panels / 16);
-  for_shared(row_blocks * panels, grain, [&](int64_t task) {
-    const int64_t first = task / panels * kRowBlock, rows = std::min(kRowBlock, p.num_rows - first);
-    panel_product(p, packed, row_of, task % panels, first, rows);
-  });
-}
-
-void product_of_pairs(const Product& p, const Bf16* packed) {
-  static thread_local std::vector<Pair> kept;
-  const int64_t pairs = num_pairs(p.depth);
-  if (int64_t(kept.size()) < p.num_rows * pairs) kept.resize(p.num_rows * pairs);
-  Pair* rounded = kept.data();
-  for_shared(p.num_rows, kRoundedAtOnce / p.depth,
-             [&](int64_t row) { round_to_pairs(p.x + row * p.x_stride, p.depth, rounded + row * pairs); });
-  product(p, packed, [&](int64_t row) -> const Pair* { return rounded + row * pairs; });
+// Rounds the rows once for neighbours that multiply them in the same form.
+void round_rows(Product& p) {
+  static thread_local std::vector<uint8_t> kept;
+  const auto bytes = [&](const Matrix& m) { return m.rounds() ? p.num_rows * m.packing.rounded_bytes(m.depth) : 0; };
+  int64_t needed = 0;
+  for (const Factor& factor : p.factors) needed += bytes(*factor.matrix);
+  if (int64_t(kept.size()) < needed) kept.resize(needed);
+  uint8_t* next = kept.data();
+  const Factor* before = nullptr;
+  for (Factor& factor : p.factors) {
+    const Matrix& m = *factor.matrix;
+    const bool is_alike =
+        before && before->matrix->packing.number == m.packing.number && before->matrix->exact == m.exact;
+    factor.rounded = is_alike ? before->rounded : next;
+    before = &factor;
+    if (is_alike || !m.rounds()) continue;
+    for_shared(p.num_rows, kRoundedAtOnce / m.depth, [&](int64_t row) {
+      m.packing.round(p.x + row * p.x_stride, m.depth, next + row * m.packing.rounded_bytes(m.depth));
+    });
+    next += bytes(m);
+  }
 }
 
 }  // namespace
+
+void multiply_rows(const Matrix* matrices, int64_t count, const float* x, int64_t x_stride, int64_t num_rows, float* y,
+                   int64_t y_stride) {
+  Product p = {x, x_stride, num_rows, {}, y, y_stride};
+  int64_t panels = 0, columns = 0;
+  for (const Matrix* m = matrices; m < matrices + count; ++m) {
+    p.factors.push_back({m, nullptr, panels, columns});
+    panels += num_panels(m->width);
+    columns += m->width;
+  }
+  round_rows(p);
+  const int64_t row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
+  for_shared(row_blocks * panels, std::max<int64_t>(1, panels / 16), [&](int64_t task) {
+    const int64_t first = task / panels * kRowBlock, panel = task % panels;
+    const Factor* factor = &p.factors.back();
+    while (factor->first_panel > panel) --factor;
+    panel_product(p, *factor, panel - factor->first_panel, first, std::min(kRowBlock, num_rows - first));
+  });
+}
+
 }  // namespace moeserve
 
-// x [num_rows, depth], y [num_rows, width], rows `*_stride` floats apart; bias [width] or null. kind 0: weights of
-// float32; 1: of bfloat16; 2: of bfloat16, for which rows are rounded to bfloat16 if the machine multiplies pairs.
-extern "C" void moeserve_linear(const float* x, int64_t x_stride, int64_t num_rows, const void* packed, int64_t kind,
-                                int64_t depth, int64_t width, const float* bias, float* y, int64_t y_stride) {
-  using namespace moeserve;
-  const Product p = {x, x_stride, num_rows, depth, width, bias, y, y_stride};
-  const auto row_of = [&](int64_t row) { return x + row * x_stride; };
-  if (kind == 0) return product(p, static_cast<const float*>(packed), row_of);
-  const Bf16* weights = static_cast<const Bf16*>(packed);
-  if (kind == 2 && kMultipliesPairs) return product_of_pairs(p, weights);
-  product(p, weights, row_of);
+// See multiply_rows.
+extern "C" void moeserve_linear(const moeserve::Matrix* matrices, int64_t count, const float* x, int64_t x_stride,
+                                int64_t num_rows, float* y, int64_t y_stride) {
+  moeserve::multiply_rows(matrices, count, x, x_stride, num_rows, y, y_stride);
 }
 
 // 1 if rows of bfloat16 are multiplied by dot products of pairs.

@@ -2,40 +2,56 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from ctypes import Structure, c_int64, c_void_p
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kernels.cpu.library import NativeKernels, native_kernels
+from kernels.cpu.library import NativeKernels
 
 LANES = 16
 PANEL_COLUMNS = 2 * LANES
+# The packing of the first format of quantised weights in matrix.h.
+FIRST_FORMAT = 3
+
+
+class MatrixRecord(Structure):
+    """`Matrix` of matrix.h."""
+
+    _fields_ = [
+        ("panels", c_void_p),
+        ("packing", c_int64),
+        ("exact", c_int64),
+        ("depth", c_int64),
+        ("width", c_int64),
+        ("bias", c_void_p),
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class PanelWeight:
-    """A packed weight; `address` points to the bytes of `data`, which this object keeps alive."""
+class PanelMatrix:
+    """A weight [width, depth] in panels, uint8 [bytes], and its bias, float32 [width].
+
+    packing: its number in matrix.h. exact: quantised weights multiply rows of floats.
+    """
 
     data: Tensor
-    address: int
-    is_bf16: bool
+    packing: int
+    depth: int
+    width: int
+    bias: Tensor | None = None
+    exact: bool = False
 
-    @staticmethod
-    def pack(weight: Tensor, keep: Callable[[Tensor], Tensor] | None = None) -> PanelWeight:
-        """Pack weight [N, K], bfloat16 as it is, any other dtype as float32. keep: moves the data to where it stays."""
-        narrow = weight.dtype == torch.bfloat16
-        kernels = native_kernels()
-        assert kernels is not None
-        data = pack_panels(weight if narrow else weight.float(), kernels)
-        if keep is not None:
-            data = keep(data)
-        return PanelWeight(data, data.data_ptr(), narrow)
+    @property
+    def record(self) -> MatrixRecord:
+        """The same for the compiled kernels; it does not keep the tensors alive."""
+        bias = None if self.bias is None else self.bias.data_ptr()
+        return MatrixRecord(self.data.data_ptr(), self.packing, self.exact, self.depth, self.width, bias)
 
 
 def linear_kind(is_bf16: bool, narrow_rows: bool) -> int:
-    """Return the number of a product in linear.cpp. narrow_rows: round rows to bfloat16 for weights of bfloat16."""
+    """Return the packing of numbers in matrix.h. narrow_rows: round rows to bfloat16 for weights of bfloat16."""
     return is_bf16 + (is_bf16 and narrow_rows)
 
 

@@ -1,6 +1,5 @@
-// The products of quantised.h, y = x W^T + bias over quantised weights, and the rounding of rows to 8 bits.
+// The products of quantised.h with tiles of rows, and the rounding of rows to 8 bits.
 #include "quantised.h"
-#include "team.h"
 
 #include "dot.h"
 
@@ -337,62 +336,4 @@ void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
   }
 }
 
-namespace {
-
-constexpr int64_t kRowBlock = 192;        // Rows that stay in the second-level cache while all panels pass.
-
-struct Product {
-  const float* x;
-  int64_t x_stride, num_rows, width;
-  const Rounded* rounded;
-  Quantised weights;
-  const uint8_t* packed;
-  const float* bias;
-  float* y;
-  int64_t y_stride;
-};
-
-void panel_product(const Product& p, int64_t panel, int64_t first_row, int64_t num_rows) {
-  if (!panel) count_progress();
-  const int64_t column = panel * kPanelColumns, count = std::min<int64_t>(kPanelColumns, p.width - column);
-  const Columns bias = p.bias ? load_existing(p.bias + column, count) : Columns{};
-  const uint8_t* weights = p.packed + panel * p.weights.panel_bytes();
-  const auto use = [&](int64_t first, int rows, const Columns* sums) {
-    for (int r = 0; r < rows; ++r) {
-      float* to = p.y + (first_row + first + r) * p.y_stride + column;
-      store_columns(to, {sums[r].low + bias.low, sums[r].high + bias.high}, count);
-    }
-  };
-  if (p.weights.exact)
-    for_wide_tiles(num_rows, p.weights, weights, [&](int64_t r) { return p.x + (first_row + r) * p.x_stride; }, use);
-  else
-    for_rounded_tiles(
-        num_rows, p.weights, weights, [&](int64_t r) { return p.rounded + (first_row + r) * p.weights.groups(); }, use);
-}
-
-}  // namespace
 }  // namespace moeserve
-
-// x [num_rows, depth], y [num_rows, width], rows `*_stride` floats apart; bias [width] or null.
-extern "C" void moeserve_quantised_linear(const float* x, int64_t x_stride, int64_t num_rows, const void* packed,
-                                          int64_t format, int64_t exact, int64_t depth, int64_t width,
-                                          const float* bias, float* y, int64_t y_stride) {
-  using namespace moeserve;
-  if (!takes_rounded(static_cast<Format>(format))) exact = 1;
-  const Quantised weights = {static_cast<Format>(format), depth, exact != 0};
-  static thread_local std::vector<Rounded> scratch;
-  if (!exact && int64_t(scratch.size()) < num_rows * weights.groups()) scratch.resize(num_rows * weights.groups());
-  Rounded* rounded = scratch.data();
-  const Product p = {x,    x_stride, num_rows, width, rounded, weights, static_cast<const uint8_t*>(packed), bias, y,
-                     y_stride};
-  const int64_t panels = num_panels(width), row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
-  const int64_t grain = std::max<int64_t>(1, panels / 16);
-  if (!exact)
-    for_shared(num_rows, kRoundedAtOnce / depth, [&](int64_t row) {
-      round_row(x + row * x_stride, depth, weights.format, rounded + row * weights.groups());
-    });
-  for_shared(row_blocks * panels, grain, [&](int64_t task) {
-    const int64_t first = task / panels * kRowBlock;
-    panel_product(p, task % panels, first, std::min(kRowBlock, num_rows - first));
-  });
-}

@@ -15,6 +15,7 @@ from torch import Tensor
 from experts.moe_layer import MoeLayer
 from experts.observer import AnyObserver
 from experts.routing.gates import GatedBlock as AskedGate
+from kernels.cpu.attention_block import AttentionWeights, attention_block
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
 from kernels.state_rows import StateRows
@@ -35,6 +36,7 @@ class GqaAttention:
     """
 
     __slots__ = (
+        "_block",
         "_eps",
         "_flat_norms",
         "_head_norms",
@@ -74,10 +76,31 @@ class GqaAttention:
                 self._flat_norms = (NormWeights(q_norm, None, eps), NormWeights(k_norm, None, eps))
             else:
                 self._head_norms = (q_norm, k_norm)
+        self._block = None if spec.gated or spec.clip_qkv is not None else attention_block(self._weights())
+
+    def _weights(self) -> AttentionWeights:
+        spec, norms = self._spec, [norm.weight for norm in self._flat_norms]
+        return AttentionWeights(
+            self._qkv,
+            self._o,
+            spec.num_heads,
+            spec.num_kv_heads,
+            spec.head_dim,
+            (norms[0], norms[1]) if norms else None,
+            self._head_norms,
+            self._eps,
+            spec.scale,
+            self._interleaved,
+            self._window,
+            self._sinks,
+        )
 
     def __call__(self, x: Tensor, step: StepInputs, keys: Tensor, values: Tensor | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Writes the new keys and values into the pools [KV, num_slots, D]."""
         assert values is not None
+        if self._block is not None:
+            context = step.context
+            return self._block(x, step.cos, step.sin, context.slots, context.plan, keys, values)
         spec, ops, num_tokens = self._spec, self._ops, x.shape[0]
         projected = self._qkv(x)
         qkv = projected[:, : self._width] if spec.gated else projected

@@ -160,7 +160,9 @@ class _Loader:
         parts = [self._stored_matrix(key, tensors[key], dtype) for key in keys]
         rows = joined_rows([part for part in parts if isinstance(part, QuantizedRows)])
         if rows is None or len(rows.data) < sum(part.shape[0] for part in parts):
-            return side_by_side([self._ops.pack_linear(part, None, dtype) for part in parts], biases, order)
+            own = [None] * len(parts) if biases is None else biases.split([part.shape[0] for part in parts])
+            packed = [self._ops.pack_linear(part, bias, dtype) for part, bias in zip(parts, own, strict=True)]
+            return side_by_side(packed, order)
         if order is not None:
             rows, biases = rows.rows(order), None if biases is None else biases[order]
         return self._ops.pack_linear(rows, biases, dtype)

@@ -12,6 +12,8 @@ from kernels.cpu.library import native_kernels
 from kernels.linear import join, linear_reference, pack_linear
 from kernels.moe import moe_experts, moe_experts_reference, pack_experts
 from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
+from kernels.weight_formats import Q4_K, Q6_K
+from tests.support.quantised_rows import random_rows
 
 SILU, RELU2 = Activation(), Activation("relu2")
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 6, 80, 40
@@ -76,11 +78,25 @@ def test_joined_linears_give_the_bits_of_each_and_share_their_memory(dtype: torc
     assert joined.num_bytes == sum(linear.num_bytes for linear in linears)
 
 
-def test_linears_of_other_forms_are_not_joined() -> None:
-    wide, narrow = torch.randn(32, 24), torch.randn(32, 24).bfloat16()
-    assert join([pack_linear(wide), pack_linear(narrow, dtype=torch.float32)]) is None
-    assert join([pack_linear(wide), pack_linear(wide[:31])]) is None
-    assert join([pack_linear(wide), pack_linear(wide, torch.zeros(32))]) is None
+def test_linears_of_other_kinds_widths_and_biases_are_joined_with_their_own_bits() -> None:
+    numbers, rows = torch.randn(70, 256), random_rows(Q4_K, 40, 256)
+    linears = [
+        pack_linear(numbers[:33], torch.randn(33)),
+        pack_linear(numbers.bfloat16(), dtype=torch.float32),
+        pack_linear(rows),
+        pack_linear(rows, arithmetic="exact"),
+        pack_linear(random_rows(Q6_K, 64, 256), torch.randn(64)),
+    ]
+    joined = join(linears)
+    assert joined is not None
+    for num_rows in (1, 2, 5, 13, 200):
+        x = torch.randn(num_rows, 256)
+        assert torch.equal(joined(x), torch.cat([linear(x) for linear in linears], 1))
+
+
+def test_linears_of_other_depths_or_of_another_library_are_not_joined() -> None:
+    narrow = torch.randn(32, 24).bfloat16()
+    assert join([pack_linear(torch.randn(32, 24)), pack_linear(torch.randn(32, 25))]) is None
     assert join([pack_linear(narrow), pack_linear(narrow)]) is None
 
 

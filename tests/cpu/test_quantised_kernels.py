@@ -17,6 +17,7 @@ import kernels.cpu
 from kernels.activation import Activation
 from kernels.cpu.experts import PanelLayout
 from kernels.cpu.library import native_kernels
+from kernels.cpu.panels import FIRST_FORMAT, PanelMatrix
 from kernels.cpu.quantised import pack_rows, quantise
 from kernels.linear import Linear, pack_linear
 from kernels.moe import moe_experts_reference
@@ -280,19 +281,22 @@ def test_every_body_computes_the_same_numbers(flags: list[str], tmp_path: Path) 
     compiler = shutil.which("g++")
     if compiler is None or not Path("/proc/cpuinfo").read_text().count("avx512"):
         pytest.skip("needs g++ and a machine with AVX-512")
-    sources = [Path(kernels.cpu.__path__[0]) / name for name in ("quantised.cpp", "elementwise.cpp", "team.cpp")]
+    sources = [
+        Path(kernels.cpu.__path__[0]) / name for name in ("linear.cpp", "quantised.cpp", "elementwise.cpp", "team.cpp")
+    ]
     library = tmp_path / "body.so"
     command = [compiler, "-O2", "-w", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC", *flags]
     subprocess.run([*command, *map(str, sources), "-o", str(library)], check=True)
-    run = ctypes.CDLL(str(library)).moeserve_quantised_linear
+    run = ctypes.CDLL(str(library)).moeserve_linear
     pointer, number = ctypes.c_void_p, ctypes.c_int64
-    run.argtypes = (pointer, number, number, pointer, number, number, number, number, pointer, pointer, number)
+    run.argtypes = (pointer, number, pointer, number, number, pointer, number)
     assert NATIVE is not None
     for form in FORMATS.values():
         rows, x = random_rows(form, 64, DEPTH), torch.randn(7, DEPTH)
         packed = pack_rows(rows, NATIVE)
-        for arithmetic in (0, 1):
+        for exact in (False, True):
             out = torch.empty(7, 64)
-            run(x.data_ptr(), DEPTH, 7, packed.data_ptr(), form.number, arithmetic, DEPTH, 64, None, out.data_ptr(), 64)
-            wanted = pack_quantized_linear(rows, None, "exact" if arithmetic else "int8")(x)
+            matrix = PanelMatrix(packed, FIRST_FORMAT + form.number, DEPTH, 64, exact=exact).record
+            run(ctypes.addressof(matrix), 1, x.data_ptr(), DEPTH, 7, out.data_ptr(), 64)
+            wanted = pack_quantized_linear(rows, None, "exact" if exact else "int8")(x)
             torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-5, msg=form.name)

@@ -1,0 +1,145 @@
+// The choice of experts: a gate's product, its scores, the best of them and their weights. Weights have the bits that
+// torch gives: its exponential, and its orders of sums.
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "matrix.h"
+#include "team.h"
+
+namespace moeserve {
+namespace {
+
+enum class Score : int64_t { kSoftmaxOfChosen, kSoftmax, kSigmoid };
+
+struct Gate {
+  const Matrix* product;  // Its width is the number of experts.
+  int64_t top_k;
+  Score score;
+  const float* bias;  // Of each expert, added to what chooses; null for none.
+  int64_t renormalises;
+  double least_total, scale;  // least_total: of the sum that weights are divided by if `renormalises`; 0 for none.
+
+  int64_t num_experts() const { return product->width; }
+};
+
+inline Floats fma(Floats a, Floats b, Floats c) {
+  union {
+    Floats whole;
+    Part parts[kLanes / kPartLanes];
+  } x = {a}, y = {b}, z = {c};
+  for (int p = 0; p < kLanes / kPartLanes; ++p) z.parts[p] = fma_part(x.parts[p], y.parts[p], z.parts[p]);
+  return z.whole;
+}
+
+// e^x as torch's softmax has it; x is at most 0.
+inline Floats exp_of_softmax(Floats x) {
+  const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
+  const Floats whole = (max(x, splat(-104.0f)) * 1.442695041f + magic) - magic;
+  Floats rest = fma(whole, splat(-0.693145751953125f), x);
+  rest = fma(whole, splat(-1.428606765330187045e-06f), rest);
+  Floats value = splat(0.000198527617612853646278381f);
+  value = fma(value, rest, splat(0.00139304355252534151077271f));
+  value = fma(value, rest, splat(0.00833336077630519866943359f));
+  value = fma(value, rest, splat(0.0416664853692054748535156f));
+  value = fma(value, rest, splat(0.166666671633720397949219f));
+  value = fma(value, rest, splat(0.5f));
+  value = fma(rest * rest, value, rest) + 1.0f;
+  // 2^whole in two steps, because the result may be subnormal.
+  const Ints power = __builtin_convertvector(whole, Ints), half = power >> 1;
+  const Floats first = (Floats)((half + 127) << 23), second = (Floats)((power - half + 127) << 23);
+  return select((Ints)(x < -104.0f), Floats{}, value * first * second);
+}
+
+// Turns numbers [count] into their softmax.
+void softmax(float* x, int64_t count) {
+  float top = x[0];
+  for (int64_t i = 1; i < count; ++i) top = x[i] > top || x[i] != x[i] ? x[i] : top;
+  Floats sums{};
+  for (int64_t first = 0; first < count; first += kLanes) {
+    const int64_t width = std::min<int64_t>(kLanes, count - first);
+    float lanes[kLanes] = {};
+    std::copy_n(x + first, width, lanes);
+    store(lanes, exp_of_softmax(load(lanes) - top));
+    std::fill_n(lanes + width, kLanes - width, 0.0f);
+    sums += load(lanes);
+    std::copy_n(lanes, width, x + first);
+  }
+  float total = sums[0];
+  if (count < kLanes)
+    for (int64_t i = 1; i < count; ++i) total += sums[i];
+  else
+    total = sum(sums);
+  const float share = 1.0f / total;
+  for (int64_t i = 0; i < count; ++i) x[i] *= share;
+}
+
+// The sum of x [count] for up to 31 numbers: in 1, 4 or 8 lanes.
+float sum_of(const float* x, int64_t count) {
+  const int64_t lanes = count < 4 ? 1 : count < 8 ? 4 : 8, whole = count / lanes * lanes;
+  float sums[8];
+  for (int64_t i = 0; i < lanes; ++i) {
+    sums[i] = x[i];
+    for (int64_t k = i + lanes; k < whole; k += lanes) sums[i] += x[k];
+  }
+  if (lanes == 4)
+    for (int64_t k = whole; k < count; ++k) sums[0] += x[k];
+  int64_t next = lanes == 8 ? whole : count;
+  float total = next < count ? x[next++] : 0.0f;
+  for (; next < count; ++next) total += x[next];
+  for (int64_t i = 0; i < lanes; ++i) total += sums[i];
+  return total;
+}
+
+// Writes the places of the `top_k` largest of x [count], the largest first, of equal ones the lower place first. What
+// is not a number is larger than any.
+void choose(const float* x, int64_t count, int64_t top_k, int64_t* places) {
+  const auto is_better = [&](int64_t a, int64_t b) {
+    const bool a_is_none = x[a] != x[a], b_is_none = x[b] != x[b];
+    return a_is_none || b_is_none ? a_is_none && !b_is_none : x[a] > x[b];
+  };
+  for (int64_t e = 0; e < count; ++e) {
+    int64_t k = std::min(e, top_k);
+    for (; k > 0 && is_better(e, places[k - 1]); --k)
+      if (k < top_k) places[k] = places[k - 1];
+    if (k < top_k) places[k] = e;
+  }
+}
+
+// scores [num_experts]: the row's logits, which are overwritten. choice [num_experts]: room.
+void choose_row(const Gate& gate, float* scores, float* choice, int64_t* ids, float* weights) {
+  const int64_t num_experts = gate.num_experts();
+  if (gate.score == Score::kSoftmax) softmax(scores, num_experts);
+  if (gate.score == Score::kSigmoid)
+    for (int64_t e = 0; e < num_experts; ++e) scores[e] = float(1.0 / (1.0 + std::exp(-double(scores[e]))));
+  for (int64_t e = 0; e < num_experts; ++e) choice[e] = gate.bias ? scores[e] + gate.bias[e] : scores[e];
+  choose(choice, num_experts, gate.top_k, ids);
+  for (int64_t k = 0; k < gate.top_k; ++k) weights[k] = scores[ids[k]];
+  if (gate.score == Score::kSoftmaxOfChosen) {
+    softmax(weights, gate.top_k);
+  } else if (gate.renormalises) {
+    float total = sum_of(weights, gate.top_k);
+    if (gate.least_total > 0.0) total = std::max(float(gate.least_total), total);
+    for (int64_t k = 0; k < gate.top_k; ++k) weights[k] /= total;
+  }
+  if (gate.scale != 1.0)
+    for (int64_t k = 0; k < gate.top_k; ++k) weights[k] *= float(gate.scale);
+}
+
+}  // namespace
+}  // namespace moeserve
+
+// x [num_rows, depth], rows `x_stride` floats apart; ids and weights [num_rows, top_k].
+extern "C" void moeserve_choose_experts(const moeserve::Gate* gate, const float* x, int64_t x_stride, int64_t num_rows,
+                                        int64_t* ids, float* weights) {
+  using namespace moeserve;
+  const int64_t num_experts = gate->num_experts();
+  static thread_local std::vector<float> kept;
+  if (int64_t(kept.size()) < 2 * num_rows * num_experts) kept.resize(2 * num_rows * num_experts);
+  float *logits = kept.data(), *choices = logits + num_rows * num_experts;
+  multiply_rows(gate->product, 1, x, x_stride, num_rows, logits, num_experts);
+  for_shared(num_rows, kRowsAtOnce, [&](int64_t row) {
+    choose_row(*gate, logits + row * num_experts, choices + row * num_experts, ids + row * gate->top_k,
+               weights + row * gate->top_k);
+  });
+}

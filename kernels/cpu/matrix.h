@@ -1,0 +1,66 @@
+// Weights in panels of any kind: floats (panels.h), or quantised (quantised.h).
+#pragma once
+
+#include "quantised.h"
+
+namespace moeserve {
+
+// How a matrix is packed and multiplied. 0: float32; 1: bfloat16; 2: bfloat16, for which rows are rounded to bfloat16 if
+// the machine multiplies pairs; from 3 on: the formats of quantised.h.
+struct Packing {
+  int64_t number;
+
+  bool is_quantised() const { return number >= 3; }
+  bool is_of_pairs() const { return number == 2 && kMultipliesPairs; }
+  Format format() const { return static_cast<Format>(number - 3); }
+  int64_t panel_bytes(int64_t depth) const {
+    if (is_quantised()) return Quantised{format(), depth, false}.panel_bytes();
+    return depth * kPanelColumns * (number ? 2 : 4);
+  }
+  // Whether rows are rounded before they are multiplied. exact: quantised weights multiply rows of floats.
+  bool rounds(bool exact) const { return is_of_pairs() || (is_quantised() && !exact && takes_rounded(format())); }
+  // The bytes of a rounded row.
+  int64_t rounded_bytes(int64_t depth) const {
+    return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : depth / kGroup * sizeof(Rounded);
+  }
+  void round(const float* row, int64_t depth, uint8_t* out) const {
+    if (is_of_pairs()) return round_to_pairs(row, depth, reinterpret_cast<Pair*>(out));
+    round_row(row, depth, format(), reinterpret_cast<Rounded*>(out));
+  }
+};
+
+// A weight [width, depth] in panels, and a bias [width] or null.
+struct Matrix {
+  const uint8_t* panels;
+  Packing packing;
+  int64_t exact, depth, width;
+  const float* bias;
+
+  bool rounds() const { return packing.rounds(exact != 0); }
+};
+
+// y = x W^T + bias for matrices of the same depth, whose columns lie side by side in y. x [num_rows, depth], y
+// [num_rows, sum of widths], rows `*_stride` floats apart.
+void multiply_rows(const Matrix* matrices, int64_t count, const float* x, int64_t x_stride, int64_t num_rows, float* y,
+                   int64_t y_stride);
+
+// Multiplies rows with a panel: for_tiles for any kind of weights. `floats_of(r)` and `rounded_of(r)` are where row r
+// begins; only one of them is called.
+template <typename FloatsOf, typename RoundedOf, typename Use>
+void for_any_tiles(Packing packing, bool exact, int64_t num_rows, const uint8_t* panel, int64_t depth, FloatsOf floats_of,
+                   RoundedOf rounded_of, Use use) {
+  if (!packing.is_quantised()) {
+    if (packing.is_of_pairs())
+      return for_tiles(
+          num_rows, reinterpret_cast<const Bf16*>(panel), depth,
+          [&](int64_t r) { return reinterpret_cast<const Pair*>(rounded_of(r)); }, use);
+    if (packing.number) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
+    return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
+  }
+  const Quantised weights = {packing.format(), depth, exact || !takes_rounded(packing.format())};
+  if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
+  for_rounded_tiles(
+      num_rows, weights, panel, [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
+}
+
+}  // namespace moeserve

@@ -1,0 +1,167 @@
+"""Parts of a layer that are one call of the compiled kernels have the bits of their parts, called one by one."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from torch import Tensor
+
+from kernels.attention import paged_attention
+from kernels.attention_plan import AttentionPlan, ChunkSpan
+from kernels.cpu.attention_block import AttentionWeights, attention_block
+from kernels.cpu.library import native_kernels
+from kernels.linear import Linear, join, pack_linear
+from kernels.moe_gate import native_choice, select_experts
+from kernels.norm import rms_norm, rms_norm_of_sum
+from kernels.rope_kv import rotate_and_store
+from kernels.specs import GateSpec
+from kernels.weight_formats import Q4_K, Q6_K
+from tests.support.quantised_rows import random_rows
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
+HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 256, 4, 2, 32, 8
+NORMALISED = GateSpec(2, renormalise=True)
+# Tokens and start of the chunks of a step.
+STEPS = [[(1, 0)], [(1, 37)], [(1, 5), (1, 70), (3, 9)], [(50, 20), (1, 3)]]
+
+
+@pytest.fixture(autouse=True)
+def _inference_mode():
+    torch.manual_seed(0)
+    with torch.inference_mode():
+        yield
+
+
+def make_linears(*, is_quantised: bool) -> tuple[Linear, Linear]:
+    """Return the projections to queries, keys and values, and to the output."""
+    queries, keys = HEADS * DIM, KV_HEADS * DIM
+    if not is_quantised:
+        width = queries + 2 * keys
+        return pack_linear(torch.randn(width, HIDDEN) / 16, torch.randn(width)), pack_linear(torch.randn(96, queries))
+    linears = [random_rows(form, rows, HIDDEN) for form, rows in ((Q4_K, queries), (Q4_K, keys), (Q6_K, keys))]
+    qkv = join([pack_linear(rows) for rows in linears])
+    assert qkv is not None
+    return qkv, pack_linear(torch.randn(96, queries).bfloat16(), dtype=torch.float32)
+
+
+def weights(qkv: Linear, out: Linear, **others: object) -> AttentionWeights:
+    usual = {"norms": None, "head_norms": None, "interleaved": False, "window": None, "sinks": None}
+    return AttentionWeights(qkv, out, HEADS, KV_HEADS, DIM, eps=1e-6, scale=0.2, **(usual | others))  # type: ignore[arg-type]
+
+
+def one_by_one(of: AttentionWeights, x: Tensor, cos: Tensor, sin: Tensor, slots: Tensor, plan: AttentionPlan, pools):
+    qkv = of.qkv(x)
+    if of.norms is not None:
+        first = 0
+        for norm in of.norms:
+            part = qkv[:, first : first + len(norm)]
+            part.copy_(rms_norm(part, norm, of.eps))
+            first += len(norm)
+    q = rotate_and_store(
+        qkv.view(len(x), -1, DIM),
+        cos,
+        sin,
+        slots,
+        *pools,
+        interleaved=of.interleaved,
+        head_norms=of.head_norms,
+        eps=of.eps,
+    )
+    return of.out(paged_attention(q, *pools, plan, scale=of.scale, window=of.window, sinks=of.sinks).flatten(1))
+
+
+@pytest.mark.parametrize("chunks", STEPS, ids=str)
+@pytest.mark.parametrize(
+    "others",
+    [
+        {},
+        {"head_norms": (torch.rand(DIM), torch.rand(DIM)), "window": 12},
+        {"norms": (torch.rand(HEADS * DIM), torch.rand(KV_HEADS * DIM)), "interleaved": True},
+        {"sinks": torch.randn(HEADS)},
+    ],
+    ids=["plain", "head norms", "norms", "sinks"],
+)
+@pytest.mark.parametrize("is_quantised", [False, True])
+def test_attention_in_one_call_has_the_bits_of_its_parts(
+    is_quantised: bool, others: dict[str, object], chunks: list[tuple[int, int]]
+) -> None:
+    of = weights(*make_linears(is_quantised=is_quantised), **others)
+    block = attention_block(of)
+    assert block is not None
+    num_rows, num_slots = sum(count for count, _ in chunks), 64 * BLOCK
+    tables = [array("i", range(10 * place, 10 * place + 10)) for place in range(len(chunks))]
+    spans = [ChunkSpan(*chunk, table) for chunk, table in zip(chunks, tables, strict=True)]
+    slots = [
+        table[position // BLOCK] * BLOCK + position % BLOCK
+        for (count, start), table in zip(chunks, tables, strict=True)
+        for position in range(start, start + count)
+    ]
+    pools = [torch.randn(KV_HEADS, num_slots, DIM) for _ in range(2)]
+    own = [pool.clone() for pool in pools]
+    x, cos, sin = torch.randn(num_rows, HIDDEN), torch.randn(num_rows, DIM // 2), torch.randn(num_rows, DIM // 2)
+    rest = x, cos, sin, torch.tensor(slots), AttentionPlan(spans, BLOCK)
+    for _ in range(2):  # The second time with what is kept of the first.
+        assert torch.equal(block(*rest, *own), one_by_one(of, *rest, pools))
+        assert all(map(torch.equal, own, pools))
+
+
+def test_attention_whose_projections_take_other_code_is_not_one_call() -> None:
+    qkv, out = make_linears(is_quantised=False)
+    assert attention_block(weights(qkv, pack_linear(torch.randn(96, HEADS * DIM).bfloat16()))) is None
+    assert attention_block(weights(out, out)) is None
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GateSpec(4),
+        GateSpec(4, renormalise=True),
+        GateSpec(3, softmax_after_top_k=True, scale=0.5),
+        GateSpec(1, renormalise=True, norm_min=1e-12),
+        GateSpec(8, "sigmoid", renormalise=True, norm_min=1e-20, scale=2.5),
+        GateSpec(22, "sigmoid", renormalise=True),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("num_experts", [32, 60, 128, 300])
+def test_a_choice_in_one_call_has_the_bits_of_the_gate_and_torch(spec: GateSpec, num_experts: int) -> None:
+    gate = pack_linear(torch.randn(num_experts, 64))
+    for bias in (None, torch.randn(num_experts) / 4):
+        choose = native_choice(gate, spec, bias)
+        assert choose is not None
+        for num_rows in (1, 2, 5, 40):
+            x = torch.randn(num_rows, 64) / 8
+            for found, wanted in zip(choose(x), select_experts(gate(x), spec, bias), strict=True):
+                assert torch.equal(found, wanted)
+
+
+def test_equal_experts_are_chosen_in_their_order_and_a_nan_first() -> None:
+    choose = native_choice(
+        pack_linear(torch.zeros(9, 16), torch.tensor([0.0, 1, 2, 2, 1, 2, 0, 2, 1])), GateSpec(5), None
+    )
+    assert choose is not None
+    assert choose(torch.ones(1, 16))[0].tolist() == [[2, 3, 5, 7, 1]]
+    choose = native_choice(pack_linear(torch.zeros(4, 16), torch.tensor([0.0, 3, torch.nan, 1])), NORMALISED, None)
+    assert choose is not None
+    ids, chosen = choose(torch.ones(1, 16))
+    assert ids[0, 0] == 2
+    assert chosen.isnan().all()
+
+
+def test_gates_with_other_rules_are_not_one_call() -> None:
+    gate = pack_linear(torch.randn(8, 64))
+    for spec in (GateSpec(2, "sparsemixer"), GateSpec(2, "ones"), GateSpec(2, num_groups=2), GateSpec(32)):
+        assert native_choice(gate, spec, None) is None
+    assert native_choice(pack_linear(torch.randn(8, 64).bfloat16()), GateSpec(2), None) is None
+
+
+@pytest.mark.parametrize("multiplier", [1.0, 0.37])
+@pytest.mark.parametrize("shape", [(1, 80), (3, 576), (40, 70)])
+def test_a_norm_of_a_sum_has_the_bits_of_the_sum_and_the_norm(shape: tuple[int, int], multiplier: float) -> None:
+    x, residual, weight = torch.randn(shape), torch.randn(shape), torch.rand(shape[1])
+    total = residual + x * multiplier
+    found = rms_norm_of_sum(x.clone(), residual, weight, 1e-6, multiplier)
+    assert torch.equal(residual, total)
+    assert torch.equal(found, rms_norm(total, weight, 1e-6))
