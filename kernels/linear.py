@@ -15,12 +15,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from kernels.cpu.library import NativeKernels, native_kernels
-from kernels.cpu.panels import FIRST_FORMAT, MatrixRecord, PanelMatrix, linear_kind, pack_panels
-from kernels.cpu.quantised import pack_rows
+from kernels.cpu.panels import (
+    FIRST_FORMAT,
+    MatrixRecord,
+    PanelMatrix,
+    empty_bytes,
+    linear_kind,
+    pack_panels,
+    panel_elements,
+)
+from kernels.cpu.quantised import pack_rows, packed_bytes
 from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, widened
 
-# Moves packed bytes to where they stay.
-Keep = Callable[[Tensor], Tensor]
+# Returns room for so many packed bytes, uint8 [size].
+Take = Callable[[int], Tensor]
 
 
 class Linear(ABC):
@@ -40,25 +48,26 @@ def pack_linear(
     *,
     arithmetic: Arithmetic = "int8",
     narrow_rows: bool = False,
-    keep: Keep | None = None,
+    take: Take = empty_bytes,
 ) -> Linear:
     """Pack weight [N, K] and bias [N] into a `Linear`; it keeps a copy, so the caller may drop the weight.
 
     It computes in `dtype`, by default the weight's. Weights of fewer bits may stay as they are: float32 products with
     bfloat16 weights are exact, and half as many bytes are read. Quantised weights are read in their own bits by float32
     products of compiled kernels, and `arithmetic` says how; others widen them. narrow_rows: round rows to bfloat16 for
-    float32 products with bfloat16 weights, on machines with dot products of bfloat16. keep: for the packed weight.
+    float32 products with bfloat16 weights, on machines with dot products of bfloat16. take: makes the room
+    for the packed weight.
     """
     kernels = native_kernels()
     if isinstance(weight, QuantizedRows):
         if dtype in (None, torch.float32) and kernels is not None:
-            matrix = _pack_quantised(weight, bias, kernels, arithmetic, keep)
+            matrix = _pack_quantised(weight, bias, kernels, arithmetic, take)
             return PanelLinear([matrix], kernels, weight.order)
         weight = widened(weight)
     dtype = dtype or weight.dtype
     if weight.device.type == "cpu":
         if dtype == torch.float32 and kernels is not None:
-            return PanelLinear([_pack_numbers(weight, bias, kernels, narrow_rows, keep)], kernels)
+            return PanelLinear([_pack_numbers(weight, bias, kernels, narrow_rows, take)], kernels)
         if _onednn_computes(dtype):
             return _OneDnnLinear(weight.to(dtype), bias)
     return TorchLinear(weight.to(dtype), bias)
@@ -92,12 +101,11 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def _pack_quantised(
-    rows: QuantizedRows, bias: Tensor | None, kernels: NativeKernels, arithmetic: Arithmetic, keep: Keep | None
+    rows: QuantizedRows, bias: Tensor | None, kernels: NativeKernels, arithmetic: Arithmetic, take: Take
 ) -> PanelMatrix:
-    packed = pack_rows(rows, kernels)
     width, depth = rows.shape
     return PanelMatrix(
-        packed if keep is None else keep(packed),
+        pack_rows(rows, kernels, out=take(packed_bytes(rows.format, width, depth))),
         FIRST_FORMAT + rows.format.number,
         depth,
         width,
@@ -107,14 +115,14 @@ def _pack_quantised(
 
 
 def _pack_numbers(
-    weight: Tensor, bias: Tensor | None, kernels: NativeKernels, narrow_rows: bool, keep: Keep | None
+    weight: Tensor, bias: Tensor | None, kernels: NativeKernels, narrow_rows: bool, take: Take
 ) -> PanelMatrix:
     """Pack bfloat16 as it is, any other dtype as float32."""
     is_narrow = weight.dtype == torch.bfloat16
-    packed = pack_panels(weight if is_narrow else weight.float(), kernels)
     width, depth = weight.shape
+    out = take(panel_elements(width, depth) * (2 if is_narrow else 4))
     return PanelMatrix(
-        packed if keep is None else keep(packed),
+        pack_panels(weight if is_narrow else weight.float(), kernels, out=out),
         linear_kind(is_narrow, narrow_rows),
         depth,
         width,

@@ -239,7 +239,7 @@ class CpuOps:
             dtype,
             arithmetic=self._arithmetic,
             narrow_rows=self._narrow_rows,
-            keep=self._memory.keep,
+            take=self._memory.take,
         )
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:

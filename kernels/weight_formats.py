@@ -79,28 +79,36 @@ _ALL = (*_OF_GGUF, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, FP8_BLOCK, NVF
 FORMATS = {form.name: form for form in _ALL}
 
 
-@dataclass(frozen=True, slots=True)
 class QuantizedRows:
-    """A matrix [N, depth]; data: uint8 [N, format.row_bytes(depth)], of any strides between rows.
+    """A matrix [N, depth] in blocks.
 
-    order: int64 [depth], the column of the matrix that each weight of a row belongs to; None if they are in order.
+    data: uint8 [N, format.row_bytes(depth)], of any strides between rows; or several such, one below the other, which
+    stay where they are. order: int64 [depth], the column of the matrix that each weight of a row belongs to; None if
+    they are in order. Raise ValueError for data of another shape or dtype.
     """
 
-    format: WeightFormat
-    data: Tensor
-    depth: int
-    order: Tensor | None = None
+    __slots__ = ("depth", "format", "order", "pieces")
 
-    def __post_init__(self) -> None:
-        if self.data.dtype != torch.uint8 or self.data.shape[1:] != (self.format.row_bytes(self.depth),):
-            raise ValueError(
-                f"{tuple(self.data.shape)} bytes are not rows of {self.depth} weights in {self.format.name}"
-            )
+    def __init__(
+        self, format: WeightFormat, data: Tensor | Sequence[Tensor], depth: int, order: Tensor | None = None
+    ) -> None:
+        self.format, self.depth, self.order = format, depth, order
+        self.pieces = (data,) if isinstance(data, Tensor) else tuple(data)
+        for piece in self.pieces:
+            if piece.dtype != torch.uint8 or piece.shape[1:] != (format.row_bytes(depth),):
+                raise ValueError(f"{tuple(piece.shape)} bytes are not rows of {depth} weights in {format.name}")
+
+    @property
+    def data(self) -> Tensor:
+        """All rows as one tensor, a copy if there are several."""
+        # By numpy: torch copies on several threads, and waits for each of them however busy the machine is.
+        pieces = self.pieces
+        return pieces[0] if len(pieces) == 1 else torch.from_numpy(np.concatenate([piece.numpy() for piece in pieces]))
 
     @property
     def shape(self) -> tuple[int, int]:
         """N and the depth."""
-        return self.data.shape[0], self.depth
+        return sum(map(len, self.pieces)), self.depth
 
     def rows(self, which: slice | Tensor) -> QuantizedRows:
         """Return some rows, or all in another order. Bytes of zeros are weights of zero in every format."""
@@ -108,8 +116,8 @@ class QuantizedRows:
 
     def dequantise(self) -> Tensor:
         """Return the weights [N, depth] in float32, with the bits that ggml's definitions of its formats give."""
-        blocks = self.data.reshape(len(self.data), -1, self.format.block_bytes)
-        weights = _WIDEN[self.format](blocks).reshape(len(self.data), self.depth)
+        blocks = self.data.reshape(self.shape[0], -1, self.format.block_bytes)
+        weights = _WIDEN[self.format](blocks).reshape(self.shape)
         return weights if self.order is None else weights[:, self.order.argsort()]
 
 
@@ -131,9 +139,7 @@ def joined_rows(parts: Sequence[QuantizedRows]) -> QuantizedRows | None:
         return None
     if any(not _same_order(part.order, first.order) for part in parts):
         return None
-    # By numpy: torch copies on several threads, and waits for each of them however busy the machine is.
-    data = parts[0].data if len(parts) == 1 else torch.from_numpy(np.concatenate([part.data.numpy() for part in parts]))
-    return QuantizedRows(first.format, data, first.depth, first.order)
+    return QuantizedRows(first.format, [piece for part in parts for piece in part.pieces], first.depth, first.order)
 
 
 def _same_order(order: Tensor | None, other: Tensor | None) -> bool:

@@ -58,6 +58,8 @@ class PanelLayout(ExpertLayout):
             self._matrix_bytes = list(map(packed_bytes, shape.formats, columns, depths))
         if shape.has_order:
             self.name += " with orders"
+        # The row of gate and up in each column of their panels, -1 for none.
+        self._columns = self._ordered(torch.arange(1, shape.gate_up_rows + 1)) - 1
         self.num_bytes = sum(self._matrix_bytes) + 4 * (
             sum(columns) * shape.has_bias + shape.hidden_size * shape.has_order
         )
@@ -83,16 +85,15 @@ class PanelLayout(ExpertLayout):
             rows = torch.cat([down.order, down.order + down.depth])[: gate_up.shape[0]]
             gate_up, down = gate_up.rows(rows), QuantizedRows(down.format, down.data, down.depth)
             gate_up_bias = None if gate_up_bias is None else gate_up_bias[rows]
-        order = self._ordered(torch.arange(1, gate_up.shape[0] + 1)) - 1
         first_out, second_out, rest = out.split([*self._matrix_bytes, self.num_bytes - sum(self._matrix_bytes)])
         if self.shape.formats is not None:
             first, second = self.shape.formats
-            self._pack_rows(gate_up, first, order, first_out)
+            self._pack_rows(gate_up, first, self._columns, first_out)
             self._pack_rows(down, second, None, second_out)
         else:
             if isinstance(gate_up, QuantizedRows) or isinstance(down, QuantizedRows):
                 raise ValueError(f"quantised weights do not go into {self.name}")
-            pack_panels(gate_up.to(self._dtype), self._kernels, order, first_out)
+            pack_panels(gate_up.to(self._dtype), self._kernels, self._columns, first_out)
             pack_panels(down.to(self._dtype), self._kernels, None, second_out)
         parts = []
         if gate_up_bias is not None and down_bias is not None:

@@ -48,7 +48,7 @@ _P, _N, _R = c_void_p, c_int64, c_double
 _SIGNATURES: dict[str, tuple[type, ...]] = {
     "linear": (_P, _N, _P, _N, _N, _P, _N),
     "pack_panels": (_P, _N, _N, _N, _P, _N, _P),
-    "pack_quantised": (_N, _P, _N, _N, _P, _N, _P),
+    "pack_quantised": (_N, _P, _N, _N, _P),
     "quantise": (_P, _N, _N, _N, _N, _N, _P),
     "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),

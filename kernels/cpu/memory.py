@@ -22,10 +22,6 @@ class WeightMemory:
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def keep(self, packed: Tensor) -> Tensor:
-        """Return a copy of packed bytes, uint8 [N]."""
-        return self.take(packed.numel()).copy_(packed)
-
     def take(self, size: int) -> Tensor:
         """Return room for packed bytes, uint8 [size]."""
         if size > _CHUNK_BYTES // 4:

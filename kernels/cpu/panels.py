@@ -55,6 +55,11 @@ def linear_kind(is_bf16: bool, narrow_rows: bool) -> int:
     return is_bf16 + (is_bf16 and narrow_rows)
 
 
+def empty_bytes(size: int) -> Tensor:
+    """Return uint8 [size] of any contents."""
+    return torch.empty(size, dtype=torch.uint8)
+
+
 def panel_elements(num_columns: int, depth: int) -> int:
     """Return the number of elements of a packed [num_columns, depth] weight."""
     return -(-num_columns // PANEL_COLUMNS) * PANEL_COLUMNS * depth
@@ -74,7 +79,7 @@ def pack_panels(
         order = columns_of_rows(num_rows)
     rows = weight if weight.stride(1) == 1 else weight.contiguous()
     num_bytes = len(order) * depth * weight.itemsize
-    out = torch.empty(num_bytes, dtype=torch.uint8) if out is None else out
+    out = empty_bytes(num_bytes) if out is None else out
     if out.numel() != num_bytes:
         raise ValueError(f"a matrix of {num_rows} x {depth} does not go into {out.numel()} bytes")
     narrow = weight.dtype == torch.bfloat16

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import NativeKernels
-from kernels.cpu.panels import PANEL_COLUMNS, columns_of_rows
+from kernels.cpu.panels import PANEL_COLUMNS, columns_of_rows, empty_bytes
 from kernels.weight_formats import Q4_1, Q4_K, Q5_1, Q5_K, Q6_K, Q8_0, QuantizedRows, WeightFormat
 
 _ROUNDED_TO = (Q8_0, Q4_1, Q5_1, Q4_K, Q5_K, Q6_K)
@@ -47,12 +47,13 @@ def pack_rows(
     num_rows, depth = rows.shape
     if order is None:
         order = columns_of_rows(num_rows)
-    data = rows.data if rows.data.stride(1) == 1 else rows.data.contiguous()
+    pieces = [piece if piece.stride(1) == 1 else piece.contiguous() for piece in rows.pieces]
+    starts = [piece.data_ptr() + piece.stride(0) * torch.arange(len(piece)) for piece in pieces]
+    # -1 takes the address that is last.
+    columns = torch.cat([*starts, torch.zeros(1, dtype=torch.int64)])[order]
     num_bytes = packed_bytes(rows.format, len(order), depth)
-    out = torch.empty(num_bytes, dtype=torch.uint8) if out is None else out
+    out = empty_bytes(num_bytes) if out is None else out
     if out.numel() != num_bytes:
         raise ValueError(f"a matrix of {num_rows} x {depth} does not go into {out.numel()} bytes")
-    kernels.pack_quantised(
-        rows.format.number, data.data_ptr(), data.stride(0), depth, order.data_ptr(), len(order), out.data_ptr()
-    )
+    kernels.pack_quantised(rows.format.number, columns.data_ptr(), depth, len(columns), out.data_ptr())
     return out

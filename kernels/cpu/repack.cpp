@@ -1,5 +1,7 @@
 // Weights before any product: rows of numbers into the panels of panels.h, rows of blocks into those of quantised.h.
 #include <algorithm>
+#include <array>
+#include <utility>
 
 #include "quantised.h"
 #include "team.h"
@@ -17,28 +19,45 @@ struct Block {
   uint8_t shifts[16];   // By group.
 };
 
-void unpack_nibbles(const uint8_t* from, uint8_t* codes) {
-  for (int i = 0; i < 16; ++i) {
-    codes[i] = from[i] & 15;
-    codes[16 + i] = from[i] >> 4;
-  }
+typedef uint8_t Bytes __attribute__((vector_size(16)));
+
+inline Bytes load_bytes(const uint8_t* from) {
+  Bytes bytes;
+  std::memcpy(&bytes, from, sizeof(bytes));
+  return bytes;
 }
 
-void unpack_simple(const Traits& format, const uint8_t* from, Block& block) {
-  const int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
+// As vectors: codes are read as vectors, which would wait for stores of single bytes.
+inline void unpack_nibbles(const uint8_t* from, uint8_t* codes) {
+  const Bytes both = load_bytes(from), low = both & 15, high = both >> 4;
+  std::memcpy(codes, &low, sizeof(low));
+  std::memcpy(codes + 16, &high, sizeof(high));
+}
+
+template <Format F>
+void unpack_simple(const uint8_t* from, Block& block) {
+  constexpr Traits format = traits_of(F);
+  constexpr int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
   std::memcpy(block.scales, from, scale_bytes);
   std::memcpy(block.shifts, from + scale_bytes, shift_bytes);
   from += scale_bytes + shift_bytes;
-  if (format.bits == 4) return unpack_nibbles(from, block.codes);
-  if (format.bits == 5) {
+  if constexpr (format.bits == 4) {
+    unpack_nibbles(from, block.codes);
+  } else if constexpr (format.bits == 5) {
     uint32_t high;
     std::memcpy(&high, from, 4);
     unpack_nibbles(from + 4, block.codes);
-    for (int i = 0; i < kGroup; ++i) block.codes[i] |= (high >> i & 1) << 4;
-    return;
+    const Bytes bit = {1, 2, 4, 8, 16, 32, 64, 128, 1, 2, 4, 8, 16, 32, 64, 128};
+    for (int half = 0; half < 2; ++half, high >>= 16) {
+      Bytes fifth = Bytes{} + uint8_t(high >> 8);
+      fifth = __builtin_shufflevector(Bytes{} + uint8_t(high), fifth, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+      const Bytes code = load_bytes(block.codes + 16 * half) | (((Bytes)((fifth & bit) != 0)) & 16);
+      std::memcpy(block.codes + 16 * half, &code, sizeof(code));
+    }
+  } else {
+    constexpr uint8_t flip = format.code == Code::kE4m3 ? 0 : 0x80;
+    for (int i = 0; i < kGroup; ++i) block.codes[i] = from[i] ^ flip;
   }
-  const uint8_t flip = format.code == Code::kE4m3 ? 0 : 0x80;
-  for (int i = 0; i < kGroup; ++i) block.codes[i] = from[i] ^ flip;
 }
 
 // The twelve bytes with eight pairs of 6 bits of ggml's Q4_K and Q5_K.
@@ -51,7 +70,8 @@ void unpack_scales(const uint8_t* from, Block& block) {
   }
 }
 
-void unpack_q4_k(const uint8_t* from, bool fifth_bit, Block& block) {
+template <bool fifth_bit>
+void unpack_q4_k(const uint8_t* from, Block& block) {
   std::memcpy(block.super, from, 4);
   unpack_scales(from + 4, block);
   const uint8_t* high = from + 16;
@@ -88,72 +108,140 @@ void unpack_fp8_block(const uint8_t* from, Block& block) {
   std::memcpy(block.codes, from + 4, 4 * kGroup);
 }
 
-void unpack(Format format, const uint8_t* from, Block& block) {
-  switch (format) {
-    case Format::kQ4_K:
-    case Format::kQ5_K:
-      return unpack_q4_k(from, format == Format::kQ5_K, block);
-    case Format::kQ6_K:
-      return unpack_q6_k(from, block);
-    case Format::kNvfp4:
-      return unpack_nvfp4(from, block);
-    case Format::kFp8Block:
-      return unpack_fp8_block(from, block);
-    default:
-      return unpack_simple(traits_of(format), from, block);
-  }
+template <Format F>
+void unpack(const uint8_t* from, Block& block) {
+  if constexpr (F == Format::kQ4_K || F == Format::kQ5_K)
+    unpack_q4_k<F == Format::kQ5_K>(from, block);
+  else if constexpr (F == Format::kQ6_K)
+    unpack_q6_k(from, block);
+  else if constexpr (F == Format::kNvfp4)
+    unpack_nvfp4(from, block);
+  else if constexpr (F == Format::kFp8Block)
+    unpack_fp8_block(from, block);
+  else
+    unpack_simple<F>(from, block);
 }
 
-// Codes of 32 weights of 16 columns: see Group::load_codes.
-void write_codes(const Traits& format, const Block* columns, int first, uint8_t* out) {
-  const int bits = format.bits;
-  if (format.code == Code::kE4m3) {
-    for (int c = 0; c < kLanes; ++c)
-      for (int k = 0; k < kGroup; ++k) out[k * kLanes + c] = columns[c].codes[first + k];
+// Turns the codes of two groups of 32 weights of 16 columns into vectors of four codes of each column: see
+// Group::load_codes. first(c) and second(c) are where a group's codes of column c begin.
+template <typename First, typename Second>
+inline void transpose_codes(First first, Second second, Words (&out)[2 * 8]) {
+  Floats rows[kLanes];
+  for (int c = 0; c < kLanes; ++c) {
+    std::memcpy(&rows[c], first(c), kGroup);
+    std::memcpy(reinterpret_cast<uint8_t*>(&rows[c]) + kGroup, second(c), kGroup);
+  }
+  transpose_16x16(rows);
+  for (int i = 0; i < kLanes; ++i) out[i] = (Words)rows[i];
+}
+
+// Writes the codes of a group.
+template <Format F>
+inline void write_codes(const Words* codes, uint8_t* out) {
+  constexpr int bits = traits_of(F).bits;
+  if constexpr (traits_of(F).code == Code::kE4m3) {
+    for (int i = 0; i < 8; ++i)
+      for (int b = 0; b < 4; ++b, out += kLanes) {
+        const Bytes bytes = __builtin_convertvector((codes[i] >> (8 * b)) & 255u, Bytes);
+        std::memcpy(out, &bytes, sizeof(bytes));
+      }
     return;
   }
-  Words codes[8];
-  for (int c = 0; c < kLanes; ++c)
-    for (int i = 0; i < 8; ++i) {
-      uint32_t four;
-      std::memcpy(&four, columns[c].codes + first + 4 * i, 4);
-      codes[i][c] = four;
-    }
-  if (bits == 8) return void(std::memcpy(out, codes, sizeof(codes)));
+  if constexpr (bits == 8) return void(std::memcpy(out, codes, 8 * sizeof(Words)));
   Words pairs[4], high[2] = {};
   for (int i = 0; i < 4; ++i)
     pairs[i] = (codes[2 * i] & 0x0f0f0f0fu) | (codes[2 * i + 1] & 0x0f0f0f0fu) << 4;
   std::memcpy(out, pairs, sizeof(pairs));
-  if (bits == 5)
+  if constexpr (bits == 5)
     for (int i = 0; i < 8; ++i) high[0] |= ((codes[i] & 0x10101010u) >> 4) << i;
-  if (bits == 6)
+  if constexpr (bits == 6)
     for (int i = 0; i < 8; ++i) high[i / 4] |= ((codes[i] & 0x30303030u) >> 4) << 2 * (i % 4);
   std::memcpy(out + sizeof(pairs), high, 64 * (bits - 4));
 }
 
-void write_column_bytes(int bytes, int column, const uint8_t* from, uint8_t* out) {
-  std::memcpy(out + column * bytes, from, bytes);
+// Writes one number of each column, `bytes` long; `of(c)` is where that of column c is.
+template <int bytes, typename Of>
+void write_numbers(Of of, uint8_t* out) {
+  for (int c = 0; c < kLanes; ++c) std::memcpy(out + c * bytes, of(c), bytes);
 }
 
-// Writes a block of 16 columns.
-void write_block(const Traits& format, const Block* columns, uint8_t* out) {
-  const int width = format.scale == Scale::kSuper ? 2 : 4;  // Bytes of one of a superblock's numbers.
-  for (int c = 0; c < kLanes; ++c)
-    for (int i = 0; i < format.super_bytes() / (width * kLanes); ++i)
-      write_column_bytes(width, c, columns[c].super + width * i, out + i * width * kLanes);
-  out += format.super_bytes();
-  const int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
-  for (int g = 0; g < format.groups; ++g) {
-    write_codes(format, columns, g * kGroup, out);
-    out += format.code_bytes();
-    for (int part = 0; part < format.parts; ++part, out += format.scale_bytes())
-      for (int c = 0; c < kLanes; ++c)
-        write_column_bytes(scale_bytes, c, columns[c].scales + (g * format.parts + part) * scale_bytes, out);
-    for (int c = 0; c < kLanes; ++c)
-      write_column_bytes(shift_bytes, c, columns[c].shifts + g * shift_bytes, out);
-    out += format.shift_bytes();
+// Writes a group of 16 columns.
+template <Format F>
+inline void write_group(const Block* columns, int group, const Words* codes, uint8_t* out) {
+  constexpr Traits format = traits_of(F);
+  constexpr int scale_bytes = format.scale_bytes() / kLanes, shift_bytes = format.shift_bytes() / kLanes;
+  write_codes<F>(codes, out);
+  out += format.code_bytes();
+  for (int part = 0; part < format.parts; ++part, out += format.scale_bytes())
+    write_numbers<scale_bytes>(
+        [&](int c) { return columns[c].scales + (group * format.parts + part) * scale_bytes; }, out);
+  write_numbers<shift_bytes>([&](int c) { return columns[c].shifts + group * shift_bytes; }, out);
+}
+
+// Writes a block of several groups, an even number of them.
+template <Format F>
+void write_block(const Block* columns, uint8_t* out) {
+  constexpr Traits format = traits_of(F);
+  constexpr int width = format.scale == Scale::kSuper ? 2 : 4;  // Bytes of one of a superblock's numbers.
+  for (int i = 0; i < format.super_bytes() / (width * kLanes); ++i, out += width * kLanes)
+    write_numbers<width>([&](int c) { return columns[c].super + width * i; }, out);
+  for (int g = 0; g < format.groups; g += 2, out += 2 * format.group_bytes()) {
+    Words codes[2 * 8];
+    transpose_codes([&](int c) { return columns[c].codes + g * kGroup; },
+                    [&](int c) { return columns[c].codes + (g + 1) * kGroup; }, codes);
+    write_group<F>(columns, g, codes, out);
+    write_group<F>(columns, g + 1, codes + 8, out + format.group_bytes());
   }
 }
+
+// Writes half a panel: 16 columns, which point to their rows of blocks, null for zeros.
+template <Format F>
+void write_half(const uint8_t* const* columns, int64_t num_blocks, uint8_t* out) {
+  constexpr Traits format = traits_of(F);
+  static const uint8_t zeros[256] = {};
+  const auto read = [&](int64_t block, Block* blocks) {
+    for (int c = 0; c < kLanes; ++c)
+      unpack<F>(columns[c] ? columns[c] + block * format.row_bytes : zeros, blocks[c]);
+  };
+  Block blocks[kLanes], next[kLanes];
+  if constexpr (format.groups > 1) {
+    for (int64_t block = 0; block < num_blocks; ++block, out += format.block_bytes()) {
+      read(block, blocks);
+      write_block<F>(blocks, out);
+    }
+    return;
+  }
+  for (int64_t block = 0; block < num_blocks; block += 2, out += 2 * format.block_bytes()) {
+    const bool has_next = block + 1 < num_blocks;
+    read(block, blocks);
+    if (has_next) read(block + 1, next);
+    Words codes[2 * 8];
+    transpose_codes([&](int c) { return blocks[c].codes; }, [&](int c) { return (has_next ? next : blocks)[c].codes; },
+                    codes);
+    write_group<F>(blocks, 0, codes, out);
+    if (has_next) write_group<F>(next, 0, codes + 8, out + format.block_bytes());
+  }
+}
+
+// Packs rows of blocks, each of `depth` weights.
+template <Format F>
+void pack_blocks(const uint8_t* const* columns, int64_t depth, int64_t num_columns, uint8_t* out) {
+  constexpr Traits format = traits_of(F);
+  const int64_t num_blocks = depth / format.depth();
+  for_shared(num_columns / kLanes, 1, [&](int64_t half) {
+    if (!half) count_progress();
+    write_half<F>(columns + half * kLanes, num_blocks, out + half * num_blocks * format.block_bytes());
+  });
+}
+
+using PackBlocks = void (*)(const uint8_t* const* columns, int64_t depth, int64_t num_columns, uint8_t* out);
+
+template <size_t... F>
+constexpr std::array<PackBlocks, sizeof...(F)> all_packers(std::index_sequence<F...>) {
+  return {&pack_blocks<Format(F)>...};
+}
+
+constexpr auto kPackers = all_packers(std::make_index_sequence<size_t(Format::kCount)>());
 
 // Sixteen numbers of a row from `from` on, or `count` of them and zeros, one in each 32 bits. null: zeros.
 inline Words load_row(const float* from, int64_t count) {
@@ -215,23 +303,9 @@ extern "C" void moeserve_pack_panels(const void* rows, int64_t is_bf16, int64_t 
     pack_panels(static_cast<const float*>(rows), row_stride, depth, order, num_columns, out);
 }
 
-// Packs rows of blocks, `row_bytes` apart, each of `depth` weights. order [num_columns] tells the row of each column of
-// the panels, -1 for zeros; num_columns is a multiple of 32.
-extern "C" void moeserve_pack_quantised(int64_t format, const uint8_t* rows, int64_t row_bytes, int64_t depth,
-                                        const int64_t* order, int64_t num_columns, uint8_t* out) {
-  using namespace moeserve;
-  const Traits& traits = traits_of(static_cast<Format>(format));
-  const int64_t num_blocks = depth / traits.depth();
-  for_shared(num_columns / kLanes, 1, [&](int64_t half) {
-    uint8_t* to = out + half * num_blocks * traits.block_bytes();
-    const int64_t* of = order + half * kLanes;
-    static const uint8_t zeros[256] = {};
-    Block columns[kLanes];
-    for (int64_t block = 0; block < num_blocks; ++block, to += traits.block_bytes()) {
-      for (int c = 0; c < kLanes; ++c)
-        unpack(static_cast<Format>(format), of[c] < 0 ? zeros : rows + of[c] * row_bytes + block * traits.row_bytes,
-               columns[c]);
-      write_block(traits, columns, to);
-    }
-  });
+// Packs rows of blocks, each of `depth` weights, into panels. columns [num_columns] point to the row of each column,
+// null for zeros; num_columns is a multiple of 32.
+extern "C" void moeserve_pack_quantised(int64_t format, const uint8_t* const* columns, int64_t depth,
+                                        int64_t num_columns, uint8_t* out) {
+  moeserve::kPackers[format](columns, depth, num_columns, out);
 }

@@ -119,7 +119,7 @@ def best_seconds(run: Callable[[], object]) -> float:
 
 def read_bandwidth() -> float:
     """Return the bytes per second that all threads read from memory in huge pages."""
-    memory = WeightMemory().keep(torch.zeros(_READ_BYTES, dtype=torch.uint8)).view(torch.float32)
+    memory = WeightMemory().take(_READ_BYTES).zero_().view(torch.float32)
     return _READ_BYTES / best_seconds(memory.sum)
 
 

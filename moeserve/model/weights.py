@@ -159,7 +159,7 @@ class _Loader:
         """Do as `linear`, where some of the matrices are kept in the checkpoint's own bits."""
         parts = [self._stored_matrix(key, tensors[key], dtype) for key in keys]
         rows = joined_rows([part for part in parts if isinstance(part, QuantizedRows)])
-        if rows is None or len(rows.data) < sum(part.shape[0] for part in parts):
+        if rows is None or rows.shape[0] < sum(part.shape[0] for part in parts):
             own = [None] * len(parts) if biases is None else biases.split([part.shape[0] for part in parts])
             packed = [self._ops.pack_linear(part, bias, dtype) for part, bias in zip(parts, own, strict=True)]
             return side_by_side(packed, order)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import gguf
@@ -69,6 +68,10 @@ def test_exact_products_have_the_bits_of_the_same_values_in_float32(form: Weight
 
 def pack_quantized_linear(rows: QuantizedRows, bias: Tensor | None = None, arithmetic: Arithmetic = "int8") -> Linear:
     return pack_linear(rows, bias, arithmetic=arithmetic)
+
+
+def in_new_order(rows: QuantizedRows) -> QuantizedRows:
+    return QuantizedRows(rows.format, rows.data, rows.depth, torch.randperm(rows.depth))
 
 
 def rounded(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,6 +197,20 @@ def test_rows_are_packed_in_any_order_with_zeros_between() -> None:
     assert not pack_rows(rows, NATIVE, zeros).any()
 
 
+@every_format
+def test_rows_in_several_pieces_are_packed_where_they_are(form: WeightFormat) -> None:
+    assert NATIVE is not None
+    whole = random_rows(form, 96, DEPTH)
+    pieces = [whole.data[:33].clone(), whole.data.repeat_interleave(2, 0)[66:80:2], whole.data[40:].clone()]
+    rows = QuantizedRows(form, pieces, DEPTH)
+    assert rows.shape == whole.shape
+    assert torch.equal(rows.data, whole.data)
+    order = torch.randperm(96)
+    order[::5] = -1
+    for given in (None, order):
+        assert torch.equal(pack_rows(rows, NATIVE, given), pack_rows(whole, NATIVE, given))
+
+
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 512
 
 
@@ -212,7 +229,7 @@ def make_experts(
             random_rows(formats[1], HIDDEN, INTERMEDIATE),
         )
         if has_order:
-            pair = tuple(replace(rows, order=torch.randperm(rows.depth)) for rows in pair)  # type: ignore[assignment]
+            pair = in_new_order(pair[0]), in_new_order(pair[1])
         packed = layout.pack(*pair)
         assert packed.shape == (layout.num_bytes,)
         experts.put(number, packed)
@@ -255,7 +272,7 @@ def test_experts_have_orders_of_channels_of_their_own(arithmetic: Arithmetic, ki
 
 @every_arithmetic
 def test_a_product_has_the_order_of_its_columns(arithmetic: Arithmetic) -> None:
-    rows, x = replace(random_rows(Q8_0, 70, DEPTH), order=torch.randperm(DEPTH)), torch.randn(9, DEPTH)
+    rows, x = in_new_order(random_rows(Q8_0, 70, DEPTH)), torch.randn(9, DEPTH)
     wanted = x @ rows.dequantise().T
     got = pack_quantized_linear(rows, None, arithmetic)(x)
     assert ((got - wanted).abs().max() / wanted.std()).item() < (1e-5 if arithmetic == "exact" else 0.05)
