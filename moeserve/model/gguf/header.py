@@ -176,7 +176,7 @@ class _Parser:
         if inner is GGUFValueType.ARRAY:
             self._damaged("an array of its metadata holds arrays")
         if inner is GGUFValueType.STRING:
-            return [self._text(_MAX_METADATA_BYTES) for _ in range(count)]
+            return self._texts(count)
         return list(self._unpack(f"{count}{_SCALARS[inner]}"))
 
     def _kind(self) -> GGUFValueType:
@@ -191,6 +191,19 @@ class _Parser:
         (length,) = self._unpack("Q")
         self._bound(length, most, "bytes of a string")
         return self._take(length).decode("utf-8", "replace")
+
+    def _texts(self, count: int) -> list[str]:
+        """Read `count` strings: a vocabulary and its merges have some hundred thousand."""
+        data, at, last = self._data, self._at, min(self._size, _MAX_METADATA_BYTES)
+        texts = []
+        for _ in range(count):
+            begin = at + 8
+            at = begin + int.from_bytes(data[at:begin], "little")
+            if at > last:
+                self._damaged("its header does not end")
+            texts.append(data[begin:at].decode("utf-8", "replace"))
+        self._at = at
+        return texts
 
     def _unpack(self, form: str) -> tuple[Any, ...]:
         form = f"<{form}"
