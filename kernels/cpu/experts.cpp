@@ -240,18 +240,28 @@ Item* scratch(std::vector<Item>& kept, int64_t count) {
 }  // namespace
 }  // namespace moeserve
 
+// What stays from step to step. experts [num_experts] point to packed experts, null for absent ones.
+struct MoeExperts {
+  const void* const* experts;
+  int64_t num_experts;
+  int64_t gate_up, down, exact;  // gate_up, down: see Packing.
+  int64_t hidden, intermediate, has_bias, has_order, activation;
+  double alpha, limit;
+};
+
 // out [num_tokens, hidden] = sum over k of weight * expert(x [num_tokens, hidden]). ids [num_tokens, top_k], -1 for an
-// expert elsewhere; weights [num_tokens, top_k]; experts [num_experts] point to packed experts, null for absent ones.
-// gate_up, down: see Packing. Where weights is null, nothing is summed: out is [num_tokens * top_k, hidden], and rows with
-// an id of -1 are left untouched. Returns -1, or a chosen expert that is not here, and then computes nothing.
-extern "C" int64_t moeserve_experts(const float* x, int64_t x_stride, int64_t num_tokens, const int64_t* ids,
-                                    const float* weights, int64_t top_k, const void* const* experts,
-                                    int64_t num_experts, int64_t gate_up, int64_t down, int64_t exact, int64_t hidden,
-                                    int64_t intermediate, int64_t has_bias, int64_t has_order, int64_t activation,
-                                    double alpha, double limit, float* out, int64_t out_stride) {
+// expert elsewhere; weights [num_tokens, top_k]. Where weights is null, nothing is summed: out is
+// [num_tokens * top_k, hidden], and rows with an id of -1 are left untouched. Returns -1, or a chosen expert that is not
+// here, and then computes nothing.
+extern "C" int64_t moeserve_experts(const MoeExperts* layer, const float* x, int64_t x_stride, int64_t num_tokens,
+                                    const int64_t* ids, const float* weights, int64_t top_k, float* out,
+                                    int64_t out_stride) {
   using namespace moeserve;
-  const Shape shape = {hidden, intermediate, {gate_up}, {down}, exact != 0, has_bias != 0, has_order != 0,
-                       static_cast<Activation>(activation), float(alpha), float(limit)};
+  const int64_t hidden = layer->hidden, intermediate = layer->intermediate, num_experts = layer->num_experts;
+  const void* const* experts = layer->experts;
+  const Shape shape = {hidden, intermediate, {layer->gate_up}, {layer->down}, layer->exact != 0, layer->has_bias != 0,
+                       layer->has_order != 0, static_cast<Activation>(layer->activation), float(layer->alpha),
+                       float(layer->limit)};
   for (int64_t i = 0; i < num_tokens * top_k; ++i)
     if (ids[i] >= num_experts || (ids[i] >= 0 && !experts[ids[i]])) return ids[i];
   Step step = {x, x_stride, num_tokens, top_k, experts, sort_by_expert(ids, num_tokens * top_k, num_experts)};

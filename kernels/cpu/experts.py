@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+from ctypes import Structure, addressof, c_double, c_int64, c_void_p
 from typing import get_args
 
 import torch
@@ -123,6 +124,25 @@ class PanelLayout(ExpertLayout):
         return _NativeExperts(self, self._kernels, num_experts)
 
 
+class _Experts(Structure):
+    """`MoeExperts` of experts.cpp."""
+
+    _fields_ = [
+        ("experts", c_void_p),
+        ("num_experts", c_int64),
+        ("gate_up", c_int64),
+        ("down", c_int64),
+        ("exact", c_int64),
+        ("hidden", c_int64),
+        ("intermediate", c_int64),
+        ("has_bias", c_int64),
+        ("has_order", c_int64),
+        ("activation", c_int64),
+        ("alpha", c_double),
+        ("limit", c_double),
+    ]
+
+
 class _NativeExperts(SplitExperts):
     def __init__(self, layout: PanelLayout, kernels: NativeKernels, num_experts: int) -> None:
         self._layout = layout
@@ -130,6 +150,9 @@ class _NativeExperts(SplitExperts):
         self._combine = kernels.combine
         self._packed: list[Tensor | None] = [None] * num_experts
         self._addresses = torch.zeros(num_experts, dtype=torch.int64)
+        self._activation: Activation | None = None
+        self._record = _Experts()
+        self._address = 0
 
     def __len__(self) -> int:
         return len(self._packed)
@@ -172,35 +195,44 @@ class _NativeExperts(SplitExperts):
     ) -> None:
         """Write the sums to out [T, H], or without weights the products to out [T, k, H]."""
         num_tokens, top_k = expert_ids.shape
-        shape = self._layout.shape
-        check_gate(shape, activation)
         if not num_tokens:
             return
         # A contiguous copy must outlive the call.
         expert_ids = expert_ids.contiguous()
         missing = self._run(
+            self._address_for(activation),
             x.data_ptr(),
             x.stride(0),
             num_tokens,
             expert_ids.data_ptr(),
             None if expert_weights is None else expert_weights.data_ptr(),
             top_k,
-            self._addresses.data_ptr(),
-            len(self._packed),
-            *self._layout.kinds,
-            shape.arithmetic == "exact",
-            shape.hidden_size,
-            shape.intermediate_size,
-            shape.has_bias,
-            shape.has_order,
-            _KINDS[activation.kind],
-            activation.alpha,
-            activation.limit,
             out.data_ptr(),
-            shape.hidden_size,
+            self._layout.shape.hidden_size,
         )
         if missing >= 0:
             raise ValueError(f"expert {missing} is not here")
+
+    def _address_for(self, activation: Activation) -> int:
+        """Return the address of what the kernel has to know of these experts, which stays as long as the activation."""
+        if self._activation is not activation:
+            shape = self._layout.shape
+            check_gate(shape, activation)
+            self._record = _Experts(
+                self._addresses.data_ptr(),
+                len(self._packed),
+                *self._layout.kinds,
+                shape.arithmetic == "exact",
+                shape.hidden_size,
+                shape.intermediate_size,
+                shape.has_bias,
+                shape.has_order,
+                _KINDS[activation.kind],
+                activation.alpha,
+                activation.limit,
+            )
+            self._activation, self._address = activation, addressof(self._record)
+        return self._address
 
 
 class RowLayout(ExpertLayout):

@@ -50,7 +50,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "pack_panels": (_P, _N, _N, _N, _P, _N, _P),
     "pack_quantised": (_N, _P, _N, _N, _P),
     "quantise": (_P, _N, _N, _N, _N, _N, _P),
-    "experts": (_P, _N, _N, _P, _P, _N, _P, _N, _N, _N, _N, _N, _N, _N, _N, _N, _R, _R, _P, _N),
+    "experts": (_P, _P, _N, _N, _P, _P, _N, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "choose_experts": (_P, _P, _N, _N, _P, _P),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
