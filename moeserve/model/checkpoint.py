@@ -285,15 +285,16 @@ class _Matcher:
         return bool(_IGNORED.search(name)) or (self._spec.tie_embeddings and name == "lm_head.weight")
 
     def _find(self, ref: TensorRef) -> str | None:
-        own, stored = self._renamed
         for name in ref.names:
-            if own and name.startswith(own):
-                name = stored + name.removeprefix(own)
             for prefix in _PREFIXES:
-                candidate = prefix + name
+                candidate = prefix + self._stored_name(name)
                 if candidate in self._index:
                     return candidate
         return None
+
+    def _stored_name(self, name: str) -> str:
+        own, stored = self._renamed
+        return stored + name.removeprefix(own) if own and name.startswith(own) else name
 
     def _match_one(self, ref: TensorRef) -> StoredTensor:
         name, info = self._take(ref)
@@ -314,7 +315,7 @@ class _Matcher:
     def _take(self, ref: TensorRef) -> tuple[str, TensorInfo]:
         name = self._find(ref)
         if name is None:
-            raise CheckpointError(f"The checkpoint lacks the tensor model.{ref.names[0]}.")
+            raise CheckpointError(f"The checkpoint lacks the tensor model.{self._stored_name(ref.names[0])}.")
         info = self._index[name]
         _check_shape(name, info.shape, ref.shape)
         self._used.add(name)
