@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from statistics import median
 
+from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.scheduler import Scheduler
@@ -53,6 +54,32 @@ def planning_ms(num_running: int, *, run_ahead: bool) -> float:
     return 1000 * median(seconds[4:])
 
 
+def ranked_ms(num_ranks: int, num_running: int) -> tuple[float, float]:
+    """Return the milliseconds of planning a step of this number of decodes on each rank, and of encoding the plans."""
+    scheduler = Scheduler(
+        [PrefixCache(20 * num_running, 16) for _ in range(num_ranks)],
+        max_num_seqs=num_ranks * num_running,
+        max_num_batched_tokens=max(4096, num_running),
+        max_num_queued_reqs=num_ranks * num_running,
+        max_model_len=256,
+    )
+    for number in range(num_ranks * num_running):
+        prompt = array("i", [number + 1, number + 2, number + 3, number + 5] * 4)
+        scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=200, temperature=0.0)))
+    senders, planning, encoding = [PlanSender() for _ in range(num_ranks)], [], []
+    for _ in range(_NUM_STEPS):
+        started = time.process_time()
+        plans = scheduler.schedule()
+        planned = time.process_time()
+        assert plans is not None
+        for sender, plan in zip(senders, plans, strict=True):
+            sender.encode(plan)
+        planning.append(planned - started)
+        encoding.append(time.process_time() - planned)
+        scheduler.commit(plans, _results(plans))
+    return 1000 * median(planning[4:]), 1000 * median(encoding[4:])
+
+
 def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
     """Return the milliseconds of `Scheduler.add` and of `drop_late` with this number of waiting requests.
 
@@ -87,6 +114,8 @@ def main() -> None:
     for num_running in (64, 256, 1000):
         plain, ahead = (planning_ms(num_running, run_ahead=run_ahead) for run_ahead in (False, True))
         print(f"planning {num_running} decodes: {plain:.2f} ms, a step ahead {ahead:.2f} ms")
+    plan, encode = ranked_ms(8, 256)
+    print(f"8 ranks of 256 decodes: planning {plan:.2f} ms, encoding {encode:.2f} ms")
     for num_waiting in (256, 3000, 10_000):
         for num_shared in (0, 512):
             add, drop = adding_ms(num_waiting, num_shared)

@@ -269,7 +269,9 @@ class Request:
     @property
     def is_in_flight(self) -> bool:
         """True if a plan in flight names the request or one of its beams."""
-        return self.num_scheduled_tokens > 0 or any(beam.num_scheduled_tokens for beam in self.beams)
+        if self.num_scheduled_tokens or not self.beams:
+            return self.num_scheduled_tokens > 0
+        return any(beam.num_scheduled_tokens for beam in self.beams)
 
     @property
     def num_places(self) -> int:

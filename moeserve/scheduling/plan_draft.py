@@ -26,7 +26,6 @@ class PlanDraft:
         "_has_all_decodes",
         "_least",
         "_limits",
-        "_num_sampled",
         "_sampled",
         "_tells_following",
         "budgets",
@@ -47,9 +46,8 @@ class PlanDraft:
         self.budgets = [budget] * num_ranks
         self.sizes = [StepSize() for _ in range(num_ranks)]
         self.duplicates: list[tuple[int, list[int]]] = []
-        # By rank, the places of requests' tokens among all that are sampled; and their number.
-        self._sampled: list[dict[str, int]] = [{} for _ in range(num_ranks)]
-        self._num_sampled = [0] * num_ranks
+        # By rank, the places of requests' tokens among all that are sampled; None until they are asked for.
+        self._sampled: list[dict[str, int] | None] = [None] * num_ranks
         # The prediction of the step's seconds and, by rank, their limit and the rows that fit whatever they take.
         self._cost = CostModel()
         self._limits = [inf] * num_ranks
@@ -76,7 +74,7 @@ class PlanDraft:
 
         num_drafts: the number of its draft tokens to follow the last known token.
         """
-        start = request.num_planned_tokens
+        start = request.num_computed_tokens + request.num_scheduled_tokens
         end = start + count
         token_ids = request.token_ids
         lease = request.lease
@@ -153,10 +151,6 @@ class PlanDraft:
         self.requests.append(request)
         if self._has_all_decodes:
             self.prompts[request.request_id] = request
-        if chunk.sampling is not None:
-            if not chunk.num_drafts:
-                self._sampled[rank][chunk.request_id] = self._num_sampled[rank]
-            self._num_sampled[rank] += chunk.num_sampled_rows
         self.budgets[rank] -= count
         size = self.sizes[rank]
         size.rows += count
@@ -170,11 +164,25 @@ class PlanDraft:
         return [zip(plan.chunks, result.chunks, strict=True) for plan, result in zip(self.plans, results, strict=True)]
 
     def sampled_place(self, request: Request) -> int | None:
-        """Return the place of the request's token among the tokens that its rank's plan samples.
+        """Return the place of the request's token among the tokens that its rank's plan, which is whole, samples.
 
         None if it has none there, or may have several.
         """
-        return self._sampled[request.rank].get(request.request_id)
+        places = self._sampled[request.rank]
+        if places is None:
+            places = self._sampled[request.rank] = _sampled_places(self.plans[request.rank])
+        return places.get(request.request_id)
+
+
+def _sampled_places(plan: StepPlan) -> dict[str, int]:
+    """Return by request the place of the only token that is sampled for it, among all that the plan samples."""
+    places, num_sampled = dict[str, int](), 0
+    for chunk in plan.chunks:
+        if chunk.sampling is not None:
+            if not chunk.num_drafts:
+                places[chunk.request_id] = num_sampled
+            num_sampled += 1 + chunk.num_drafts
+    return places
 
 
 def _unsampled_extras(request: Request) -> ChunkExtras | None:

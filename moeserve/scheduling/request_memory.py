@@ -222,6 +222,13 @@ class RequestMemory:
         if self._states is not None:
             self._states.commit(request, chunk, keep=keep)
 
+    def has_room_for_next(self, request: Request) -> bool:
+        """Return whether the chunk of the request's next token needs nothing but a slot that the request holds."""
+        lease = request.lease
+        if lease is None or self._states is not None or self._windows is not None:
+            return False
+        return request.num_computed_tokens + request.num_scheduled_tokens < len(lease.block_ids) * self._block_size
+
     def grow(self, request: Request, count: int, *, sparing: bool) -> Sequence[int] | None:
         """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short.
 

@@ -309,8 +309,10 @@ class Scheduler:
             elif num_pending > 1:
                 is_prompt = num_pending - _num_lost(request) > 1 + request.num_forced_tokens
                 (prompts if is_prompt else closings).append(request)
+            elif num_pending == 1 and request.request_id not in num_drafts:
+                self._plan_chunk(request, 1, draft)
             elif num_pending == 1:
-                self._plan_known(request, num_drafts.get(request.request_id, 0), draft)
+                self._plan_known(request, num_drafts[request.request_id], draft)
             elif num_pending == 0 and request.request_id not in num_drafts:
                 self._plan_unsampled(request, draft)
         for request in closings:
@@ -568,7 +570,7 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Return whether the next step may name a running request."""
-        if request.yields or request.lacks_mask or self._awaits_trial(request):
+        if request.yields or request.lacks_mask or (request.suspect_until and self._awaits_trial(request)):
             return False
         return (self._run_ahead and request.beam_params is None) or not request.is_in_flight
 
@@ -620,10 +622,15 @@ class Scheduler:
         the rank.
         """
         rank = request.rank
+        memory = self._memories[rank]
+        if num_pending == 1 and draft.budgets[rank] > 0 and memory.has_room_for_next(request):
+            # As for most requests of a large step.
+            draft.add(request, 1, None, None)
+            self._note_planned(request, 1)
+            return
         limit = min(num_pending, draft.budgets[rank]) if num_pending == 1 else draft.claim(request, num_pending)
         if limit <= 0:
             return
-        memory = self._memories[rank]
         count = wanted = memory.cut_chunk(request, limit)
         sparing = True
         while (new := memory.grow(request, count, sparing=sparing)) is None:
@@ -805,7 +812,7 @@ def _may_be_offered(request: Request) -> bool:
 
 def _num_pending(request: Request) -> int:
     """Return the number of the request's known tokens that no plan computes yet."""
-    return len(request.token_ids) - request.num_planned_tokens
+    return len(request.token_ids) - request.num_computed_tokens - request.num_scheduled_tokens
 
 
 def _num_lost(request: Request) -> int:
