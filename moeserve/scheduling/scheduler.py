@@ -215,7 +215,7 @@ class Scheduler:
         if self.transfer is not None:
             self.transfer.offers.expire(self._pace.now, lacks_memory=bool(self._lacking))
             for request in self.transfer.offers.take_unwanted():
-                self._end(request, FinishReason.ABORT)
+                self._end(request, FinishReason.LATE)  # no client has left
 
     def offer_early(self) -> list[RequestOutput]:
         """Return the last outputs of requests whose prompts are offered to other services before they are computed.

@@ -12,9 +12,8 @@ from typing import Any
 import httpx2
 import pytest
 
-from moeserve.engine.ranks.meeting import create_keys
 from tests.clients.environments import Client
-from tests.support.routers import address, cached, free_port, program, start
+from tests.support.routers import address, cached, free_port, program, start, transfer_settings
 from tests.support.service import Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -121,9 +120,9 @@ def test_conversations_stay_with_their_replica_and_go_on_elsewhere_when_it_dies(
         assert min(found) >= 160
 
 
-def test_smg_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:
-    create_keys(tmp_path / "kv.key")
-    settings = ("--kv-transfer-config", json.dumps({"key_file": str(tmp_path / "kv.key")}))
+@pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
+def test_smg_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path, early: bool) -> None:
+    settings = transfer_settings(tmp_path, early=early)
     with ExitStack() as stack:
         prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
         flags = ("--pd-disaggregation", "--prometheus-port", str(free_port()))

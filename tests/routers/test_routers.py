@@ -15,11 +15,10 @@ from typing import Any
 import httpx2
 import pytest
 
-from moeserve.engine.ranks.meeting import create_keys
 from tests.clients.environments import Client
 from tests.support.reconnecting import NUM_TOKENS, Repeated, body_of
 from tests.support.reconnecting import prompt_of as prompt_of_stream
-from tests.support.routers import address, cached, free_port, program, start
+from tests.support.routers import address, cached, free_port, program, start, transfer_settings
 from tests.support.service import Service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -71,9 +70,9 @@ def figure(running: Service, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path) -> None:
-    create_keys(tmp_path / "kv.key")
-    settings = ("--kv-transfer-config", json.dumps({"key_file": str(tmp_path / "kv.key")}))
+@pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
+def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path, early: bool) -> None:
+    settings = transfer_settings(tmp_path, early=early)
     with ExitStack() as stack:
         prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
         command = ("vllm-router", "--vllm-pd-disaggregation", "--host", "127.0.0.1", "--port", "{port}")

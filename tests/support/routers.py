@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -12,6 +13,7 @@ from typing import Any
 
 import httpx2
 
+from moeserve.engine.ranks.meeting import create_keys
 from tests.clients.environments import Client, cache_folder, ensure_environment
 from tests.support.service import Service, service, wait_until
 
@@ -55,6 +57,14 @@ def _answers(http: httpx2.Client, path: str, process: subprocess.Popen[bytes], l
         return bool(http.get(path).status_code == 200)
     except httpx2.TransportError:
         return False
+
+
+def transfer_settings(folder: Path, *, early: bool) -> tuple[str, ...]:
+    """Return the settings of services of which one computes prompts for another. early: in several steps each."""
+    key = folder / "kv.key"
+    create_keys(key)
+    config = ("--kv-transfer-config", json.dumps({"key_file": str(key), "early": early}))
+    return (*config, "--max-num-batched-tokens", "64", "--max-num-seqs", "8") if early else config
 
 
 def start(stack: ExitStack, model: Path, folder: Path, *settings: str) -> Service:
