@@ -90,10 +90,10 @@ class KvOffers:
         """Hold the blocks of a request's prompt from now on, as they are computed; return the ticket, None if they are
         more than may be held."""
         prompt = request.token_ids[: request.num_prompt_tokens]
-        num_blocks = len(prompt) // self._cache.block_size
+        num_blocks = (len(prompt) - 1) // self._cache.block_size
         if not 0 < num_blocks <= self._most_held:
             return None
-        lease = self._cache.match(prompt[: request.num_computed_tokens], request.namespace)
+        lease = self._computed(request)
         self.num_early += 1
         offer = _Offer(lease, now + self._lease_s, request, request.num_computed_tokens)
         return self._hold(self._office.issue(prompt, num_blocks, is_early=True), offer)
@@ -124,6 +124,11 @@ class KvOffers:
         while sum(offer.num_blocks for offer in self._offers.values()) > self._most_held:
             self._expire(next(iter(self._offers)))
 
+    def _computed(self, request: Request) -> Lease:
+        """Return a lease of the blocks of a request's prompt that are computed, but for the last token's."""
+        num_tokens = min(request.num_computed_tokens + 1, request.num_prompt_tokens)
+        return self._cache.match(request.token_ids[:num_tokens], request.namespace)
+
     def _grow(self, ticket_id: str, now: float) -> None:
         offer = self._offers.get(ticket_id)
         if offer is None or offer.request is None:
@@ -132,7 +137,7 @@ class KvOffers:
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if num_tokens > offer.num_seen:
             # Threads find the longer lease before the shorter one ends.
-            offer.lease = self._cache.match(request.token_ids[:num_tokens], request.namespace)
+            offer.lease = self._computed(request)
             offer.deadline, offer.num_seen = now + self._lease_s, num_tokens
             self._cache.release(before)
 

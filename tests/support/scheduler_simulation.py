@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from math import inf
 
+from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.outcomes import RequestOutput
@@ -49,6 +51,7 @@ class Simulation:
         drafting: Drafting | None = None,
         most_drafts: int = 0,
         overflow: Overflow = Overflow.AUTO,
+        office: TicketOffice | None = None,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -81,6 +84,9 @@ class Simulation:
             slo=slo,
             drafting=drafting,
             overflow=overflow,
+            office=office,
+            lease_s=inf,
+            offers_early=office is not None,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs
@@ -106,6 +112,7 @@ class Simulation:
         budget: ThoughtBudget | None = None,
         earlier_output: list[int] | None = None,
         predicted: list[int] | None = None,
+        offers_kv: bool = False,
     ) -> Record:
         """resumed_from: when the request arrived in an earlier life of the engine; None for a new one."""
         earlier = array("i", earlier_output or [])
@@ -119,6 +126,7 @@ class Simulation:
             budget=budget,
             earlier_output=earlier,
             predicted=array("i", predicted or []),
+            offers_kv=offers_kv,
         )
         if resumed_from is not None:
             request.resumes, request.arrived_at = True, resumed_from

@@ -9,10 +9,11 @@ from dataclasses import replace
 import pytest
 
 from moeserve.kv_transfer import KvTicket, TicketOffice, parse_kv_transfer, read_params
-from moeserve.plan import Request, SamplingParams
+from moeserve.plan import FinishReason, Request, SamplingParams
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvFetches, KvOffers
 from radix_cache import PrefixCache
 from tests.support.parameters import first
+from tests.support.scheduler_simulation import Simulation
 
 SIZE = 4
 OFFICE = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5)
@@ -194,3 +195,41 @@ def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
     huge = request_of(2, tokens_of(1, 90))
     huge.num_computed_tokens = 8
     assert offers.make_early(huge, 0.0) is None
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("seed", first(4, range(30)))
+def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: int, depth: int) -> None:
+    draw = random.Random(seed)
+    simulation = Simulation(
+        num_blocks=16, block_size=SIZE, budget=7, max_num_seqs=4, depth=depth, run_ahead=depth > 0, office=OFFICE
+    )
+    scheduler = simulation.scheduler
+    assert scheduler.transfer is not None
+    offers, tickets = scheduler.transfer.offers, list[KvTicket]()
+    for number in range(12):
+        prompt = [draw.randrange(3) for _ in range(draw.randint(3, 34))]
+        is_offered = draw.random() < 0.6
+        sampling = SamplingParams(max_tokens=1 if is_offered else draw.randint(1, 12), seed=number)
+        simulation.add(f"r{number}", prompt, sampling, offers_kv=is_offered)
+    while not scheduler.is_idle:
+        simulation.step()
+        for output in scheduler.offer_early():
+            ticket = output.request.offered
+            assert ticket is not None
+            assert (ticket.is_early, output.finish_reason) == (True, FinishReason.LENGTH)
+            tickets.append(ticket)
+        if tickets and draw.random() < 0.1:
+            scheduler.note_fetched(tickets.pop(draw.randrange(len(tickets))).request_id, is_last=True)
+        before = [record for record in simulation.records.values() if not record.request.finished]
+        scheduler.expire_offers()
+        for record in before:
+            if record.request.finished:
+                record.finish_reason = FinishReason.LATE
+        simulation.cache.check_invariants()
+    for record in simulation.records.values():
+        if (ticket := record.request.offered) is not None and (blocks := offers.blocks(ticket.request_id)) is not None:
+            assert len(blocks) == ticket.num_blocks
+            offers.note_fetch(ticket.request_id, 0.0, is_last=True)
+    assert (offers.num_held, offers.take_unwanted()) == (0, [])
+    simulation.check_all_done()
