@@ -29,13 +29,14 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Bytes per second of one rank: to ranks of its node, to other nodes, and from its memory. latency: seconds of one
+    """Bytes per second of one rank: to ranks of its node, to other nodes, and from its memory, as experts of 256 tokens
+    in bf16 read it on an H200 (docs/benchmarks-gpu.md). latency: seconds of one
     collective beyond its bytes. slack: the room of a fixed capacity, as a multiple of the rows that are expected."""
 
     ranks_per_node: int = 8
     inside: float = 400e9
     outside: float = 50e9
-    memory: float = 0.85 * 4.8e12
+    memory: float = 4.0e12
     latency: float = 20e-6
     slack: float = 1.5
 
