@@ -110,5 +110,5 @@ def test_weights_take_the_bytes_of_the_file(folder: Path) -> None:
 
 def test_a_quantised_file_is_not_rounded_once_more(folder: Path) -> None:
     spec, _ = read_spec(folder, BASE)
-    with pytest.raises(ConfigError, match="--quantization is for floats of 8, 16 or 32 bits; these are q4_0, q4_1, q8_0"):
+    with pytest.raises(ConfigError, match="is for floats of 8, 16 or 32 bits; these are q4_0, q4_1, q8_0"):
         rounding_of(replace(BASE, quantization="int8"), spec, read_index(folder))

@@ -218,7 +218,7 @@ def test_biases_that_a_model_lacks_are_ignored_beside_quantised_matrices(tmp_pat
 def test_a_quantised_checkpoint_is_not_rounded_once_more(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, "gptq-4-32")
-    with pytest.raises(ConfigError, match="--quantization is for weights of 16 or 32 bits; these are int4_f16"):
+    with pytest.raises(ConfigError, match="--quantization is for floats of 8, 16 or 32 bits; these are int4_f16"):
         plan_model(folder, replace(BASE, quantization="int8"))
 
 
