@@ -133,6 +133,12 @@ async def run_rate(
         return sum([await one for one in running]), len(running)
 
 
+def total(url: str, name: str) -> float:
+    """Return the sum of a service's counter."""
+    lines = httpx2.get(f"{url}/metrics").text.splitlines()
+    return sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_total"))
+
+
 def arrange(ends: ExitStack, threads: int, early: bool, settings: Sequence[str]) -> list[Arrangement]:
     """Start one service with all threads, and two that share them. early: see `--kv-transfer-config`."""
     folder = Path(ends.enter_context(TemporaryDirectory()))
@@ -192,6 +198,9 @@ def command(
                 for rate in rates:
                     found = asyncio.run(run_rate(arrangement, draw, rate, seconds, tokens, is_good))
                     good[arrangement, rate] = [a + b for a, b in zip(good[arrangement, rate], found, strict=True)]
+        tokens_fetched, fetch_s = (
+            total(both[1].decodes, f"moeserve_kv_transfer_{name}") for name in ("tokens", "seconds")
+        )
     click.echo(f"{streams} streams beside prompts of {tokens} tokens: ms between tokens, s to a prompt's first token\n")
     click.echo("| | p50 | p90 | p99 | longest | prompt |\n|---|---|---|---|---|---|")
     for arrangement in both:
@@ -206,7 +215,7 @@ def command(
             for kept, sent in (good[arrangement, rate] for rate in rates)
         ]
         click.echo(f"| {arrangement.name} | " + " | ".join(cells) + " |")
-    click.echo(f"\nload {getloadavg()[0]:.1f}")
+    click.echo(f"\n{tokens_fetched:.0f} tokens fetched in {fetch_s:.1f} s of fetches; load {getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":
