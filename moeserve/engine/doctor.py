@@ -28,7 +28,6 @@ from moeserve.engine.memory_plan import (
     plan_on_cpu,
     rounding_of,
     weights_bytes,
-    with_mtp,
 )
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, read_index
@@ -319,7 +318,6 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
     spec, dtype, flags = model.spec, native_dtype(config, "cpu"), _flags_of(config)
     try:
         refuse_gpu_settings(config, "--device cuda")
-        spec = with_mtp(spec, model.index, config)
         plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes)
     except (ModelError, ConfigError) as error:
         return Setup("cpu", flags, str(error))

@@ -67,13 +67,8 @@ def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tupl
     if _drafts_by_mtp(config):
         if device != "cpu":
             raise ConfigError("--speculative-config: MTP layers draft tokens on a CPU alone so far.")
-        spec = with_mtp(spec, read_index(directory), config)
+        spec = replace(spec, mtp=find_mtp(spec, read_index(directory)))
     return spec, native_dtype(config, device)
-
-
-def with_mtp(spec: DecoderSpec, index: Mapping[str, TensorInfo], config: ServeConfig) -> DecoderSpec:
-    """Return the architecture with the checkpoint's MTP layer, if it is to draft. Raise CheckpointError without one."""
-    return replace(spec, mtp=find_mtp(spec, index)) if _drafts_by_mtp(config) else spec
 
 
 def _drafts_by_mtp(config: ServeConfig) -> bool:
