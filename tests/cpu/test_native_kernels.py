@@ -111,7 +111,8 @@ def test_rotating_and_storing_matches_its_reference(
 
 
 def test_what_a_forked_copy_writes_to_weights_stays_with_it() -> None:
-    kept = WeightMemory().keep(torch.arange(64, dtype=torch.uint8))
+    kept = WeightMemory().take(64)
+    kept.copy_(torch.arange(64, dtype=torch.uint8))
     pid = os.fork()
     if pid == 0:
         kept.zero_()

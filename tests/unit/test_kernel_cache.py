@@ -18,7 +18,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path.write_text(
         "#!/bin/sh\n"
         'if [ "$1" = --version ]; then echo 1.0; exit; fi\n'
-        f"echo called >> {tmp_path}/calls\n"
+        f'case "$*" in *-shared*) echo linked >> {tmp_path}/calls; esac\n'
         "for argument; do last=$argument; done\n"
         "echo a library of some length > $last\n"
     )
@@ -28,6 +28,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def calls(compiler: Path) -> int:
+    """Return how often the compiler has linked a library."""
     return len((compiler.parent / "calls").read_text().splitlines())
 
 
