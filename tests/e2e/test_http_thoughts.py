@@ -248,9 +248,9 @@ def test_a_thought_goes_on_and_ends_exactly_when_the_model_process_dies(running:
     if name == "ranks":
         pytest.skip("its worker is a group of ranks, whose death the tests of ranks show")
     message = MESSAGE if name == "message" else ""
-    budget = 300
+    budget, max_tokens = 600, 750
     body = {"model": "m", "messages": [{"role": "user", "content": "long"}], "seed": 1, "ignore_eos": True}
-    body |= {"max_tokens": 400, "thinking_token_budget": budget, "stream": True, "logprobs": True}
+    body |= {"max_tokens": max_tokens, "thinking_token_budget": budget, "stream": True, "logprobs": True}
     body["stream_options"] = {"include_usage": True}
     events: list[Any] = []
     with served.http.stream("POST", "/v1/chat/completions", json=body) as response:
@@ -258,13 +258,13 @@ def test_a_thought_goes_on_and_ends_exactly_when_the_model_process_dies(running:
         for data in response.iter_bytes():
             *lines, begun = (begun + data).split(b"\n")
             events += [json.loads(line[6:]) for line in lines if line.startswith(b"data: {")]
-            if not is_killed and sum(len(event["choices"]) for event in events) > 20:
+            if not is_killed and sum(len(event["choices"]) for event in events) > 5:
                 kill_engine(served)
                 is_killed = True
     wait_until(lambda: served.http.get("/ready").status_code == 200)
     # The undisturbed answer comes second: drafts out of the tree give a repeated stream in so few steps that a signal
     # may come too late.
-    undisturbed = send(served, Ask("/v1/chat/completions", body, budget, 400, 1))
+    undisturbed = send(served, Ask("/v1/chat/completions", body, budget, max_tokens, 1))
 
     def tokens(answer: list[Any]) -> list[list[int]]:
         choices = [choice for event in answer for choice in event["choices"] if choice.get("logprobs")]
