@@ -25,6 +25,7 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS
 from tests.support.tiny_models import build
 from tests.support.tiny_mtp import save_with_mtp
+from tests.support.tiny_transformers import save_tiny
 
 NUM_REQUESTS = 96
 # With six settings that is more than 10,000 requests.
@@ -115,6 +116,10 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
         ("qwen3_next", "suffix", {}),
         ("qwen3_next", "ngram", {"max_num_batched_tokens": 24, "max_num_seqs": 14, "kv_cache_memory": 260 * 2**10}),
         ("qwen3_5_moe", "suffix", {"max_num_seqs": 30}),
+        *(
+            pytest.param(f"transformers {kind}", "suffix", {"max_num_seqs": 30}, marks=pytest.mark.long)
+            for kind in ("kimi_linear", "jamba", "lfm2_moe")
+        ),
         ("mtp glm4_moe", "mtp", {}),
         ("mtp glm4_moe", '{"method": "mtp", "num_speculative_tokens": 3}', {"kv_cache_memory": 280 * 2**10}),
         ("mtp deepseek_v3-yarn", "deepseek_mtp", {}),
@@ -128,6 +133,8 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
     if kind in ("grammars", "short of memory"):
         write_tiny_checkpoint(tmp_path)
         grammars = GRAMMARS
+    elif kind.startswith("transformers "):
+        save_tiny(kind.removeprefix("transformers "), tmp_path)
     elif kind.startswith("mtp "):
         save_with_mtp(kind.removeprefix("mtp "), tmp_path, is_apt=True)
     else:
