@@ -1,5 +1,5 @@
 // The choice of experts: a gate's product, its scores, the best of them and their weights. Weights have the bits that
-// torch gives: its exponential, and its orders of sums.
+// torch gives on a machine with AVX-512: its exponential, and its orders of sums.
 #include <algorithm>
 #include <cmath>
 #include <vector>
