@@ -5,6 +5,7 @@ Matrices keep their blocks: rows are taken and ordered without unpacking them.
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Mapping
 from typing import Any
 
@@ -77,9 +78,13 @@ def _row_of(tensor: GgufTensor, row: int) -> GgufTensor:
 
 
 def _bytes(tensor: GgufTensor) -> _Array:
+    skipped = tensor.offset % mmap.ALLOCATIONGRANULARITY
+    begin, length = tensor.offset - skipped, skipped + tensor.num_bytes
     try:
-        # Private pages, which torch may write to; nothing does.
-        return np.memmap(tensor.file, np.uint8, "c", tensor.offset, (tensor.num_bytes,))
+        with tensor.file.open("rb", 0) as file:
+            # Private pages, which torch may write to; nothing does.
+            mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
+        return np.frombuffer(mapped, np.uint8, tensor.num_bytes, skipped)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor.file.name} cannot be read: {error}.") from None
 
