@@ -63,6 +63,7 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "fp8-one": compressed("float-quantized", 8, -2),
     "fp8-blocks": compressed("float-quantized", 8, 0),
     "deepseek": deepseek(128, 128),
+    "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, compressed("float-quantized", 8, -2)[1]),
     "deepseek-edges": deepseek(48, 96, torch.bfloat16),
     "nvfp4": compressed("nvfp4-pack-quantized"),
     "nvfp4-modelopt": modelopt(),

@@ -54,8 +54,8 @@ def _mxfp4(_: Config) -> QuantizationSpec:
 
 def _fp8(config: Config) -> QuantizationSpec:
     block = config.get("weight_block_size")
-    if not block:
-        raise UnsupportedModel("FP8 weights without block scales are not supported.")
+    if not block:  # One scale of a matrix, or of each row.
+        return QuantizationSpec("fp8", form="FP8_F32")
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
         raise ModelError("The configuration's weight_block_size must be two positive numbers.")
     return QuantizationSpec("fp8", (block[0], block[1]))

@@ -19,7 +19,7 @@ def joined_matrices(index: Index, quantization: QuantizationSpec | None) -> dict
 
     Raise CheckpointError for tensors that do not fit together.
     """
-    if quantization is not None and quantization.kind == "fp8":
+    if quantization is not None and quantization.kind == "fp8" and not quantization.form:
         return _joined_fp8(index, quantization.block)
     if quantization is None or quantization.kind not in _FINDERS:
         return dict(index)
@@ -159,7 +159,7 @@ def _awq(module: _Module, _: QuantizationSpec) -> TensorInfo:
 
 
 def _compressed(module: _Module, quantization: QuantizationSpec) -> TensorInfo:
-    """Find a matrix of compressed-tensors or of ModelOpt: the dtype of its codes tells its layout."""
+    """Find a matrix of compressed-tensors, ModelOpt or FP8 without blocks: the dtype of its codes tells its layout."""
     codes = "weight_packed" if module.has("weight_packed") else "weight"
     dtype = module.dtype(codes)
     if dtype == "U8":
@@ -247,4 +247,5 @@ _FINDERS: dict[str, tuple[tuple[str, ...], _Finder]] = {
     "awq": (_WORDS, _awq),
     "compressed-tensors": (_COMPRESSED, _compressed),
     "modelopt": (_COMPRESSED, _compressed),
+    "fp8": (_COMPRESSED, _compressed),
 }
