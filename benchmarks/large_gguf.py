@@ -209,7 +209,8 @@ def serving(path: Path, settings: Sequence[str], memory: _Memory) -> Iterator[ht
 def _answer(http: httpx2.Client, prompt: list[int], tokens: int) -> int:
     body = {"model": _NAME, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
     response = http.post("/v1/completions", json=body)
-    response.raise_for_status()
+    if response.status_code != 200:
+        raise click.ClickException(f"{response.status_code}: {response.text}")
     count: int = response.json()["usage"]["completion_tokens"]
     return count
 
@@ -247,11 +248,12 @@ def serve(path: Path, streams: int, tokens: int, settings: tuple[str, ...]) -> N
     memory, draw, began = _Memory(), Random(0), time.perf_counter()
     with serving(path, settings, memory) as http:
         ready_s = time.perf_counter() - began
+        click.echo(f"ready after {ready_s:.1f} s, at a load of {getloadavg()[0]:.1f}")
         one = _tokens_per_second(http, 1, tokens, draw)
         many = _tokens_per_second(http, streams, tokens, draw)
     file_gib, gib = path.stat().st_size / 2**30, memory.peak / 2**30
-    click.echo(f"file {file_gib:.2f} GiB; ready after {ready_s:.1f} s, at a load of {getloadavg()[0]:.1f}")
-    click.echo(f"most memory {gib:.2f} GiB, {memory.peak_anonymous / 2**30:.2f} of it not in files")
+    anonymous = memory.peak_anonymous / 2**30
+    click.echo(f"file {file_gib:.2f} GiB, most memory {gib:.2f} GiB, {anonymous:.2f} of it not in files")
     click.echo(f"one stream {one:.1f} tokens/s, {streams} streams {many:.1f} tokens/s")
 
 

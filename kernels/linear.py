@@ -110,7 +110,7 @@ def _pack_quantised(
         depth,
         width,
         None if bias is None else bias.float().contiguous(),
-        arithmetic == "exact",
+        0 if arithmetic == "exact" else 2 if rows.is_fine else 1,
     )
 
 

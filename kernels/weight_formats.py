@@ -84,15 +84,21 @@ class QuantizedRows:
 
     data: uint8 [N, format.row_bytes(depth)], of any strides between rows; or several such, one below the other, which
     stay where they are. order: int64 [depth], the column of the matrix that each weight of a row belongs to; None if
-    they are in order. Raise ValueError for data of another shape or dtype.
+    they are in order. is_fine: where rows that it multiplies are rounded, what is left of them is rounded once more, to
+    15 bits in all. Raise ValueError for data of another shape or dtype.
     """
 
-    __slots__ = ("depth", "format", "order", "pieces")
+    __slots__ = ("depth", "format", "is_fine", "order", "pieces")
 
     def __init__(
-        self, format: WeightFormat, data: Tensor | Sequence[Tensor], depth: int, order: Tensor | None = None
+        self,
+        format: WeightFormat,
+        data: Tensor | Sequence[Tensor],
+        depth: int,
+        order: Tensor | None = None,
+        is_fine: bool = False,
     ) -> None:
-        self.format, self.depth, self.order = format, depth, order
+        self.format, self.depth, self.order, self.is_fine = format, depth, order, is_fine
         self.pieces = (data,) if isinstance(data, Tensor) else tuple(data)
         for piece in self.pieces:
             if piece.dtype != torch.uint8 or piece.shape[1:] != (format.row_bytes(depth),):
@@ -113,6 +119,10 @@ class QuantizedRows:
     def rows(self, which: slice | Tensor) -> QuantizedRows:
         """Return some rows, or all in another order. Bytes of zeros are weights of zero in every format."""
         return QuantizedRows(self.format, self.data[which], self.depth, self.order)
+
+    def fine(self) -> QuantizedRows:
+        """Return the same matrix for rows that are rounded twice."""
+        return QuantizedRows(self.format, self.pieces, self.depth, self.order, is_fine=True)
 
     def dequantise(self) -> Tensor:
         """Return the weights [N, depth] in float32, with the bits that ggml's definitions of its formats give."""

@@ -143,7 +143,7 @@ void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t 
   const float* x = shape.has_order ? step.ordered : step.x;
   const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
   for_any_tiles(
-      shape.gate_up, shape.exact, step.num_rows(group), expert + panel * shape.gate_up.panel_bytes(shape.hidden),
+      shape.gate_up, shape.exact ? 0 : 1, step.num_rows(group), expert + panel * shape.gate_up.panel_bytes(shape.hidden),
       shape.hidden, [&](int64_t r) { return x + token(r) * x_stride; },
       [&](int64_t r) { return step.rounded_x + token(r) * shape.gate_up.rounded_bytes(shape.hidden); },
       [&](int64_t first, int count, const Columns* sums) {
@@ -172,7 +172,7 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
           ? load_existing(biases(shape, expert) + shape.gate_up_panels() * kPanelColumns + column, columns)
           : Columns{};
   for_any_tiles(
-      shape.down, shape.exact, step.num_rows(group), weights, shape.intermediate,
+      shape.down, shape.exact ? 0 : 1, step.num_rows(group), weights, shape.intermediate,
       [&](int64_t r) { return step.hidden + (first_row + r) * width; },
       [&](int64_t r) { return step.rounded_hidden + (first_row + r) * shape.down.rounded_bytes(shape.intermediate); },
       [&](int64_t first, int count, const Columns* sums) {

@@ -32,9 +32,9 @@ void panel_product(const Product& p, const Factor& factor, int64_t panel, int64_
   const Columns bias = m.bias ? load_existing(m.bias + column, count) : Columns{};
   float* y = p.y + factor.first_column + column;
   for_any_tiles(
-      m.packing, m.exact != 0, num_rows, m.panels + panel * m.packing.panel_bytes(m.depth), m.depth,
+      m.packing, m.times, num_rows, m.panels + panel * m.packing.panel_bytes(m.depth), m.depth,
       [&](int64_t r) { return p.x + (first_row + r) * p.x_stride; },
-      [&](int64_t r) { return factor.rounded + (first_row + r) * m.packing.rounded_bytes(m.depth); },
+      [&](int64_t r) { return factor.rounded + (first_row + r) * m.rounded_bytes(); },
       [&](int64_t first, int rows, const Columns* sums) {
         for (int r = 0; r < rows; ++r)
           store_columns(y + (first_row + first + r) * p.y_stride, {sums[r].low + bias.low, sums[r].high + bias.high},
@@ -45,7 +45,7 @@ void panel_product(const Product& p, const Factor& factor, int64_t panel, int64_
 // Rounds the rows once for neighbours that multiply them in the same form.
 void round_rows(Product& p) {
   static thread_local std::vector<uint8_t> kept;
-  const auto bytes = [&](const Matrix& m) { return m.rounds() ? p.num_rows * m.packing.rounded_bytes(m.depth) : 0; };
+  const auto bytes = [&](const Matrix& m) { return m.rounds() ? p.num_rows * m.rounded_bytes() : 0; };
   int64_t needed = 0;
   for (const Factor& factor : p.factors) needed += bytes(*factor.matrix);
   if (int64_t(kept.size()) < needed) kept.resize(needed);
@@ -54,12 +54,12 @@ void round_rows(Product& p) {
   for (Factor& factor : p.factors) {
     const Matrix& m = *factor.matrix;
     const bool is_alike =
-        before && before->matrix->packing.number == m.packing.number && before->matrix->exact == m.exact;
+        before && before->matrix->packing.number == m.packing.number && before->matrix->times == m.times;
     factor.rounded = is_alike ? before->rounded : next;
     before = &factor;
     if (is_alike || !m.rounds()) continue;
     for_shared(p.num_rows, kRoundedAtOnce / m.depth, [&](int64_t row) {
-      m.packing.round(p.x + row * p.x_stride, m.depth, next + row * m.packing.rounded_bytes(m.depth));
+      m.packing.round(p.x + row * p.x_stride, m.depth, next + row * m.rounded_bytes(), m.times);
     });
     next += bytes(m);
   }

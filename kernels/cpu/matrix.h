@@ -19,24 +19,26 @@ struct Packing {
   }
   // Whether rows are rounded before they are multiplied. exact: quantised weights multiply rows of floats.
   bool rounds(bool exact) const { return is_of_pairs() || (is_quantised() && !exact && takes_rounded(format())); }
-  // The bytes of a rounded row.
-  int64_t rounded_bytes(int64_t depth) const {
-    return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : depth / kGroup * sizeof(Rounded);
+  // The bytes of a rounded row. times: 2 for a row that is rounded twice; see round_row_twice.
+  int64_t rounded_bytes(int64_t depth, int64_t times = 1) const {
+    return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : times * (depth / kGroup) * sizeof(Rounded);
   }
-  void round(const float* row, int64_t depth, uint8_t* out) const {
+  void round(const float* row, int64_t depth, uint8_t* out, int64_t times = 1) const {
     if (is_of_pairs()) return round_to_pairs(row, depth, reinterpret_cast<Pair*>(out));
-    round_row(row, depth, format(), reinterpret_cast<Rounded*>(out));
+    (times == 2 ? round_row_twice : round_row)(row, depth, format(), reinterpret_cast<Rounded*>(out));
   }
 };
 
-// A weight [width, depth] in panels, and a bias [width] or null.
+// A weight [width, depth] in panels, and a bias [width] or null. times: how often rows are rounded for quantised weights; 0
+// leaves them floats.
 struct Matrix {
   const uint8_t* panels;
   Packing packing;
-  int64_t exact, depth, width;
+  int64_t times, depth, width;
   const float* bias;
 
-  bool rounds() const { return packing.rounds(exact != 0); }
+  bool rounds() const { return packing.rounds(times == 0); }
+  int64_t rounded_bytes() const { return packing.rounded_bytes(depth, times); }
 };
 
 // y = x W^T + bias for matrices of the same depth, whose columns lie side by side in y. x [num_rows, depth], y
@@ -45,10 +47,10 @@ void multiply_rows(const Matrix* matrices, int64_t count, const float* x, int64_
                    int64_t y_stride);
 
 // Multiplies rows with a panel: for_tiles for any kind of weights. `floats_of(r)` and `rounded_of(r)` are where row r
-// begins; only one of them is called.
+// begins; only one of them is called. times: how often rows are rounded for quantised weights; 0 leaves them floats.
 template <typename FloatsOf, typename RoundedOf, typename Use>
-void for_any_tiles(Packing packing, bool exact, int64_t num_rows, const uint8_t* panel, int64_t depth, FloatsOf floats_of,
-                   RoundedOf rounded_of, Use use) {
+void for_any_tiles(Packing packing, int64_t times, int64_t num_rows, const uint8_t* panel, int64_t depth,
+                   FloatsOf floats_of, RoundedOf rounded_of, Use use) {
   if (!packing.is_quantised()) {
     if (packing.is_of_pairs())
       return for_tiles(
@@ -57,10 +59,10 @@ void for_any_tiles(Packing packing, bool exact, int64_t num_rows, const uint8_t*
     if (packing.number) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
     return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
   }
-  const Quantised weights = {packing.format(), depth, exact || !takes_rounded(packing.format())};
+  const Quantised weights = {packing.format(), depth, times == 0 || !takes_rounded(packing.format())};
   if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
   for_rounded_tiles(
-      num_rows, weights, panel, [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
+      num_rows, weights, panel, int(times), [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
 }
 
 }  // namespace moeserve

@@ -22,7 +22,7 @@ class MatrixRecord(Structure):
     _fields_ = [
         ("panels", c_void_p),
         ("packing", c_int64),
-        ("exact", c_int64),
+        ("times", c_int64),
         ("depth", c_int64),
         ("width", c_int64),
         ("bias", c_void_p),
@@ -33,7 +33,7 @@ class MatrixRecord(Structure):
 class PanelMatrix:
     """A weight [width, depth] in panels, uint8 [bytes], and its bias, float32 [width].
 
-    packing: its number in matrix.h. exact: quantised weights multiply rows of floats.
+    packing: its number in matrix.h. times: how often rows are rounded for quantised weights; 0 leaves them floats.
     """
 
     data: Tensor
@@ -41,13 +41,13 @@ class PanelMatrix:
     depth: int
     width: int
     bias: Tensor | None = None
-    exact: bool = False
+    times: int = 1
 
     @property
     def record(self) -> MatrixRecord:
         """The same for the compiled kernels; it does not keep the tensors alive."""
         bias = None if self.bias is None else self.bias.data_ptr()
-        return MatrixRecord(self.data.data_ptr(), self.packing, self.exact, self.depth, self.width, bias)
+        return MatrixRecord(self.data.data_ptr(), self.packing, self.times, self.depth, self.width, bias)
 
 
 def linear_kind(is_bf16: bool, narrow_rows: bool) -> int:

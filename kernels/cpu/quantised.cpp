@@ -336,4 +336,14 @@ void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
   }
 }
 
+void round_row_twice(const float* x, int64_t depth, Format format, Rounded* out) {
+  static thread_local std::vector<float> rest;
+  if (int64_t(rest.size()) < depth) rest.resize(depth);
+  round_row(x, depth, format, out);
+  for (int64_t g = 0; g < depth / kGroup; ++g)
+    for (int i = 0; i < kGroup; ++i)
+      rest[g * kGroup + i] = std::fma(-out[g].scale, float(out[g].codes[i]), x[g * kGroup + i]);
+  round_row(rest.data(), depth, format, out + depth / kGroup);
+}
+
 }  // namespace moeserve

@@ -88,6 +88,8 @@ struct Rounded {
 
 // Rounds `depth` floats of a row, a multiple of 32, for products with weights of `format`.
 void round_row(const float* x, int64_t depth, Format format, Rounded* out);
+// Rounds a row, and what is left of it: to about 15 bits in all. The second row follows the first.
+void round_row_twice(const float* x, int64_t depth, Format format, Rounded* out);
 
 // A packed matrix: `depth` is a multiple of the format's.
 struct Quantised {
@@ -113,25 +115,28 @@ WideTile wide_tile(Format format, int num_rows);
 Widen widen(Format format);
 float* widened_panel(const Quantised& weights, const uint8_t* panel);
 
-// See for_tiles of panels.h: for rows that were rounded, `row_of(r)` is a row's first block of 32 numbers.
+// See for_tiles of panels.h: for rows that were rounded, `row_of(r)` is a row's first block of 32 numbers. parts: 2 for
+// rows that were rounded twice; the products of both are added.
 template <typename RowOf, typename Use>
-static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, RowOf row_of,
-                                     Use use) {
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, num_blocks =
-      weights.depth / traits_of(weights.format).depth();
+static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, int parts,
+                                     RowOf row_of, Use use) {
+  const int64_t at_once = kTileRows / parts, num_tiles = (num_rows + at_once - 1) / at_once;
+  const int64_t num_blocks = weights.depth / traits_of(weights.format).depth();
   Floats low[kTileRows + 1], high[kTileRows + 1];
   Columns sums[kTileRows];
   const Rounded* rows[kTileRows + 1];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
-    const int count = int(last - first);
-    for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
+    const int rows_of_tile = int(last - first), count = rows_of_tile * parts;
+    for (int r = 0; r < count; ++r) rows[r] = row_of(first + r / parts) + r % parts * weights.groups();
     rows[count] = rows[count - 1];  // A tile of odd size is computed as the next even one.
     const RoundedTile multiply = rounded_tile(weights.format, count);
     multiply(rows, panel, num_blocks, low);
     multiply(rows, panel + weights.half_bytes(), num_blocks, high);
-    for (int r = 0; r < count; ++r) sums[r] = {low[r], high[r]};
-    use(first, count, sums);
+    for (int r = 0; r < rows_of_tile; ++r)
+      sums[r] = parts == 1 ? Columns{low[r], high[r]}
+                           : Columns{low[2 * r] + low[2 * r + 1], high[2 * r] + high[2 * r + 1]};
+    use(first, rows_of_tile, sums);
   }
 }
 

@@ -19,6 +19,7 @@ from kernels.moe import expert_layout
 from kernels.ops import CpuOps
 from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.weight_formats import FORMATS, Arithmetic, Matrix, QuantizedRows, WeightFormat
+from moeserve.model.rounding import fine
 
 ROWS = (1, 4, 16, 256)
 _READ_BYTES = 2**30
@@ -65,7 +66,7 @@ class Products:
             shape.hidden, shape.width, torch.float32, kept, formats=formats, arithmetic=arithmetic
         )
         self._layers = [self._layer() for _ in range(layers)]
-        self._head = self._linear(shape.vocab, shape.hidden)
+        self._head = self._linear(shape.vocab, shape.hidden, "lm_head")
 
     def _matrix(self, rows: int, depth: int) -> Matrix:
         if self._form is None:
@@ -73,16 +74,16 @@ class Products:
         data = torch.randint(0, 32, (rows, self._form.row_bytes(depth)), dtype=torch.uint8)
         return QuantizedRows(self._form, data, depth)
 
-    def _linear(self, rows: int, depth: int) -> Linear:
-        return self._ops.pack_linear(self._matrix(rows, depth), None, torch.float32)
+    def _linear(self, rows: int, depth: int, key: str) -> Linear:
+        return self._ops.pack_linear(fine(self._matrix(rows, depth), key), None, torch.float32)
 
     def _layer(self) -> _Layer:
         shape = self._shape
         # All experts have the same numbers, each in memory of its own.
         matrices = self._matrix(2 * shape.width, shape.hidden), self._matrix(shape.hidden, shape.width), None, None
         return _Layer(
-            self._linear(shape.q_size + 2 * shape.kv_size, shape.hidden),
-            self._linear(shape.hidden, shape.q_size),
+            self._linear(shape.q_size + 2 * shape.kv_size, shape.hidden, "q"),
+            self._linear(shape.hidden, shape.q_size, "o"),
             self._ops.pack_experts(self._expert, shape.num_experts, lambda _: matrices),
         )
 

@@ -29,7 +29,7 @@ from moeserve.model.checkpoint import (
 from moeserve.model.decoder import Decoder, DecoderLayer, GqaAttention, MlaAttention, MtpLayer
 from moeserve.model.delta_net import GatedDeltaNet, by_part
 from moeserve.model.expert_weights import ExpertReader
-from moeserve.model.rounding import NO_ROUNDING, Rounding
+from moeserve.model.rounding import NO_ROUNDING, Rounding, fine
 from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec
 from moeserve.model.tensor_reader import Progress, TensorReader
 
@@ -151,7 +151,7 @@ class _Loader:
         if order is not None:
             order = order.to(rows.device)
             rows, biases = rows[order], None if biases is None else biases[order]
-        return self._ops.pack_linear(self._rounding.apply(rows, keys[0]), biases, dtype)
+        return self._ops.pack_linear(fine(self._rounding.apply(rows, keys[0]), keys[0]), biases, dtype)
 
     def _stored_linear(
         self, tensors: Tensors, keys: Sequence[str], biases: Tensor | None, dtype: torch.dtype, order: Tensor | None
@@ -161,11 +161,12 @@ class _Loader:
         rows = joined_rows([part for part in parts if isinstance(part, QuantizedRows)])
         if rows is None or rows.shape[0] < sum(part.shape[0] for part in parts):
             own = [None] * len(parts) if biases is None else biases.split([part.shape[0] for part in parts])
-            packed = [self._ops.pack_linear(part, bias, dtype) for part, bias in zip(parts, own, strict=True)]
+            own_parts = zip(parts, own, strict=True)
+            packed = [self._ops.pack_linear(fine(part, keys[0]), bias, dtype) for part, bias in own_parts]
             return side_by_side(packed, order)
         if order is not None:
             rows, biases = rows.rows(order), None if biases is None else biases[order]
-        return self._ops.pack_linear(rows, biases, dtype)
+        return self._ops.pack_linear(fine(rows, keys[0]), biases, dtype)
 
     def _stored_matrix(self, key: str, stored: StoredTensor, dtype: torch.dtype) -> Matrix:
         if self._rounding.stored_format(key, stored) is None:
