@@ -85,6 +85,19 @@ class _Pools(Structure):
     _fields_ = [("keys", c_void_p), ("values", c_void_p), ("num_slots", c_int64), ("kind", c_int64)]
 
 
+@dataclass(frozen=True, slots=True)
+class _PreparedRows:
+    """The record of a step's rows, and the tensors whose addresses are in it, which it keeps alive."""
+
+    cos: Tensor
+    sin: Tensor
+    slots: Tensor
+    rows: _Rows
+
+    def are_of(self, cos: Tensor, sin: Tensor, slots: Tensor) -> bool:
+        return self.cos is cos and self.sin is sin and self.slots is slots
+
+
 class AttentionBlock:
     """The attention of one layer."""
 
@@ -120,13 +133,14 @@ class AttentionBlock:
     ) -> Tensor:
         """x [T, hidden], cos, sin [T, R/2], all float32, slots [T] int64 -> [T, hidden].
 
-        Mutates the pools [KV, num_slots, D]. Of one plan cos, sin and slots are always the same.
+        Mutates the pools [KV, num_slots, D].
         """
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, the product is in float32")
-        rows = plan.prepared.get("block")
-        if not isinstance(rows, _Rows):
-            rows = plan.prepared["block"] = _rows(cos, sin, slots, plan)
+        prepared = plan.prepared.get("block")
+        if not isinstance(prepared, _PreparedRows) or not prepared.are_of(cos, sin, slots):
+            prepared = plan.prepared["block"] = _PreparedRows(cos, sin, slots, _rows(cos, sin, slots, plan))
+        rows = prepared.rows
         pools = self._pools
         if pools is None or pools[0] is not keys or pools[1] is not values:
             record = _Pools(keys.data_ptr(), values.data_ptr(), keys.shape[1], KINDS[keys.dtype])
