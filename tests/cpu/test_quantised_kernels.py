@@ -331,4 +331,5 @@ def test_every_body_computes_the_same_numbers(flags: list[str], tmp_path: Path) 
             matrix = PanelMatrix(packed, FIRST_FORMAT + form.number, DEPTH, 64, exact=exact).record
             run(ctypes.addressof(matrix), 1, x.data_ptr(), DEPTH, 7, out.data_ptr(), 64)
             wanted = pack_quantized_linear(rows, None, "exact" if exact else "int8")(x)
-            torch.testing.assert_close(out, wanted, atol=1e-4, rtol=1e-5, msg=form.name)
+            # Sums near zero have the errors of their large terms.
+            torch.testing.assert_close(out, wanted, atol=2e-6 * float(wanted.abs().max()), rtol=1e-5, msg=form.name)
