@@ -11,7 +11,7 @@ Attention reads a request's blocks without a copy when they form one run, so the
 The outcome depends only on the set of free ids and the arguments.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
 from radix_cache.errors import require
@@ -108,6 +108,14 @@ class BlockAllocator:
         require(covered == self._used, "extents and allocation marks differ")
         require(self._used.count(0) == self._num_free, "num_free is wrong")
         require(len(self._largest) <= 2 * len(self._end_of) + _HEAP_SLACK, "heap outgrew the extents")
+
+    def check_allocated(self, blocks: Collection[int]) -> None:
+        """Raise InvariantError unless exactly these blocks are allocated."""
+        require(not blocks or 0 <= min(blocks) <= max(blocks) < self.num_blocks, "a block does not exist")
+        found = bytearray(self.num_blocks)
+        for block in blocks:
+            found[block] = 1
+        require(found == self._used, "a block is lost, or in use while it is free")
 
     def _largest_extent(self) -> tuple[int, int]:
         heap = self._largest

@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 from radix_cache.errors import require
 from radix_cache.nodes import PUBLIC, Lease, Node, Snapshot
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
+
+
+def check_places(held: Mapping[str, Collection[int]]) -> set[int]:
+    """Return all blocks. Raise InvariantError if one is in two places. held: the blocks in each place."""
+    seen: set[int] = set()
+    for place, blocks in held.items():
+        own = set(blocks)
+        require(len(own) == len(blocks), f"a block is {place} twice")
+        require(own.isdisjoint(seen), f"a block is {place} and elsewhere")
+        seen |= own
+    return seen
 
 
 def check_snapshots(tree: RadixTree, leases: Iterable[Lease]) -> None:
@@ -76,6 +87,8 @@ def _descendants(root: Node) -> list[Node]:
 def _check_node(node: Node, block_bytes: int) -> None:
     name = f"node {node.serial}"
     require(len(node.tokens) == len(node.blocks) * block_bytes, f"{name}: tokens and blocks differ in length")
+    pins, keeps = int(node.refs > 0), int(node.retention is not None)
+    holds = int(node.retention is not None and node.retention.is_pinned)
     for key, child in node.children.items():
         require(child.parent is node, f"{name}: a child has another parent")
         foreign = child.namespace != node.namespace
@@ -85,12 +98,11 @@ def _check_node(node: Node, block_bytes: int) -> None:
         )
         suffix = b"/" + child.namespace.encode() if foreign else b""
         require(key == child.tokens[:block_bytes] + suffix, f"{name}: a child is filed under another key")
-    pins = (node.refs > 0) + sum(child.pins > 0 for child in node.children.values())
+        pins += child.pins > 0
+        keeps += child.keeps > 0
+        holds += child.holds > 0 and not foreign
     require(node.pins == pins, f"{name}: pins is wrong")
-    keeps = (node.retention is not None) + sum(child.keeps > 0 for child in node.children.values())
     require(node.keeps == keeps, f"{name}: keeps is wrong")
-    own = [child for child in node.children.values() if child.namespace == node.namespace]
-    holds = (node.retention is not None and node.retention.is_pinned) + sum(child.holds > 0 for child in own)
     require(node.holds == holds, f"{name}: holds is wrong")
     require(len(node.digests) <= len(node.blocks), f"{name}: more digests than blocks")
     if node.parent is not None:

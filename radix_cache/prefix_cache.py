@@ -12,7 +12,7 @@ from radix_cache.block_copies import BlockCopies, BlockCopy
 from radix_cache.errors import BudgetError, LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Fact, Published, facts_of
-from radix_cache.invariants import check_snapshots, check_tree
+from radix_cache.invariants import check_places, check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Fork, Lease, Node, Retention, Snapshot
@@ -749,28 +749,18 @@ class PrefixCache:
         """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
         self.check_counts()
         self._allocator.check_invariants()
-        places = ["free" if not self._allocator.is_allocated(block) else "" for block in range(self.num_blocks)]
-
-        def put(block: int, place: str) -> None:
-            require(0 <= block < self.num_blocks, f"block {block} does not exist")
-            require(not places[block], f"block {block} is both {places[block]} and {place}")
-            places[block] = place
-
-        for block in check_tree(self._tree, self._leases.values(), self.block_size):
-            put(block, "in the tree")
+        in_tree = check_tree(self._tree, self._leases.values(), self.block_size)
+        in_tree = check_tree(self._tree, self._leases.values(), self.block_size)
+        places: dict[str, Collection[int]] = {"in the tree": in_tree}
         num_private = 0
         for lease in self._leases.values():
             private = lease.block_ids[lease.num_published_tokens // self.block_size :]
             num_private += len(private)
-            for block in private:
-                put(block, f"leased by {lease.number}")
-        for block in self._duplicates:
-            put(block, "a duplicate")
-        for block in self._copies.in_copy():
-            put(block, "in copy")
+            places[f"leased by {lease.number}"] = private
+        places |= {"duplicates": self._duplicates, "in copy": self._copies.in_copy()}
+        self._allocator.check_allocated(check_places(places))
         require(num_private == self._num_private_blocks, "the number of unpublished blocks is wrong")
         require(num_private == self._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
-        require(all(places), "a block is lost")
         check_snapshots(self._tree, self._leases.values())
         if self._windows is not None:
             held = Counter(block for lease in self._leases.values() for block in lease.block_ids[lease.first_window :])

@@ -16,6 +16,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import lru_cache
 from zlib import crc32
 
 from moeserve.engine.ranks.plan_link import PlanReceiver, PlanSender
@@ -210,20 +211,19 @@ class KvOracle:
 
     def check_published(self) -> None:
         """Every block in the tree holds what the tree says of it."""
-        tree = self._cache._tree
+        tree, windows = self._cache._tree, self._cache.windows
         nodes: list[tuple[Node, int]] = [(root, 0) for root in tree.roots.values()]
         for node, start in nodes:
-            tokens = array("i", bytes(node.tokens))
-            for index, block in enumerate(node.blocks):
-                first = index * self._size
-                want = [(tokens[first + i], start + first + i, node.namespace) for i in range(self._size)]
-                assert self._kv[block] == want, f"block {block} was published with wrong contents"
-                if self._cache.windows is not None and self._cache.windows.has(block):
-                    (window_block,) = self._cache.windows.of([block])
+            wanted = _blocks(bytes(node.tokens), start, node.namespace, self._size)
+            held = [self._kv[block] for block in node.blocks]
+            assert held == wanted, f"one of the blocks {node.blocks} was published with wrong contents"
+            for block, want in zip(node.blocks, wanted, strict=True):
+                if windows is not None and windows.has(block):
+                    (window_block,) = windows.of([block])
                     assert self._window_kv[window_block] == want, f"window block {window_block} has wrong contents"
-            nodes += [(child, start + len(tokens)) for child in node.children.values()]
-            prefix = array("i", tree.prefix(node))
+            nodes += [(child, start + len(node.blocks) * self._size) for child in node.children.values()]
             for snapshot in node.snapshots:
+                prefix = array("i", tree.prefix(node))
                 stop = start + snapshot.offset * self._size
                 assert self._rows[snapshot.row] == prefix[:stop], f"snapshot {snapshot.row} is of another prefix"
 
@@ -354,7 +354,7 @@ class KvOracle:
             is_free = self._kv[block][offset] is None or (block, offset) in self._stale
             assert is_free, "a slot is written twice, or was not cleared"
             self._stale.discard((block, offset))
-            cell = POISON if is_faulty else (token, position, namespace)
+            cell = POISON if is_faulty else _cell(token, position, namespace)
             self._kv[block][offset] = cell
             if chunk.window is not None:
                 block = chunk.window.blocks[position // self._size - chunk.window.first]
@@ -420,6 +420,19 @@ class KvOracle:
                     break
             result.further = tuple(further)
         return result
+
+
+@lru_cache(maxsize=1 << 16)
+def _cell(token: int, position: int, namespace: str) -> Cell:
+    """Return equal cells as one object: these are compared at once."""
+    return token, position, namespace
+
+
+@lru_cache(maxsize=1 << 12)
+def _blocks(tokens: bytes, start: int, namespace: str, size: int) -> list[list[Cell]]:
+    """Return what the blocks of a run hold, whose int32 tokens begin at a position."""
+    cells = [_cell(token, position, namespace) for position, token in enumerate(array("i", tokens), start)]
+    return [cells[first : first + size] for first in range(0, len(cells), size)]
 
 
 def state_of(chunk: Chunk) -> StateUse:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable
+from functools import lru_cache
 from math import log
 from random import Random
 
@@ -36,8 +37,14 @@ STOP = 3
 
 def likeliest(prefix: array[int]) -> list[tuple[int, float]]:
     """Return a made-up distribution of the token after a prefix, best first."""
-    weights = Random(prefix.tobytes()).choices(range(1, 1000), k=VOCAB)
-    found = [(token, log(weight / sum(weights))) for token, weight in enumerate(weights)]
+    return _likeliest(prefix.tobytes())
+
+
+@lru_cache(maxsize=1 << 12)
+def _likeliest(prefix: bytes) -> list[tuple[int, float]]:
+    weights = Random(prefix).choices(range(1, 1000), k=VOCAB)
+    total = sum(weights)
+    found = [(token, log(weight / total)) for token, weight in enumerate(weights)]
     return sorted(found, key=lambda pair: -pair[1])
 
 

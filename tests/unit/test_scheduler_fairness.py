@@ -11,6 +11,7 @@ from moeserve.plan import FinishReason, Request, SamplingParams
 from moeserve.scheduling.fair_queue import Tenants, WaitingQueue
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError
 from moeserve.scheduling.pacing import Slo
+from tests.support.parameters import first
 from tests.support.scheduler_simulation import Simulation
 
 SHARED = [(7 * i + 3) % 50 for i in range(40)]
@@ -138,12 +139,13 @@ def test_the_same_holds_among_the_shorter_ones() -> None:
     simulation.check_all_done()
 
 
+@pytest.mark.parametrize("half", first(1, [0, 1]))
 @pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize(
     "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
 )
-def test_prompts_of_all_lengths_pass_each_other_and_all_are_served(num_ranks: int, run_ahead: bool) -> None:
-    for seed in range(8):
+def test_prompts_of_all_lengths_pass_each_other_and_all_are_served(num_ranks: int, run_ahead: bool, half: int) -> None:
+    for seed in range(half, 8, 2):
         random = Random(seed)
         budget, num_blocks = random.choice([16, 32, 64]), random.choice([300, 3000])
         simulation = Simulation(
