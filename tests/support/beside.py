@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryFile
 
-_NICE = 15
+_NICE = 10
 # A test that gives way to others takes long on a machine that does other things too.
 _TIMEOUT = {"PYTEST_TIMEOUT": "3000"}
 
