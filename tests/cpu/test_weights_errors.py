@@ -36,7 +36,7 @@ def _rename(tensors: dict[str, Tensor]) -> None:
             r"has shape \[63\], but the configuration says \[64\]",
         ),
         (lambda tensors: tensors.update({_NORM: torch.ones(64, dtype=torch.int32)}), "stored as I32, which cannot be"),
-        (lambda tensors: tensors.update({_NORM: torch.ones(64).to(torch.float8_e4m3fn)}), "gives no block size"),
+        (lambda tensors: tensors.update({_NORM: torch.ones(64).to(torch.float8_e4m3fn)}), "no scales of its blocks"),
         (_rename, "holds model.layers.1.surprise.weight, which a mixtral model of this configuration does not have"),
     ],
 )
