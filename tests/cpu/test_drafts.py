@@ -122,7 +122,6 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
         ),
         ("mtp glm4_moe", "mtp", {}),
         ("mtp glm4_moe", '{"method": "mtp", "num_speculative_tokens": 3}', {"kv_cache_memory": 280 * 2**10}),
-        ("mtp deepseek_v3-yarn", "deepseek_mtp", {}),
         ("mtp qwen3_next", '{"method": "mtp", "num_speculative_tokens": 4}', {"max_num_seqs": 30}),
     ],
 )
