@@ -31,15 +31,16 @@ def test_what_begins_after_the_limit_is_left_out_and_said_to_be(tmp_path, capsys
         Section("Second", [planned("d")]),
     ]
     machine = Machine(seconds=10)
-    right, text = run(tmp_path, sections, machine, limit=25.0)
-    # a until 10, b until 20, its first peer until 30.
+    right, text = run(tmp_path, sections, machine, limit=35.0)
+    # One of each section in turn: a until 10, d until 20, b until 30, its first peer until 40.
     assert right
-    assert machine.timed == 3
+    assert machine.timed == 4
     found = rows(text)
+    assert found["d"][0] == "100.0"
     assert found["b"][8] == "torch 100.0; flex: not measured"
-    assert found["c"][0] == found["d"][0] == "not measured"
-    assert "2 of 4 cases not measured: 25 s were used up." in text
-    assert "2 of 4 cases not measured: 25 s were used up." in capsys.readouterr().out
+    assert found["c"][0] == "not measured"
+    assert "1 of 4 cases not measured: 35 s were used up." in text
+    assert "1 of 4 cases not measured: 35 s were used up." in capsys.readouterr().out
 
 
 def test_ceilings_and_the_state_of_the_machine_stand_before_checks_and_at_the_end(tmp_path):
