@@ -68,9 +68,7 @@ quick: lint
 	  $(RUN) -m pytest -m 'not slow and not long' tests/cpu/test_rank*.py $(GENERATION) & \
 	  $(RUN) -m pytest $(UNIT) -m 'not slow and not long' tests/unit tests/contracts; unit=$$?; wait $$! && exit $$unit )
 
-# End-to-end tests wait most of their time. Tests of models and kernels compute in it, and print when both are done.
-test: lint unit
-	@$(TIMED) $(RUN) -m tests.support.beside '$(MAKE) --no-print-directory cpu kernels' '$(MAKE) --no-print-directory e2e'
+test: lint unit cpu kernels e2e
 	@$(RUN) -m tests.support.checked_kernels --record
 
 lint: venv
