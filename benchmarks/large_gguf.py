@@ -191,7 +191,8 @@ def serving(path: Path, settings: Sequence[str], memory: _Memory) -> Iterator[ht
     with socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "launcher.cli", "serve", str(path), "--port", str(port)]
+    # Streams that would wait for long are not refused: all of them are timed.
+    command = [sys.executable, "-m", "launcher.cli", "serve", str(path), "--port", str(port), "--slo", "ttft:600s"]
     command += ["--served-model-name", _NAME, *settings]
     with subprocess.Popen(command, stdout=subprocess.DEVNULL) as process:
         watcher = Thread(target=memory.watch, args=(process.pid,))
