@@ -107,7 +107,7 @@ class AttentionBlock:
         def pointers(norms: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
             return (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())
 
-        # They keep the tensors alive whose addresses are in the record.
+        # The weights keep the tensors alive whose addresses are in the record.
         self._weights = weights
         self._run, self._width = qkv.kernels.attention_block, out.out_features
         self._record = _Attention(

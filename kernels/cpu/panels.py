@@ -45,7 +45,7 @@ class PanelMatrix:
 
     @property
     def record(self) -> MatrixRecord:
-        """The same for the compiled kernels; it does not keep the tensors alive."""
+        """Return the record that the compiled kernels read; it does not keep the tensors alive."""
         bias = None if self.bias is None else self.bias.data_ptr()
         return MatrixRecord(self.data.data_ptr(), self.packing, self.times, self.depth, self.width, bias)
 
