@@ -149,10 +149,11 @@ class _CpuBody:
             if group is not None:
                 group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
 
-        runner.warm_up(step_budget(self._config), begin_step)
+        measured = runner.warm_up(step_budget(self._config), begin_step)
         kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
         row_bytes = state_row_bytes(states, plan.dtype)
-        return Prepared(runner, kv, kv_bytes, plan.weights_bytes, _release_nothing, row_bytes, pool, state_pool)
+        weights_bytes = plan.weights_bytes
+        return Prepared(runner, kv, kv_bytes, weights_bytes, _release_nothing, row_bytes, pool, state_pool, measured)
 
 
 def _release_nothing() -> None:
@@ -372,6 +373,7 @@ class LoadedRank:
             choice,
             prepared.kv_pool,
             prepared.state_pool,
+            prepared.warm_up,
         )
 
     def memory_stats(self) -> ExpertMemoryStats | None:
@@ -473,12 +475,13 @@ def build_scheduler(
     office: TicketOffice | None = None,
     lease_s: float = 0.0,
     offers_early: bool = False,
+    warm_up: Sequence[tuple[int, float]] = (),
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
     `Scheduler.tell_time`. stored: the blocks on disk, of all ranks; None if none are kept there. tells_facts: see
-    `PrefixCache.take_facts`. office, lease_s, offers_early: see `Scheduler`.
+    `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up: see `Scheduler`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -515,6 +518,7 @@ def build_scheduler(
         office=office,
         lease_s=lease_s,
         offers_early=offers_early,
+        warm_up=warm_up,
     )
     return scheduler, caches
 

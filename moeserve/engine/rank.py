@@ -145,6 +145,7 @@ class Prepared:
 
     weights_bytes: of all ranks. release: frees what the runner holds of the group; called before leaving the group.
     kv_pool, state_pool: the KV memory and that of recurrent states, None where only the runner may touch it.
+    warm_up: see `ModelRunner.warm_up`.
     """
 
     runner: Runner
@@ -155,6 +156,7 @@ class Prepared:
     state_row_bytes: int = 0
     kv_pool: KVPool | None = None
     state_pool: StatePool | None = None
+    warm_up: Sequence[tuple[int, float]] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +174,7 @@ class Rank:
 
     depth: see `Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
     experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch: None on a
-    single rank. kv_pool, state_pool: see `Prepared`.
+    single rank. kv_pool, state_pool, warm_up: see `Prepared`.
     """
 
     runner: ObservedRunner
@@ -187,6 +189,7 @@ class Rank:
     dispatch: ShapeChoice | None = None
     kv_pool: KVPool | None = None
     state_pool: StatePool | None = None
+    warm_up: Sequence[tuple[int, float]] = ()
 
     def begin_step(self, rows: StepRows) -> None:
         """Prepare the exchange of rows for the step that all ranks launch next."""

@@ -155,6 +155,7 @@ def serve(
         office=None if exchange is None else exchange.office,
         lease_s=0.0 if kv_transfer is None else kv_transfer.lease_seconds,
         offers_early=kv_transfer is not None and kv_transfer.early,
+        warm_up=rank.warm_up,
     )
     with ExitStack() as ends:
         if exchange is not None:

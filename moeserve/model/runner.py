@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable
 
@@ -83,8 +84,12 @@ class ModelRunner:
         return states
 
     @torch.inference_mode()
-    def warm_up(self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None) -> None:
+    def warm_up(
+        self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None
+    ) -> list[tuple[int, float]]:
         """Let the decoder settle, and compute a few steps of usual sizes, for which the matrix library prepares once.
+
+        Return the tokens of each step, all of one prompt, and its seconds.
 
         begin_step: receives each step's number of rows. Several ranks warm up together.
 
@@ -93,7 +98,7 @@ class ModelRunner:
         are not finite, but only after the last step, which other ranks wait for.
         """
         self._decoder.settle(begin_step)
-        finite = True
+        finite, measured = True, list[tuple[int, float]]()
         pool = self._kv_pool
         num_blocks = min(pool.num_blocks, pool.num_window_blocks or pool.num_blocks)
         capacity = num_blocks * pool.block_size
@@ -104,10 +109,13 @@ class ModelRunner:
             vocab_size = self._decoder.spec.vocab_size
             token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
             begin_step(count)
+            began = time.monotonic()
             chunk = Chunk("", token_ids, 0, block_table, None, state=None if self._state_pool is None else StateUse(0))
             batch = self._batch([chunk], [count - 1] if self._drafts is None else None)
             logits = self._decoder.logits(self._states([chunk], batch)[-1:])
             # As in sampling: a logit of minus infinity is a token that never comes.
             finite = finite and bool(logits.float().amax(-1).isfinite().all())
+            measured.append((count, time.monotonic() - began))
         if not finite:
             raise CheckpointError(NO_NUMBERS)
+        return measured

@@ -17,7 +17,8 @@ _POSITIONS = 131072.0
 _RATE = 0.2
 # A delayed step (by the machine, a first compilation) counts as at most this many times the expected seconds.
 _MOST_TIMES_EXPECTED = 4.0
-_TRUSTED_FROM = 8
+# From so many observed steps on.
+_TRUSTED_FROM = 6
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ not wait. Pure: time is an argument, in seconds of a monotonic clock.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -201,8 +201,17 @@ class Pace:
     `now` is the scheduler's time.
     """
 
-    def __init__(self, slo: Slo | None, max_num_batched_tokens: int, max_num_seqs: int, num_ranks: int = 1) -> None:
-        """slo: None bounds no wait by time. max_num_batched_tokens: of each rank."""
+    def __init__(
+        self,
+        slo: Slo | None,
+        max_num_batched_tokens: int,
+        max_num_seqs: int,
+        num_ranks: int = 1,
+        warm_up: Iterable[tuple[int, float]] = (),
+    ) -> None:
+        """slo: None bounds no wait by time. max_num_batched_tokens: of each rank. warm_up: tokens and seconds of steps
+        that computed one prompt each. Without them the first steps, slow as they may be, are the measure of all others.
+        """
         self.now = 0.0
         self._slo = slo
         self._patience = None if slo is None else Patience(slo)
@@ -210,12 +219,14 @@ class Pace:
         self._max_num_seqs = max_num_seqs
         self._num_ranks = num_ranks
         self._cost = CostModel()
+        for count, seconds in warm_up:
+            self._cost.observe(*StepSize().plus(count, 0), seconds)
         self._is_awaited = False
         self._attended = 0.0
         self._attended_of_row = 0.0
         self._step_s = 0.0
         # The seconds of a step that computes as many tokens as it may.
-        self._full_step_s = 0.0
+        self._full_step_s = self._cost.seconds(max_num_batched_tokens, 0.0)
         self._request_tokens = _Average()
         num_remembered = _REMEMBERED * max_num_seqs
         self._output_tokens = Survival(1, 1.1, num_remembered)

@@ -73,12 +73,14 @@ class Scheduler:
         office: TicketOffice | None = None,
         lease_s: float = 0.0,
         offers_early: bool = False,
+        warm_up: Sequence[tuple[int, float]] = (),
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
         draft tokens. overflow: of the KV of preempted requests, where blocks are on disk. office: of the tickets for KV
         that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither.
-        offers_early: such a prompt is offered once a part of it is computed."""
+        offers_early: such a prompt is offered once a part of it is computed. warm_up: tokens and seconds of steps that
+        computed one prompt each before the first request."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -89,7 +91,7 @@ class Scheduler:
         self._max_num_queued_reqs = max_num_queued_reqs
         self._max_model_len = max_model_len
         self._run_ahead = run_ahead
-        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches))
+        self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches), warm_up)
         # None where blocks are in memory alone.
         self.disk = None if caches[0].disk is None else DiskTier(caches, self._pace.compute_s, overflow)
         self._offers_early = offers_early

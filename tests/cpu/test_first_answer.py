@@ -53,7 +53,9 @@ def test_weights_that_compute_no_numbers_are_refused_in_the_warm_up(
 def test_sound_weights_pass(tmp_path: Path) -> None:
     save("mixtral", tmp_path)
     runner = runner_of(tmp_path)
-    runner.warm_up(16)
+    measured = runner.warm_up(16)
+    assert [count for count, _ in measured] == [1, 2, 4, 8, 16]
+    assert all(seconds > 0 for _, seconds in measured)
     check_first_answer(runner, 128, 4)
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
@@ -25,6 +25,8 @@ USUAL = Slo(2.0, None, 10.0)
 _STATS_S = 0.5
 # The seconds until a client that is gone is noticed.
 _NOTICED_S = 0.2
+# A first step after the start takes so many times the seconds of later ones.
+_COLD = 8.0
 # Rows and milliseconds of a step, roughly as the demo takes them on two cores.
 _COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))
 
@@ -91,7 +93,10 @@ class OverloadSimulation:
         num_blocks: int = 2000,
         slowness: float = 1.0,
         num_frontends: int = 1,
+        num_cold: int = 0,
+        warm_up: Sequence[tuple[int, float]] = (),
     ) -> None:
+        """num_cold: the number of first steps that take `_COLD` times as long. warm_up: see `Scheduler`."""
         self.scheduler = Scheduler(
             [PrefixCache(num_blocks, 16)],
             max_num_seqs=max_num_seqs,
@@ -99,10 +104,12 @@ class OverloadSimulation:
             max_num_queued_reqs=256,
             max_model_len=16 * num_blocks,
             slo=slo,
+            warm_up=warm_up,
         )
         self._capacity = max_num_seqs + 256
         self.now = 0.0
         self._slowness = slowness
+        self._num_cold = num_cold
         self._random = Random(7)
         self.rejections: Counter[str] = Counter()
         self.admissions = [
@@ -190,7 +197,7 @@ class OverloadSimulation:
             return
         (plan,) = plans
         self.plans.append(plan)
-        seconds = self._slowness * step_seconds(plan)
+        seconds = self._slowness * step_seconds(plan) * (_COLD if len(self.plans) <= self._num_cold else 1)
         self.now += seconds
         results = [ChunkResult(None if chunk.sampling is None else 5) for chunk in plan.chunks]
         self._arrive()

@@ -11,7 +11,7 @@ from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import SamplingParams, Terms
 from moeserve.scheduling.outcomes import TooLateError
 from moeserve.scheduling.pacing import Slo
-from tests.support.overload_simulation import Client, OverloadSimulation, poisson
+from tests.support.overload_simulation import Client, OverloadSimulation, poisson, seconds_of
 from tests.support.scheduler_simulation import Simulation
 
 TTFT_S = 2.0
@@ -115,6 +115,14 @@ def test_clients_that_come_back_as_told_are_all_answered_after_few_tries() -> No
 def test_a_burst_after_quiet_is_served_and_not_refused() -> None:
     burst = [Client(f"c{number}", 1.0) for number in range(50)]
     OverloadSimulation().run(burst)
+    assert all(client.first_at is not None and not client.refusals for client in burst)
+
+
+def test_a_burst_right_after_the_start_is_served_though_the_first_steps_are_slow() -> None:
+    """The steps of the warm-up are the measure of later ones, not the first that compute requests."""
+    warm_up = [(count, seconds_of(count)) for count in (1, 2, 4, 8, 16, 64, 256)]
+    burst = [Client(f"c{number}", 0.05 * min(number, 1)) for number in range(24)]
+    OverloadSimulation(num_cold=2, warm_up=warm_up).run(burst)
     assert all(client.first_at is not None and not client.refusals for client in burst)
 
 

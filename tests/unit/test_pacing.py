@@ -128,6 +128,14 @@ def test_a_request_is_late_when_its_first_token_cannot_come_in_time() -> None:
     assert not Pace(None, 256, 64).is_late(request())
 
 
+def test_what_the_warm_up_measured_is_expected_before_the_first_step_and_outlives_a_slow_one() -> None:
+    pace = Pace(SLO, 256, 64, warm_up=[(count, 0.02 + 0.001 * count) for count in (1, 2, 4, 8, 16, 64, 256)])
+    assert pace.load({}, lacks_memory=False).step_s == pytest.approx(0.276)
+    pace.count_step(StepSize(30), 60.0)
+    assert pace.load({}, lacks_memory=False).step_s == pytest.approx(0.276)
+    assert Pace(SLO, 256, 64).load({}, lacks_memory=False).step_s == 0.0
+
+
 def answered() -> Request:
     answered = request(60)
     answered.num_uncached_tokens = 60
