@@ -14,8 +14,7 @@ import zmq.asyncio
 
 from moeserve.config import ServeConfig
 from moeserve.frontend.relay import engine_client
-from moeserve.frontend.relay.engine_client import MAX_COMMANDS_OF_KEY, EngineClient
-from moeserve.frontend.relay.engine_link import EngineLink
+from moeserve.frontend.relay.engine_client import MAX_COMMANDS_OF_KEY, EngineClient, EngineLink
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone
 from moeserve.plan import SamplingParams
 from moeserve.wire import (

@@ -11,7 +11,9 @@ from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateReque
 from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.thoughts import Thoughts
-from moeserve.frontend.relay.answer import Answer, OutputText, build_generates, derive_seed
+from moeserve.frontend.prepare.messages import Prepared
+from moeserve.frontend.relay.answer import Answer, OutputText
+from moeserve.frontend.relay.exchange import build_generates, derive_seed
 from moeserve.frontend.text import TextTokenizer, decode_prompt
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
 from moeserve.wire import Output, unpack_token_ids
@@ -113,7 +115,7 @@ def test_a_prompt_that_leaves_no_token_is_told_with_both_counts() -> None:
 )
 def test_more_tokens_than_the_context_leaves_are_cut_to_it(wanted: int | None, got: list[int]) -> None:
     asked, prompts = request(prompts=["ab", "abcde"], max_tokens=wanted), [[1, 2], [1, 2, 3, 4, 5]]
-    generates = build_generates(asked, prompts, request_id="r", namespace="", seed=1, max_model_len=16)
+    generates = build_generates(Prepared(asked, prompts), answer_id="r", namespace="", seed=1, max_model_len=16)
     assert [generate.sampling.max_tokens for generate in generates] == got
 
 
@@ -127,9 +129,8 @@ def test_samples_have_seeds_of_their_own_and_the_first_one_the_clients() -> None
 def test_every_choice_gets_a_message_of_its_own() -> None:
     prompts = [[1, 2], [3]]
     generates = build_generates(
-        request(prompts=["a", "b"], n=2, max_tokens=None, priority=3, seed=5),
-        prompts,
-        request_id="r",
+        Prepared(request(prompts=["a", "b"], n=2, max_tokens=None, priority=3, seed=5), prompts),
+        answer_id="r",
         namespace="ns",
         seed=5,
         max_model_len=8,
@@ -143,7 +144,7 @@ def test_every_choice_gets_a_message_of_its_own() -> None:
 
 def test_without_a_clients_seed_every_text_of_a_request_is_a_draw_of_its_own() -> None:
     asked = request(prompts=["a"] * 8, n=2)
-    generates = build_generates(asked, [[1]] * 8, request_id="r", namespace="", seed=5, max_model_len=8)
+    generates = build_generates(Prepared(asked, [[1]] * 8), answer_id="r", namespace="", seed=5, max_model_len=8)
     assert len({generate.sampling.seed for generate in generates}) == 16
 
 
@@ -293,7 +294,7 @@ def test_a_chats_echo_is_the_text_that_is_continued() -> None:
 def test_without_output_tokens_an_answer_is_its_prompt() -> None:
     sampling = SamplingParams(max_tokens=0, logprobs=0, prompt_logprobs=0)
     asked = request(prompts=["ab"], max_tokens=0, echo=True, sampling=sampling)
-    (generate,) = build_generates(asked, [[97, 98]], request_id="r", namespace="", seed=1, max_model_len=3)
+    (generate,) = build_generates(Prepared(asked, [[97, 98]]), answer_id="r", namespace="", seed=1, max_model_len=3)
     assert generate.sampling.max_tokens == 1
     answer = showing(asked, [97, 98])
     found = Output("r", [99], FinishReason.STOP, prompt_logprobs=[TokenLogprobs(-2.0)], logprobs=[TokenLogprobs(-1.0)])
@@ -337,9 +338,11 @@ def test_the_best_of_several_are_given_by_mean_log_probability() -> None:
         choice(4, -9.0),
         choice(5, -8.0),
     ]
-    given = answer.best(choices)
-    assert [(found.index, found.text) for found in given] == [(0, "1"), (1, "2"), (2, "5"), (3, "4")]
-    assert Answer(request(), [[1]], TOKENIZER).best(choices[:1]) == choices[:1]
+    answer.keep(choices)
+    assert [(found.index, found.text) for found in answer.choices()] == [(0, "1"), (1, "2"), (2, "5"), (3, "4")]
+    other = Answer(request(), [[1]], TOKENIZER)
+    other.keep(choices[:1])
+    assert other.choices() == choices[:1]
 
 
 def test_an_answer_that_went_on_in_another_engine_says_so() -> None:

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 
-from moeserve.frontend.asking import answer_of
 from moeserve.frontend.dialects.internal import Delta, Formatter
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.jobs.record import Entry, JobRecord, unpack_prepared
 from moeserve.frontend.prepare.messages import Prepared
-from moeserve.frontend.relay.formatters import FORMATTERS
+from moeserve.frontend.relay.exchange import FORMATTERS, answer_of
 from moeserve.frontend.relay.request_group import Past
 from moeserve.frontend.services import Services
 from moeserve.wire import Output
@@ -35,7 +34,6 @@ class Replay:
         self.answer = answer_of(services, self.prepared, record.answer_id)
         self._services = services
         self._ended_at = 0.0
-        self._choices: dict[int, Delta] = {}
 
     def formatter(self) -> Formatter:
         """Return a new formatter of the answer. A response is complete when `end_at` says."""
@@ -57,19 +55,10 @@ class Replay:
         outputs: list[tuple[int, Output]] = []
         kept_tokens: dict[int, int] = {}
         for entry in entries:
-            self.keep(self.take(entry))
+            self.answer.keep(self.take(entry))
             if entry is not None:
                 outputs.append(entry)
             kept_tokens.update(self.answer.finishes)
             self.answer.finishes.clear()
             self.answer.turns.clear()
         return Past(outputs, kept_tokens)
-
-    def keep(self, deltas: Iterable[Delta]) -> None:
-        """Add deltas to the choices of the whole answer."""
-        for delta in deltas:
-            self._choices.setdefault(delta.index, Delta(delta.index)).append(delta)
-
-    def choices(self) -> list[Delta]:
-        """Return the whole choices that the client gets, once every one has ended."""
-        return self.answer.best([self._choices[index] for index in sorted(self._choices)])

@@ -16,7 +16,6 @@ import structlog
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import terms_of
-from moeserve.frontend.asking import generates_of, submitted
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.http import ApiError, internal_error
 from moeserve.frontend.jobs.journal import JobEnded, Journal
@@ -24,9 +23,8 @@ from moeserve.frontend.jobs.owners import Owner
 from moeserve.frontend.jobs.record import pack_failure, unpack_entries, unpack_record
 from moeserve.frontend.jobs.replay import Replay
 from moeserve.frontend.keys import Identity
-from moeserve.frontend.relay.progress import Progress
+from moeserve.frontend.relay.exchange import Progress, completed, generates_of, submitted, tell_engine
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
-from moeserve.frontend.relay.writing import completed
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
 from moeserve.frontend.store.jobs import OpenJob
@@ -239,11 +237,8 @@ class Runner:
                 if whole:
                     await self._journal.append(job.job_id, whole)
                 for entry in [*whole, *failed]:
-                    replay.keep(replay.take(entry))
-                while replay.answer.finishes:
-                    group.finish(*replay.answer.finishes.pop())
-                while replay.answer.turns:
-                    group.turn(*replay.answer.turns.pop())
+                    replay.answer.keep(replay.take(entry))
+                tell_engine(replay.answer, group)
         finally:
             progress.end(replay.answer, {})
 
@@ -265,7 +260,7 @@ class Runner:
         ended_at = self._store.now()
         replay.end_at(ended_at)
         formatter = replay.formatter()
-        await completed(formatter, replay.choices(), replay.answer, self._services.long_answers)
+        await completed(formatter, replay.answer.choices(), replay.answer, self._services.long_answers)
         kept = formatter.kept if isinstance(formatter, ResponsesFormatter) else None
 
         def end(shelf: Shelf) -> bool:

@@ -10,8 +10,7 @@ from moeserve.frontend.http import ApiError, EventStream
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.jobs.record import unpack_failure, unpack_prepared, unpack_record
 from moeserve.frontend.jobs.replay import Replay, formatter_of
-from moeserve.frontend.relay.formatters import EventWriter
-from moeserve.frontend.relay.writing import completed
+from moeserve.frontend.relay.exchange import EventWriter, completed
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.jobs import Status, StoredJob
 
@@ -80,10 +79,10 @@ class JobView:
                     raise unpack_failure(found.failure)
                 replay.end_at(found.ended_at or 0.0)
                 formatter = replay.formatter()
-                body = await completed(formatter, replay.choices(), replay.answer, self._services.long_answers)
+                body = await completed(formatter, replay.answer.choices(), replay.answer, self._services.long_answers)
                 return _unkept(formatter, found) or body
             for entry in found or ():
-                replay.keep(replay.take(entry))
+                replay.answer.keep(replay.take(entry))
         raise AssertionError("a job was followed to no end")
 
     async def response(self) -> KeptResponse:

@@ -1,113 +1,68 @@
-"""From an internal request to the engine's requests, and from the engine's outputs to text, deltas and usage."""
+"""From the engine's outputs to text, deltas, usage and cache reports."""
 
 from __future__ import annotations
 
-import hashlib
 import math
 from array import array
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
+from starlette.types import Scope
 
-from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage
+from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage, by_tier
 from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
     internal_error,
     invalid,
-    longest_output,
 )
 from moeserve.frontend.parsers.families import PLAIN, OutputShape
 from moeserve.frontend.parsers.parsed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.parsers.thoughts import Thoughts
-from moeserve.frontend.relay.cache_report import describe_miss
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
 from moeserve.plan import (
-    BACKGROUND_PRIORITY,
-    DEFAULT_TERMS,
     GRAMMAR_FAILED,
-    CacheWish,
     FinishReason,
-    Terms,
     TokenLogprobs,
 )
-from moeserve.thoughts import Thought, ThoughtBudget
-from moeserve.wire import Generate, Output, pack_token_ids
-from radix_cache import Miss
+from moeserve.thoughts import Thought
+from moeserve.wire import Output
+from radix_cache import Miss, MissReason
 
-_SEED_MASK = 2**63 - 1
 _ECHOED_AT_ONCE = 256  # tokens of a prompt with their log probabilities
 
+_HEADER = b"x-moeserve-cache-report"
+_OFF = frozenset({b"", b"0", b"false"})
+_SHOWN_TOKENS = 12
 
-def build_generates(
-    request: GenerateRequest,
-    prompts: Sequence[array[int]],
-    *,
-    request_id: str,
-    namespace: str,
-    seed: int,
-    max_model_len: int,
-    wishes: Sequence[CacheWish | None] | None = None,
-    terms: Terms = DEFAULT_TERMS,
-    arrived_at: float | None = None,
-    thoughts: Sequence[ThoughtBudget | None] | None = None,
-    session: str = "",
-    prediction: array[int] | None = None,
-) -> list[Generate]:
-    """Return one message per choice, in their order, or per prompt for a beam search.
-
-    Raises ApiError if a prompt does not fit.
-
-    A larger `max_tokens` than the context or the service allows is cut to that. wishes, thoughts: of each
-    prompt. arrived_at, session: see `Generate`. prediction: the tokens that the client predicts for each choice.
-    """
-    priority = BACKGROUND_PRIORITY if terms.background else request.priority
-    predicted = pack_token_ids(prediction or [])
-    generates: list[Generate] = []
-    for number, prompt in enumerate(prompts):
-        wish = wishes[number] if wishes is not None else None
-        thought = thoughts[number] if thoughts is not None else None
-        packed = pack_token_ids(prompt)
-        most = longest_output(len(prompt), max_model_len, request.prompt_field)
-        max_tokens = max(1, request.longest_output(most))
-        for sample in range(request.n if request.beams is None else 1):
-            # Equal prompts of a client's seed have equal texts; without one every text is a draw of its own.
-            place = len(generates) if request.seed is None else sample
-            sampling = replace(request.sampling, max_tokens=max_tokens, seed=derive_seed(seed, place))
-            own_id = f"{request_id}-{len(generates)}"
-            generates.append(
-                Generate(
-                    own_id,
-                    packed,
-                    sampling,
-                    namespace,
-                    priority,
-                    wish,
-                    terms,
-                    arrived_at,
-                    thought=thought,
-                    cache_hit_threshold=request.cache_hit_threshold,
-                    session=session if request.tools else None,
-                    offers_kv=request.offers_kv,
-                    ticket=request.ticket,
-                    beams=request.beams,
-                    predicted=predicted,
-                )
-            )
-    return generates
-
-
-def derive_seed(seed: int, sample: int) -> int:
-    """Return the seed of sample `sample`: the first one has `seed` itself, the others are independent of it."""
-    if sample == 0:
-        return seed & _SEED_MASK
-    digest = hashlib.blake2b(f"{seed}:{sample}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & _SEED_MASK
+_EXPLANATIONS = {
+    MissReason.BYPASSED: "The cache was not asked: log probabilities of the prompt are computed, or caching is off.",
+    MissReason.LAST_TOKEN: "All is cached but the end: the last token, or the block that it ends, is always computed.",
+    MissReason.BLOCK_BOUNDARY: "All whole blocks are cached; the rest is less than a block.",
+    MissReason.NO_STATE: (
+        "Keys and values are cached up to token {known}, but no snapshot of the model's recurrent state is kept there."
+    ),
+    MissReason.NO_WINDOW: (
+        "The prefix was cached up to token {known}, but what layers with a sliding window would see of it there was "
+        "evicted to make room for others."
+    ),
+    MissReason.EVICTED: "The prefix was cached up to token {known} and was evicted to make room for others.",
+    MissReason.OTHER_SALT: "Another cache_salt of this key has the prefix cached, up to token {known}.",
+    MissReason.VOLATILE_HEAD: (
+        "The prompt differs at token {position}, in {volatile} tokens, and equals {witnesses} earlier prompts again "
+        "behind them: something at its head, such as a nonce or a time, changes with every request. Move it to the end."
+    ),
+    MissReason.DIVERGED: "At token {position} the prompt differs from the nearest prefix that is cached.",
+    MissReason.NEVER_SEEN: "No prompt that went on like this was cached before.",
+    MissReason.NOT_KNOWN: (
+        "No such prefix is cached; it was never seen, or evicted too long ago for the record, which begins with the "
+        "first report that this key asks for."
+    ),
+}
 
 
 class Answer:
@@ -150,6 +105,7 @@ class Answer:
             for choice in range(request.num_choices)
         ]
         self._texts = [self._output_text(request, choice, tokenizer, shape) for choice in range(request.num_choices)]
+        self._kept: dict[int, Delta] = {}
 
     def _output_text(
         self, request: GenerateRequest, choice: int, tokenizer: TextTokenizer, shape: OutputShape
@@ -188,7 +144,7 @@ class Answer:
         self._usage.resumed = True
 
     def take(self, number: int, output: Output) -> list[Delta]:
-        """Return the deltas of an output of request `number` (`build_generates`). Raises ApiError if it failed."""
+        """Return the deltas of an output of request `number` (`generates_of`). Raises ApiError if it failed."""
         if output.found is None:
             return self._take(number * self._n if self._searches else number, output)
         deltas = []
@@ -243,11 +199,17 @@ class Answer:
         reports = [self._reports[prompt] for prompt in sorted(self._reports)]
         self._usage.cache_report = reports[0] if len(self._prompts) == 1 else reports
 
-    def best(self, choices: list[Delta]) -> list[Delta]:
+    def keep(self, deltas: Iterable[Delta]) -> None:
+        """Add deltas to the whole choices."""
+        for delta in deltas:
+            self._kept.setdefault(delta.index, Delta(delta.index)).append(delta)
+
+    def choices(self) -> list[Delta]:
         """Return the whole choices that the client gets: of each prompt all, or the best by mean log probability.
 
-        Choices are numbered anew if some are left out. Mutates them.
+        Call it once, when every choice has ended. Choices are numbered anew if some are left out.
         """
+        choices = [self._kept[index] for index in sorted(self._kept)]
         if self._best is None:
             return choices
         given: list[Delta] = []
@@ -493,3 +455,55 @@ class _ShownPrompt:
             )
             for token_id, offset, found in zip(self._prompt, self._offsets, (*missing, *rest), strict=True)
         ]
+
+
+def asks_for_report(scope: Scope) -> bool:
+    """Return whether the header `x-moeserve-cache-report` asks for a report."""
+    return any(name == _HEADER and value.strip().lower() not in _OFF for name, value in scope["headers"])
+
+
+def describe_miss(
+    miss: Miss, prompt: Sequence[int], num_cached: int, num_on_disk: int | None, tokenizer: TextTokenizer
+) -> dict[str, Any]:
+    """Return the report of a prompt: `num_cached` of its tokens were cached, `num_on_disk` of them on disk.
+
+    num_on_disk: None where the cache is in memory alone; the report then names no tiers.
+
+    `yours` is the prompt's text from `at_token` on, `nearest` that of the nearest prefix of one's own from there on,
+    `before` what both have before.
+    """
+
+    def text(token_ids: Sequence[int]) -> str:
+        return tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    position = miss.position
+    report: dict[str, Any] = {
+        "prompt_tokens": len(prompt),
+        "matched_tokens": num_cached,
+        "reason": miss.reason.value,
+        "at_token": position,
+        "explanation": _EXPLANATIONS[miss.reason].format(
+            known=miss.num_known_tokens,
+            position=position,
+            volatile=miss.num_volatile_tokens,
+            witnesses=miss.num_witnesses,
+        ),
+    }
+    if num_on_disk is not None:
+        report["matched_tokens_details"] = by_tier(num_cached, num_on_disk)
+    if position < len(prompt) and miss.reason is not MissReason.BYPASSED:
+        report["before"] = text(prompt[max(0, position - _SHOWN_TOKENS) : position])
+        report["yours"] = text(prompt[position : position + _SHOWN_TOKENS])
+    if miss.nearest:
+        report["nearest"] = text(miss.nearest[position - miss.nearest_start :])
+    if miss.num_known_tokens:
+        report["known_tokens"] = miss.num_known_tokens
+    if miss.reason is MissReason.VOLATILE_HEAD:
+        differing = prompt[position : position + miss.num_volatile_tokens]
+        report["volatile_head"] = {
+            "at_token": position,
+            "tokens": miss.num_volatile_tokens,
+            "text": text(differing),
+            "prompts": miss.num_witnesses,
+        }
+    return report

@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
-from moeserve.frontend.asking import answer_of, generates_of, submitted
 from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses import previous_id_of
@@ -36,12 +35,20 @@ from moeserve.frontend.jobs.view import RESUMED, STATUS_WAITS, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
-from moeserve.frontend.relay.answer import Answer
-from moeserve.frontend.relay.cache_report import asks_for_report
-from moeserve.frontend.relay.formatters import FORMATTERS, EventWriter
-from moeserve.frontend.relay.progress import Progress
+from moeserve.frontend.relay.answer import Answer, asks_for_report
+from moeserve.frontend.relay.exchange import (
+    FORMATTERS,
+    TOKENS_AT_ONCE,
+    EventWriter,
+    Progress,
+    Turns,
+    answer_of,
+    completed,
+    generates_of,
+    submitted,
+    tell_engine,
+)
 from moeserve.frontend.relay.request_group import EngineGone, RequestGroup
-from moeserve.frontend.relay.writing import TOKENS_AT_ONCE, Turns, completed
 from moeserve.frontend.services import Lend, Services, engine_unavailable
 from moeserve.frontend.store.jobs import Name, StoredJob
 from moeserve.frontend.wills import Will
@@ -321,19 +328,17 @@ def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
 
 async def _whole(group: RequestGroup, answer: Answer, progress: Progress, turns: Turns) -> list[Delta]:
     """Wait for the whole answer, and return its choices."""
-    choices: dict[int, Delta] = {}
     try:
         while answer.num_open:
             batch = await group.next()
             for number in range(len(batch)):
                 async with turns:
-                    for delta in _take(group, answer, batch[number : number + 1], progress):
-                        choices.setdefault(delta.index, Delta(delta.index)).append(delta)
+                    answer.keep(_take(group, answer, batch[number : number + 1], progress))
                     # An output may bring a whole prompt's tokens with it.
                     await asyncio.sleep(0)
     except EngineGone as error:
         raise engine_unavailable(error) from error
-    return answer.best([choices[index] for index in sorted(choices)])
+    return answer.choices()
 
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
@@ -342,10 +347,7 @@ def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], pro
     if group.num_deaths:
         answer.resume()
     deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
-    while answer.finishes:
-        group.finish(*answer.finishes.pop())
-    while answer.turns:
-        group.turn(*answer.turns.pop())
+    tell_engine(answer, group)
     return deltas
 
 
