@@ -12,8 +12,7 @@ from pathlib import Path
 
 from launcher.preflight import LaunchError
 from moeserve.config import ConfigError, ServeConfig, state_root
-from moeserve.frontend.store.schema import StoreError, prepare
-from moeserve.frontend.store.shared import Locks, network_of
+from moeserve.frontend.store.file import Locks, StoreError, network_of, prepare
 from moeserve.wire import RunContext
 
 FORGETFUL = "memory"

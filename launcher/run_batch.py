@@ -20,7 +20,7 @@ import msgspec
 from launcher.own_service import ServiceGone, ServiceNotStarted, ask_patiently, own_service
 from launcher.server_client import optional_server_option
 from moeserve.bench.client import Endpoint, ExchangeError, Response, error_message
-from moeserve.frontend.jobs.batch_lines import Job, read_job
+from moeserve.frontend.store.batches import BatchLine, read_line
 
 
 @click.command(name="run-batch")
@@ -84,13 +84,13 @@ class BatchError(Exception):
     """The run cannot go on; the message is one sentence or two."""
 
 
-def read_input(source: Path) -> Iterator[Job]:
+def read_input(source: Path) -> Iterator[BatchLine]:
     """Yield the job of every line that is not blank."""
     seen: set[str] = set()
     with source.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if line.strip():
-                yield read_job(number, line, seen)
+                yield read_line(number, line, seen)
 
 
 class Results:
@@ -116,11 +116,11 @@ class Results:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._file.close()
 
-    def open_jobs(self, jobs: Iterable[Job]) -> Iterator[Job]:
+    def open_jobs(self, jobs: Iterable[BatchLine]) -> Iterator[BatchLine]:
         """Yield the requests that the file does not answer."""
         return (job for job in jobs if (job.custom_id or job.result_id) not in self._done)
 
-    def write(self, job: Job, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
+    def write(self, job: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
         """Append the line of a job."""
         entry = {"id": job.result_id, "custom_id": job.custom_id, "response": response, "error": error}
         self._file.write(msgspec.json.encode(entry) + b"\n")
@@ -169,7 +169,7 @@ class Batch:
     timeout_s: float
     results: Results
 
-    async def run(self, jobs: Iterator[Job], concurrency: int) -> None:
+    async def run(self, jobs: Iterator[BatchLine], concurrency: int) -> None:
         """Work until no job is left. Raises BatchError where the server cannot answer any."""
         try:
             async with asyncio.TaskGroup() as group:
@@ -178,7 +178,7 @@ class Batch:
         except BaseExceptionGroup as group_error:
             raise group_error.exceptions[0] from None
 
-    async def _work(self, jobs: Iterator[Job]) -> None:
+    async def _work(self, jobs: Iterator[BatchLine]) -> None:
         for job in jobs:
             if job.problem is not None:
                 self.results.write(job, None, {"code": "invalid_line", "message": job.problem})
@@ -190,7 +190,7 @@ class Batch:
             else:
                 self.results.write(job, _described(response), None)
 
-    async def _answer(self, job: Job) -> Response:
+    async def _answer(self, job: BatchLine) -> Response:
         """Return the answer to a job. Raises ExchangeError, BatchError."""
         try:
             response = await ask_patiently(self.endpoint, job.path, job.body, self.api_key, self.timeout_s)

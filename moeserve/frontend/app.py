@@ -20,7 +20,6 @@ from moeserve.frontend.absent import why_absent
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.jobs import Jobs
-from moeserve.frontend.jobs.owners import Owner
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.page_gate import PageGate
@@ -39,8 +38,8 @@ from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenR
 from moeserve.frontend.routes.sleep import SleepRoutes
 from moeserve.frontend.routes.table import BATCH_ROUTES, ROUTES, Endpoints
 from moeserve.frontend.services import Services
-from moeserve.frontend.store.shelves import Bounds
-from moeserve.frontend.store.store import Store
+from moeserve.frontend.store.file import Owner
+from moeserve.frontend.store.store import Bounds, Store
 
 _DAY_S = 86_400.0
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")

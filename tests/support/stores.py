@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from moeserve.frontend.store.schema import connect, prepare
-from moeserve.frontend.store.shelves import Bounds, Shelf
+from moeserve.frontend.store.file import connect, prepare
+from moeserve.frontend.store.store import Bounds, Shelf
 
 LARGE = Bounds(2**30, 1e9)
 

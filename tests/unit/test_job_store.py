@@ -10,9 +10,9 @@ import pytest
 
 from moeserve.frontend import limits
 from moeserve.frontend.store import batches, jobs
+from moeserve.frontend.store.file import VERSION, connect, prepare
 from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, TooManyJobs
-from moeserve.frontend.store.schema import VERSION, connect, prepare
-from moeserve.frontend.store.shelves import Bounds, Shelf
+from moeserve.frontend.store.store import Bounds, Shelf, drop_old
 from tests.support.stores import shelves
 
 MakeShelf = Callable[..., Shelf]
@@ -65,9 +65,9 @@ def test_a_key_names_one_request_of_one_caller_until_that_fails_or_is_old(shelf:
     assert jobs.named(shelf(), NAME) is None
     create(shelf(), "c", name=NAME)
     jobs.end(shelf(), "c", "done", at=100.0)
-    jobs.drop_old_names(shelf(now=99.0 + limits.IDEMPOTENCY_KEY_S))
+    drop_old(shelf(now=99.0 + limits.IDEMPOTENCY_KEY_S))
     assert jobs.named(shelf(), NAME) == "c"
-    jobs.drop_old_names(shelf(now=101.0 + limits.IDEMPOTENCY_KEY_S))
+    drop_old(shelf(now=101.0 + limits.IDEMPOTENCY_KEY_S))
     assert jobs.named(shelf(), NAME) is None
     assert jobs.find(shelf(), "c") is None
 

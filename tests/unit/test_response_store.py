@@ -21,9 +21,8 @@ from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Named
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.store import conversations, responses
-from moeserve.frontend.store.schema import StoreError, connect, prepare
-from moeserve.frontend.store.shelves import Bounds, Shelf, drop_old
-from moeserve.frontend.store.store import Store
+from moeserve.frontend.store.file import StoreError, connect, prepare
+from moeserve.frontend.store.store import Bounds, Shelf, Store, drop_old
 from tests.support.examples import examples
 from tests.support.stores import LARGE, shelves
 

@@ -20,12 +20,11 @@ from starlette.types import ASGIApp, Message, Scope
 
 from moeserve.frontend import limits
 from moeserve.frontend.http import ApiError, internal_error
-from moeserve.frontend.jobs.batch_lines import Job, read_job, result_line
-from moeserve.frontend.jobs.owners import Owner
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import batches
-from moeserve.frontend.store.batches import StoredBatch
+from moeserve.frontend.store.batches import BatchLine, StoredBatch, read_line, result_line
+from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.store import Store
 
 log = structlog.get_logger(__name__)
@@ -149,7 +148,7 @@ class Batches:
             raise error_group.exceptions[0] from None
         await self._end(batch, "completed")
 
-    async def _answer_all(self, batch: StoredBatch, jobs: Iterator[Job], identity: Identity) -> None:
+    async def _answer_all(self, batch: StoredBatch, jobs: Iterator[BatchLine], identity: Identity) -> None:
         for job in jobs:
             wait_s = _FIRST_WAIT_S
             while True:
@@ -164,7 +163,7 @@ class Batches:
             line = result_line(job, response, None)
             await self._store.write(batch.caller, partial(keep, line=line, failed=not 200 <= status < 300))
 
-    async def _ask(self, batch: StoredBatch, job: Job, identity: Identity, request_id: str) -> tuple[int, bytes]:
+    async def _ask(self, batch: StoredBatch, job: BatchLine, identity: Identity, request_id: str) -> tuple[int, bytes]:
         """Return status and body of a route's answer."""
         status, parts = 500, [b""]
         messages: list[Message] = [{"type": "http.request", "body": job.body, "more_body": False}]
@@ -189,7 +188,7 @@ class Batches:
             return 500, internal_error().body()
         return status, b"".join(parts)
 
-    async def _expire(self, batch: StoredBatch, jobs: list[Job]) -> None:
+    async def _expire(self, batch: StoredBatch, jobs: list[BatchLine]) -> None:
         """End a batch whose time is over; lines without an answer get an error."""
         error = {"code": "batch_expired", "message": "The batch's time was over before this request was answered"}
         done = await self._store.read(batch.caller, partial(batches.answered, batch_id=batch.batch_id))
@@ -208,27 +207,27 @@ class Batches:
         await self._store.write(batch.caller, end)
 
 
-def read_lines(content: bytes, path: str) -> list[Job]:
+def read_lines(content: bytes, path: str) -> list[BatchLine]:
     """Return the job of every line that is not blank; all must be for one route."""
     seen: set[str] = set()
     lines = enumerate(content.split(b"\n"), start=1)
-    jobs = [_checked(read_job(number, line, seen), path) for number, line in lines if line.strip()]
+    jobs = [_checked(read_line(number, line, seen), path) for number, line in lines if line.strip()]
     if not jobs:
-        return [Job(0, problem="the file holds no request")]
+        return [BatchLine(0, problem="the file holds no request")]
     if len(jobs) > limits.MAX_BATCH_LINES:
-        return [Job(0, problem=f"a batch takes at most {limits.MAX_BATCH_LINES} requests")]
+        return [BatchLine(0, problem=f"a batch takes at most {limits.MAX_BATCH_LINES} requests")]
     return jobs
 
 
-def _checked(job: Job, path: str) -> Job:
+def _checked(job: BatchLine, path: str) -> BatchLine:
     if job.problem is None and job.path != path:
-        return Job(job.number, problem=f"line {job.number}: `url` must be the batch's `endpoint`, {path}")
+        return BatchLine(job.number, problem=f"line {job.number}: `url` must be the batch's `endpoint`, {path}")
     if job.problem is None and path == "/v1/responses" and msgspec.json.decode(job.body).get("background"):
-        return Job(job.number, problem=f"line {job.number}: `background` is for one answer, not for a batch")
+        return BatchLine(job.number, problem=f"line {job.number}: `background` is for one answer, not for a batch")
     return job
 
 
-def _scope(job: Job, identity: Identity, request_id: str, name: bytes) -> Scope:
+def _scope(job: BatchLine, identity: Identity, request_id: str, name: bytes) -> Scope:
     """Return the scope of a request as the layers around the routes would have made it. name: of its job."""
     state: dict[str, Any] = {
         "identity": identity,

@@ -1,4 +1,4 @@
-"""The jobs of all HTTP processes, as one of them sees them: made, found, cancelled, followed."""
+"""The jobs of all HTTP processes, as one of them sees them: made, found, cancelled, followed, shown to clients."""
 
 from __future__ import annotations
 
@@ -7,22 +7,42 @@ import time
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 
+import msgspec
+
 from moeserve.frontend import limits
-from moeserve.frontend.http import ApiError, unavailable
-from moeserve.frontend.jobs.journal import Journal
-from moeserve.frontend.jobs.owners import Owner
-from moeserve.frontend.jobs.record import Entry, JobRecord, pack_prepared, pack_record, unpack_entries
+from moeserve.frontend.dialects.internal import Formatter
+from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
+from moeserve.frontend.http import ApiError, EventStream, unavailable
+from moeserve.frontend.jobs.journal import (
+    Entry,
+    JobRecord,
+    Journal,
+    Replay,
+    formatter_of,
+    unpack_entries,
+    unpack_failure,
+    unpack_prepared,
+    unpack_record,
+)
 from moeserve.frontend.jobs.runner import Runner
 from moeserve.frontend.keys import Identity
-from moeserve.frontend.prepare.messages import Kind, Prepared
+from moeserve.frontend.prepare.messages import Kind, Prepared, pack_reply
+from moeserve.frontend.relay.exchange import EventWriter, completed
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs
+from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, OpenJob, Status, StoredJob, TooManyJobs
 from moeserve.frontend.store.store import Store
 from moeserve.plan import Terms
 
 _POLL_S = 0.05  # how often the journal of another process's job is read while somebody follows it
+
+# A comment in a stream that goes on in another life of the engine; usage says so too where it is asked for.
+RESUMED = b": resumed\n\n"
+# Keep-alive intervals for which a stream's status waits for its first token: until then a request that is dropped can
+# still be refused.
+STATUS_WAITS = 1.5
 
 
 class Jobs:
@@ -67,9 +87,9 @@ class Jobs:
         """
         detached = prepared.request.detached
         record = JobRecord(
-            kind, answer_id, int(time.time()), seed, self.reader, detached, pack_prepared(prepared), session
+            kind, answer_id, int(time.time()), seed, self.reader, detached, pack_reply(prepared), session
         )
-        packed = pack_record(record)
+        packed = msgspec.msgpack.encode(record)
         make = partial(jobs.create, job_id=answer_id, record=packed, owner=self._owner.name, needs=needs, name=name)
         try:
             await self._store.write(caller, make)
@@ -169,6 +189,142 @@ def gone() -> ApiError:
 
 
 def key_of_another() -> ApiError:
-    """422: the key of a request names another one."""
+    """422: another request had this key."""
     message = "This `Idempotency-Key` was sent before with another request: choose another key for this one"
     return ApiError(422, message, param="Idempotency-Key", code="idempotency_key_reused")
+
+
+class JobView:
+    """One client's view of one job."""
+
+    def __init__(self, services: Services, jobs: Jobs, job: StoredJob) -> None:
+        self.record = unpack_record(job.record)
+        self.streams = unpack_prepared(self.record.prepared).request.stream
+        self._services = services
+        self._jobs = jobs
+        self._job = job
+
+    async def stream(self, stream: EventStream, cut: Callable[[ApiError], bytes], after: int = -1) -> None:
+        """Write the events behind that of number `after` as they come, up to the last one.
+
+        cut: returns the event that ends a stream whose job goes on where this process cannot see it; it is none of the
+        job's. Raises ApiError, with nothing written, for a job that cannot be shown, and for one that fails before its
+        status is due.
+        """
+        replay = self._replay()
+        formatter = replay.formatter()
+        writer, behind = EventWriter(formatter), _Behind(after)
+        begun = False
+        if self.record.is_detached:
+            assert isinstance(formatter, ResponsesFormatter)
+            await stream.start()
+            await stream.write(behind.cut(formatter.queued()))
+            begun = True
+        try:
+            async for found in self._jobs.follow(self._job):
+                if not begun:
+                    if isinstance(found, Status) and found.failure is not None:
+                        raise unpack_failure(found.failure)
+                    await stream.start()
+                    begun = True
+                if found is None:
+                    await stream.write(formatter.ping())
+                elif isinstance(found, Status):
+                    await stream.write(behind.cut(_end(found, replay, formatter)), last=True)
+                else:
+                    for entry in found:
+                        events = RESUMED if entry is None else b""
+                        deltas = replay.take(entry)
+                        events += b"".join(writer.events(delta, replay.answer.usage) for delta in deltas)
+                        if events := behind.cut(events):
+                            await stream.write(events)
+        except ApiError as error:
+            if not begun:
+                raise
+            await stream.write(cut(error), last=True)
+
+    async def body(self) -> bytes:
+        """Wait for the end; return the whole answer. Raises ApiError for a job that failed."""
+        replay = self._replay()
+        async for found in self._jobs.follow(self._job):
+            if isinstance(found, Status):
+                if found.failure is not None:
+                    raise unpack_failure(found.failure)
+                replay.end_at(found.ended_at or 0.0)
+                formatter = replay.formatter()
+                body = await completed(formatter, replay.answer.choices(), replay.answer, self._services.long_answers)
+                return _unkept(formatter, found) or body
+            for entry in found or ():
+                replay.answer.keep(replay.take(entry))
+        raise AssertionError("a job was followed to no end")
+
+    async def response(self) -> KeptResponse:
+        """Return a response in the background as it stands now."""
+        status = await self._jobs.status(self._job)
+        failure = None if status.failure is None else unpack_failure(status.failure)
+        if status.state == "done":
+            # It was not kept: there was no room, or its conversation is gone.
+            return KeptResponse(self._job.job_id, await self.body(), b"[]")
+        if status.state == "open" or self.record.reader != self._jobs.reader:
+            formatter = formatter_of(self._services, self.record, unpack_prepared(self.record.prepared))
+            assert isinstance(formatter, ResponsesFormatter)
+            shown = ("in_progress" if status.has_begun else "queued") if status.state == "open" else status.state
+            return formatter.snapshot(shown, failure)
+        replay = self._replay()
+        formatter = replay.formatter()
+        writer = EventWriter(formatter)
+        assert isinstance(formatter, ResponsesFormatter)
+        async for found in self._jobs.follow(self._job):
+            for entry in found if isinstance(found, list) else ():
+                for delta in replay.take(entry):
+                    writer.events(delta, replay.answer.usage)
+        return formatter.snapshot(status.state, failure)
+
+    def _replay(self) -> Replay:
+        if self.record.reader != self._jobs.reader:
+            message = (
+                "The service was started again with another model, or as another version: it cannot show this answer"
+            )
+            raise ApiError(409, message, code="cannot_show")
+        return Replay(self._services, self.record)
+
+
+def _end(status: Status, replay: Replay, formatter: Formatter) -> bytes:
+    """Return the last events of a job."""
+    if status.failure is not None:
+        return formatter.error(unpack_failure(status.failure))
+    if status.state == "cancelled":
+        assert isinstance(formatter, ResponsesFormatter)
+        return formatter.cancelled()
+    replay.end_at(status.ended_at or 0.0)
+    end = formatter.end(replay.answer.usage)
+    return _unkept(formatter, status) or end
+
+
+def _unkept(formatter: Formatter, status: Status) -> bytes | None:
+    """Return the end of an answer once more where its response was to be kept and was not."""
+    if status.is_kept or not isinstance(formatter, ResponsesFormatter) or formatter.kept is None:
+        return None
+    return formatter.unkept()
+
+
+class _Behind:
+    """Leaves out the events of a stream up to that of a number. Events are numbered from 0; comments are none."""
+
+    def __init__(self, number: int) -> None:
+        self._left = number + 1
+
+    def cut(self, events: bytes) -> bytes:
+        """Return the events that the client lacks."""
+        if not self._left:
+            return events
+        parts = events.split(b"\n\n")[:-1]
+        kept = []
+        for part in parts:
+            if part.startswith(b":"):
+                continue
+            if self._left:
+                self._left -= 1
+            else:
+                kept.append(part + b"\n\n")
+        return b"".join(kept)

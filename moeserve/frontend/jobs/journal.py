@@ -1,17 +1,73 @@
-"""Writes the journals of this process's jobs: all outputs that came while one transaction ran are the next one."""
+"""A job's record and journal: their stored form, the writer of journals, and the answer that a journal makes.
+
+The answer has the same deltas, events and body whenever and wherever the journal is read.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
+import msgspec
+
+from moeserve import wire
+from moeserve.frontend.dialects.internal import Delta, Formatter
+from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.jobs.record import Entry, pack_entries
+from moeserve.frontend.prepare.messages import Kind, Prepared, expect, unpack_reply
+from moeserve.frontend.relay.exchange import FORMATTERS, answer_of
+from moeserve.frontend.relay.request_group import Past
+from moeserve.frontend.services import Services
 from moeserve.frontend.store import jobs
 from moeserve.frontend.store.store import Store
+from moeserve.wire import Output
+
+# The output of a choice; None where another engine, or HTTP process, has gone on with the job.
+Entry = tuple[int, Output] | None
+
+
+class JobRecord(msgspec.Struct, frozen=True, array_like=True):
+    """A generation that another process can begin, go on with, and show.
+
+    created: UNIX time. reader: of the service that made it (`RunContext.reader`). is_detached: its client fetches the
+    answer later. prepared: of `pack_reply`. session: see `Generate`.
+    """
+
+    kind: Kind
+    answer_id: str
+    created: int
+    seed: int
+    reader: str
+    is_detached: bool
+    prepared: bytes
+    session: str = ""
+
+
+def unpack_record(data: bytes) -> JobRecord:
+    return msgspec.msgpack.decode(data, type=JobRecord)
+
+
+def unpack_prepared(data: bytes) -> Prepared:
+    return expect(unpack_reply(data), Prepared)
+
+
+def pack_entries(entries: Sequence[Entry]) -> bytes:
+    return wire.pack(list(entries))
+
+
+def unpack_entries(data: bytes) -> list[Entry]:
+    """Return the entries of a row. Raises wire.DecodeError."""
+    return wire.unpack(data, list[Entry], wire.MAX_STEP_BYTES)
+
+
+def unpack_failure(data: bytes) -> ApiError:
+    error = unpack_reply(data)
+    assert isinstance(error, ApiError)
+    return error
 
 
 class JobEnded(Exception):
@@ -91,3 +147,52 @@ def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
     else:
         done.set_exception(error)
         done.exception()  # whoever waited for it may be gone
+
+
+def formatter_of(
+    services: Services, record: JobRecord, prepared: Prepared, clock: Callable[[], float] = time.time
+) -> Formatter:
+    """Return a formatter of a job's answer. clock: gives the UNIX time at which a response is complete."""
+    facts = (record.answer_id, record.created, prepared.request, services.tokenizer, services.fingerprint)
+    if record.kind == "responses":
+        return ResponsesFormatter(*facts, clock=clock)
+    return FORMATTERS[record.kind](*facts)
+
+
+class Replay:
+    """Takes the entries of one journal in their order."""
+
+    def __init__(self, services: Services, record: JobRecord) -> None:
+        self.record = record
+        self.prepared = unpack_prepared(record.prepared)
+        self.answer = answer_of(services, self.prepared, record.answer_id)
+        self._services = services
+        self._ended_at = 0.0
+
+    def formatter(self) -> Formatter:
+        """Return a new formatter of the answer. A response is complete when `end_at` says."""
+        return formatter_of(self._services, self.record, self.prepared, lambda: self._ended_at)
+
+    def end_at(self, ended_at: float) -> None:
+        """Note when the job was done, UNIX time."""
+        self._ended_at = ended_at
+
+    def take(self, entry: Entry) -> list[Delta]:
+        """Return the deltas of an entry. Stop strings that it completes are left in `answer.finishes`."""
+        if entry is None:
+            self.answer.resume()
+            return []
+        return self.answer.take(*entry)
+
+    def take_past(self, entries: Iterable[Entry]) -> Past:
+        """Take entries; return what requests need that go on from there."""
+        outputs: list[tuple[int, Output]] = []
+        kept_tokens: dict[int, int] = {}
+        for entry in entries:
+            self.answer.keep(self.take(entry))
+            if entry is not None:
+                outputs.append(entry)
+            kept_tokens.update(self.answer.finishes)
+            self.answer.finishes.clear()
+            self.answer.turns.clear()
+        return Past(outputs, kept_tokens)

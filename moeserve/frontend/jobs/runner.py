@@ -18,18 +18,16 @@ from moeserve.frontend import limits
 from moeserve.frontend.admission import terms_of
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.http import ApiError, internal_error
-from moeserve.frontend.jobs.journal import JobEnded, Journal
-from moeserve.frontend.jobs.owners import Owner
-from moeserve.frontend.jobs.record import pack_failure, unpack_entries, unpack_record
-from moeserve.frontend.jobs.replay import Replay
+from moeserve.frontend.jobs.journal import JobEnded, Journal, Replay, unpack_entries, unpack_record
 from moeserve.frontend.keys import Identity
+from moeserve.frontend.prepare.messages import pack_reply
 from moeserve.frontend.relay.exchange import Progress, completed, generates_of, submitted, tell_engine
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses
+from moeserve.frontend.store.file import Owner
 from moeserve.frontend.store.jobs import OpenJob
-from moeserve.frontend.store.shelves import Shelf
-from moeserve.frontend.store.store import Store
+from moeserve.frontend.store.store import Shelf, Store
 from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Output
 
@@ -272,7 +270,7 @@ class Runner:
         await self._store.write(job.caller, end)
 
     async def _fail(self, job: OpenJob, error: ApiError) -> None:
-        fail = partial(jobs.end, job_id=job.job_id, state="failed", failure=pack_failure(error))
+        fail = partial(jobs.end, job_id=job.job_id, state="failed", failure=pack_reply(error))
         with suppress(ApiError):
             await self._store.write(job.caller, fail)
 

@@ -167,8 +167,8 @@ def unpack_ask(frame: bytes) -> tuple[Ask, bytes]:
     return msgspec.msgpack.decode(memoryview(frame)[SIZE_BYTES:size], type=Ask), frame[size:]
 
 
-def pack_reply(reply: Reply) -> list[bytes]:
-    """Return the parts of a frame without its length."""
+def pack_reply(reply: Reply) -> bytes:
+    """Return a frame without its length."""
     payload: list[bytes] = []
     head: _Head
     match reply:
@@ -199,7 +199,7 @@ def pack_reply(reply: Reply) -> list[bytes]:
                 error.close,
             )
     encoded = msgspec.json.encode(head)
-    return [len(encoded).to_bytes(SIZE_BYTES), encoded, *payload]
+    return b"".join([len(encoded).to_bytes(SIZE_BYTES), encoded, *payload])
 
 
 def unpack_reply(frame: bytes) -> Reply:

@@ -112,13 +112,13 @@ class Nursery:
 
 def _answer(preparer: Preparer, watch: Watch, frame: bytes) -> bytes:
     try:
-        return b"".join(pack_reply(preparer.prepare(*unpack_ask(frame))))
+        return pack_reply(preparer.prepare(*unpack_ask(frame)))
     except MemoryError:
         reply = watch.refusal()
     except Exception:  # A defect here is its request's alone.
         traceback.print_exc()
         reply = internal_error()
-    return b"".join(pack_reply(reply))
+    return pack_reply(reply)
 
 
 def check(folder: Path) -> None:

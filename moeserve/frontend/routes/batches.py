@@ -20,8 +20,7 @@ from moeserve.frontend.routes.listing import json_bytes, page_of
 from moeserve.frontend.store import batches
 from moeserve.frontend.store.batches import BATCH_PREFIX, FILE_PREFIX, StoredBatch, StoredFile
 from moeserve.frontend.store.jobs import NoRoom
-from moeserve.frontend.store.shelves import Shelf
-from moeserve.frontend.store.store import Store
+from moeserve.frontend.store.store import Shelf, Store
 
 _DAY_S = 86_400
 _MAX_BODY_BYTES = 64 * 1024

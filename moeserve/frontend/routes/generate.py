@@ -30,8 +30,7 @@ from moeserve.frontend.http import (
     until_disconnect,
     with_headers,
 )
-from moeserve.frontend.jobs.jobs import Jobs
-from moeserve.frontend.jobs.view import RESUMED, STATUS_WAITS, JobView
+from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect

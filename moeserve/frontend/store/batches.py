@@ -1,16 +1,19 @@
-"""Files that callers upload, and batches of requests in them, with an answer for each line."""
+"""Files that callers upload, and batches of requests in them: their lines, with an answer for each."""
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.store import jobs
 from moeserve.frontend.store.jobs import NoRoom
-from moeserve.frontend.store.shelves import Shelf, is_overfull
+from moeserve.frontend.store.store import Shelf, is_overfull
 
 FILE_PREFIX, BATCH_PREFIX = "file-", "batch_"
 BatchState = Literal[
@@ -18,6 +21,8 @@ BatchState = Literal[
 ]
 OPEN = ("validating", "in_progress", "finalizing", "cancelling")
 _OPEN = "state IN ('validating', 'in_progress', 'finalizing', 'cancelling')"
+
+_PATH = re.compile(r"/v1/[\w/.-]{1,200}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,3 +225,47 @@ def adopt(shelf: Shelf, batch_ids: Collection[str], owner: str) -> list[StoredBa
         query = f"UPDATE batches SET owner = ? WHERE id = ? AND {_OPEN} RETURNING {_COLUMNS}"
         found += [StoredBatch(*row) for row in shelf.db.execute(query, (owner, batch_id)).fetchall()]
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class BatchLine:
+    """A line of a batch: a request in OpenAI's form. `problem` says why it is none; `custom_id` is then None."""
+
+    number: int
+    custom_id: str | None = None
+    path: str = ""
+    body: bytes = b""
+    problem: str | None = None
+
+    @property
+    def result_id(self) -> str:
+        return f"batch_req_{self.number}"
+
+
+def read_line(number: int, line: bytes, seen: set[str]) -> BatchLine:
+    """Return a line as a request, and add its `custom_id` to those seen."""
+    try:
+        entry = msgspec.json.decode(line, type=dict[str, Any])
+        custom_id, path, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise ValueError("`custom_id` must be a text")
+        if custom_id in seen:
+            raise ValueError(f"`custom_id` {custom_id!r} is that of an earlier line")
+        if entry.get("method") != "POST":
+            raise ValueError("`method` must be POST")
+        if not isinstance(path, str) or not _PATH.fullmatch(path):
+            raise ValueError("`url` must be the path of a route, such as /v1/chat/completions")
+        if not isinstance(body, dict):
+            raise ValueError("`body` must be an object")
+        if body.get("stream"):
+            raise ValueError("`stream` is for one answer, not for a batch")
+    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+        return BatchLine(number, problem=f"line {number}: {error}")
+    seen.add(custom_id)
+    return BatchLine(number, custom_id, path, msgspec.json.encode(body))
+
+
+def result_line(job: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> bytes:
+    """Return the line of an output file that answers a line."""
+    entry = {"id": job.result_id, "custom_id": job.custom_id, "response": response, "error": error}
+    return msgspec.json.encode(entry) + b"\n"

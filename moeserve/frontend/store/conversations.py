@@ -11,7 +11,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_items import listed_item
-from moeserve.frontend.store.shelves import Shelf
+from moeserve.frontend.store.store import Shelf
 
 CONVERSATION_PREFIX = "conv_"
 # The beginning of an item's id, by its type.

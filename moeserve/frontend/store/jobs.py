@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from moeserve.frontend import limits
-from moeserve.frontend.store.shelves import Shelf, is_overfull
+from moeserve.frontend.store.store import Shelf, is_overfull
 
 State = Literal["open", "done", "failed", "cancelled"]
 _ROWS_AT_ONCE = 256  # of a journal, in one read
@@ -28,7 +28,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job as the store has it. record: `moeserve.frontend.jobs.record`."""
+    """A job as the store has it. record: `moeserve.frontend.jobs.journal`."""
 
     job_id: str
     caller: bytes
@@ -237,14 +237,3 @@ def adopt(shelf: Shelf, dead: Collection[str], left: Collection[str], owner: str
         if (row := shelf.db.execute(query, (job_id,)).fetchone()) is not None:
             found.append((row[0], OpenJob(job_id, bytes(row[1]), row[2])))
     return [job for _, job in sorted(found, key=lambda one: one[0])]
-
-
-def drop_old_names(shelf: Shelf) -> None:
-    """Forget the keys of clients, and the answers that were kept for their sake alone, after their time."""
-    query = """SELECT job, EXISTS (SELECT 1 FROM responses WHERE id = job) FROM idempotency JOIN jobs ON jobs.id = job
-               WHERE ended_at < ?"""
-    for job_id, is_response in shelf.db.execute(query, (shelf.now - limits.IDEMPOTENCY_KEY_S,)).fetchall():
-        if is_response:
-            shelf.db.execute("DELETE FROM idempotency WHERE job = ?", (job_id,))
-        else:
-            shelf.drop(job_id)

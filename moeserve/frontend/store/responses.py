@@ -11,7 +11,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Earlier, Named, response_of_item
 from moeserve.frontend.store import conversations
-from moeserve.frontend.store.shelves import OVERHEAD_BYTES, Shelf
+from moeserve.frontend.store.store import OVERHEAD_BYTES, Shelf
 
 _CHAIN = """
 WITH RECURSIVE turn(id, needs, age) AS (

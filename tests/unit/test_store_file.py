@@ -9,13 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.frontend.jobs.owners import Owner
-from moeserve.frontend.store.shared import Locks, network_of
+from moeserve.frontend.store.file import Locks, Owner, network_of
 
 HOLDER = """
 import sys
 from pathlib import Path
-from moeserve.frontend.jobs.owners import Owner
+from moeserve.frontend.store.file import Owner
 owner = Owner(Path(sys.argv[1]))
 owner.hold()
 print(owner.name, flush=True)
