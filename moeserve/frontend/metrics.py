@@ -17,7 +17,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from moeserve.frontend.dialects.fields import HARMLESS
+from moeserve.frontend.dialects.bodies import HARMLESS
 from moeserve.frontend.metrics_vllm import VllmNames
 from moeserve.wire import EngineReady, FeatureSamples, Stats
 

@@ -15,8 +15,8 @@ import msgspec
 import structlog
 
 from moeserve.config import ConfigError
-from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
+from moeserve.frontend.dialects import bodies
+from moeserve.frontend.dialects.prompts import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.prepare.messages import Prefix, expect
 from moeserve.frontend.relay.request_group import EngineGone, RequestRejected
@@ -44,7 +44,7 @@ def load_public_prefixes(file: str | None) -> list[bytes]:
     prefixes = []
     for number, entry in enumerate(entries):
         try:
-            prefix, unknown = fields.decode_json(bytes(entry), PrefixBody)
+            prefix, unknown = bodies.decode_json(bytes(entry), PrefixBody)
             check_prefix(prefix, PUBLIC_FIELDS)
         except ApiError as error:
             raise ConfigError(f"public prefix {number} in {file}: {error.message}") from None

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.frontend.dialects.fields import UNSUPPORTED
+from moeserve.frontend.dialects.bodies import UNSUPPORTED
 from moeserve.model.families import supported_model_types
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects import bodies, fields
 from moeserve.frontend.dialects.internal import GenerateRequest, TokenText
 from moeserve.frontend.text import TextTokenizer
 from tests.support.in_process import Exchange, application, completion
@@ -74,13 +74,13 @@ def test_every_route_reads_a_big_body_beside_the_loop(
 ) -> None:
     monkeypatch.setattr(limits, "INLINE_BODY_BYTES", 300)
     read_here: list[bytes] = []
-    decode = fields.decode_json
+    decode = bodies.decode_json
 
     def noting(data: bytes, expected: Any) -> Any:
         read_here.append(data)
         return decode(data, expected)
 
-    monkeypatch.setattr(fields, "decode_json", noting)
+    monkeypatch.setattr(bodies, "decode_json", noting)
 
     async def scenario() -> None:
         async with application(tmp_path) as (app, _, _engine):

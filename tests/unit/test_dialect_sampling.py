@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import chat, completions
-from moeserve.frontend.dialects.fields import BUDGETS, UNSUPPORTED
+from moeserve.frontend.dialects.bodies import BUDGETS, UNSUPPORTED
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, ThoughtOptions
 from moeserve.frontend.http import ApiError

@@ -8,16 +8,18 @@ from typing import Any
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.beams import SearchBody, read_beams, without_search
-from moeserve.frontend.dialects.chat_messages import (
+from moeserve.frontend.dialects import bodies, fields
+from moeserve.frontend.dialects.chat_parts import (
     ChatMessage,
     Prediction,
+    check_choice,
+    check_tools,
+    make_tool,
     read_breakpoints,
     read_messages,
     read_prediction,
 )
-from moeserve.frontend.dialects.fields import EventWriter, finite
+from moeserve.frontend.dialects.fields import EventWriter, SearchBody, read_beams, without_search
 from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
     CacheOptions,
@@ -32,7 +34,6 @@ from moeserve.frontend.dialects.internal import (
     Usage,
     Writing,
 )
-from moeserve.frontend.dialects.tools import check_choice, check_tools, make_tool
 from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
 
@@ -81,7 +82,7 @@ class _Repeated(msgspec.Struct):
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return the internal request. Raises ApiError with the status that the client gets."""
-    chat, ignored = fields.decode_json(body, ChatBody)
+    chat, ignored = bodies.decode_json(body, ChatBody)
     name = fields.check_model(chat.model, model)
     logprobs = _logprobs(chat, model)
     stream, include_usage, continuous_usage = fields.read_stream_options(chat)
@@ -372,11 +373,4 @@ class ChatFormatter:
         return {"content": [self._token(token) for token in tokens], "refusal": None}
 
     def _token(self, token: TokenText) -> dict[str, Any]:
-        logprobs = token.logprobs
-        entry = self._alternative(token.token_id, logprobs.logprob if logprobs else 0.0)
-        top = [self._alternative(token_id, logprob) for token_id, logprob in (logprobs.top if logprobs else ())]
-        return {**entry, "top_logprobs": top}
-
-    def _alternative(self, token_id: int, logprob: float) -> dict[str, Any]:
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+        return fields.logprob_entry(token, self._tokenizer)

@@ -8,10 +8,9 @@ from typing import Any
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
-from moeserve.frontend.dialects.beams import SearchBody, read_beams, without_search
-from moeserve.frontend.dialects.chat_messages import Prediction, read_prediction
-from moeserve.frontend.dialects.fields import EventWriter, finite
+from moeserve.frontend.dialects import bodies, fields
+from moeserve.frontend.dialects.chat_parts import Prediction, read_prediction
+from moeserve.frontend.dialects.fields import EventWriter, SearchBody, finite, read_beams, without_search
 from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import (
     ChatPrompt,
@@ -43,7 +42,7 @@ class _Repeated(msgspec.Struct):
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return the internal request. Raises ApiError with the status that the client gets."""
-    completion, ignored = fields.decode_json(body, CompletionBody)
+    completion, ignored = bodies.decode_json(body, CompletionBody)
     name = fields.check_model(completion.model, model)
     echo = bool(completion.echo)
     asked = completion.logprobs

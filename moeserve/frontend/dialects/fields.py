@@ -1,17 +1,15 @@
-"""The common part of the OpenAI dialects: strict JSON, sampling fields with bounds, refused fields, streamed events."""
+"""The fields that dialects share: sampling, beam search and prompt cache in requests, events and counts in answers."""
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Collection, Generator, Sequence
-from functools import cache
-from typing import Any, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Literal
 
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects.cache_options import read_cache_options
+from moeserve.frontend.dialects.bodies import BUDGETS, bounded
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import (
     CacheOptions,
@@ -24,83 +22,100 @@ from moeserve.frontend.dialects.internal import (
 from moeserve.frontend.http import DONE, ApiError, invalid, unknown_model, unsupported
 from moeserve.frontend.text import TextTokenizer
 from moeserve.kv_transfer import KvTicket, read_params
-from moeserve.plan import SamplingParams, TokenLogprobs
+from moeserve.plan import BeamParams, SamplingParams, TokenLogprobs
+
+MAX_KEY_CHARS = 1024
+MAX_SECONDS = 86_400
+# OpenAI keeps a prompt for minutes after its last use where the client asks for no more.
+_IN_MEMORY_SECONDS = 600
+_OPTIONS_SECONDS = 1800
+RETENTION_SECONDS = {"in_memory": _IN_MEMORY_SECONDS, "in-memory": _IN_MEMORY_SECONDS, "24h": 86_400}
+_UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
-_ABSENT = frozenset({b"null"})
-_OFF = frozenset({b"null", b"false"})
-_EMPTY = frozenset({b"null", b"[]", b"{}"})
 _LEAST_LOGPROB = -9999.0
-_LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
 WRITTEN_AT_ONCE = 256  # tokens with log probabilities
 
-# The fields that may be long, in all dialects.
-_PROMPTS = ("messages", "prompt", "input", "system", "instructions", "tokens")
-_TOOLS = ("tools", "functions")
-_CONVERSATIONS = ("messages", "input")
-_NOTHING = msgspec.Raw(b"")
 
-# Fields that would change the answer if they were supported, with the values that ask for nothing. A dialect that has
-# the field reads it; all others refuse it.
-UNSUPPORTED: dict[str, Collection[bytes]] = {
-    "audio": _ABSENT,
-    "best_of": {b"null", b"1"},
-    "cache_hit_threshold": {b"null", b"0", b"0.0"},
-    "chat_template": _ABSENT,
-    "continue_final_message": _OFF,
-    "documents": _EMPTY,
-    "echo": _OFF,
-    "function_call": {b"null", b'"none"'},
-    "functions": _EMPTY,
-    "guided_whitespace_pattern": _ABSENT,
-    "kv_transfer_params": _ABSENT,
-    "logits_processors": _EMPTY,
-    "modalities": {b"null", b'["text"]'},
-    "prompt_embeds": _ABSENT,
-    "suffix": {b"null", b'""'},
-    "tool_choice": {b"null", b'"none"'},
-    "tools": _EMPTY,
-    "return_token_ids": _OFF,
-    "truncate_prompt_tokens": _ABSENT,
-    "use_beam_search": _OFF,
-    "web_search_options": _ABSENT,
+_SWITCH = "use_beam_search"
+# Fields that would have to change the search, with the values that ask for nothing.
+_REFUSED: dict[str, tuple[Any, ...]] = {
+    "temperature": (None, 0),
+    "top_p": (None, 1),
+    "top_k": (None, -1, 0),
+    "min_p": (None, 0),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+    "repetition_penalty": (None, 1),
+    "logit_bias": (None, {}),
+    "stop": (None, []),
 }
-
-# The names that clients know for a budget of thought, vLLM's and llama.cpp's.
-BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
-
-# Fields of known clients that do not change the answer here; others are counted under one name.
-HARMLESS = frozenset(
-    {
-        "client_metadata",
-        "early_stopping",
-        "guided_decoding_backend",
-        "include",
-        "length_penalty",
-        "metadata",
-        "prediction",
-        "safety_identifier",
-        "server_tools",
-        "service_tier",
-        "spaces_between_special_tokens",
-        "store",
-        "user",
-        "verbosity",
-        # Of a model that does not think.
-        *BUDGETS,
-        "thinking.budget_tokens",
-    }
-)
+# Fields that ask for nothing without a search.
+_OF_SEARCHES = ("length_penalty", "early_stopping")
 
 
-# A body with fewer commas has no list that `_check_counts` refuses.
-_FEWEST_COUNTED = min(limits.MAX_MESSAGES, limits.MAX_CONTENT_PARTS, limits.MAX_CALLS)
+class CacheBreakpoint(msgspec.Struct):
+    """The mark `prompt_cache_breakpoint` of a content part: the prompt up to there will come again."""
+
+    mode: Literal["explicit"]
+    ttl: str | int | None = None
 
 
-class _Lists(msgspec.Struct):
-    content: msgspec.Raw = _NOTHING
-    tool_calls: msgspec.Raw = _NOTHING
+def read_cache_options(
+    key: str | None, retention: str | None, options: dict[str, Any] | None, report: bool | None
+) -> CacheOptions:
+    """Return what `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_options` and `cache_report` ask for.
+
+    Each of the first three retains the whole prompt; the longest time counts. Raises ApiError.
+    """
+    if key is None and retention is None and options is None:
+        return _ONLY_REPORT if report else _NO_WISHES
+    seconds = []
+    if key is not None:
+        if len(key) > MAX_KEY_CHARS:
+            raise invalid(f"`prompt_cache_key` must have at most {MAX_KEY_CHARS} characters", "prompt_cache_key")
+        seconds.append(_IN_MEMORY_SECONDS)
+    if retention is not None:
+        if retention not in RETENTION_SECONDS:
+            raise invalid("`prompt_cache_retention` must be in_memory or 24h", "prompt_cache_retention")
+        seconds.append(RETENTION_SECONDS[retention])
+    implicit = True
+    if options is not None:
+        implicit, longer = _read_options(options)
+        seconds.append(longer)
+    return CacheOptions(seconds=max(seconds) if implicit else None, report=bool(report), key=key)
+
+
+def read_breakpoint(mark: CacheBreakpoint, options: dict[str, Any] | None, where: str) -> int:
+    """Return the seconds of a mark; `prompt_cache_options` has their default. `where` is the path of the mark."""
+    if mark.ttl is not None:
+        return _read_ttl(mark.ttl, f"{where}.ttl")
+    return _read_options(options or {})[1]
+
+
+def _read_options(options: dict[str, Any]) -> tuple[bool, int]:
+    """Return whether the whole prompt is to be retained, and for how long."""
+    for name, value in options.items():
+        if name not in ("mode", "ttl") and value is not None:
+            raise unsupported(f"prompt_cache_options.{name[:60]}")
+    mode = options.get("mode") or "implicit"
+    if mode not in ("implicit", "explicit"):
+        raise invalid("`prompt_cache_options.mode` must be implicit or explicit", "prompt_cache_options.mode")
+    ttl = options.get("ttl")
+    return mode == "implicit", _OPTIONS_SECONDS if ttl is None else _read_ttl(ttl, "prompt_cache_options.ttl")
+
+
+def _read_ttl(ttl: Any, where: str) -> int:
+    """Return the seconds of `90`, `90s`, `30m`, `1h` or `1d`."""
+    found = re.fullmatch(r"([1-9][0-9]{0,5})([smhd]?)", str(ttl)) if isinstance(ttl, str | int) else None
+    seconds = 0 if found is None else int(found[1]) * _UNIT_SECONDS[found[2] or "s"]
+    if not 0 < seconds <= MAX_SECONDS:
+        raise invalid(f"`{where}` must be a time such as 300s, 30m or 24h, at most 24h", where)
+    return seconds
+
+
+_NO_WISHES, _ONLY_REPORT = CacheOptions(), CacheOptions(report=True)
 
 
 class StreamOptions(msgspec.Struct):
@@ -143,138 +158,6 @@ class SamplingBody(FormatFields, kw_only=True):
     thinking_token_budget: int | None = None
     reasoning_budget_tokens: int | None = None
     thinking_budget_tokens: int | None = None
-
-
-_B = TypeVar("_B", bound=msgspec.Struct)
-
-
-def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
-    """Return the typed body, and the names of its fields that `expected` lacks. Raises ApiError for a bad body."""
-    if body.count(b",") > limits.MAX_BODY_COMMAS:
-        raise invalid(f"The body has more than {limits.MAX_BODY_COMMAS} commas", code="too_many_values")
-    try:
-        body.decode("utf-8")
-        _check_sizes(body, expected)
-        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        unknown = raw.keys() - set(expected.__struct_fields__)
-        if len(unknown) > limits.MAX_UNKNOWN_FIELDS:
-            raise invalid(f"The body has more than {limits.MAX_UNKNOWN_FIELDS} fields that do not exist")
-        for name in sorted(unknown & UNSUPPORTED.keys()):
-            if _compact(bytes(raw[name])) not in UNSUPPORTED[name]:
-                raise unsupported(name)
-        return msgspec.json.decode(body, type=expected), tuple(sorted(unknown - UNSUPPORTED.keys()))
-    except msgspec.ValidationError as error:
-        raise _wrong_type(str(error)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
-    except RecursionError:
-        raise invalid("The body is nested too deeply", code="invalid_json") from None
-
-
-def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:
-    """Raise ApiError for a large body that is not a large prompt: small values in great number take long to read."""
-    if len(body) <= limits.MAX_OPTION_BYTES:
-        return
-    known = msgspec.structs.asdict(msgspec.json.decode(body, type=_raw_fields(expected)))
-    sizes = {name: len(memoryview(value)) for name, value in known.items()}
-    for name in _TOOLS:
-        if sizes.get(name, 0) > limits.MAX_TOOLS_BYTES:
-            raise invalid(f"`{name}` has more than {limits.MAX_TOOLS_BYTES} bytes", name, "too_many_values")
-    if body.count(b",") >= _FEWEST_COUNTED:
-        for name in _CONVERSATIONS:
-            _check_counts(name, known.get(name, _NOTHING))
-    prompt = sum(sizes.pop(name, 0) for name in (*_PROMPTS, *_TOOLS))
-    if len(body) - prompt > limits.MAX_OPTION_BYTES:
-        largest = max(sizes, key=sizes.__getitem__)
-        message = f"The body has more than {limits.MAX_OPTION_BYTES} bytes beside its prompt and tools"
-        raise invalid(message, largest if sizes[largest] else None, "too_many_values")
-
-
-def _check_counts(name: str, conversation: msgspec.Raw) -> None:
-    """Raise ApiError for more messages, parts or calls than any dialect takes, before an object is made of each."""
-    messages, num_calls = _entries(conversation), 0
-    if len(messages) > limits.MAX_MESSAGES:
-        raise invalid(f"`{name}` takes at most {limits.MAX_MESSAGES} entries", name, "too_many_values")
-    for number, message in enumerate(messages):
-        if not _begins(message, "{"):
-            continue
-        lists = msgspec.json.decode(message, type=_Lists)
-        num_calls += len(_entries(lists.tool_calls))
-        if num_calls > limits.MAX_CALLS:
-            raise invalid(f"`{name}` take at most {limits.MAX_CALLS} calls", name, "too_many_values")
-        if len(_entries(lists.content)) > limits.MAX_CONTENT_PARTS:
-            where = f"{name}[{number}].content"
-            raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where, "too_many_values")
-
-
-def _entries(value: msgspec.Raw) -> list[msgspec.Raw]:
-    """Return the entries of a list as they are written; none of any other value."""
-    return msgspec.json.decode(value, type=list[msgspec.Raw]) if _begins(value, "[") else []
-
-
-def _begins(value: msgspec.Raw, bracket: str) -> bool:
-    return memoryview(value)[:1].tobytes() == bracket.encode()
-
-
-@cache
-def _raw_fields(expected: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Return a type of the same fields that reads and requires none of them."""
-    names = expected.__struct_encode_fields__
-    return msgspec.defstruct(expected.__name__, [(name, msgspec.Raw, _NOTHING) for name in names])
-
-
-def check_metadata(metadata: dict[str, str] | None) -> None:
-    """Raise ApiError for more metadata than OpenAI's API takes."""
-    metadata = metadata or {}
-    if len(metadata) > limits.MAX_METADATA_ENTRIES:
-        raise invalid(f"`metadata` takes at most {limits.MAX_METADATA_ENTRIES} entries", "metadata")
-    longest_key, longest_value = limits.MAX_METADATA_KEY_CHARS, limits.MAX_METADATA_VALUE_CHARS
-    if any(len(key) > longest_key or len(value) > longest_value for key, value in metadata.items()):
-        raise invalid(
-            f"keys of `metadata` take at most {longest_key} characters, values at most {longest_value}", "metadata"
-        )
-
-
-def check_depth(value: Any) -> None:
-    """Raise ApiError for a value that is nested so deeply that later readers of it might run out of stack.
-
-    A template or an answer goes down into the value again, from a deeper stack and with more frames for each level.
-    """
-    for _ in range(_LEVELS_IN_RESERVE):
-        value = [value]
-    try:
-        msgspec.json.encode(value)
-    except RecursionError:
-        raise invalid("The body is nested too deeply", code="invalid_json") from None
-
-
-def _compact(raw: bytes) -> bytes:
-    """Return JSON without insignificant spaces; long values unchanged, since no value that asks for nothing is long."""
-    try:
-        return msgspec.json.encode(msgspec.json.decode(raw)) if len(raw) <= 64 else raw
-    except msgspec.DecodeError:
-        return raw
-
-
-def _wrong_type(message: str) -> ApiError:
-    path = re.search(r" - at `\$\.?(.*?)`$", message)
-    reason = message[: path.start()] if path else message
-    param = (path[1] if path else None) or None
-    name = f"Invalid value for `{param}`: " if param else "Invalid body: "
-    return invalid(name + reason[:1].lower() + reason[1:], param)
-
-
-def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
-    """Return `value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
-    if not math.isfinite(value) or value < low or value > high or (above and value == low):
-        interval = f"{'above' if above else 'at least'} {_plain(low)} and at most {_plain(high)}"
-        raise invalid(f"`{name}` must be {interval}", name)
-    return value
-
-
-def _plain(bound: float) -> str:
-    """Return all digits of a whole number, else the shortest form."""
-    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
 
 
 def check_model(name: str | None, model: ModelFacts) -> str:
@@ -544,6 +427,18 @@ def written(tokens: Sequence[TokenText], entry: Callable[[TokenText], Any]) -> G
     return msgspec.Raw(b"[" + b",".join(parts) + b"]")
 
 
+def logprob_entry(token: TokenText, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """Return a token with its log probability and the likeliest tokens, as chat and Responses have it."""
+
+    def alternative(token_id: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token_id)
+        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+
+    logprobs = token.logprobs
+    entry = alternative(token.token_id, logprobs.logprob if logprobs else 0.0)
+    return {**entry, "top_logprobs": [alternative(*found) for found in (logprobs.top if logprobs else ())]}
+
+
 def prompt_logprobs(tokens: Sequence[TokenText], tokenizer: TextTokenizer) -> Generator[None, None, msgspec.Raw]:
     """Return the log probabilities of a prompt: for each token null, or an object of alternatives by token id."""
     return written(tokens, lambda token: None if token.logprobs is None else _by_id(token, token.logprobs, tokenizer))
@@ -570,3 +465,50 @@ def _usage_tail(usage: Usage) -> bytes:
 def finite(logprob: float) -> float:
     """Return a number that JSON can hold: a masked token has -inf, for which clients get -9999."""
     return max(logprob, _LEAST_LOGPROB)
+
+
+class SearchBody(SamplingBody, kw_only=True):
+    """The fields of the dialects that search."""
+
+    best_of: int | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | str | None = None
+
+
+def read_beams(body: SearchBody, logprobs: int | None) -> BeamParams | None:
+    """Return the search that a body asks for, None for none. Raises ApiError.
+
+    logprobs: alternatives to each token of the answer, None for none.
+    """
+    penalty, most = 1.0 if body.length_penalty is None else body.length_penalty, limits.MAX_LENGTH_PENALTY
+    bounded("length_penalty", penalty, -most, most)
+    early = body.early_stopping or False
+    if isinstance(early, str) and early != "never":
+        raise invalid('`early_stopping` must be true, false or "never"', "early_stopping")
+    if not body.use_beam_search:
+        return None
+    n = read_n(body)
+    width = n if body.best_of is None else body.best_of
+    if not max(2, n) <= width <= limits.MAX_N:
+        field = "n" if body.best_of is None else "best_of"
+        raise invalid(f"`{field}` is the number of beams: at least 2, at least `n`, at most {limits.MAX_N}", field)
+    for name, values in _REFUSED.items():
+        if getattr(body, name) not in values:
+            raise _apart(name)
+    if getattr(body, "cache_hit_threshold", None):
+        raise _apart("cache_hit_threshold")
+    if body.prompt_logprobs is not None and body.prompt_logprobs is not False:
+        raise _apart("prompt_logprobs")
+    if body.max_tokens == 0:
+        raise _apart("max_tokens")
+    return BeamParams(width, n, float(penalty), "never" if early == "never" else bool(early), logprobs)
+
+
+def without_search(body: SearchBody) -> tuple[str, ...]:
+    """Return the fields of searches in a body that asks for none."""
+    return () if body.use_beam_search else tuple(name for name in _OF_SEARCHES if getattr(body, name) is not None)
+
+
+def _apart(name: str) -> ApiError:
+    return invalid(f"`{name}` cannot be used together with `{_SWITCH}`", name)

@@ -1,6 +1,6 @@
-"""The dialect of `/v1/responses`: reads its requests into internal ones.
+"""The dialect of `/v1/responses` and the bodies of `/v1/conversations`: reads requests into internal ones.
 
-`responses_items` reads the conversation, `responses_tools` the tools, `responses_answer` writes.
+`responses_items` reads items and tools, `responses_answer` writes.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ from typing import Any, Literal
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects import bodies, fields
+from moeserve.frontend.dialects.bodies import bounded
 from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat
-from moeserve.frontend.dialects.responses_items import Earlier, Item, ItemReader, Named, is_reference
-from moeserve.frontend.dialects.responses_tools import ClientName, ToolSet, read_tool_choice, read_tools
+from moeserve.frontend.dialects.responses_items import (
+    ClientName,
+    Earlier,
+    Item,
+    ItemReader,
+    Named,
+    ToolSet,
+    is_reference,
+    read_tool_choice,
+    read_tools,
+)
 from moeserve.frontend.http import ApiError, invalid, unsupported
 from moeserve.plan import SamplingParams
 
@@ -127,7 +137,7 @@ def _conversation_id(named: str | ConversationName | None) -> str | None:
 
 def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     """Return the internal request; its `repeated` is a `Turn`. Raises ApiError with the status for the client."""
-    asked, ignored = fields.decode_json(body, ResponsesBody)
+    asked, ignored = bodies.decode_json(body, ResponsesBody)
     name = fields.check_model(asked.model, model)
     for field, harmless in UNSUPPORTED.items():
         if getattr(asked, field) not in harmless:
@@ -143,7 +153,7 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
     output_format, form = _read_format(asked.text)
     items = _own_items(asked.input)
-    fields.check_depth((items, asked.tools, form))
+    bodies.check_depth((items, asked.tools, form))
     verbosity = ("verbosity",) if asked.text is not None and asked.text.verbosity is not None else ()
     return GenerateRequest(
         model=name,
@@ -199,8 +209,8 @@ def _check_labels(asked: ResponsesBody) -> None:
         if len(getattr(asked, name) or "") > limits.MAX_ECHOED_CHARS:
             raise invalid(f"`{name}` takes at most {limits.MAX_ECHOED_CHARS} characters", name)
     if asked.max_tool_calls is not None:
-        fields.bounded("max_tool_calls", asked.max_tool_calls, 1, limits.MAX_TOKENS)
-    fields.check_metadata(asked.metadata)
+        bounded("max_tool_calls", asked.max_tool_calls, 1, limits.MAX_TOKENS)
+    bodies.check_metadata(asked.metadata)
 
 
 def _logprobs(asked: ResponsesBody, model: ModelFacts) -> int | None:
@@ -320,3 +330,63 @@ def _repeated(asked: ResponsesBody, tools: ToolSet, sampling: SamplingParams, fo
         "prompt_cache_key": asked.prompt_cache_key,
         "service_tier": "default",
     }
+
+
+class ConversationBody(msgspec.Struct):
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, str] | None = None
+
+
+class ItemsBody(msgspec.Struct):
+    items: list[dict[str, Any]] | None = None
+
+
+class MetadataBody(msgspec.Struct):
+    metadata: dict[str, str] | None = None
+
+
+class Checked(msgspec.Struct):
+    """The items and the metadata of a body that was checked; metadata is JSON of an object."""
+
+    items: list[Item]
+    metadata: msgspec.Raw
+
+
+def parse_conversation(body: bytes) -> Checked:
+    """Return the content of a conversation that is to be made. Raises ApiError."""
+    read, _ = bodies.decode_json(body or b"{}", ConversationBody)
+    return _checked(read.items, read.metadata)
+
+
+def parse_items(body: bytes) -> Checked:
+    """Return items that are to be added. Raises ApiError."""
+    read, _ = bodies.decode_json(body, ItemsBody)
+    if not read.items:
+        raise invalid("`items` must hold at least one item", "items")
+    return _checked(read.items, None)
+
+
+def parse_metadata(body: bytes) -> Checked:
+    """Return metadata that is to take the place of other metadata. Raises ApiError."""
+    read, _ = bodies.decode_json(body, MetadataBody)
+    if read.metadata is None:
+        raise invalid("`metadata` is required", "metadata")
+    return _checked(None, read.metadata)
+
+
+def _checked(items: list[Item] | None, metadata: dict[str, str] | None) -> Checked:
+    items = items or []
+    bodies.check_metadata(metadata)
+    if len(items) > limits.MAX_MESSAGES:
+        raise invalid(f"`items` takes at most {limits.MAX_MESSAGES} entries", "items", "too_many_values")
+    bodies.check_depth(items)
+    # The calls that these are outputs of may be in the conversation.
+    calls = {item["call_id"] for item in items if isinstance(item.get("call_id"), str)}
+    reader = ItemReader(lambda _: None, calls)
+    for index, item in enumerate(items):
+        if is_reference(item):
+            raise invalid(f"`items[{index}]` must be an item, not a reference to one", f"items[{index}]")
+        if not isinstance(item.get("id"), str | None):
+            raise invalid(f"`items[{index}].id` must be a string", f"items[{index}].id")
+        reader.add(item, f"items[{index}]")
+    return Checked(items, msgspec.Raw(msgspec.json.encode(metadata or {})))

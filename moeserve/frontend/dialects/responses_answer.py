@@ -13,11 +13,10 @@ from typing import Any
 
 import msgspec
 
-from moeserve.frontend.dialects.fields import WRITTEN_AT_ONCE, finite
+from moeserve.frontend.dialects.fields import WRITTEN_AT_ONCE, logprob_entry
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, ToolCallPart, Usage, Writing
 from moeserve.frontend.dialects.responses import Turn
-from moeserve.frontend.dialects.responses_items import Item, item_id_of, seal_reasoning
-from moeserve.frontend.dialects.responses_tools import CUSTOM_INPUT, ClientName
+from moeserve.frontend.dialects.responses_items import CUSTOM_INPUT, ClientName, Item, item_id_of, seal_reasoning
 from moeserve.frontend.http import KEEP_ALIVE, ApiError
 from moeserve.frontend.text import TextTokenizer
 
@@ -357,14 +356,7 @@ class ResponsesFormatter:
         }
 
     def _logprob(self, token: TokenText) -> msgspec.Raw:
-        logprobs = token.logprobs
-        entry = self._alternative(token.token_id, logprobs.logprob if logprobs else 0.0)
-        top = [self._alternative(token_id, logprob) for token_id, logprob in (logprobs.top if logprobs else ())]
-        return msgspec.Raw(msgspec.json.encode({**entry, "top_logprobs": top}))
-
-    def _alternative(self, token_id: int, logprob: float) -> Item:
-        data = self._tokenizer.token_bytes(token_id)
-        return {"token": data.decode("utf-8", "replace"), "logprob": finite(logprob), "bytes": list(data)}
+        return msgspec.Raw(msgspec.json.encode(logprob_entry(token, self._tokenizer)))
 
 
 def _usage(usage: Usage) -> dict[str, Any]:

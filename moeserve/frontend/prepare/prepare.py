@@ -18,7 +18,7 @@ from llguidance import LLTokenizer
 
 from moeserve.frontend import limits
 from moeserve.frontend.constraints import Constraint, constraint_of, of_calls
-from moeserve.frontend.dialects import chat, completions, conversations, fields, messages, prefixes, responses, tokens
+from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, prompts, responses
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.http import ApiError, check_choices, context_length_exceeded, invalid, longest_output
@@ -38,7 +38,7 @@ READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
     "chat": chat.parse,
     "completions": completions.parse,
     "messages": messages.parse,
-    "warm": prefixes.parse_warm,
+    "warm": prompts.parse_warm,
 }
 
 
@@ -92,18 +92,18 @@ class Preparer:
             case "tokenize":
                 return self._tokenize(ask, body)
             case "detokenize":
-                token_ids = tokens.parse_detokenize(body, facts)
+                token_ids = prompts.parse_detokenize(body, facts)
                 self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
                 return _json({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
             case "count_message":
                 prompt = messages.parse_count(body, facts)
                 return _json({"input_tokens": len(self._encode(prompt, facts, ask.owner))})
             case "conversation":
-                return _json(conversations.parse_conversation(body))
+                return _json(responses.parse_conversation(body))
             case "conversation_items":
-                return _json(conversations.parse_items(body))
+                return _json(responses.parse_items(body))
             case "conversation_metadata":
-                return _json(conversations.parse_metadata(body))
+                return _json(responses.parse_metadata(body))
             case kind:
                 return self._generation(READERS[kind](body, facts), ask)
 
@@ -183,20 +183,20 @@ class Preparer:
         return decode_prompt(self._tokenizer, token_ids)
 
     def _prefix(self, ask: Ask, body: bytes) -> Prefix:
-        kind = prefixes.PrefixBody if ask.kind == "prefix" else prefixes.UnpinBody
-        read, ignored = fields.decode_json(body, kind)
+        kind = prompts.PrefixBody if ask.kind == "prefix" else prompts.UnpinBody
+        read, ignored = bodies.decode_json(body, kind)
         salt = fields.read_cache_salt(read.cache_salt)
-        if isinstance(read, prefixes.UnpinBody) and read.id is not None:
+        if isinstance(read, prompts.UnpinBody) and read.id is not None:
             if read.prompt is not None or read.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return Prefix(None, read.id, salt, ignored)
-        prefixes.check_prefix(read, prefixes.PIN_FIELDS)
-        prompt = prefixes.read_prefix(read, ask.model)
+        prompts.check_prefix(read, prompts.PIN_FIELDS)
+        prompt = prompts.read_prefix(read, ask.model)
         return Prefix(self._encode(prompt, ask.model, _owner(ask, salt)), None, salt, ignored)
 
     def _tokenize(self, ask: Ask, body: bytes) -> Body:
         facts = ask.model
-        asked = tokens.parse_tokenize(body, facts)
+        asked = prompts.parse_tokenize(body, facts)
         if isinstance(asked, ChatPrompt):
             token_ids = self._encode(asked, facts, ask.owner)
         else:

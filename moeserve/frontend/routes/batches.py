@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects import bodies
 from moeserve.frontend.http import ApiError, invalid, receive_body, unavailable
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.routes.form import boundary_of, read_form
@@ -128,8 +128,8 @@ class BatchRoutes:
 
     async def _create(self, request: Request, caller: bytes) -> Response:
         body = await receive_body(request.scope, request.receive, _MAX_BODY_BYTES)
-        asked, _ = fields.decode_json(body, BatchBody)
-        fields.check_metadata(asked.metadata)
+        asked, _ = bodies.decode_json(body, BatchBody)
+        bodies.check_metadata(asked.metadata)
         if asked.endpoint not in self._paths:
             raise invalid(f"`endpoint` must be one of {', '.join(self._paths)}", "endpoint")
         if asked.completion_window != "24h":

@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import cache_options, chat_messages, fields, messages, responses, responses_items
+from moeserve.frontend.dialects import chat_parts, fields, messages, responses, responses_items
+from moeserve.frontend.dialects.bodies import BUDGETS
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import ModelFacts
 
@@ -126,7 +127,7 @@ _ECHOED: Schema = {"maxLength": limits.MAX_ECHOED_CHARS}
 _EFFORT = _one_of(None, *sorted(fields.EFFORTS))
 _TTL: Schema = {
     "anyOf": [
-        {"type": "integer", **_span(1, cache_options.MAX_SECONDS)},
+        {"type": "integer", **_span(1, fields.MAX_SECONDS)},
         {"type": "string", "pattern": "^([1-9][0-9]{0,4}s?|[1-9][0-9]{0,3}m|[1-9][0-9]?h|1d)$"},
         _NULL,
     ]
@@ -163,11 +164,11 @@ _OF_FIELDS: dict[str, Schema] = {
     "max_tool_calls": _span(1),
     "min_tokens": _span(0),
     "truncate_prompt_tokens": _span(-1) | {"not": {"const": 0}},
-    **dict.fromkeys(fields.BUDGETS, _span(-1)),
+    **dict.fromkeys(BUDGETS, _span(-1)),
     "priority": _span(-limits.MAX_PRIORITY, limits.MAX_PRIORITY),
     "cache_salt": {"minLength": 1, "maxLength": limits.MAX_CACHE_SALT_CHARS},
-    "prompt_cache_key": {"maxLength": cache_options.MAX_KEY_CHARS},
-    "prompt_cache_retention": _one_of(None, *cache_options.RETENTION_SECONDS),
+    "prompt_cache_key": {"maxLength": fields.MAX_KEY_CHARS},
+    "prompt_cache_retention": _one_of(None, *fields.RETENTION_SECONDS),
     "prompt_cache_options": {
         "properties": {
             "mode": _one_of(None, "implicit", "explicit"),
@@ -239,7 +240,7 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
     "PrefixBody": {"prompt": {"items": {"type": "integer"}}},
     "UnpinBody": {"prompt": {"items": {"type": "integer"}}},
     "CacheBreakpoint": {"ttl": _TTL},
-    "ChatMessage": {"role": _one_of(*sorted(chat_messages.ROLES))},
+    "ChatMessage": {"role": _one_of(*sorted(chat_parts.ROLES))},
     "MessageCall": {"type": _one_of("function")},
     "CalledFunction": {"name": _CALLED},
     "FunctionBody": {"name": _CHAT_NAME},
@@ -304,13 +305,13 @@ _VARIANTS: dict[str, Schema] = {
     "UnpinBody": _one_field("prompt", "messages", "id"),
     "ContentPart": _typed(
         "type",
-        {kind: {"text": _STRING} for kind in sorted(chat_messages.TEXT_PARTS)} | {"refusal": {"refusal": _STRING}},
+        {kind: {"text": _STRING} for kind in sorted(chat_parts.TEXT_PARTS)} | {"refusal": {"refusal": _STRING}},
     ),
     "ChatMessage": _typed(
         "role",
         {
             role: {"content": {"type": ["string", "array"]}} if role in ("user", "system", "developer") else {}
-            for role in sorted(chat_messages.ROLES)
+            for role in sorted(chat_parts.ROLES)
         },
     ),
     "Message": _typed(

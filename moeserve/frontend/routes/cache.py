@@ -1,6 +1,6 @@
 """The prompt cache as its users see and steer it: list, warm, pin and unpin prefixes, drop one's own.
 
-Every route acts on the account of the caller's key. Warming is a dialect (`dialects/prefixes.py`).
+Every route acts on the account of the caller's key. Warming is a dialect (`dialects/prompts.py`).
 """
 
 from __future__ import annotations

@@ -8,8 +8,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moeserve.frontend.dialects.conversations import Checked
-from moeserve.frontend.dialects.responses import conversation_not_found
+from moeserve.frontend.dialects.responses import Checked, conversation_not_found
 from moeserve.frontend.http import ApiError, invalid, receive_body
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.prepare.encodings import content_coding

@@ -13,7 +13,8 @@ from starlette.responses import Response
 
 from moeserve.config import VERSION
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import fields
+from moeserve.frontend.dialects import bodies
+from moeserve.frontend.dialects.bodies import bounded
 from moeserve.frontend.http import ApiError, receive_body, unknown_model, until_disconnect
 from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.metrics_vllm import VllmNames
@@ -154,9 +155,9 @@ class ExpertRoutes:
         """Start recording a trace, or end it and answer with the file."""
         self._check_experts()
         data = await receive_body(request.scope, request.receive, limits.INLINE_BODY_BYTES)
-        body, _ = fields.decode_json(data, TraceBody)
+        body, _ = bodies.decode_json(data, TraceBody)
         if body.max_tokens is not None:
-            fields.bounded("max_tokens", body.max_tokens, 1, limits.MAX_TOKENS)
+            bounded("max_tokens", body.max_tokens, 1, limits.MAX_TOKENS)
         if body.action == "start":
             arguments = {"max_tokens": body.max_tokens, "token_ids": body.token_ids}
             return json_response({"status": "recording", **await self._command("start_expert_trace", arguments)})

@@ -7,14 +7,20 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from moeserve.frontend.dialects import messages_answer
+from moeserve.frontend.dialects import messages
 from moeserve.frontend.dialects.chat import ChatBody
 from moeserve.frontend.dialects.completions import CompletionBody
-from moeserve.frontend.dialects.conversations import ConversationBody, ItemsBody, MetadataBody
 from moeserve.frontend.dialects.messages import MessagesBody
-from moeserve.frontend.dialects.prefixes import MESSAGE_FIELDS, PIN_FIELDS, WARM_FIELDS, PrefixBody, UnpinBody
-from moeserve.frontend.dialects.responses import ResponsesBody
-from moeserve.frontend.dialects.tokens import DetokenizeBody, TokenizeBody
+from moeserve.frontend.dialects.prompts import (
+    MESSAGE_FIELDS,
+    PIN_FIELDS,
+    WARM_FIELDS,
+    DetokenizeBody,
+    PrefixBody,
+    TokenizeBody,
+    UnpinBody,
+)
+from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, MetadataBody, ResponsesBody
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, TEXT, Route
 from moeserve.frontend.routes.batches import BatchBody, BatchRoutes, FileRoutes
@@ -263,7 +269,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         role="user",
         summary="Answer messages",
         endpoint=lambda made: made.messages,
-        error_body=messages_answer.error_body,
+        error_body=messages.error_body,
         body=MessagesBody,
         required=("model", "messages", "max_tokens"),
         example={"messages": _HELLO, "max_tokens": 16},
@@ -275,7 +281,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         role="user",
         summary="Count the tokens",
         endpoint=lambda made: made.tokens.count_message,
-        error_body=messages_answer.error_body,
+        error_body=messages.error_body,
         body=MessagesBody,
         required=("model", "messages"),
         example={"messages": _HELLO},

@@ -1,4 +1,4 @@
-"""The bodies of the routes of the prompt cache: prefixes to be warmed, pinned or unpinned.
+"""The bodies of routes that generate no answer: prefixes for the prompt cache, and texts and tokens to convert.
 
 Warming is a generation of one token, in a dialect of its own.
 """
@@ -11,10 +11,11 @@ from typing import Any
 
 import msgspec
 
-from moeserve.frontend.dialects import fields
+from moeserve.frontend import limits
+from moeserve.frontend.dialects import bodies, fields
 from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, ModelFacts, Usage, Writing
-from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid
+from moeserve.frontend.http import KEEP_ALIVE, ApiError, invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 
@@ -88,7 +89,7 @@ def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[
 
 def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return a request that computes a prefix and samples one token, which nobody sees. Raises ApiError."""
-    prefix, ignored = fields.decode_json(body, PrefixBody)
+    prefix, ignored = bodies.decode_json(body, PrefixBody)
     check_prefix(prefix, WARM_FIELDS)
     return GenerateRequest(
         model=prefix.model or model.names[0],
@@ -130,3 +131,41 @@ class WarmFormatter:
         yield from ()
         counts: dict[str, Any] = {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         return msgspec.json.encode({**self._head, **counts, **usage.extensions})
+
+
+class TokenizeBody(ChatBody, kw_only=True):
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct):
+    tokens: list[int]
+    model: str | None = None
+
+
+def parse_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
+    """Return a body with a `prompt` of bounded length, or the conversation of one with `messages`. Raises ApiError."""
+    body, _ = bodies.decode_json(data, TokenizeBody)
+    if body.model is not None:
+        fields.check_model(body.model, model)
+    if (body.prompt is None) == (body.messages is None):
+        raise invalid("Give either `prompt` or `messages`", "prompt")
+    if body.truncate_prompt_tokens is not None:
+        raise unsupported("truncate_prompt_tokens")
+    if body.messages is not None:
+        return read_chat_prompt(body)
+    num_chars = len(body.prompt or "")
+    if num_chars > limits.MAX_TOKENIZE_CHARS:
+        raise invalid(f"`prompt` has {num_chars} characters; at most {limits.MAX_TOKENIZE_CHARS}", "prompt")
+    return body
+
+
+def parse_detokenize(data: bytes, model: ModelFacts) -> list[int]:
+    """Return the token ids of a body, all of them in the vocabulary. Raises ApiError."""
+    body, _ = bodies.decode_json(data, DetokenizeBody)
+    if body.model is not None:
+        fields.check_model(body.model, model)
+    num_tokens = len(body.tokens)
+    if num_tokens > limits.MAX_CONVERTED_TOKENS:
+        raise invalid(f"`tokens` has {num_tokens} entries; at most {limits.MAX_CONVERTED_TOKENS}", "tokens")
+    return fields.check_token_ids("tokens", body.tokens, model.vocab_size)

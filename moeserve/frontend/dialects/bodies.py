@@ -1,0 +1,217 @@
+"""Strict JSON: bodies and values within bounds, and the fields that every dialect refuses or ignores."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Collection
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+
+from moeserve.frontend import limits
+from moeserve.frontend.http import ApiError, invalid, unsupported
+
+_ABSENT = frozenset({b"null"})
+_OFF = frozenset({b"null", b"false"})
+_EMPTY = frozenset({b"null", b"[]", b"{}"})
+_LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
+
+# The fields that may be long, in all dialects.
+_PROMPTS = ("messages", "prompt", "input", "system", "instructions", "tokens")
+_TOOLS = ("tools", "functions")
+_CONVERSATIONS = ("messages", "input")
+_NOTHING = msgspec.Raw(b"")
+
+# Fields that would change the answer if they were supported, with the values that ask for nothing. A dialect that has
+# the field reads it; all others refuse it.
+UNSUPPORTED: dict[str, Collection[bytes]] = {
+    "audio": _ABSENT,
+    "best_of": {b"null", b"1"},
+    "cache_hit_threshold": {b"null", b"0", b"0.0"},
+    "chat_template": _ABSENT,
+    "continue_final_message": _OFF,
+    "documents": _EMPTY,
+    "echo": _OFF,
+    "function_call": {b"null", b'"none"'},
+    "functions": _EMPTY,
+    "guided_whitespace_pattern": _ABSENT,
+    "kv_transfer_params": _ABSENT,
+    "logits_processors": _EMPTY,
+    "modalities": {b"null", b'["text"]'},
+    "prompt_embeds": _ABSENT,
+    "suffix": {b"null", b'""'},
+    "tool_choice": {b"null", b'"none"'},
+    "tools": _EMPTY,
+    "return_token_ids": _OFF,
+    "truncate_prompt_tokens": _ABSENT,
+    "use_beam_search": _OFF,
+    "web_search_options": _ABSENT,
+}
+
+# The names that clients know for a budget of thought, vLLM's and llama.cpp's.
+BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
+
+# Fields of known clients that do not change the answer here; others are counted under one name.
+HARMLESS = frozenset(
+    {
+        "client_metadata",
+        "early_stopping",
+        "guided_decoding_backend",
+        "include",
+        "length_penalty",
+        "metadata",
+        "prediction",
+        "safety_identifier",
+        "server_tools",
+        "service_tier",
+        "spaces_between_special_tokens",
+        "store",
+        "user",
+        "verbosity",
+        # Of a model that does not think.
+        *BUDGETS,
+        "thinking.budget_tokens",
+    }
+)
+
+# A body with fewer commas has no list that `_check_counts` refuses.
+_FEWEST_COUNTED = min(limits.MAX_MESSAGES, limits.MAX_CONTENT_PARTS, limits.MAX_CALLS)
+
+
+class _Lists(msgspec.Struct):
+    content: msgspec.Raw = _NOTHING
+    tool_calls: msgspec.Raw = _NOTHING
+
+
+_B = TypeVar("_B", bound=msgspec.Struct)
+
+
+def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
+    """Return the typed body, and the names of its fields that `expected` lacks. Raises ApiError for a bad body."""
+    if body.count(b",") > limits.MAX_BODY_COMMAS:
+        raise invalid(f"The body has more than {limits.MAX_BODY_COMMAS} commas", code="too_many_values")
+    try:
+        body.decode("utf-8")
+        _check_sizes(body, expected)
+        raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
+        unknown = raw.keys() - set(expected.__struct_fields__)
+        if len(unknown) > limits.MAX_UNKNOWN_FIELDS:
+            raise invalid(f"The body has more than {limits.MAX_UNKNOWN_FIELDS} fields that do not exist")
+        for name in sorted(unknown & UNSUPPORTED.keys()):
+            if _compact(bytes(raw[name])) not in UNSUPPORTED[name]:
+                raise unsupported(name)
+        return msgspec.json.decode(body, type=expected), tuple(sorted(unknown - UNSUPPORTED.keys()))
+    except msgspec.ValidationError as error:
+        raise _wrong_type(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
+    except RecursionError:
+        raise invalid("The body is nested too deeply", code="invalid_json") from None
+
+
+def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:
+    """Raise ApiError for a large body that is not a large prompt: small values in great number take long to read."""
+    if len(body) <= limits.MAX_OPTION_BYTES:
+        return
+    known = msgspec.structs.asdict(msgspec.json.decode(body, type=_raw_fields(expected)))
+    sizes = {name: len(memoryview(value)) for name, value in known.items()}
+    for name in _TOOLS:
+        if sizes.get(name, 0) > limits.MAX_TOOLS_BYTES:
+            raise invalid(f"`{name}` has more than {limits.MAX_TOOLS_BYTES} bytes", name, "too_many_values")
+    if body.count(b",") >= _FEWEST_COUNTED:
+        for name in _CONVERSATIONS:
+            _check_counts(name, known.get(name, _NOTHING))
+    prompt = sum(sizes.pop(name, 0) for name in (*_PROMPTS, *_TOOLS))
+    if len(body) - prompt > limits.MAX_OPTION_BYTES:
+        largest = max(sizes, key=sizes.__getitem__)
+        message = f"The body has more than {limits.MAX_OPTION_BYTES} bytes beside its prompt and tools"
+        raise invalid(message, largest if sizes[largest] else None, "too_many_values")
+
+
+def _check_counts(name: str, conversation: msgspec.Raw) -> None:
+    """Raise ApiError for more messages, parts or calls than any dialect takes, before an object is made of each."""
+    messages, num_calls = _entries(conversation), 0
+    if len(messages) > limits.MAX_MESSAGES:
+        raise invalid(f"`{name}` takes at most {limits.MAX_MESSAGES} entries", name, "too_many_values")
+    for number, message in enumerate(messages):
+        if not _begins(message, "{"):
+            continue
+        lists = msgspec.json.decode(message, type=_Lists)
+        num_calls += len(_entries(lists.tool_calls))
+        if num_calls > limits.MAX_CALLS:
+            raise invalid(f"`{name}` take at most {limits.MAX_CALLS} calls", name, "too_many_values")
+        if len(_entries(lists.content)) > limits.MAX_CONTENT_PARTS:
+            where = f"{name}[{number}].content"
+            raise invalid(f"`{where}` takes at most {limits.MAX_CONTENT_PARTS} parts", where, "too_many_values")
+
+
+def _entries(value: msgspec.Raw) -> list[msgspec.Raw]:
+    """Return the entries of a list as they are written; none of any other value."""
+    return msgspec.json.decode(value, type=list[msgspec.Raw]) if _begins(value, "[") else []
+
+
+def _begins(value: msgspec.Raw, bracket: str) -> bool:
+    return memoryview(value)[:1].tobytes() == bracket.encode()
+
+
+@cache
+def _raw_fields(expected: type[msgspec.Struct]) -> type[msgspec.Struct]:
+    """Return a type of the same fields that reads and requires none of them."""
+    names = expected.__struct_encode_fields__
+    return msgspec.defstruct(expected.__name__, [(name, msgspec.Raw, _NOTHING) for name in names])
+
+
+def check_metadata(metadata: dict[str, str] | None) -> None:
+    """Raise ApiError for more metadata than OpenAI's API takes."""
+    metadata = metadata or {}
+    if len(metadata) > limits.MAX_METADATA_ENTRIES:
+        raise invalid(f"`metadata` takes at most {limits.MAX_METADATA_ENTRIES} entries", "metadata")
+    longest_key, longest_value = limits.MAX_METADATA_KEY_CHARS, limits.MAX_METADATA_VALUE_CHARS
+    if any(len(key) > longest_key or len(value) > longest_value for key, value in metadata.items()):
+        raise invalid(
+            f"keys of `metadata` take at most {longest_key} characters, values at most {longest_value}", "metadata"
+        )
+
+
+def check_depth(value: Any) -> None:
+    """Raise ApiError for a value that is nested so deeply that later readers of it might run out of stack.
+
+    A template or an answer goes down into the value again, from a deeper stack and with more frames for each level.
+    """
+    for _ in range(_LEVELS_IN_RESERVE):
+        value = [value]
+    try:
+        msgspec.json.encode(value)
+    except RecursionError:
+        raise invalid("The body is nested too deeply", code="invalid_json") from None
+
+
+def _compact(raw: bytes) -> bytes:
+    """Return JSON without insignificant spaces; long values unchanged, since no value that asks for nothing is long."""
+    try:
+        return msgspec.json.encode(msgspec.json.decode(raw)) if len(raw) <= 64 else raw
+    except msgspec.DecodeError:
+        return raw
+
+
+def _wrong_type(message: str) -> ApiError:
+    path = re.search(r" - at `\$\.?(.*?)`$", message)
+    reason = message[: path.start()] if path else message
+    param = (path[1] if path else None) or None
+    name = f"Invalid value for `{param}`: " if param else "Invalid body: "
+    return invalid(name + reason[:1].lower() + reason[1:], param)
+
+
+def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
+    """Return `value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
+    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+        interval = f"{'above' if above else 'at least'} {_plain(low)} and at most {_plain(high)}"
+        raise invalid(f"`{name}` must be {interval}", name)
+    return value
+
+
+def _plain(bound: float) -> str:
+    """Return all digits of a whole number, else the shortest form."""
+    return str(int(bound)) if bound == int(bound) else f"{bound:g}"
