@@ -13,8 +13,8 @@ from tokenizers import AddedToken, Tokenizer
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool, ToolChoice
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape
+from moeserve.frontend.parsers.feed import CallIds, Parsed
 from moeserve.frontend.parsers.grammars import ANSWER, FAMILIES, arguments_schema, call_grammar
-from moeserve.frontend.parsers.parsed import CallIds, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import BOS, byte_tokenizer

@@ -14,12 +14,11 @@ from hypothesis import strategies as st
 
 from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.frontend.dialects.internal import ToolCallPart
+from moeserve.frontend.parsers.calls import typed
 from moeserve.frontend.parsers.families import CALLS, REASONING, choose_shape
-from moeserve.frontend.parsers.feed import Feed, Markers
+from moeserve.frontend.parsers.feed import CallIds, Feed, Markers, Parsed
 from moeserve.frontend.parsers.json_text import JsonScan
-from moeserve.frontend.parsers.parsed import CallIds, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
-from moeserve.frontend.parsers.tagged import typed
 from tests.support.examples import examples
 
 SCHEMAS: dict[str, dict[str, Any] | None] = {

@@ -1,16 +1,30 @@
-"""The contract of the shapes in which models write calls, and the form of all that are JSON between markers."""
+"""The shapes in which models write calls: JSON between markers, and a pair of tags for each argument.
+
+Values in tags (Qwen3-Coder, MiniMax, GLM) are plain text, so the tool's schema decides which are strings. Such a call
+is reported whole, when its tag closes; one that was cut stays text.
+"""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from moeserve.frontend.parsers.feed import Feed, Markers, Reading, drop
-from moeserve.frontend.parsers.json_text import read_call, read_value
-from moeserve.frontend.parsers.parsed import Sink
+from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Sink, drop
+from moeserve.frontend.parsers.json_text import decode, read_call, read_value
 
 # The JSON schemas of the arguments, by the name of the tool; None where a tool has none.
 Schemas = Mapping[str, dict[str, Any] | None]
+
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    "boolean": bool,
+    "integer": int,
+    "number": (int, float),
+    "array": list,
+    "object": dict,
+    "null": type(None),
+}
+_PYTHON_WORDS = {"True": True, "False": False, "None": None}
 
 
 class CallShape(Protocol):
@@ -213,3 +227,191 @@ class MarkedCalls:
 
 
 _LINE_END = Markers("\n")
+
+
+class TaggedCalls:
+    """`<function=NAME><parameter=KEY>value</parameter></function>`, in a region's tags or without them."""
+
+    ends_reasoning = False
+    is_bare = False
+
+    def __init__(self, *, region: tuple[str, str], call: tuple[str, str], parameter: tuple[str, str]) -> None:
+        """Take the opening and closing tags; the opening ones of call and parameter without name and `>`."""
+        self.opens = (region[0], call[0])
+        self.others = (region[1], call[1], *parameter)
+        self._call_open, self._region_end = call[0], region[1]
+        self._parameter_open, self._parameter_end = parameter
+        self._between = Markers(call[0], region[1])
+        self._inside = Markers(parameter[0], call[1], region[1])
+        self._value_end = Markers(parameter[1])
+        self._after_value = (parameter[0], call[1], region[1])
+
+    def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
+        if marker == self._call_open:
+            if (yield from self._call(feed, sink, schemas, must_be_known=True)):
+                # Some models leave out a region's begin and write its end.
+                yield from feed.space()
+                yield from feed.through(self._region_end)
+            return None
+        feed.keep()
+        yield from feed.space()
+        if not (yield from feed.through(self._call_open)):
+            sink.say_marker(marker)
+            sink.say(feed.kept())
+            return None
+        before = feed.kept().removesuffix(self._call_open)
+        found: str | None = self._call_open
+        while found == self._call_open and (yield from self._call(feed, sink, schemas, (marker, before))):
+            marker = before = ""
+            found = yield from feed.until(self._between, drop)
+        return None
+
+    def _call(
+        self,
+        feed: Feed,
+        sink: Sink,
+        schemas: Schemas,
+        before: tuple[str, str] = ("", ""),
+        *,
+        must_be_known: bool = False,
+    ) -> Reading[bool]:
+        """Read one call behind the beginning of its tag. If it is none, show it as text and return False.
+
+        before: the region's marker and the space after it, to be shown first.
+        """
+        feed.keep()
+        name: list[str] = []
+        found = yield from feed.until(_TAG_END, name.append)
+        called = _plain("".join(name))
+        is_call = found is not None and called != "" and (called in schemas or not must_be_known)
+        arguments: dict[str, Any] = {}
+        while is_call:
+            found = yield from feed.until(self._inside, drop)
+            if found == self._parameter_open:
+                key: list[str] = []
+                yield from feed.until(_TAG_END, key.append)
+                value = yield from _read_value(feed, self._value_end, self._after_value)
+                found = None if value is None else self._parameter_end
+                if value is not None:
+                    parameter = _plain("".join(key))
+                    arguments[parameter] = typed(_trim_lines(value), schemas.get(called), parameter)
+            is_call = found is not None
+            if found != self._parameter_end:
+                break
+        read = feed.kept()
+        if not is_call:
+            sink.say_marker(before[0])
+            sink.say(before[1])
+            sink.say_marker(self._call_open)
+            sink.say(read)
+            return False
+        if found == self._region_end:
+            feed.put_back(self._region_end)
+        sink.tell(called, json.dumps(arguments, ensure_ascii=False))
+        return True
+
+
+class GlmCalls:
+    """`<tool_call>NAME<arg_key>key</arg_key><arg_value>value</arg_value></tool_call>`."""
+
+    opens = ("<tool_call>",)
+    others = ("</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
+    ends_reasoning = False
+    is_bare = False
+
+    def __init__(self) -> None:
+        self._next = Markers("<arg_key>", "</tool_call>")
+        self._key_end = Markers("</arg_key>", "</tool_call>")
+        self._value_end = Markers("</arg_value>")
+
+    def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
+        feed.keep()
+        name: list[str] = []
+        found = yield from feed.until(self._next, name.append)
+        called = "".join(name).strip()
+        schema, arguments = schemas.get(called), dict[str, Any]()
+        while found == "<arg_key>":
+            key: list[str] = []
+            found = yield from feed.until(self._key_end, key.append)
+            if found == "</arg_key>":
+                yield from feed.space()
+                yield from feed.through("<arg_value>")
+                value = yield from _read_value(feed, self._value_end, ("<arg_key>", "</tool_call>"))
+                found = None
+                if value is not None:
+                    arguments["".join(key).strip()] = typed(value, schema, "".join(key).strip())
+                    found = yield from feed.until(self._next, drop)
+        read = feed.kept()
+        if found is None or not called or any(char.isspace() for char in called):
+            sink.say_marker(marker)
+            sink.say(read)
+        else:
+            sink.tell(called, json.dumps(arguments, ensure_ascii=False))
+        return None
+
+
+_TAG_END = Markers(">")
+
+
+def _read_value(feed: Feed, end: Markers, after: tuple[str, ...]) -> Reading[str | None]:
+    """Read a value and its closing tag; return the value, None if the tag does not come.
+
+    A tag behind which the call does not go on, with one of `after`, is part of the value.
+    """
+    value: list[str] = []
+    while True:
+        found = yield from feed.until(end, value.append)
+        if found is None:
+            return None
+        space: list[str] = []
+        yield from feed.space(space.append)
+        if (yield from feed.sees(after)):
+            return "".join(value)
+        value += [found, *space]
+
+
+def _plain(name: str) -> str:
+    """Return a tag's name without spaces and quotes."""
+    return name.strip().strip("\"'")
+
+
+def _trim_lines(value: str) -> str:
+    """Return a value without the line breaks beside its tags, one on each side."""
+    return value.removeprefix("\n").removesuffix("\n")
+
+
+def typed(value: str, schema: dict[str, Any] | None, name: str) -> Any:
+    """Return an argument's value in the type that the tool's schema gives it; text where nothing else fits."""
+    types = _types_of(schema, name)
+    if types == {"string"}:
+        return value
+    word = value.strip()
+    read = _PYTHON_WORDS[word] if word in _PYTHON_WORDS else decode(word)
+    if read is None and word not in ("null", "None"):
+        return value
+    if not types:
+        return value if isinstance(read, str) else read
+    for kind in types - {"string"}:
+        expected = _TYPES.get(kind)
+        if expected and isinstance(read, expected) and (kind == "boolean" or not isinstance(read, bool)):
+            return read
+    return value if "string" in types or isinstance(read, str) else read
+
+
+def _types_of(schema: dict[str, Any] | None, name: str) -> set[str]:
+    """Return the JSON types of a property; none where the schema does not say."""
+    properties = (schema or {}).get("properties")
+    found = properties.get(name) if isinstance(properties, dict) else None
+    types: set[str] = set()
+    waiting = [found] if isinstance(found, dict) else []
+    while waiting:
+        part = waiting.pop()
+        kind = part.get("type")
+        types |= {kind} if isinstance(kind, str) else set(kind) if isinstance(kind, list) else set()
+        for value in part.get("enum", ()) if isinstance(part.get("enum"), list) and not kind else ():
+            types.add("string" if isinstance(value, str) else "number" if isinstance(value, int | float) else "null")
+        for word in ("anyOf", "oneOf", "allOf"):
+            branches = part.get(word)
+            if isinstance(branches, list):
+                waiting += [branch for branch in branches if isinstance(branch, dict)]
+    return types

@@ -11,12 +11,9 @@ from typing import Literal
 
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest
 from moeserve.frontend.http import invalid
-from moeserve.frontend.parsers.calls import CallShape, JsonCalls, MarkedCalls, MistralCalls
+from moeserve.frontend.parsers.calls import CallShape, GlmCalls, JsonCalls, MarkedCalls, MistralCalls, TaggedCalls
 from moeserve.frontend.parsers.grammars import call_grammar
-from moeserve.frontend.parsers.harmony import MARKERS as HARMONY_MARKERS
-from moeserve.frontend.parsers.harmony import ends_in_thought
-from moeserve.frontend.parsers.parser import OutputParser, Reasoning, Start
-from moeserve.frontend.parsers.tagged import GlmCalls, TaggedCalls
+from moeserve.frontend.parsers.parser import HARMONY_MARKERS, OutputParser, Reasoning, Start, ends_in_thought
 from moeserve.model.files import read_json
 
 CALLS: Mapping[str, CallShape] = {

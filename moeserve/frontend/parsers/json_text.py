@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from moeserve.frontend.parsers.feed import Feed, Reading, Say
-from moeserve.frontend.parsers.parsed import Sink
+from moeserve.frontend.parsers.feed import Feed, Reading, Say, Sink
 
 _MAX_DEPTH = 200
 _PLAIN = re.compile(r'[^"\\\x00-\x1f]*')

@@ -2,18 +2,28 @@
 
 Streaming gives the same parts however the text is cut. An invalid call stays visible as text, or goes to the client as
 unparsed arguments; no text of a model is an error.
+
+In the harmony form of gpt-oss messages have a header that names their channel and, for calls, their recipient.
+`<|channel|>analysis<|message|>` is reasoning, `final` and `commentary` are text, and a message to `functions.NAME` is a
+call, whose body is the JSON of its arguments.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Literal
 
-from moeserve.frontend.parsers.calls import CallShape, Schemas
-from moeserve.frontend.parsers.feed import Feed, Markers, Reading
-from moeserve.frontend.parsers.harmony import read_harmony
-from moeserve.frontend.parsers.parsed import Parsed, Sink
+from moeserve.frontend.parsers.calls import CallShape, Schemas, read_arguments
+from moeserve.frontend.parsers.feed import Feed, Markers, Parsed, Reading, Say, Sink
+
+HARMONY_MARKERS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_HEAD = Markers(*HARMONY_MARKERS)
+HARMONY_BODY_ENDS = ("<|end|>", "<|start|>", "<|channel|>", "<|call|>", "<|return|>")
+_BODY = Markers(*HARMONY_BODY_ENDS)
+HARMONY_THOUGHT = "<|channel|>analysis"
+_RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 
 # Where the prompt leaves off: before an answer, inside its reasoning, or inside its text.
 Start = Literal["answer", "reasoning", "text"]
@@ -142,3 +152,69 @@ def _read_reasoning(
     found = yield from feed.until(Markers(reasoning.end, *ends), sink.think)
     sink.end_reasoning()
     return found if found in ends else None
+
+
+def ends_in_thought(text: str) -> bool:
+    """Return whether a prompt ends inside the body of a message in the analysis channel that has no recipient."""
+    _, opening, rest = text.rpartition(HARMONY_THOUGHT)
+    header, message, _ = rest.partition("<|message|>")
+    return bool(opening and message) and "to=" not in header and not any(end in rest for end in HARMONY_BODY_ENDS)
+
+
+def read_harmony(
+    feed: Feed, sink: Sink, schemas: Schemas, *, reasons: bool, calls: bool, in_body: bool
+) -> Reading[None]:
+    """Read an answer. Without `reasons` and `calls`, the parts of these kinds are text.
+
+    in_body: the prompt ends inside a message to the user.
+    """
+    found: str | None = "<|start|>"
+    is_first = not in_body
+    if in_body:
+        found = yield from feed.until(_BODY, sink.say)
+    while found is not None:
+        head, found = yield from _read_head(feed, found)
+        if found is None:
+            if is_first and len(head) == 1:
+                # Text without any header.
+                sink.say(head[0])
+            return
+        is_first = False
+        if found == "<|message|>":
+            found = yield from _read_body(feed, sink, schemas, head, reasons=reasons, calls=calls)
+
+
+def _read_head(feed: Feed, found: str | None) -> Reading[tuple[list[str], str | None]]:
+    """Return the parts of a header, that before the first marker first, and the marker after it."""
+    parts = [""] if found != "<|channel|>" else ["", "channel:"]
+
+    def add(piece: str) -> None:
+        parts[-1] += piece
+
+    while True:
+        found = yield from feed.until(_HEAD, add)
+        if found == "<|channel|>":
+            parts.append("channel:")
+        elif found == "<|constrain|>":
+            parts.append("")
+        else:
+            return parts, found
+
+
+def _read_body(
+    feed: Feed, sink: Sink, schemas: Schemas, head: list[str], *, reasons: bool, calls: bool
+) -> Reading[str | None]:
+    channel = next((part.removeprefix("channel:").split() for part in head if part.startswith("channel:")), [])
+    recipient = next((match[1] for part in head if (match := _RECIPIENT.search(part))), "")
+    name = recipient.removeprefix("functions.")
+    if calls and name and (name != recipient or name in schemas):
+        return (yield from read_arguments(feed, sink, name, _BODY))
+    say: Say = sink.say
+    is_reasoning = reasons and ((channel and channel[0] == "analysis") or bool(recipient))
+    if is_reasoning:
+        sink.begin_reasoning()
+        say = sink.think
+    found = yield from feed.until(_BODY, say)
+    if is_reasoning:
+        sink.end_reasoning()
+    return found

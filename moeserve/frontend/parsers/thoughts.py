@@ -1,7 +1,7 @@
 """The thoughts of one model: their markers as tables over its tokenizer, and the budget that a request has for them.
 
-`moeserve.thoughts` follows an answer by these tables. They agree with the parser (`parser.py`, `harmony.py`) on where a
-thought begins and ends, however tokens cut the markers.
+`moeserve.thoughts` follows an answer by these tables. They agree with the parser (`parser.py`) on where a thought
+begins and ends, however tokens cut the markers.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from collections.abc import Iterable, Sequence
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.internal import GenerateRequest
 from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape
-from moeserve.frontend.parsers.harmony import BODY_ENDS, THOUGHT_OPENING
-from moeserve.frontend.parsers.parser import Reasoning, Start
+from moeserve.frontend.parsers.parser import HARMONY_BODY_ENDS, HARMONY_THOUGHT, Reasoning, Start
 from moeserve.frontend.text import TextTokenizer
 from moeserve.settings.generation import parse_effort_budgets
 from moeserve.thoughts import Marker, Thought, ThoughtBudget, ThoughtForm
@@ -22,7 +21,7 @@ Vocabulary = Sequence[tuple[int, bytes]]
 
 _HARMONY_END = "<|end|>"
 # Behind the opening: the marker before a thought, the beginning of a call's recipient, and the ends of a header.
-_HARMONY_HEADER = ("<|message|>", "to=", *BODY_ENDS)
+_HARMONY_HEADER = ("<|message|>", "to=", *HARMONY_BODY_ENDS)
 
 
 class Thoughts:
@@ -77,8 +76,8 @@ def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -
     tokens = [(token_id, data) for token_id, data in tokenizer.all_token_bytes() if data]
     if shape.is_harmony:
         header = make_markers(_HARMONY_HEADER, tokens)
-        (opening,) = make_markers([THOUGHT_OPENING], tokens)
-        form = ThoughtForm(opening, make_markers(BODY_ENDS, tokens), header, only_first=False)
+        (opening,) = make_markers([HARMONY_THOUGHT], tokens)
+        form = ThoughtForm(opening, make_markers(HARMONY_BODY_ENDS, tokens), header, only_first=False)
         return {False: form, True: form}
     silent = tokenizer.special_token_ids - tokenizer.special_ids(shape.markers)
     blanks = tuple(token_id for token_id, data in tokens if token_id in silent or _is_blank(data))
