@@ -23,7 +23,7 @@ from benchmarks.constrained import SCHEMA
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import build_scheduler, load_rank
 from moeserve.engine.memory_plan import plan_model
-from moeserve.frontend.constraints import constraint_of
+from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo

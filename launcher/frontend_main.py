@@ -19,8 +19,8 @@ from typing import NoReturn
 
 from launcher.child import die_with_parent
 from moeserve.config import ConfigError
-from moeserve.frontend.allocator import bound_pools
 from moeserve.frontend.logs import configure_logs
+from moeserve.frontend.prepare.watch import bound_pools
 from moeserve.frontend.server import serve
 from moeserve.frontend.services import Services
 from moeserve.model.spec import ModelError

@@ -34,8 +34,8 @@ class SamplingParams:
     `prompt_logprobs` asks the same of every prompt token and makes the request bypass cached prefixes. `stop_token_ids`
     end the request and count as output; the model's EOS ids are among them unless EOS is ignored. `seed` makes the
     sample at a position reproducible in any batch; the frontend draws a seed if the client gave none. `grammar` is the
-    text of a llguidance grammar that the output has to match (`moeserve.frontend.constraints`); EOS may then be sampled
-    only where the grammar may end, and has to be among `stop_token_ids`.
+    text of a llguidance grammar that the output has to match (`moeserve.frontend.dialects.formats`); EOS may then be
+    sampled only where the grammar may end, and has to be among `stop_token_ids`.
     """
 
     max_tokens: int

@@ -1,4 +1,4 @@
-"""Errors as a client sees them, clients that leave, sending bodies and event streams.
+"""What HTTP handlers share: errors as a client sees them, bodies, forms and lists, clients that leave, event streams.
 
 Errors come from a fixed set of kinds and never show a traceback or other internals. Their shape is OpenAI's but where
 the routes of another API have an `ErrorBody` of their own.
@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Coroutine
+import re
+import zlib
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.datastructures import QueryParams
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
@@ -24,6 +29,15 @@ DONE = b"data: [DONE]\n\n"
 _SLICE_BYTES = 64 * 1024
 
 _T = TypeVar("_T")
+
+# By the name of a content coding (RFC 9110, 8.4.1): the windowBits by which zlib expects its header.
+_WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
+
+_BOUNDARY = re.compile(rb'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,200})"?', re.IGNORECASE)
+_NAME, _FILE_NAME = (re.compile(rb';\s*%b="((?:[^"\\]|\\.)*)"' % field) for field in (b"name", b"filename"))
+_MAX_PARTS = 16
+
+_DEFAULT_PAGE, _MAX_PAGE = 20, 100
 
 
 class ApiError(Exception):
@@ -317,3 +331,106 @@ class EventStream:
         else:
             self._will.note_write()
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})
+
+
+def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the name of the coding of a request's body, None for a plain one. Raises ApiError (415)."""
+    named = [value.strip().lower() for name, value in headers if name == b"content-encoding"]
+    codings = [coding for value in named for coding in value.split(b",") if coding.strip() not in (b"", b"identity")]
+    if not codings:
+        return None
+    coding = codings[0].strip()
+    if len(codings) > 1 or coding not in _WINDOW_BITS:
+        shown = b",".join(codings).decode("ascii", "replace")[:40]
+        message = f"A body with `content-encoding: {shown}` is not read here: send it as gzip, deflate or plain"
+        raise ApiError(415, message, code="unsupported_content_encoding")
+    return coding
+
+
+def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
+    """Return a body as it was before its coding. Raises ApiError: 413 above `max_bytes`, 400 if it is damaged, or has
+    several members: with thousands of them it would take seconds."""
+    stream = zlib.decompressobj(_WINDOW_BITS[coding])
+    try:
+        inflated = stream.decompress(body, max_bytes + 1)
+    except zlib.error:
+        inflated = b""
+    if len(inflated) > max_bytes:
+        text = f"The body is larger than {max_bytes} bytes when it is inflated"
+        raise ApiError(413, text, code="request_too_large", close=True)
+    if not stream.eof or stream.unused_data:
+        raise invalid(f"The body is not one whole {coding.decode()} stream", code="invalid_content_encoding")
+    return inflated
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A field of a form. file_name: of an uploaded file, else None."""
+
+    content: bytes
+    file_name: str | None
+
+
+def boundary_of(scope: Scope) -> bytes:
+    """Return the boundary that the content type names. Raises ApiError (415)."""
+    sent = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    found = _BOUNDARY.match(sent)
+    if found is None:
+        message = "Send a form: `content-type: multipart/form-data` with a boundary"
+        raise ApiError(415, message, code="unsupported_media_type")
+    return found[1]
+
+
+def read_form(boundary: bytes, body: bytes) -> dict[str, Part]:
+    """Return the fields of a form. Raises ApiError."""
+    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
+    if len(pieces) < 3 or not pieces[-1].startswith(b"--") or len(pieces) > _MAX_PARTS:
+        raise invalid(f"The body is no form that ends in its boundary and has at most {_MAX_PARTS - 2} fields")
+    form = {}
+    for piece in pieces[1:-1]:
+        head, _, content = piece.partition(b"\r\n\r\n")
+        disposition = next(
+            (line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b""
+        )
+        name, file_name = _NAME.search(disposition), _FILE_NAME.search(disposition)
+        if name is None:
+            raise invalid("A field of the form has no name")
+        shown = None if file_name is None else file_name[1].decode("utf-8", "replace")
+        form[name[1].decode("utf-8", "replace")] = Part(content, shown)
+    return form
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def json_bytes(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def page_of(listed: Sequence[tuple[str, bytes]], query: QueryParams, *, most: int = _MAX_PAGE) -> Response:
+    """Return a page of a list of ids and JSON, which is in ascending order; the latest comes first unless `order` is
+    `asc`. Raises ApiError for a query that is none."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE)), query.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid("`order` must be asc or desc", "order")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
+        raise invalid(f"`limit` must be 1 to {most}", "limit")
+    items = list(listed) if order == "asc" else list(reversed(listed))
+    if after is not None:
+        ids = [name for name, _ in items]
+        if after not in ids:
+            raise invalid(f"`after` is {after[:80]!r}, which is not in this list", "after")
+        items = items[ids.index(after) + 1 :]
+    return list_of(items[: int(limit)], has_more=len(items) > int(limit))
+
+
+def list_of(page: Sequence[tuple[str, bytes]], *, has_more: bool = False) -> Response:
+    content = {
+        "object": "list",
+        "data": [msgspec.Raw(item) for _, item in page],
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
+        "has_more": has_more,
+    }
+    return json_bytes(msgspec.json.encode(content))

@@ -15,13 +15,12 @@ from starlette.types import Scope
 from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier, Named
-from moeserve.frontend.http import ApiError, unavailable
+from moeserve.frontend.http import ApiError, content_coding, unavailable
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape, model_type_of
 from moeserve.frontend.parsers.thoughts import Thoughts
-from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply
 from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.templates import read_sources

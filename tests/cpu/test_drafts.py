@@ -18,7 +18,7 @@ from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
 from moeserve.engine.assemble import build_scheduler
-from moeserve.frontend.constraints import constraint_of
+from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.plan import SamplingParams
 from tests.support.tiny_checkpoint import write_tiny_checkpoint

@@ -19,7 +19,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.frontend.constraints import ascii_classes, constraint_of
+from moeserve.frontend.dialects.formats import ascii_classes, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
 from moeserve.grammars import masks as grammar_masks
 from moeserve.grammars import threads as grammar_threads

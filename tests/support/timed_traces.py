@@ -14,7 +14,7 @@ from random import Random
 
 from benchmarks.token_engine import TokenEngine
 from moeserve.config import ServeConfig
-from moeserve.frontend.constraints import constraint_of
+from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.plan import FinishReason, Request, SamplingParams, Terms, TokenLogprobs
 from tests.support.tiny_model import EOS

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import ApiError, ClientDisconnected, receive_body
-from moeserve.frontend.prepare.encodings import content_coding, inflate
+from moeserve.frontend.http import ApiError, ClientDisconnected, content_coding, inflate, receive_body
 
 
 class Connection:

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.constraints import Constraint, constraint_of
+from moeserve.frontend.dialects.formats import Constraint, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.prepare.grammar_check import GrammarCheck, find_error

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, normalizers, pre_tokenizers, trainers
 from tokenizers.models import BPE, Unigram, WordPiece
 
-from moeserve.frontend.prepare import pieces
-from moeserve.frontend.prepare.pieces import PieceMemory
-from moeserve.frontend.text import CUT_MARKS, TextTokenizer
+from moeserve.frontend import text as text_module
+from moeserve.frontend.text import CUT_MARKS, PieceMemory, TextTokenizer
 
 MARK = CUT_MARKS[0]
 CORPUS = [
@@ -78,7 +77,7 @@ def test_remembered_pieces_have_the_tokens_of_the_whole_text(
 ) -> None:
     text_tokenizer = tokenizer(family, hard=hard)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(pieces, "_LEAST_CHARS", 3)
+        patched.setattr(text_module, "_LEAST_CHARS", 3)
         memory = PieceMemory(text_tokenizer, text_tokenizer.borders, 20_000)
         text = ""
         for words in conversations:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.prepare.text_queue import QueueFull, Running, TextQueue
+from moeserve.frontend.prepare.text_processes import QueueFull, Running, TextQueue
 
 BIG = limits.BIG_BODY_BYTES
 

@@ -1,14 +1,55 @@
-"""The fields by which OpenAI's dialects and their extensions ask for a form of the answer's text."""
+"""The form of an answer's text: the fields that ask for one, and the text of a grammar that enforces it, within limits.
+
+A grammar is llguidance's: JSON with parts that name each other, so that one of tool calls can say `calls | @answer`
+(`of_calls`).
+"""
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
+from llguidance import regex_to_lark
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
 from moeserve.frontend.http import invalid, unsupported
+from moeserve.plan import SamplingParams
+
+# Lower than every other logit: EOS is sampled where nothing else is allowed, and nowhere else.
+_LAST_RESORT = -1e6
+
+# Free white space would let a model go on with it for ever. This allows any usual layout of JSON.
+_JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,64}", "lenient": False}
+# Schemas do not use `format` as a demand unless both sides know it; these are the ones that can be enforced.
+_ENFORCED_FORMATS = frozenset(
+    {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
+)
+_OF_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
+_OF_SOME = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
+_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
+# Their schemas say what an object is not, or is in some cases.
+_CONDITIONS = frozenset({"not", "if", "then", "else", "contains", "dependentSchemas"})
+# Words whose schemas describe one object together, and those whose schemas describe the object alone if alone.
+_PARTS = frozenset({"allOf", "oneOf"})
+_ELSEWHERE = frozenset({"anyOf", "$ref", "$dynamicRef"})
+_OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
+_OF_OBJECTS = _OPEN | {"properties", "required"}
+
+# Of JSON in a schema: one schema in another takes up to two.
+_MAX_LEVELS = 4 * limits.MAX_SCHEMA_DEPTH
+
+# In Lark: texts, comments, and patterns with their flags. In texts and comments a slash begins no pattern.
+_LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])+)/')
+
+# The name under which a grammar of calls refers to the form of an answer's text.
+ANSWER = "answer"
+
+SchemaPath = tuple[str | int, ...]
 
 
 class JsonSchemaFormat(msgspec.Struct):
@@ -210,3 +251,264 @@ def _choice(texts: list[str] | None, where: str) -> OutputFormat | None:
     if texts is not None and len(texts) > limits.MAX_FORMAT_CHOICES:
         raise invalid(f"`{where}` must hold 1 to {limits.MAX_FORMAT_CHOICES} texts", where)
     return None if texts is None else OutputFormat("choice", texts, where)
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A grammar of llguidance, Lark or JSON, before it was checked. where: the request field that it comes from.
+
+    schema: the JSON schema that it is, to find the place of an error in it; None for another grammar. bnf: GBNF that is
+    still to be turned into Lark, for the last part of the grammar.
+    """
+
+    grammar: str
+    where: str
+    schema: Any = None
+    bnf: str | None = None
+
+    def with_lark(self, lark: str) -> str:
+        """Return the grammar with the Lark that `bnf` means."""
+        parts = msgspec.json.decode(self.grammar)["grammars"]
+        parts[-1]["lark_grammar"] = lark
+        return _whole(parts)
+
+
+def constraint_of(form: OutputFormat) -> Constraint:
+    """Return the constraint of a form. Raises ApiError for one that is too large or malformed."""
+    where = form.where
+    match form.kind:
+        case "json_object":
+            return of_schema({"type": "object"}, where)
+        case "json_schema":
+            return of_schema(form.value, where)
+        case "regex":
+            _check_size(form.value, where)
+            return _of_lark(f"start: /{_ascii(form.value)}/", where)
+        case "choice":
+            return _of_lark(_choices(form.value, where), where)
+        case "grammar":
+            _check_size(form.value, where)
+            if "::=" in form.value:
+                return Constraint(_whole([{"lark_grammar": ""}]), where, bnf=form.value)
+            return _of_lark(ascii_classes(form.value), where)
+        case "structural_tag":
+            return _of_lark(_tagged(form.value, where), where)
+
+
+def ascii_classes(lark: str) -> str:
+    """Return a grammar in Lark in whose patterns `\\d`, `\\w` and `\\s` mean ASCII, as in a schema's `pattern`."""
+
+    def replaced(found: re.Match[str]) -> str:
+        pattern = found[1]
+        return found[0] if pattern is None else f"/{_ascii(pattern)}/"
+
+    return _LARK_PARTS.sub(replaced, lark)
+
+
+def of_calls(lark: str, form: OutputFormat | None) -> Constraint:
+    """Return the constraint of a grammar of tool calls, in which `@answer` is a text of a form. Raises ApiError."""
+    if len(lark) > limits.MAX_CALLS_GRAMMAR_CHARS:
+        raise invalid(
+            f"The schemas of `tools` make a grammar of over {limits.MAX_CALLS_GRAMMAR_CHARS} characters", "tools"
+        )
+    calls = {"lark_grammar": lark}
+    if form is None:
+        return Constraint(_whole([calls]), "tools")
+    answer = constraint_of(form)
+    (part,) = msgspec.json.decode(answer.grammar)["grammars"]
+    where = "tools" if answer.bnf is None else answer.where
+    return Constraint(_whole([calls, {"name": ANSWER, **part}]), where, bnf=answer.bnf)
+
+
+def of_schema(schema: Any, where: str) -> Constraint:
+    """Return the constraint of a JSON schema. Raises ApiError for one that is too large or too deep."""
+    prepared = prepare_schema(schema, where)
+    return Constraint(_whole([{"json_schema": prepared}]), where, prepared)
+
+
+def prepare_schema(schema: Any, where: str) -> Any:
+    """Return a JSON schema as grammars take it, with options for its layout and without annotations that llguidance
+    refuses. Raises ApiError for one that is too large or too deep."""
+    if not isinstance(schema, dict | bool):
+        raise invalid(f"`{where}` must be a JSON schema: an object", where)
+    if _levels(schema) > _MAX_LEVELS:
+        raise _too_deep(where)
+    _check_size(json.dumps(schema, ensure_ascii=False), where)
+    prepared = closed(enforceable(schema, where))
+    return prepared | {"x-guidance": _JSON_OPTIONS} if isinstance(prepared, dict) else prepared
+
+
+def constrain(sampling: SamplingParams, grammar: str, eos_token_ids: Sequence[int]) -> SamplingParams:
+    """Return the sampling parameters with a grammar that was checked.
+
+    The grammar wins over `ignore_eos`, which otherwise leaves EOS ids out of the stop tokens: EOS ends the answer where
+    the grammar can only end, and is not sampled where the grammar could go on.
+    """
+    ignored = [token for token in eos_token_ids if token not in sampling.stop_token_ids]
+    if not ignored:
+        return replace(sampling, grammar=grammar)
+    return replace(
+        sampling,
+        grammar=grammar,
+        stop_token_ids=(*ignored, *sampling.stop_token_ids),
+        logit_bias={**(sampling.logit_bias or {}), **dict.fromkeys(ignored, _LAST_RESORT)},
+    )
+
+
+def _levels(value: Any) -> int:
+    """Count the levels of objects and arrays of a JSON value, without a stack that it could run out of."""
+    num_levels, level = 0, [value]
+    while level:
+        num_levels += 1
+        level = [
+            inner
+            for outer in level
+            if isinstance(outer, dict | list)
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+        ]
+    return num_levels
+
+
+def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[SchemaPath, Any]]:
+    """Yield the path and value of each schema right inside a schema, definitions first. Examples and constants are
+    none."""
+    for keyword in _BY_NAME:
+        if isinstance(schema.get(keyword), dict):
+            yield from (((keyword, name), inner) for name, inner in schema[keyword].items())
+    for keyword in _OF_SOME:
+        if isinstance(schema.get(keyword), list):
+            yield from (((keyword, place), inner) for place, inner in enumerate(schema[keyword]))
+    for keyword in _OF_ONE:
+        if isinstance(schema.get(keyword), dict | bool):
+            yield (keyword,), schema[keyword]
+
+
+def _with_inner(schema: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:
+    """Return a copy in which each schema right inside is replaced by `change` of its keyword and itself."""
+    copy = schema.copy()
+    for path, inner in subschemas(schema):
+        keyword = str(path[0])
+        if len(path) == 1:
+            copy[keyword] = change(keyword, inner)
+        else:
+            if copy[keyword] is schema[keyword]:
+                copy[keyword] = schema[keyword].copy()
+            copy[keyword][path[1]] = change(keyword, inner)
+    return copy
+
+
+def enforceable(schema: Any, where: str, depth: int = 0) -> Any:
+    """Return a JSON schema without the words that forbid nothing but that llguidance refuses.
+
+    depth: of this schema in a larger one. Raises ApiError for one that is too deep.
+    """
+    if not isinstance(schema, dict):
+        return schema
+    if depth > limits.MAX_SCHEMA_DEPTH:
+        raise _too_deep(where)
+    said = {keyword: value for keyword, value in schema.items() if not _says_nothing(keyword, value)}
+    return _with_inner(said, lambda _, inner: enforceable(inner, where, depth + 1))
+
+
+def closed(schema: Any) -> Any:
+    """Return a JSON schema, no deeper than `enforceable` lets pass, whose objects have only properties that they list.
+
+    A weak model invents properties without end where it may. A value that obeys the result obeys the schema. Objects
+    that allow further properties explicitly keep them. A schema that describes an object in several places stays as it
+    is: each place would forbid the properties of the others, or branches that overlap would look as if they did not.
+    """
+    return schema if _describes_in_parts(schema) else _closed(schema)
+
+
+def _describes_in_parts(schema: Any) -> bool:
+    """Return whether an object is described by a schema and by further ones that are part of it, at any depth."""
+    if not isinstance(schema, dict):
+        return False
+    words = schema.keys()
+    num_parts = len(words & _ELSEWHERE) + bool(words & _OF_OBJECTS)
+    return num_parts > 1 or bool(words & _PARTS) or any(_describes_in_parts(inner) for _, inner in subschemas(schema))
+
+
+def _closed(schema: Any) -> Any:
+    if not isinstance(schema, dict):
+        return schema
+    copy = _with_inner(schema, lambda keyword, inner: inner if keyword in _CONDITIONS else _closed(inner))
+    listed, required = schema.get("properties"), schema.get("required", [])
+    if isinstance(listed, dict) and isinstance(required, list) and not _OPEN & schema.keys():
+        names = list(listed)
+        return copy if any(name not in names for name in required) else copy | {"additionalProperties": False}
+    return copy
+
+
+def _says_nothing(keyword: str, value: Any) -> bool:
+    """Return whether a keyword forbids nothing, although llguidance refuses it."""
+    match keyword:
+        case "format":
+            return isinstance(value, str) and value not in _ENFORCED_FORMATS
+        case "propertyNames":
+            return value in (True, {}, {"type": "string"})
+        case "uniqueItems":
+            return value is False
+        case "unevaluatedProperties" | "unevaluatedItems":
+            return value in (True, {})
+        case "x-guidance":
+            return True
+    return False
+
+
+def _of_lark(lark: str, where: str) -> Constraint:
+    return Constraint(_whole([{"lark_grammar": lark}]), where)
+
+
+def _whole(parts: list[dict[str, Any]]) -> str:
+    """Return the grammar of parts, which name each other."""
+    return json.dumps({"grammars": parts}, ensure_ascii=False)
+
+
+def _choices(texts: Sequence[str], where: str) -> str:
+    if not texts or len(texts) > limits.MAX_FORMAT_CHOICES:
+        raise invalid(f"`{where}` must hold 1 to {limits.MAX_FORMAT_CHOICES} texts", where)
+    lark = "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in texts)
+    _check_size(lark, where)
+    return lark
+
+
+def _ascii(pattern: str) -> str:
+    """Return a pattern as it stands between slashes in Lark, with its classes of characters in ASCII."""
+    converted: str = regex_to_lark(pattern, "dws")
+    return converted
+
+
+def _tagged(form: StructuralTags, where: str) -> str:
+    """Return the grammar of a text that may hold tags, in Lark. Raises ApiError for schemas that are too large.
+
+    A trigger ends the free text at once, as the text before it is matched lazily.
+    """
+    rules, names = [], []
+    for number, tag in enumerate(form.tags):
+        schema = json.dumps(prepare_schema(tag.schema, where), ensure_ascii=False)
+        trigger, rest, end = (_quoted(text) for text in (tag.trigger, tag.begin[len(tag.trigger) :], tag.end))
+        names.append(f"tag_{number}")
+        rules.append(f"begin_{number}[lazy]: TEXT {trigger}")
+        rules.append(f"tag_{number}: begin_{number} {rest} %json {schema} {end}")
+    tags = f"({' | '.join(names)})"
+    if form.stop_after_first:
+        body = tags if form.at_least_one else f"{tags} | text"
+    else:
+        body = f"{tags}{'+' if form.at_least_one else '*'} text"
+    lark = "\n".join([f"start: {body}", "text: TEXT", "TEXT: /(.|\\n)*/", *rules])
+    _check_size(lark, where)
+    return lark
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False) if text else ""
+
+
+def _check_size(text: str, where: str) -> None:
+    if len(text.encode("utf-8", "surrogatepass")) > limits.MAX_GRAMMAR_BYTES:
+        raise invalid(f"`{where}` takes at most {limits.MAX_GRAMMAR_BYTES} bytes", where)
+
+
+def _too_deep(where: str) -> Exception:
+    return invalid(f"`{where}` takes at most {limits.MAX_SCHEMA_DEPTH} levels of schemas", where)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from moeserve.frontend.constraints import ANSWER, closed, enforceable
+from moeserve.frontend.dialects.formats import ANSWER, closed, enforceable
 from moeserve.frontend.dialects.internal import Tool
 from moeserve.frontend.parsers.parser import Reasoning, Start
 

@@ -14,7 +14,7 @@ import msgspec
 from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
-from moeserve.frontend.constraints import Constraint, ascii_classes, constrain, subschemas
+from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, subschemas
 from moeserve.frontend.http import ApiError, invalid
 from moeserve.frontend.prepare.watch import Stage, Watch
 from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of, load_tokens

@@ -28,13 +28,20 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
-from moeserve.frontend.allocator import bound_pools, give_back
 from moeserve.frontend.http import ApiError, internal_error
 from moeserve.frontend.parsers.families import choose_shape, model_type_of
 from moeserve.frontend.prepare.messages import SIZE_BYTES, pack_reply, unpack_ask
 from moeserve.frontend.prepare.prepare import Preparer, make_programs
 from moeserve.frontend.prepare.templates import ChatTemplate, load_chat_template, read_sources
-from moeserve.frontend.prepare.watch import PAGE_BYTES, Watch, address_space, limit_cpu, limit_memory
+from moeserve.frontend.prepare.watch import (
+    PAGE_BYTES,
+    Watch,
+    address_space,
+    bound_pools,
+    give_back,
+    limit_cpu,
+    limit_memory,
+)
 from moeserve.frontend.text import TextTokenizer
 from moeserve.grammars.compiler import GrammarError, load_tokens
 from moeserve.model.spec import ModelError

@@ -1,12 +1,15 @@
-"""The bounds under which a text process works: each stage of a job has its processor time and its memory.
+"""The bounds of a process that works on text: processor time and memory for each stage of a job.
 
 Templates, grammars and the libraries that read them can spin or swell where nothing of Python runs, so a stage that
 exceeds its time ends the process by a signal, and one that exceeds its memory fails an allocation. Which stage it was
 stands in a page that the process shares with the event loop.
+
+By itself the C library's allocator keeps the memory that big bodies took, in one pool for each core.
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import resource
 import signal
@@ -19,6 +22,9 @@ from moeserve.frontend.limits import GRAMMAR_CPU_SECONDS, RENDER_CPU_SECONDS
 PAGE_BYTES = 4096
 _STATM = Path("/proc/self/statm")
 _MOST_FIELD_BYTES = 256
+
+# Of glibc's `mallopt`: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX.
+_SETTINGS = ((-3, 256 * 1024), (-1, 2 * 2**20), (-8, 2))
 
 
 class Stage(IntEnum):
@@ -98,3 +104,18 @@ def address_space() -> int:
 def limit_memory(num_bytes: int) -> None:
     """Let this process map at most this number of bytes, until the next call."""
     resource.setrlimit(resource.RLIMIT_AS, (num_bytes, resource.RLIM_INFINITY))
+
+
+def bound_pools() -> None:
+    """Have big blocks mapped, each by itself, and two pools for all threads. Call this before threads allocate."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        for option, value in _SETTINGS:
+            mallopt(option, value)
+
+
+def give_back() -> None:
+    """Return free memory to the system, which takes some milliseconds."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)

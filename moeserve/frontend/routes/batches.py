@@ -13,10 +13,17 @@ from starlette.responses import Response
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
-from moeserve.frontend.http import ApiError, invalid, receive_body, unavailable
+from moeserve.frontend.http import (
+    ApiError,
+    boundary_of,
+    invalid,
+    json_bytes,
+    page_of,
+    read_form,
+    receive_body,
+    unavailable,
+)
 from moeserve.frontend.keys import caller_of
-from moeserve.frontend.routes.form import boundary_of, read_form
-from moeserve.frontend.routes.listing import json_bytes, page_of
 from moeserve.frontend.store import batches
 from moeserve.frontend.store.batches import BATCH_PREFIX, FILE_PREFIX, StoredBatch, StoredFile
 from moeserve.frontend.store.jobs import NoRoom

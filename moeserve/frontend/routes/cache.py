@@ -12,11 +12,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moeserve.frontend.dialects import fields
-from moeserve.frontend.http import ApiError, invalid, receive_body, until_disconnect
+from moeserve.frontend.http import ApiError, invalid, json_response, receive_body, until_disconnect
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prefix, expect
 from moeserve.frontend.relay.request_group import EngineGone
-from moeserve.frontend.routes.service import json_response
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.wire import pack_token_ids, unpack_token_ids
 from radix_cache import APART

@@ -9,11 +9,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moeserve.frontend.dialects.responses import Checked, conversation_not_found
-from moeserve.frontend.http import ApiError, invalid, receive_body
+from moeserve.frontend.http import ApiError, content_coding, invalid, json_bytes, list_of, page_of, receive_body
 from moeserve.frontend.keys import caller_of
-from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Body, Kind, expect
-from moeserve.frontend.routes.listing import json_bytes, list_of, page_of
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import conversations
 from moeserve.frontend.store.conversations import CONVERSATION_PREFIX, Conversation

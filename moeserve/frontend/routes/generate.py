@@ -23,6 +23,7 @@ from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
     EventStream,
+    content_coding,
     invalid,
     receive_body,
     send_body,
@@ -32,7 +33,6 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
-from moeserve.frontend.prepare.encodings import content_coding
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.answer import Answer, asks_for_report
 from moeserve.frontend.relay.exchange import (

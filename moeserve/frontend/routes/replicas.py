@@ -16,11 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.config import VERSION
 from moeserve.frontend.dialects.internal import GenerateRequest
-from moeserve.frontend.http import ApiError, longest_output, receive_body, until_disconnect
+from moeserve.frontend.http import ApiError, json_response, longest_output, receive_body, until_disconnect
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.exchange import thought_budgets
-from moeserve.frontend.routes.service import json_response
 from moeserve.frontend.services import Services
 from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import EngineReady, Stats

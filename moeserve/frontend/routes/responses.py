@@ -13,12 +13,11 @@ from moeserve.frontend.dialects import responses_answer
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier, Named, listed_item
-from moeserve.frontend.http import ApiError, invalid
+from moeserve.frontend.http import ApiError, invalid, json_bytes, page_of
 from moeserve.frontend.jobs.jobs import Jobs, JobView
 from moeserve.frontend.jobs.journal import unpack_record
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events
-from moeserve.frontend.routes.listing import json_bytes, page_of
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import responses
 from moeserve.frontend.store.jobs import StoredJob

@@ -15,17 +15,13 @@ from moeserve.config import VERSION
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import bounded
-from moeserve.frontend.http import ApiError, receive_body, unknown_model, until_disconnect
+from moeserve.frontend.http import ApiError, json_response, receive_body, unknown_model, until_disconnect
 from moeserve.frontend.metrics import CONTENT_TYPE
 from moeserve.frontend.metrics_vllm import VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.wire import Rest
-
-
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
 
 
 class ServiceRoutes:

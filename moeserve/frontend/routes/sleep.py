@@ -5,9 +5,8 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from moeserve.frontend.http import ApiError, invalid, until_disconnect
+from moeserve.frontend.http import ApiError, invalid, json_response, until_disconnect
 from moeserve.frontend.relay.request_group import EngineGone
-from moeserve.frontend.routes.service import json_response
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.wire import Rest
 
