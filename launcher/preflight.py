@@ -12,7 +12,7 @@ from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
 from moeserve.engine.experts.settings import check_expert_memory
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
-from moeserve.frontend.accepting import connections_within
+from moeserve.frontend.limits import connections_within
 from moeserve.settings.kv_events import parse_kv_events
 
 # A streamed token takes some 50 µs of an HTTP process (docs/benchmarks.md); the engine's threads take the other cores.

@@ -22,6 +22,7 @@ from rich.markup import escape
 
 from launcher.console import ProgressDisplay, ready_banner
 from launcher.listener import is_loopback, open_listener, reachable_address, url
+from launcher.logs import LogStream
 from launcher.node_supervisor import NodeSupervisor
 from launcher.preflight import (
     LaunchError,
@@ -41,7 +42,6 @@ from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.engine.ranks.messages import RankError
-from moeserve.frontend.logs import LogStream
 from moeserve.model.spec import ModelError
 from moeserve.wire import RunContext
 

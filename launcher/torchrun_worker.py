@@ -17,6 +17,7 @@ import click
 from rich.console import Console
 
 from launcher.child import die_with_parent
+from launcher.logs import configure_logs
 from launcher.preflight import LaunchError, check_machine, check_nodes, check_packages, check_settings
 from launcher.processes import child_environment, default_threads
 from launcher.run_directory import make_context
@@ -25,7 +26,6 @@ from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import WORKER_MODULE
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.engine.ranks.messages import RankError
-from moeserve.frontend.logs import configure_logs
 from moeserve.model.spec import ModelError
 
 _EXIT_FAILED = 3

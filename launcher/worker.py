@@ -21,10 +21,10 @@ from typing import TextIO, cast
 
 from launcher.child import die_with_parent
 from launcher.copies import Copies
+from launcher.logs import LogStream, configure_logs
 from launcher.processes import Report, reporter
 from moeserve.config import ConfigError
 from moeserve.engine.ranks.messages import RankError
-from moeserve.frontend.logs import LogStream, configure_logs
 from moeserve.model.spec import ModelError
 from moeserve.wire import RunContext, load_run_context
 

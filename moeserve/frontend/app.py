@@ -16,26 +16,20 @@ from starlette.routing import BaseRoute
 from starlette.routing import Route as StarletteRoute
 
 from moeserve.config import ConfigError
-from moeserve.frontend.absent import why_absent
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
-from moeserve.frontend.page_gate import PageGate
-from moeserve.frontend.pages import Pages
-from moeserve.frontend.public_prefixes import load_public_prefixes, publish_prefixes
+from moeserve.frontend.pages import PageGate, Pages
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.batches import BatchRoutes, FileRoutes
-from moeserve.frontend.routes.cache import CacheRoutes
-from moeserve.frontend.routes.conversations import ConversationRoutes
+from moeserve.frontend.routes.cache import CacheRoutes, load_public_prefixes, publish_prefixes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
-from moeserve.frontend.routes.live import LiveRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
-from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
-from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes
-from moeserve.frontend.routes.sleep import SleepRoutes
+from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
+from moeserve.frontend.routes.service import ExpertRoutes, LiveRoutes, ServiceRoutes, SleepRoutes, TokenRoutes
 from moeserve.frontend.routes.table import BATCH_ROUTES, ROUTES, Endpoints
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.file import Owner
@@ -43,6 +37,29 @@ from moeserve.frontend.store.store import Bounds, Store
 
 _DAY_S = 86_400.0
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
+
+_TEXT_ALONE = "This server generates text alone"
+_ELSEWHERE = (
+    (
+        ("/v1/embeddings", "/embeddings", "/v1/rerank", "/rerank", "/v1/score", "/score", "/pooling"),
+        f"{_TEXT_ALONE}: for embeddings and ranking run a server for these models beside it, such as `llama-server "
+        "--embeddings -m MODEL.gguf` or text-embeddings-inference, and give clients its address for them",
+    ),
+    (
+        ("/v1/audio",),
+        f"{_TEXT_ALONE}: for speech run a server for it beside this one, such as whisper.cpp's `whisper-server`, and "
+        "give clients its address for it",
+    ),
+    (
+        ("/v1/images", "/v1/videos"),
+        f"{_TEXT_ALONE}: for images run a server for them beside this one, such as stable-diffusion.cpp's `sd-server`, "
+        "and give clients its address for them",
+    ),
+    (
+        ("/api/chat", "/api/generate", "/api/tags", "/api/show"),
+        "Ollama's API is not served here: set clients to OpenAI's, at /v1",
+    ),
+)
 
 
 def create_app(services: Services) -> Starlette:
@@ -91,6 +108,7 @@ def create_app(services: Services) -> Starlette:
             Middleware(RequestBoundary, metrics=services.metrics, routes=table),
             Middleware(
                 PageGate,
+                routes=table,
                 is_open=not keys,
                 hosts=(config.host, *config.allowed_host),
                 origins=config.cors_allow_origin,
@@ -174,3 +192,15 @@ async def _no_method(request: Request, error: Exception) -> Response:
         return Response(headers={"allow": allowed})
     message = f"{request.scope['path'][:200]} does not answer {request.method}, but {allowed}"
     raise ApiError(405, message, code="method_not_allowed", allow=allowed)
+
+
+def why_absent(path: str, known: frozenset[str]) -> str:
+    """Return the sentence for a path that has no route. known: the paths that have one."""
+    for prefixes, sentence in _ELSEWHERE:
+        if any(path == prefix or path.startswith(prefix + "/") for prefix in prefixes):
+            return sentence
+    shown = path[:200]
+    for meant in (f"/v1{path}", path.removeprefix("/v1")):
+        if meant != path and meant in known:
+            return f"There is no {shown} here, but {meant}"
+    return f"There is no {shown} here; GET / lists what there is"

@@ -1,6 +1,8 @@
-"""Every bound on what a client may ask, in one table."""
+"""Every bound on what a client may ask, in one table, and how many connections the system lets a process have."""
 
 from __future__ import annotations
+
+import resource
 
 MAX_N = 16
 MAX_TRUNCATED_CONTEXTS = 4  # of a prompt that is truncated, as many times the context's tokens are read
@@ -100,3 +102,23 @@ MAX_METADATA_ENTRIES = 16
 MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_ECHOED_CHARS = 512
+
+# Descriptors of an HTTP process beside connections: 44 were counted, and some come and go.
+_OTHER_FILES = 56
+_SPARE_FILES = 76
+
+
+def allow_connections(most: int) -> int:
+    """Raise this process's limit of open files for that many connections, and as many that are refused, as far as the
+    system lets it. Return how many there can be."""
+    wanted = 2 * most + _OTHER_FILES + _SPARE_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        most_files = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, hard))
+    return connections_within(hard, most)
+
+
+def connections_within(limit: int, most: int) -> int:
+    """Return the number of connections, at most `most`, that a process with this limit of open files can have."""
+    return most if limit == resource.RLIM_INFINITY else max(1, min(most, (limit - _OTHER_FILES) // 2))

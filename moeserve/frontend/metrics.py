@@ -2,10 +2,14 @@
 
 Several frontends count in files of one folder (the multiprocess mode of prometheus_client), so that whichever of them
 is scraped tells the sums of all, and a frontend that ends takes nothing with it.
+
+`VllmNames` shows the same values once more, under the names and labels of vLLM's V1 metrics that dashboards and routers
+look for; metrics without a counterpart here, such as the time of prefills, are left out.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter as Tally
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,7 +22,6 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from moeserve.frontend.dialects.bodies import HARMLESS
-from moeserve.frontend.metrics_vllm import VllmNames
 from moeserve.wire import EngineReady, FeatureSamples, Stats
 
 CONTENT_TYPE = b"text/plain; version=0.0.4; charset=utf-8"
@@ -29,6 +32,30 @@ _LONG = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0, 250.0, 500.0)
 _TOKENS = (1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1e5, 2e5)
 _REJECTIONS = "moeserve_rejections"
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
+
+# By the name of a metric here, without `_total`: its names there.
+_NAMES: Mapping[str, tuple[str, ...]] = {
+    "moeserve_time_to_first_token_seconds": ("time_to_first_token_seconds",),
+    "moeserve_inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
+    "moeserve_request_seconds": ("e2e_request_latency_seconds",),
+    "moeserve_request_queue_seconds": ("request_queue_time_seconds",),
+    "moeserve_request_decode_seconds": ("request_decode_time_seconds",),
+    "moeserve_request_prompt_tokens": ("request_prompt_tokens",),
+    "moeserve_request_generation_tokens": ("request_generation_tokens",),
+    "moeserve_choices_ended": ("request_success",),
+    "moeserve_requests_running": ("num_requests_running",),
+    "moeserve_requests_waiting": ("num_requests_waiting",),
+    "moeserve_prompt_tokens": ("prompt_tokens",),
+    "moeserve_generation_tokens": ("generation_tokens",),
+    "moeserve_prefix_cache_queries": ("prefix_cache_queries", "gpu_prefix_cache_queries"),
+    "moeserve_prefix_cache_hits": ("prefix_cache_hits", "gpu_prefix_cache_hits"),
+    "moeserve_preemptions": ("num_preemptions",),
+    "moeserve_engine_sleep_state": ("engine_sleep_state",),
+    "moeserve_draft_chunks": ("spec_decode_num_drafts",),
+    "moeserve_draft_tokens": ("spec_decode_num_draft_tokens",),
+    "moeserve_draft_accepted_tokens": ("spec_decode_num_accepted_tokens",),
+    "moeserve_draft_accepted_tokens_per_pos": ("spec_decode_num_accepted_tokens_per_pos",),
+}
 
 
 class Buckets(NamedTuple):
@@ -399,3 +426,47 @@ def feature_metrics(features: FeatureSamples) -> Iterator[Metric]:
             for *values, value in features[name]:
                 metric.add_metric([str(label) for label in values], float(value))
             yield metric
+
+
+class VllmNames:
+    """Adds the other names to the metrics of one service. model: the label `model_name`; `engine` is always 0."""
+
+    def __init__(self, model: str) -> None:
+        self._labels = {"model_name": model, "engine": "0"}
+
+    def add(self, families: Iterable[Metric], stats: Stats | None, ready: EngineReady | None) -> Iterator[Metric]:
+        """Yield all families, each followed by its namesakes, and what vLLM tells of memory and adapters."""
+        for family in families:
+            yield family
+            for name in _NAMES.get(family.name, ()):
+                yield self._renamed(family, f"vllm:{name}")
+        if stats is not None:
+            yield from self._usage(stats)
+        if ready is not None:
+            config = {"block_size": str(ready.block_size), "num_gpu_blocks": str(ready.num_blocks)}
+            yield self._gauge("cache_config_info", "Configuration of the KV memory", 1, config)
+            adapters = {"max_lora": "0", "running_lora_adapters": "", "waiting_lora_adapters": ""}
+            yield self._gauge("lora_requests_info", "There are no adapters", time.time(), adapters)
+
+    def _usage(self, stats: Stats) -> Iterator[Metric]:
+        blocks = stats.blocks_free + stats.blocks_cached + stats.blocks_leased
+        for name in ("kv_cache_usage_perc", "gpu_cache_usage_perc"):
+            yield self._gauge(name, "Share of the KV blocks that requests hold", stats.blocks_leased / max(1, blocks))
+        hit_rate = stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens)
+        yield self._gauge("gpu_prefix_cache_hit_rate", "Share of prompt tokens found in the prefix cache", hit_rate)
+        yield self._gauge("num_requests_swapped", "No request is ever swapped out", 0)
+
+    def _renamed(self, family: Metric, name: str) -> Metric:
+        renamed = Metric(name, family.documentation, family.type)
+        for sample in family.samples:
+            labels = {**self._labels, **sample.labels}
+            if "reason" in labels:
+                labels["finished_reason"] = labels.pop("reason")
+            renamed.samples.append(Sample(name + sample.name.removeprefix(family.name), labels, sample.value))
+        return renamed
+
+    def _gauge(self, name: str, documentation: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
+        all_labels = {**self._labels, **(labels or {})}
+        family = GaugeMetricFamily(f"vllm:{name}", documentation, labels=list(all_labels))
+        family.add_metric(list(all_labels.values()), value)
+        return family

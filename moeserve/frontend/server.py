@@ -19,9 +19,9 @@ from typing import cast
 import structlog
 import uvicorn
 
-from moeserve.frontend.accepting import EvenListener, Load, allow_connections
 from moeserve.frontend.app import create_app
-from moeserve.frontend.connections import BoundedHttpProtocol, Places
+from moeserve.frontend.connections import BoundedHttpProtocol, EvenListener, Load, Places
+from moeserve.frontend.limits import allow_connections
 from moeserve.frontend.services import Services
 from moeserve.frontend.wills import WillLink
 from moeserve.wire import Tick

@@ -14,7 +14,7 @@ from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.prompts import parse_warm
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.routes import body_schemas
+from moeserve.frontend.routes import openapi
 from moeserve.frontend.routes.openapi import describe
 from moeserve.frontend.routes.table import ROUTES
 
@@ -188,9 +188,9 @@ def test_what_is_taken_is_allowed(path: str, changes: dict[str, Any]) -> None:
 def test_every_bound_belongs_to_a_field_that_is_there() -> None:
     names = {name.removeprefix("moeserve.frontend.dialects.") for name in DOCUMENT["components"]["schemas"]}
     names |= {operation.body.__name__ for operation in ROUTES if operation.body is not None}
-    for table in (body_schemas._OF_STRUCTS, body_schemas._REQUIRED, body_schemas._VARIANTS):
+    for table in (openapi._OF_STRUCTS, openapi._REQUIRED, openapi._VARIANTS):
         assert table.keys() <= names
     fields = {
         field for operation in ROUTES if operation.body is not None for field in operation.body.__struct_encode_fields__
     }
-    assert body_schemas._OF_FIELDS.keys() <= fields
+    assert openapi._OF_FIELDS.keys() <= fields

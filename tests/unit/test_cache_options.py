@@ -22,7 +22,7 @@ from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared
 from moeserve.frontend.prepare.prepare import READERS, Preparer, make_programs
 from moeserve.frontend.prepare.templates import load_chat_template
 from moeserve.frontend.prepare.watch import Watch
-from moeserve.frontend.public_prefixes import load_public_prefixes
+from moeserve.frontend.routes.cache import load_public_prefixes
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import CacheWish, SamplingParams
 from radix_cache import account_of

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from moeserve.frontend.logs import LogStream
+from launcher.logs import LogStream
 from moeserve.frontend.metrics import Metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -78,7 +78,7 @@ def test_a_reader_that_is_gone_ends_nothing(pipe: Pipe) -> None:
 def test_a_process_whose_logs_nobody_reads_works_and_ends(pipe: Pipe) -> None:
     script = """
 import structlog
-from moeserve.frontend.logs import configure_logs
+from launcher.logs import configure_logs
 configure_logs("info", "json")
 for number in range(5000):
     structlog.get_logger().info("request", number=number)
@@ -93,7 +93,7 @@ print("done", flush=True)
 def test_the_last_lines_of_a_process_are_written(pipe: Pipe) -> None:
     script = """
 import logging, structlog
-from moeserve.frontend.logs import configure_logs
+from launcher.logs import configure_logs
 configure_logs("info", "json")
 structlog.get_logger().info("last")
 logging.getLogger("uvicorn.error").warning("words")

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.metrics_vllm import VllmNames
+from moeserve.frontend.metrics import Metrics, VllmNames
 from moeserve.plan import FinishReason
 from moeserve.wire import EngineReady, Stats
 

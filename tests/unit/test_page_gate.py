@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.page_gate import PageGate
+from moeserve.frontend.pages import PageGate
+from moeserve.frontend.route import RouteTable
+from moeserve.frontend.routes.table import ROUTES
 
 JSON = "application/json"
 
@@ -28,7 +30,7 @@ def refusal(
     async def app(scope: Any, receive: Any, send: Any) -> None:
         reached.append(scope)
 
-    gate = PageGate(app, is_open=is_open, hosts=hosts, origins=origins)
+    gate = PageGate(app, RouteTable(ROUTES), is_open=is_open, hosts=hosts, origins=origins)
     named = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": method, "path": path, "headers": named}
     try:

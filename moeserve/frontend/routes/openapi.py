@@ -1,12 +1,14 @@
-"""Descriptions of the routes: `/openapi.json` and the JSON index at `/`.
+"""Descriptions of the routes: `/openapi.json`, with the schemas of request bodies, and the JSON index at `/`.
 
-The schemas of bodies are made from the structs that read them.
+A body's schema is made from the struct that reads it, with the bounds that its reader checks. A body that a schema
+refuses is a 400. One that it allows may be a 400 too, since schemas cannot say all that readers refuse: tools that are
+chosen and not there, two formats at once, a grammar that is invalid.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -14,13 +16,18 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moeserve.config import VERSION
+from moeserve.frontend import limits
+from moeserve.frontend.dialects import chat_parts, fields, messages, responses, responses_items
+from moeserve.frontend.dialects.bodies import BUDGETS
+from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.route import JSON, Route
-from moeserve.frontend.routes.body_schemas import body_schemas, narrowed
 from moeserve.frontend.services import Services
 
 _REF = "#/components/schemas/{name}"
+
+Schema = dict[str, Any]
 
 
 class DescriptionRoutes:
@@ -125,4 +132,308 @@ _ERROR = {
             },
         }
     },
+}
+
+
+def body_schemas(
+    bodies: Sequence[type[msgspec.Struct]], reference: str, model: ModelFacts | None
+) -> tuple[dict[type[msgspec.Struct], Schema], dict[str, Schema]]:
+    """Return the schema of each body, and by name the schemas that these refer to.
+
+    reference: how to refer to a schema, with `{name}` in it. model: has bounds of its own, once it is known.
+    """
+    references, named = msgspec.json.schema_components(bodies, ref_template=reference)
+    for name, schema in list(named.items()):
+        struct = name.removeprefix("moeserve.frontend.dialects.")
+        general = {**_OF_FIELDS, **({} if model is None else _of_model(model))} if _is_body(schema) else {}
+        own = _OF_STRUCTS.get(struct, {})
+        for field, told in schema["properties"].items():
+            bound = own.get(field, {})
+            says_all = "enum" in bound or bound == _NULL
+            schema["properties"][field] = bound if says_all else told | general.get(field, {}) | bound
+        named[name] = narrowed(schema, _REQUIRED.get(struct, ())) | _VARIANTS.get(struct, {})
+    found = [named.pop(str(schema["$ref"]).rpartition("/")[2]) for schema in references]
+    return dict(zip(bodies, found, strict=True)), named
+
+
+def _is_body(schema: Schema) -> bool:
+    return "model" in schema["properties"]
+
+
+def narrowed(schema: Schema, required: Collection[str], kept: Collection[str] = ()) -> Schema:
+    """Return the schema of a body whose `required` fields are there and not null; of the others `kept`, or all."""
+    properties = {name: value for name, value in schema["properties"].items() if not kept or name in kept}
+    for name in required:
+        value = {word: said for word, said in schema["properties"][name].items() if word != "default"}
+        if "anyOf" in value:
+            value["anyOf"] = [kind for kind in value["anyOf"] if kind != _NULL]
+        if "enum" in value:
+            value["enum"] = [choice for choice in value["enum"] if choice is not None]
+        properties[name] = value
+    return {**schema, "properties": properties, "required": sorted({*schema.get("required", ()), *required})}
+
+
+def _span(low: float, high: float = limits.MAX_TOKENS) -> Schema:
+    return {"minimum": low, "maximum": high}
+
+
+def _above(low: float, high: float) -> Schema:
+    return {"exclusiveMinimum": low, "maximum": high}
+
+
+def _one_of(*values: Any) -> Schema:
+    return {"enum": list(values)}
+
+
+def _text(shortest: int = 0, longest: int | None = None) -> Schema:
+    return {"type": "string", "minLength": shortest} | ({} if longest is None else {"maxLength": longest})
+
+
+def _list(items: Schema, most: int, least: int = 0) -> Schema:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+def _object(required: Sequence[str] = (), **properties: Schema) -> Schema:
+    return {"type": "object", "properties": properties, "required": list(required)}
+
+
+def _typed(field: str, kinds: Mapping[Any, Mapping[str, Schema]]) -> Schema:
+    """Return the schema of an object that has to have other fields for each value of `field`."""
+    return {"anyOf": [_object([field, *needs], **{field: _one_of(kind)}, **needs) for kind, needs in kinds.items()]}
+
+
+def _one_field(*names: str) -> Schema:
+    """Return the schema of an object that has exactly one of some fields."""
+    return {
+        "anyOf": [
+            {"required": [name], "properties": {other: {"not": _NULL} if other == name else _NULL for other in names}}
+            for name in names
+        ]
+    }
+
+
+def _of_model(model: ModelFacts) -> dict[str, Schema]:
+    token = {"type": "integer", **_span(0, model.vocab_size - 1)}
+    count = _span(0, model.max_logprobs)
+    return {
+        "model": _one_of(*model.names, None),
+        "stop_token_ids": _OF_FIELDS["stop_token_ids"] | {"items": token},
+        "tokens": {"items": token},
+        "prompt": _prompt(token),
+        "logprobs": count,
+        "top_logprobs": count,
+        "prompt_logprobs": count | {"not": {"const": True}},
+    }
+
+
+def _prompt(token: Schema) -> Schema:
+    text, tokens = _text(1), {"type": "array", "items": token, "minItems": 1}
+    many = [_list(one, limits.MAX_PROMPTS, 1) for one in (text, tokens)]
+    return {"anyOf": [text, tokens, *many, _NULL]}
+
+
+_NULL: Schema = {"type": "null"}
+_STRING: Schema = {"type": "string"}
+_ANY_OBJECT: Schema = {"type": "object"}
+_CHAT_NAME: Schema = {"pattern": f"^[a-zA-Z0-9_.-]{{1,{limits.MAX_CHAT_TOOL_NAME_CHARS}}}$"}
+_NAME: Schema = {"type": "string", "pattern": f"^[a-zA-Z0-9_.-]{{1,{limits.MAX_TOOL_NAME_CHARS}}}$"}
+_CALLED: Schema = _text(1, limits.MAX_CALLED_NAME_CHARS)
+_ECHOED: Schema = {"maxLength": limits.MAX_ECHOED_CHARS}
+_EFFORT = _one_of(None, *sorted(fields.EFFORTS))
+_TTL: Schema = {
+    "anyOf": [
+        {"type": "integer", **_span(1, fields.MAX_SECONDS)},
+        {"type": "string", "pattern": "^([1-9][0-9]{0,4}s?|[1-9][0-9]{0,3}m|[1-9][0-9]?h|1d)$"},
+        _NULL,
+    ]
+}
+_STOP = _text(1, limits.MAX_STOP_CHARS)
+_STOPS: Schema = {"anyOf": [_STOP, _list(_STOP, limits.MAX_STOP_STRINGS), _NULL]}
+
+# By field, in every body that names a model.
+_OF_FIELDS: dict[str, Schema] = {
+    "messages": {"minItems": 1, "maxItems": limits.MAX_MESSAGES},
+    "n": _span(1, limits.MAX_N),
+    "best_of": _span(1, limits.MAX_N),
+    "cache_hit_threshold": _span(0, 1),
+    "temperature": _span(0, limits.MAX_TEMPERATURE),
+    "top_p": _above(0, 1),
+    "top_k": _span(-1),
+    "min_p": _span(0, 1),
+    "presence_penalty": _span(-limits.MAX_PENALTY, limits.MAX_PENALTY),
+    "frequency_penalty": _span(-limits.MAX_PENALTY, limits.MAX_PENALTY),
+    "length_penalty": _span(-limits.MAX_LENGTH_PENALTY, limits.MAX_LENGTH_PENALTY),
+    "early_stopping": _one_of(True, False, "never", None),
+    "repetition_penalty": _above(0, limits.MAX_REPETITION_PENALTY),
+    "logit_bias": {
+        "maxProperties": limits.MAX_LOGIT_BIAS,
+        "propertyNames": {"pattern": "^[0-9]{1,10}$"},
+        "additionalProperties": {"type": "number", **_span(-limits.MAX_LOGIT_BIAS_VALUE, limits.MAX_LOGIT_BIAS_VALUE)},
+    },
+    "seed": _span(limits.MIN_SEED, limits.MAX_SEED),
+    "stop": _STOPS,
+    "stop_token_ids": {"maxItems": limits.MAX_STOP_TOKEN_IDS},
+    "max_tokens": _span(1),
+    "max_completion_tokens": _span(1),
+    "max_output_tokens": _span(1),
+    "max_tool_calls": _span(1),
+    "min_tokens": _span(0),
+    "truncate_prompt_tokens": _span(-1) | {"not": {"const": 0}},
+    **dict.fromkeys(BUDGETS, _span(-1)),
+    "priority": _span(-limits.MAX_PRIORITY, limits.MAX_PRIORITY),
+    "cache_salt": {"minLength": 1, "maxLength": limits.MAX_CACHE_SALT_CHARS},
+    "prompt_cache_key": {"maxLength": fields.MAX_KEY_CHARS},
+    "prompt_cache_retention": _one_of(None, *fields.RETENTION_SECONDS),
+    "prompt_cache_options": {
+        "properties": {
+            "mode": _one_of(None, "implicit", "explicit"),
+            "ttl": _TTL,
+        },
+        "additionalProperties": _NULL,
+    },
+    "reasoning_effort": _EFFORT,
+    "chat_template_kwargs": {
+        "maxProperties": limits.MAX_TEMPLATE_VARIABLES,
+        "propertyNames": {"pattern": "^[a-zA-Z_][a-zA-Z0-9_]*$"},
+        "additionalProperties": {"type": ["boolean", "number", "string", "null"]},
+    },
+    "prompt": _prompt({"type": "integer", "minimum": 0}),
+}
+
+_RESPONSES_PART = _typed("type", {kind: {field: _STRING} for kind, field in responses_items.TEXTS.items()})
+_RESPONSES_TEXT: Schema = {"anyOf": [_STRING, _list(_RESPONSES_PART, limits.MAX_CONTENT_PARTS)]}
+_CALL: dict[str, Schema] = {"call_id": _STRING, "name": _STRING}
+_OUTPUT: dict[str, Schema] = {"call_id": _STRING, "output": _RESPONSES_TEXT}
+_RESPONSES_ITEM: Schema = {
+    "anyOf": [
+        _object(
+            ("role", "content"),
+            type=_one_of("message", None),
+            role=_one_of(*responses_items.ROLES),
+            content=_RESPONSES_TEXT,
+        ),
+        *_typed(
+            "type",
+            {
+                "reasoning": {},
+                "function_call": {**_CALL, "arguments": _STRING},
+                "custom_tool_call": {**_CALL, "input": _STRING},
+                "function_call_output": _OUTPUT,
+                "custom_tool_call_output": _OUTPUT,
+            },
+        )["anyOf"],
+        _object(("id",), type=_one_of("item_reference", None), id=_STRING),
+    ]
+}
+_RESPONSES_TOOL: Schema = {
+    "anyOf": [
+        _object(
+            ("type", "name"),
+            type=_one_of("function"),
+            name=_NAME,
+            description={"type": ["string", "null"], "maxLength": limits.MAX_TOOL_DESCRIPTION_CHARS},
+            parameters={"type": ["object", "null"]},
+            strict={"type": ["boolean", "null"]},
+        ),
+        _object(("type", "name"), type=_one_of("custom", "namespace"), name=_NAME),
+        _object(("type",), type=_STRING | {"not": _one_of("function", "custom", "namespace")}),
+    ]
+}
+_RESPONSES_FORMAT: Schema = {
+    "anyOf": [
+        _object(("type",), type=_one_of("text", "json_object")),
+        _object(("type", "name", "schema"), type=_one_of("json_schema"), name=_text(1), schema=_ANY_OBJECT),
+        _NULL,
+    ]
+}
+_NO_FORMATS = dict.fromkeys(FormatFields.__struct_fields__, _NULL)
+# By the struct that reads it, and field.
+_OF_STRUCTS: dict[str, dict[str, Schema]] = {
+    "CompletionBody": {"max_tokens": _span(0)},
+    "ChatBody": {"logprobs": _one_of(None, False, True)},
+    "TokenizeBody": {"prompt": {"type": ["string", "null"]}},
+    "PrefixBody": {"prompt": {"items": {"type": "integer"}}},
+    "UnpinBody": {"prompt": {"items": {"type": "integer"}}},
+    "CacheBreakpoint": {"ttl": _TTL},
+    "ChatMessage": {"role": _one_of(*sorted(chat_parts.ROLES))},
+    "MessageCall": {"type": _one_of("function")},
+    "CalledFunction": {"name": _CALLED},
+    "FunctionBody": {"name": _CHAT_NAME},
+    "chat.ToolBody": {"type": _one_of("function")},
+    "ResponsesBody": {
+        **_NO_FORMATS,
+        **{name: _one_of(*harmless) for name, harmless in responses.UNSUPPORTED.items()},
+        "input": {"anyOf": [_STRING, _list(_RESPONSES_ITEM, limits.MAX_MESSAGES, 1), _NULL]},
+        "tools": {"items": _RESPONSES_TOOL, "maxItems": limits.MAX_TOOLS},
+        "metadata": {
+            "maxProperties": limits.MAX_METADATA_ENTRIES,
+            "propertyNames": {"maxLength": limits.MAX_METADATA_KEY_CHARS},
+            "additionalProperties": _text(0, limits.MAX_METADATA_VALUE_CHARS),
+        },
+        **dict.fromkeys(("user", "safety_identifier", "service_tier"), _ECHOED),
+    },
+    "TextOptions": {"format": _RESPONSES_FORMAT},
+    "ReasoningOptions": {"effort": _EFFORT},
+    "MessagesBody": {
+        **_NO_FORMATS,
+        **dict.fromkeys(messages.REFUSED, _NULL),
+        **dict.fromkeys(messages.REFUSED_UNLESS_EMPTY, _one_of(None, [])),
+        "temperature": _span(0, messages.MAX_TEMPERATURE),
+        "stop_sequences": {"items": _STOP, "maxItems": limits.MAX_STOP_STRINGS},
+        "inference_geo": _one_of(*messages.REGIONS),
+    },
+    "Message": {"role": _one_of(*messages.ROLES)},
+    "Thinking": {"type": _one_of("enabled", "adaptive", "disabled"), "budget_tokens": _span(1)},
+    "Format": {"type": _one_of("json_schema"), "schema": _ANY_OBJECT},
+    "ContextEdit": {"type": {"pattern": "^clear_thinking_"}, "keep": _one_of("all")},
+}
+# By struct: fields that are neither left out nor null.
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "MessageCall": ("function",),
+    "CalledFunction": ("name",),
+    "FunctionBody": ("name",),
+    "chat.ToolBody": ("function",),
+    "Format": ("schema",),
+    "ContextEdit": ("keep",),
+}
+_SAID = {"text": {"text": _STRING}}
+_BLOCKS: dict[str, dict[str, dict[str, Schema]]] = {
+    "user": {**_SAID, "tool_result": {"tool_use_id": _STRING}},
+    "assistant": {
+        **_SAID,
+        "thinking": {"thinking": _STRING},
+        "redacted_thinking": {},
+        "tool_use": {"id": _STRING, "name": _STRING, "input": _ANY_OBJECT},
+    },
+    "system": _SAID,
+}
+# By struct: fields that belong to the value of another field, or to the lack of it.
+_VARIANTS: dict[str, Schema] = {
+    "messages.ToolBody": {
+        "anyOf": [
+            _object(("name", "input_schema"), type=_one_of(None, "custom"), name=_NAME, input_schema=_ANY_OBJECT),
+            _object(("type",), type=_STRING | {"not": _one_of("custom")}),
+        ]
+    },
+    "TokenizeBody": _one_field("prompt", "messages"),
+    "PrefixBody": _one_field("prompt", "messages"),
+    "UnpinBody": _one_field("prompt", "messages", "id"),
+    "ContentPart": _typed(
+        "type",
+        {kind: {"text": _STRING} for kind in sorted(chat_parts.TEXT_PARTS)} | {"refusal": {"refusal": _STRING}},
+    ),
+    "ChatMessage": _typed(
+        "role",
+        {
+            role: {"content": {"type": ["string", "array"]}} if role in ("user", "system", "developer") else {}
+            for role in sorted(chat_parts.ROLES)
+        },
+    ),
+    "Message": _typed(
+        "role",
+        {
+            role: {"content": {"anyOf": [_STRING, _list(_typed("type", kinds), limits.MAX_CONTENT_PARTS)]}}
+            for role, kinds in _BLOCKS.items()
+        },
+    ),
 }

@@ -1,4 +1,4 @@
-"""The routes beside generation: models, health, metrics, tokens, and an operator's commands."""
+"""The routes beside generation: models, health, metrics, live figures, tokens, sleep, and an operator's commands."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ from typing import Any, Literal
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from moeserve.config import VERSION
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import bounded
-from moeserve.frontend.http import ApiError, json_response, receive_body, unknown_model, until_disconnect
-from moeserve.frontend.metrics import CONTENT_TYPE
-from moeserve.frontend.metrics_vllm import VllmNames
+from moeserve.frontend.http import (
+    KEEP_ALIVE,
+    ApiError,
+    EventStream,
+    invalid,
+    json_response,
+    receive_body,
+    unavailable,
+    unknown_model,
+    until_disconnect,
+)
+from moeserve.frontend.metrics import CONTENT_TYPE, VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.wire import Rest
+
+_LEVELS = ("1", "2")
+_TAGS = ("weights", "kv_cache")
 
 
 class ServiceRoutes:
@@ -186,3 +199,120 @@ def _read_and_remove(path: Path) -> bytes:
     content = path.read_bytes()
     path.unlink()
     return content
+
+
+class LiveRoutes:
+    """Both routes begin with the same: facts about the service, and the samples of the latest minutes."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self.stream = StatsStream(services)
+
+    async def stats(self, _: Request) -> Response:
+        body = msgspec.json.encode({"object": "stats", **_begin(self._services)})
+        return Response(body, media_type="application/json", headers={"cache-control": "no-store"})
+
+
+class StatsStream:
+    """An ASGI endpoint: an event `stats` with all there is, then an event `sample` a second."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._num_open = 0
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._num_open >= limits.MAX_STATS_STREAMS:
+            raise unavailable("Too many watch the figures already", "too_many_streams", 10.0)
+        stream = EventStream(send)
+        await stream.start()
+        if scope["method"] == "HEAD":
+            await stream.write(b"", last=True)
+            return
+        self._num_open += 1
+        try:
+            await until_disconnect(receive, self._tell(stream))
+        finally:
+            self._num_open -= 1
+
+    async def _tell(self, stream: EventStream) -> None:
+        live = self._services.live
+        told = live.latest
+        await stream.write(_event(b"stats", _begin(self._services)))
+        while not live.closed:
+            sample = await live.next(told, limits.KEEP_ALIVE_S)
+            if sample is not None:
+                told = sample
+            await stream.write(KEEP_ALIVE if sample is None else _event(b"sample", sample), last=live.closed)
+
+
+def _begin(services: Services) -> dict[str, Any]:
+    return {"about": _about(services), "samples": list(services.live.samples)}
+
+
+def _about(services: Services) -> dict[str, Any]:
+    """Return what does not change; of the engine only once it is ready."""
+    ready = services.engine.ready
+    facts: dict[str, Any] = {
+        "version": VERSION,
+        "models": list(services.run.served_model_names),
+        "ready": ready is not None,
+    }
+    if ready is not None:
+        facts |= {
+            "device": ready.device,
+            "dtype": ready.dtype,
+            "arithmetic": ready.arithmetic,
+            "max_model_len": ready.max_model_len,
+            "max_num_seqs": ready.max_num_seqs,
+            "num_blocks": ready.num_blocks,
+            "block_size": ready.block_size,
+            "num_experts": ready.num_experts,
+        }
+    return facts
+
+
+def _event(name: bytes, content: Any) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (name, msgspec.json.encode(content))
+
+
+class SleepRoutes:
+    """The sleep of the service. Asleep, it has no engine: neither weights nor KV are in memory."""
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+
+    async def sleep(self, request: Request) -> Response:
+        """Sleep as soon as no request is open, and answer then. A client that leaves before has asked for nothing."""
+        self._check_possible()
+        if (level := request.query_params.get("level", "1")) not in _LEVELS:
+            raise invalid(f"`level` is 1 or 2, which mean the same here, not {level[:80]!r}", "level")
+        if (mode := request.query_params.get("mode", "wait")) != "wait":
+            raise invalid(f"`mode` is `wait`: requests are neither aborted nor held, not {mode[:80]!r}", "mode")
+        return await self._reach(request, Rest.ASLEEP)
+
+    async def wake_up(self, request: Request) -> Response:
+        """Load the model again, and answer once it serves; at once if it does not sleep."""
+        if unknown := [tag for tag in request.query_params.getlist("tags") if tag not in _TAGS]:
+            raise invalid(f"`tags` are {' and '.join(_TAGS)}, not {unknown[0][:80]!r}", "tags")
+        return await self._reach(request, Rest.AWAKE)
+
+    async def is_sleeping(self, _: Request) -> Response:
+        """Tell whether the service sleeps, falls asleep or has not woken yet."""
+        return json_response({"is_sleeping": self._services.engine.rest is not Rest.AWAKE})
+
+    async def _reach(self, request: Request, rest: Rest) -> Response:
+        try:
+            await until_disconnect(request.receive, self._services.reach(rest))
+        except EngineGone as error:
+            raise engine_unavailable(error) from error
+        return json_response({"status": "ok", "is_sleeping": rest is Rest.ASLEEP})
+
+    def _check_possible(self) -> None:
+        if self._services.run.meets_in_store:
+            raise ApiError(
+                409,
+                "A service of several nodes, or under a user's torchrun, does not sleep: its ranks could not be "
+                "started again from here",
+                type="conflict",
+                code="cannot_sleep",
+            )

@@ -25,14 +25,18 @@ from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, TEXT, Route
 from moeserve.frontend.routes.batches import BatchBody, BatchRoutes, FileRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
-from moeserve.frontend.routes.conversations import ConversationRoutes
 from moeserve.frontend.routes.generate import GenerateRoute
-from moeserve.frontend.routes.live import LiveRoutes
 from moeserve.frontend.routes.openapi import DescriptionRoutes
 from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
-from moeserve.frontend.routes.responses import KeptResponseRoutes, ResponsesRoute
-from moeserve.frontend.routes.service import ExpertRoutes, ServiceRoutes, TokenRoutes, TraceBody
-from moeserve.frontend.routes.sleep import SleepRoutes
+from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
+from moeserve.frontend.routes.service import (
+    ExpertRoutes,
+    LiveRoutes,
+    ServiceRoutes,
+    SleepRoutes,
+    TokenRoutes,
+    TraceBody,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
