@@ -2,7 +2,7 @@
 
 Frontends count thoughts for usage, and the scheduler ends thoughts that have a budget. Both follow an answer with
 `Thought`, so their counts agree. Pure: token ids go in, and what a token's text means was put into tables before
-(`moeserve.frontend.parsers.thoughts`).
+(`moeserve.frontend.parsers.families`).
 """
 
 from __future__ import annotations

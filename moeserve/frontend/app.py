@@ -80,25 +80,8 @@ def create_app(services: Services) -> Starlette:
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        await store.start()
-        await services.start()
-        owner.hold()
-        await jobs.start()
-        batches.start()
-        # One of several frontends is enough: all share the engine, and one that ends is started again.
-        is_publisher = bool(public) and services.number == 0
-        publishing = asyncio.create_task(publish_prefixes(services, public)) if is_publisher else None
-        try:
+        async with _running(services, store, owner, jobs, batches), _publishing(services, public):
             yield
-        finally:
-            if publishing is not None:
-                publishing.cancel()
-                await asyncio.gather(publishing, return_exceptions=True)
-            await batches.stop()
-            await jobs.stop()
-            await services.stop()
-            await store.stop()
-            owner.release()
 
     app = Starlette(
         routes=_starlette_routes(endpoints),
@@ -119,6 +102,39 @@ def create_app(services: Services) -> Starlette:
     )
     app.router.redirect_slashes = False
     return app
+
+
+@asynccontextmanager
+async def _running(services: Services, store: Store, owner: Owner, jobs: Jobs, batches: Batches) -> AsyncIterator[None]:
+    """Start everything behind the routes; stop it in the opposite order."""
+    await store.start()
+    await services.start()
+    owner.hold()
+    await jobs.start()
+    batches.start()
+    try:
+        yield
+    finally:
+        await batches.stop()
+        await jobs.stop()
+        await services.stop()
+        await store.stop()
+        owner.release()
+
+
+@asynccontextmanager
+async def _publishing(services: Services, prefixes: Sequence[bytes]) -> AsyncIterator[None]:
+    """Publish the public prefixes meanwhile, in one of several frontends: all share the engine, and one that ends is
+    started again."""
+    if not prefixes or services.number != 0:
+        yield
+        return
+    publishing = asyncio.create_task(publish_prefixes(services, prefixes))
+    try:
+        yield
+    finally:
+        publishing.cancel()
+        await asyncio.gather(publishing, return_exceptions=True)
 
 
 def _endpoints(services: Services, store: Store, jobs: Jobs, owner: str) -> Endpoints:

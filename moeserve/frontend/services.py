@@ -19,8 +19,7 @@ from moeserve.frontend.http import ApiError, content_coding, unavailable
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
-from moeserve.frontend.parsers.families import PLAIN, OutputShape, choose_shape, model_type_of
-from moeserve.frontend.parsers.thoughts import Thoughts
+from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts, choose_shape, model_type_of
 from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply
 from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.templates import read_sources

@@ -9,8 +9,7 @@ from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.fields import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.http import ApiError, longest_output
-from moeserve.frontend.parsers.families import PLAIN, OutputShape
-from moeserve.frontend.parsers.thoughts import Thoughts
+from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts
 from moeserve.frontend.prepare.messages import Prepared
 from moeserve.frontend.relay.answer import Answer, OutputText
 from moeserve.frontend.relay.exchange import build_generates, derive_seed

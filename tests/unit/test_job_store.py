@@ -98,7 +98,7 @@ def test_answers_of_a_batch_count_once_and_end_as_files(shelf: MakeShelf) -> Non
     for line, failed in ((b"first\n", False), (b"again\n", False)):
         batches.add_result(shelf(), batch.batch_id, 2, line, failed=failed)
     batches.add_result(shelf(), batch.batch_id, 1, b"bad\n", failed=True)
-    assert batches.delete_file(shelf(), file.file_id)
+    assert shelf().delete(file.file_id)
     assert batches.input_of(shelf(), batch) == b"{}"
     batches.end(shelf(), batch.batch_id, "completed", "completed")
     batches.end(shelf(), batch.batch_id, "failed", "failed")

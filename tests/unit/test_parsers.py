@@ -16,8 +16,7 @@ from moeserve.config import REASONING_PARSERS, TOOL_CALL_PARSERS
 from moeserve.frontend.dialects.internal import ToolCallPart
 from moeserve.frontend.parsers.calls import typed
 from moeserve.frontend.parsers.families import CALLS, REASONING, choose_shape
-from moeserve.frontend.parsers.feed import CallIds, Feed, Markers, Parsed
-from moeserve.frontend.parsers.json_text import JsonScan
+from moeserve.frontend.parsers.feed import CallIds, Feed, JsonScan, Markers, Parsed
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from tests.support.examples import examples
 

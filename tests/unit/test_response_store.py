@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Named
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.store import conversations, responses
+from moeserve.frontend.store import responses
 from moeserve.frontend.store.file import StoreError, connect, prepare
 from moeserve.frontend.store.store import Bounds, Shelf, Store, drop_old
 from tests.support.examples import examples
@@ -106,12 +106,12 @@ def test_using_a_response_keeps_its_whole_conversation(tmp_path: Path) -> None:
 def test_what_a_later_turn_needs_counts_until_that_turn_is_gone(shelf: MakeShelf) -> None:
     put(shelf(), "a", size=5000)
     put(shelf(), "b", "a")
-    assert responses.delete(shelf(), name_of("a"))
-    assert not responses.delete(shelf(), name_of("a"))
+    assert shelf().delete(name_of("a"))
+    assert not shelf().delete(name_of("a"))
     assert found(shelf(), "ab") == "b"
     assert shelf().num_bytes > 5000
     assert texts(shelf(), "b") == ["a?", "a" + "." * 5000, "b?", "b"]
-    responses.delete(shelf(), name_of("b"))
+    shelf().delete(name_of("b"))
     assert shelf().num_bytes == 0
 
 
@@ -134,16 +134,16 @@ def test_a_response_whose_conversation_is_too_large_or_gone_is_not_kept(tmp_path
 
 def test_callers_have_shelves_of_their_own(shelf: MakeShelf) -> None:
     put(shelf(b"one"), "a")
-    made = conversations.create(shelf(b"one"), b"{}", [{"id": "msg_x", "role": "user", "content": "x"}])
+    made = responses.create_conversation(shelf(b"one"), b"{}", [{"id": "msg_x", "role": "user", "content": "x"}])
     assert made is not None
     other = shelf(b"two")
     assert responses.find(other, name_of("a")) is None
     named = Named(name_of("a"), made.conversation_id, ["msg_x", f"msg_{'a':0>24}00"])
     assert responses.earlier(other, named).items == {}
     assert responses.earlier(other, named).turns is None
-    assert not responses.delete(other, name_of("a"))
-    assert not conversations.delete(other, made.conversation_id)
-    assert conversations.append(other, made.conversation_id, []) is None
+    assert not other.delete(name_of("a"))
+    assert not other.delete(made.conversation_id)
+    assert responses.append_items(other, made.conversation_id, []) is None
     assert found(shelf(b"one"), "a") == "a"
 
 
@@ -177,13 +177,13 @@ def test_a_use_is_noted_once_in_a_while(shelf: MakeShelf) -> None:
 
 
 def test_the_items_of_a_response_go_into_its_conversation_once(shelf: MakeShelf) -> None:
-    made = conversations.create(shelf(), b"{}", [{"role": "user", "content": "before"}])
+    made = responses.create_conversation(shelf(), b"{}", [{"role": "user", "content": "before"}])
     assert made is not None
     assert responses.put(shelf(), kept("a", conversation=made.conversation_id))
     again = kept("a", conversation=made.conversation_id)
     second = KeptResponse(name_of("b"), again.response.replace(b"a.", b"b."), b"[]", None, made.conversation_id)
     assert responses.put(shelf(), second)
-    items = [json.loads(item) for _, item in conversations.items(shelf(), made.conversation_id)]
+    items = [json.loads(item) for _, item in responses.items(shelf(), made.conversation_id)]
     assert [item["content"] for item in items] == [
         [{"type": "input_text", "text": "before"}],
         [{"type": "input_text", "text": "a?"}],
@@ -198,17 +198,17 @@ def test_a_response_of_a_conversation_that_is_gone_is_not_kept(shelf: MakeShelf)
 
 
 def test_items_come_and_go_and_count(shelf: MakeShelf) -> None:
-    made = conversations.create(shelf(), b'{"a":"b"}', [])
+    made = responses.create_conversation(shelf(), b'{"a":"b"}', [])
     assert made is not None
     empty = shelf().num_bytes
     item = {"id": "msg_1", "role": "user", "content": "x" * 1000}
-    assert conversations.append(shelf(), made.conversation_id, [item]) is not None
-    assert conversations.append(shelf(), made.conversation_id, [item]) is None
+    assert responses.append_items(shelf(), made.conversation_id, [item]) is not None
+    assert responses.append_items(shelf(), made.conversation_id, [item]) is None
     assert shelf().num_bytes > empty + 1000
-    assert conversations.delete_item(shelf(), made.conversation_id, "msg_1")
-    assert not conversations.delete_item(shelf(), made.conversation_id, "msg_1")
+    assert responses.delete_item(shelf(), made.conversation_id, "msg_1")
+    assert not responses.delete_item(shelf(), made.conversation_id, "msg_1")
     assert shelf().num_bytes == empty
-    assert conversations.delete(shelf(), made.conversation_id)
+    assert shelf().delete(made.conversation_id)
     assert shelf().num_bytes == 0
 
 
@@ -237,7 +237,7 @@ def test_a_conversation_is_whole_or_gone_and_bytes_are_counted(
             elif other is not None and step == "use":
                 shelf(caller).touch([name_of(other)])
             elif other is not None:
-                responses.delete(shelf(caller), name_of(other))
+                shelf(caller).delete(name_of(other))
             check_whole(shelf, history, bounds)
 
 

@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ThoughtOptions, Tool
-from moeserve.frontend.parsers.families import REASONING, OutputShape
+from moeserve.frontend.parsers.families import REASONING, OutputShape, Thoughts, make_markers
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser, Start
-from moeserve.frontend.parsers.thoughts import Thoughts, make_markers
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 from moeserve.thoughts import BudgetedThought, Thought, ThoughtBudget, ThoughtForm

@@ -10,8 +10,9 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
-from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Sink, drop
-from moeserve.frontend.parsers.json_text import decode, read_call, read_value
+import msgspec
+
+from moeserve.frontend.parsers.feed import Feed, Markers, Reading, Sink, drop, read_value
 
 # The JSON schemas of the arguments, by the name of the tool; None where a tool has none.
 Schemas = Mapping[str, dict[str, Any] | None]
@@ -415,3 +416,74 @@ def _types_of(schema: dict[str, Any] | None, name: str) -> set[str]:
             if isinstance(branches, list):
                 waiting += [branch for branch in branches if isinstance(branch, dict)]
     return types
+
+
+def read_call(feed: Feed, sink: Sink, known: Collection[str] | None = None) -> Reading[bool]:
+    """Read `{"name": ..., "arguments": {...}}` and tell it as a call, its arguments as they come.
+
+    Return False where it is no such object, or names no tool of `known`: then either nothing was told, or the call is
+    still open and the remainder belongs to its broken arguments. The keys stand in any order; other keys are passed
+    over, and so is anything wrong behind the arguments.
+    """
+    if not (yield from feed.through("{")):
+        return False
+    name, arguments, is_told = "", "", False
+    char = yield from feed.space()
+    while char == '"':
+        key = yield from _read_key(feed)
+        char = yield from feed.space()
+        is_arguments = key in ("arguments", "parameters") and not is_told
+        if is_arguments and char == "{" and name:
+            sink.open_call(name)
+            if not (yield from read_value(feed, sink.arguments)):
+                return False
+            sink.close_call()
+            is_told = True
+        else:
+            pieces: list[str] = []
+            if not (yield from read_value(feed, pieces.append)):
+                return is_told
+            if is_arguments:
+                arguments = "".join(pieces)
+            elif key == "name" and not (name := _name_of("".join(pieces), known)):
+                return is_told
+        char = yield from feed.space()
+        if char == ",":
+            feed.take(1)
+            char = yield from feed.space()
+    if char == "}":
+        feed.take(1)
+        if name and not is_told:
+            sink.tell(name, plain_arguments(arguments))
+            is_told = True
+    return is_told
+
+
+def _read_key(feed: Feed) -> Reading[str]:
+    """Read a key and the colon after it. Return an empty key where there is none."""
+    pieces: list[str] = []
+    if not (yield from read_value(feed, pieces.append)):
+        return ""
+    yield from feed.space()
+    if not (yield from feed.through(":")):
+        return ""
+    return str(decode("".join(pieces)))
+
+
+def _name_of(text: str, known: Collection[str] | None) -> str:
+    name = decode(text)
+    return name if isinstance(name, str) and (known is None or name in known) else ""
+
+
+def plain_arguments(text: str) -> str:
+    """Return the JSON of arguments: some models write it into a string, or null for none."""
+    value = decode(text) if text else None
+    return "" if value is None else value if isinstance(value, str) else text
+
+
+def decode(text: str) -> Any:
+    """Return the value of JSON, None for text that is none."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.DecodeError, RecursionError):
+        return None

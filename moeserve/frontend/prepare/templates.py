@@ -102,7 +102,7 @@ class ChatTemplate:
 
         `developer` is a later name of `system`; a template that does not know it gets `system`. One that does not know
         tools gets them explained in the system message. One that refuses the messages as they are gets them in the
-        plainer forms of `conversations.plainer_forms`.
+        plainer forms of `plainer_forms`.
         """
         has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
         compiled = self._with_tools if tools or has_calls else self._plain

@@ -19,10 +19,9 @@ from moeserve.frontend.http import (
     internal_error,
     invalid,
 )
-from moeserve.frontend.parsers.families import PLAIN, OutputShape
+from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser
-from moeserve.frontend.parsers.thoughts import Thoughts
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
 from moeserve.plan import (
     GRAMMAR_FAILED,

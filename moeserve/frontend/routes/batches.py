@@ -62,7 +62,7 @@ class FileRoutes:
         """Answer GET with a file's description, DELETE by dropping it."""
         file_id, caller = _file_id(request), caller_of(request.scope)
         if request.method == "DELETE":
-            if not await self._store.write(caller, partial(batches.delete_file, file_id=file_id)):
+            if not await self._store.write(caller, lambda shelf: shelf.delete(file_id)):
                 raise _no_file(file_id)
             return json_bytes(msgspec.json.encode({"id": file_id, "object": "file", "deleted": True}))
         found = await self._store.read(caller, partial(batches.file, file_id=file_id))

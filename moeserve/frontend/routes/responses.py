@@ -21,9 +21,9 @@ from moeserve.frontend.keys import caller_of
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events
 from moeserve.frontend.services import Services
-from moeserve.frontend.store import conversations, responses
-from moeserve.frontend.store.conversations import CONVERSATION_PREFIX, Conversation
+from moeserve.frontend.store import responses
 from moeserve.frontend.store.jobs import StoredJob
+from moeserve.frontend.store.responses import CONVERSATION_PREFIX, Conversation
 from moeserve.frontend.store.store import Store
 
 _TOO_LONG = "The conversation would be too long, has an item of one of these ids already, or there is no room for it"
@@ -120,8 +120,7 @@ class KeptResponseRoutes:
 
     async def _delete(self, request: Request) -> Response:
         response_id = _response_id(request)
-        delete = partial(responses.delete, response_id=response_id)
-        if not await self._store.write(caller_of(request.scope), delete):
+        if not await self._store.write(caller_of(request.scope), lambda shelf: shelf.delete(response_id)):
             raise _not_found(response_id)
         return json_bytes(msgspec.json.encode({"id": response_id, "object": "response", "deleted": True}))
 
@@ -174,7 +173,7 @@ class ConversationRoutes:
     async def create(self, request: Request) -> Response:
         """Make a conversation, which may have items and metadata from the start."""
         given = await self._body(request, "conversation")
-        make = partial(conversations.create, metadata=bytes(given.metadata), items=given.items)
+        make = partial(responses.create_conversation, metadata=bytes(given.metadata), items=given.items)
         made = await self._store.write(caller_of(request.scope), make)
         if made is None:
             raise invalid(_TOO_LONG, "items")
@@ -184,31 +183,29 @@ class ConversationRoutes:
         """Answer GET with a conversation, POST with one that has other metadata, DELETE by dropping it."""
         name, caller = _name(request), caller_of(request.scope)
         if request.method == "DELETE":
-            if not await self._store.write(caller, lambda shelf: conversations.delete(shelf, name)):
+            if not await self._store.write(caller, lambda shelf: shelf.delete(name)):
                 raise conversation_not_found(name)
             deleted = {"id": name, "object": "conversation.deleted", "deleted": True}
             return json_bytes(msgspec.json.encode(deleted))
         if request.method == "POST":
             metadata = bytes((await self._body(request, "conversation_metadata")).metadata)
-            change = partial(conversations.update, conversation_id=name, metadata=metadata)
+            change = partial(responses.update_conversation, conversation_id=name, metadata=metadata)
             return _shown(await self._store.write(caller, change), name)
-        return _shown(await self._store.read(caller, partial(conversations.find, conversation_id=name)), name)
+        return _shown(await self._store.read(caller, partial(responses.find_conversation, conversation_id=name)), name)
 
     async def items(self, request: Request) -> Response:
         """Answer GET with the items, in pages, the latest first unless `order` is `asc`; add items on POST."""
         name, caller = _name(request), caller_of(request.scope)
         if request.method == "POST":
             given = await self._body(request, "conversation_items")
-            add = partial(conversations.append, conversation_id=name, items=given.items)
+            add = partial(responses.append_items, conversation_id=name, items=given.items)
             found, added = await self._store.write(caller, lambda shelf: (shelf.has(name), add(shelf)))
             if not found:
                 raise conversation_not_found(name)
             if added is None:
                 raise invalid(_TOO_LONG, "items")
             return list_of([(msgspec.json.decode(item, type=_Identified).id, item) for item in added])
-        listed = await self._store.read(
-            caller, lambda shelf: conversations.items(shelf, name) if shelf.has(name) else None
-        )
+        listed = await self._store.read(caller, lambda shelf: responses.items(shelf, name) if shelf.has(name) else None)
         if listed is None:
             raise conversation_not_found(name)
         return page_of(listed, request.query_params)
@@ -220,15 +217,15 @@ class ConversationRoutes:
             is_there, conversation = await self._store.write(
                 caller,
                 lambda shelf: (
-                    shelf.has(name) and conversations.delete_item(shelf, name, item_id),
-                    conversations.find(shelf, name),
+                    shelf.has(name) and responses.delete_item(shelf, name, item_id),
+                    responses.find_conversation(shelf, name),
                 ),
             )
             if conversation is not None and not is_there:
                 raise _no_item(item_id)
             return _shown(conversation, name)
         is_known, found = await self._store.read(
-            caller, lambda shelf: (shelf.has(name), conversations.item(shelf, name, item_id))
+            caller, lambda shelf: (shelf.has(name), responses.item(shelf, name, item_id))
         )
         if not is_known:
             raise conversation_not_found(name)

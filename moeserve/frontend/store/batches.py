@@ -98,14 +98,6 @@ def content(shelf: Shelf, file_id: str) -> bytes | None:
     return None if row is None else bytes(row[0])
 
 
-def delete_file(shelf: Shelf, file_id: str) -> bool:
-    """Drop a file; return whether there was one. Batches that read it keep it until they end."""
-    if file(shelf, file_id) is None:
-        return False
-    shelf.drop(file_id)
-    return True
-
-
 def add_batch(
     shelf: Shelf, owner: str, path: str, input_file: str, expires: int, metadata: bytes
 ) -> StoredBatch | None:

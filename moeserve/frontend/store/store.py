@@ -86,6 +86,13 @@ class Shelf:
             [(name, self.now) for name in names],
         )
 
+    def delete(self, name: str) -> bool:
+        """Drop something of the caller's; return whether it was there. Things that need it keep it."""
+        is_there = self.has(name)
+        if is_there:
+            self.drop(name)
+        return is_there
+
     def drop(self, name: str) -> None:
         """Drop a thing and the hidden things that only it needs; hide it while another thing needs it."""
         found: str | None = name
