@@ -6,6 +6,7 @@ import os
 import resource
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
+from math import ceil
 from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
@@ -17,6 +18,7 @@ from moeserve.settings.kv_events import parse_kv_events
 
 # A streamed token takes some 50 µs of an HTTP process (docs/benchmarks.md); the engine's threads take the other cores.
 _CORES_PER_FRONTEND = 8
+_STREAMS_PER_FRONTEND = 32  # streams at once for each HTTP process: with 200 tokens/s each they take a third of a core
 _MOST_FRONTENDS = 8
 _CGROUP_CPU = Path("/sys/fs/cgroup/cpu.max")
 _NVIDIA_GPUS = Path("/proc/driver/nvidia/gpus")
@@ -123,9 +125,9 @@ def check_packages() -> None:
     )
 
 
-def frontends_for(cores: int) -> int:
-    """Return how many HTTP processes `--num-frontends auto` starts on a number of cores."""
-    return min(_MOST_FRONTENDS, max(1, cores // _CORES_PER_FRONTEND))
+def frontends_for(cores: int, num_streams: int) -> int:
+    """Return how many HTTP processes `--num-frontends auto` starts. num_streams: the most requests that run at once."""
+    return max(1, min(_MOST_FRONTENDS, cores // _CORES_PER_FRONTEND, ceil(num_streams / _STREAMS_PER_FRONTEND)))
 
 
 def usable_cores(cpu_quota: Path = _CGROUP_CPU) -> int:

@@ -83,7 +83,8 @@ def run_first_node(
     meets_in_store = meets_in_store or config.nnodes > 1
     if meets_in_store and config.sleep_after is not None:
         raise ConfigError("--sleep-after is for one node that starts its ranks itself: others could not be woken.")
-    config = replace(config, num_frontends=config.num_frontends or frontends_for(usable_cores()))
+    if not config.num_frontends:
+        config = replace(config, num_frontends=frontends_for(usable_cores(), config.max_num_seqs))
     # Until the supervisor owns the signals, they must still remove the run directory.
     _exit_on_signals()
     if not is_loopback(config.host) and not (config.api_key or config.api_key_file):

@@ -409,7 +409,7 @@ class ServeConfig:
     )
     num_frontends: int = setting(
         1,
-        "HTTP processes that share the port and the engine; auto is one for each 8 cores, at least 1 and at most 8.",
+        "HTTP processes on one port for one engine; auto is one for each 8 cores and 32 of --max-num-seqs, 1 to 8.",
         group="HTTP",
         kind="count",
         minimum=0,

@@ -71,7 +71,12 @@ def test_fewer_connections_than_asked_for_are_told(
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (2, 1), (8, 1), (16, 2), (63, 7), (64, 8), (256, 8)])
 def test_auto_is_a_frontend_for_each_eight_cores(cores: int, expected: int) -> None:
-    assert frontends_for(cores) == expected
+    assert frontends_for(cores, 1024) == expected
+
+
+@pytest.mark.parametrize(("num_streams", "expected"), [(1, 1), (32, 1), (33, 2), (64, 2), (256, 8), (1024, 8)])
+def test_auto_is_no_more_frontends_than_streams_need(num_streams: int, expected: int) -> None:
+    assert frontends_for(256, num_streams) == expected
 
 
 @pytest.mark.parametrize(("given", "expected"), [("auto", 0), ("3", 3), (2, 2)])
