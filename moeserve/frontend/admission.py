@@ -25,7 +25,7 @@ from moeserve.settings.quantities import parse_limits
 SLO_HEADER = b"x-moeserve-slo"
 _LONGEST_WAIT_S = 60.0
 _REMEMBERED = 1024
-# The engine is taken to have worked since it told its load, but not for longer than this without another word.
+# Seconds for which the engine is taken to have worked after its latest report of its load.
 _MOST_AGE_S = 1.0
 # Choices of one request: a part of all places, but that many in any case if half of the places suffice.
 _SHARE_OF_CHOICES = 4
@@ -35,7 +35,7 @@ _ALWAYS_CHOICES = 16
 def read_terms(
     scope: Scope, secret: str, slo: Slo, priority: int = 0, *, background: bool = False, detached: bool = False
 ) -> Terms:
-    """Return the terms of a request. Raises ApiError for what its key may not ask.
+    """Return the terms of a request. Raises ApiError for terms that its key may not ask for.
 
     secret: of the namespaces of keys. slo: the service's. detached: nobody waits for the answer.
     """
@@ -140,9 +140,9 @@ class Admission:
         self._weights: dict[tuple[str, bool], float] = {}
         self._load: Load | None = None
         self._loaded_at = 0.0
-        # When the tenant's request that was refused last was told to come back.
+        # By tenant: when its latest refused request may come back.
         self._promised: dict[str, float] = {}
-        # (when, tenant) of choices that the engine may not have counted when it told its load.
+        # (when, tenant) of choices that the engine may not have counted in its latest load.
         self._new: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
 
     def on_load(self, load: Load) -> None:
@@ -166,7 +166,7 @@ class Admission:
             if self.in_flight == 0:
                 self.idle.set()
                 if self._num_frontends == 1:
-                    # All whom the engine has counted are gone; it tells its load anew after the step under way.
+                    # All counted requests are gone; the engine reports its load anew after the step under way.
                     self._load = None
 
     def change(self, held: Held, num_choices: int, capacity: int, terms: Terms) -> None:

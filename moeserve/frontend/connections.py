@@ -47,8 +47,8 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     is called when they are complete. `scope["extensions"]["moeserve.abort"]` drops the connection and its buffer.
 
     A client may close its sending half after its request and gets its answer. One that has closed the connection has
-    sent the same, but resets the connection when something comes: so something is sent at once, twice more soon (who
-    only forwards connections hears of the reset from the first, and ends this one at the second) and then now and then,
+    sent the same, but resets the connection when something comes: so something is sent at once, twice more soon (a
+    proxy learns of the reset from the first, and ends this connection at the second) and then now and then,
     and the reset is looked out for. Until the answer begins it is `100 Continue`; then
     `scope["extensions"]["moeserve.half_closed"]`, which an application may set, is called to have it write.
 
@@ -231,8 +231,8 @@ class Places:
     """The places of one process for connections.
 
     Requests on connections beyond the `most` are refused and counted in `rejections`, but for OPEN_PATHS. As many again
-    are open at once; for one more the oldest of these that has no request is dropped. So whoever looks after the server
-    is heard, however many hold connections.
+    are open at once; for one more the oldest of these that has no request is dropped. So operators
+    are answered, however many connections are open.
     """
 
     def __init__(self, most: int, rejections: Counter[str]) -> None:
@@ -364,7 +364,7 @@ class EvenListener:
         self._loop.add_reader(self._listener, self._accept)
 
     def _accept(self) -> None:
-        """Accept what waits, unless it is another's turn."""
+        """Accept the waiting connections, unless it is another process's turn."""
         while not self._leaves_next():
             try:
                 connection, _ = self._listener.accept()

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
-# What a key's shares are shares of.
+# The whole of each share that a key may have.
 _BLOCKS = "KV blocks"
 _SHARED = {"retention": _BLOCKS, "pinned": _BLOCKS, "cached": _BLOCKS, "running": "running places", "queue": "places"}
 _RIGHT = re.compile(r"(.*\S)\s+(retention|pinned|weight|running|queue|cached|priority)=(\S*)")
@@ -239,7 +239,7 @@ def cache_namespace(secret: str, identity: Identity, cache_salt: str) -> str:
 
 
 def cache_account(secret: str, identity: Identity) -> str:
-    """Return the account of a key: the owner of its namespaces and of what it retains. Empty without keys."""
+    """Return the account of a key: the owner of its namespaces and of its retained prefixes. Empty without keys."""
     return _mac(secret, identity.digest) if identity.digest else ""
 
 

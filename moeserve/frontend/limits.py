@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 
 MAX_N = 16
-MAX_TRUNCATED_CONTEXTS = 4  # of a prompt that is truncated, as many times the context's tokens are read
+MAX_TRUNCATED_CONTEXTS = 4  # a prompt that is truncated may be this many times as long as the context
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_CONTENT_PARTS = 4096
@@ -22,12 +22,10 @@ MAX_TOKENS = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_CACHE_SALT_CHARS = 256
-# Each costs another rendering of the prompt; of more the last ones count.
-MAX_CACHE_BREAKPOINTS = 4
+MAX_CACHE_BREAKPOINTS = 4  # each renders the prompt once more; the last ones of a longer list count
 MAX_TOOLS = 1024
-# What the APIs of OpenAI's chat, and of Responses and Messages, allow.
-MAX_CHAT_TOOL_NAME_CHARS = 64
-MAX_TOOL_NAME_CHARS = 128
+MAX_CHAT_TOOL_NAME_CHARS = 64  # the bound of OpenAI's chat API
+MAX_TOOL_NAME_CHARS = 128  # the bound of the Responses and Messages APIs
 MAX_TOOL_SCHEMA_BYTES = 256 * 1024
 MAX_TOOL_DESCRIPTION_CHARS = 128 * 1024
 MAX_CALLS_PER_MESSAGE = 256
@@ -48,7 +46,7 @@ MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADERS = 100
 RECEIVE_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
-# Bytes that wait for a client to read them, from which on nothing more is written; one slice may come on top.
+# Nothing more is written while this many bytes wait for a client to read them; one slice may come on top.
 WRITE_BUFFER_BYTES = 128 * 1024
 KEEP_ALIVE_S = 10.0
 MAX_STATS_STREAMS = 32
@@ -56,46 +54,45 @@ MAX_STATS_STREAMS = 32
 INLINE_BODY_BYTES = 4096
 # A body from this size on may not take the last text process that is idle.
 BIG_BODY_BYTES = 256 * 1024
-# Bodies that wait for text processes, of one key and of all.
+# Bytes of bodies that wait for text processes: of one key, and of all keys.
 MAX_WAITING_BYTES_PER_KEY = 64 * 2**20
 MAX_WAITING_BYTES = 256 * 2**20
-# Of a prompt, for each token of the context: no text has so few tokens but one of long repetitions.
+# Characters of a prompt for each token of the context: only long repetitions have fewer tokens than that.
 MAX_CHARS_PER_TOKEN = 32
-# Of a body that is not wanted: it is read so that its client gets the answer.
+# Bytes of a refused body that are read and dropped, so that its client gets the answer.
 MAX_DISCARDED_BYTES = 32 * 1024 * 1024
 # Commas in a body: with tiny values between them 4 MB would take a second to read, and a hundred times the memory.
 MAX_BODY_COMMAS = 524_288
 MAX_UNKNOWN_FIELDS = 256
-# Of a body: tools, and all but the prompt and tools: options, fields that do not exist, spaces.
+# Bytes of the tools of a body, and of all beside prompt and tools: options, fields that do not exist, spaces.
 MAX_TOOLS_BYTES = 1024 * 1024
 MAX_OPTION_BYTES = 256 * 1024
-# What `/tokenize` and `/detokenize` take at once.
+# The longest text of `/tokenize` and list of `/detokenize`.
 MAX_TOKENIZE_CHARS = 1_000_000
 MAX_CONVERTED_TOKENS = 262_144
-# Of a token, where work is counted in characters.
-CHARS_PER_TOKEN = 4
+CHARS_PER_TOKEN = 4  # where work on tokens is counted in characters
 
-# Rendered text and its tokens that a text process remembers.
+# Bytes of rendered text and its tokens that a text process remembers.
 MAX_PIECE_BYTES = 64 * 2**20
 
-# A conversation that is kept: requests and answers as JSON.
+# Bytes of a conversation that is kept: requests and answers as JSON.
 MAX_STORED_CONVERSATION_BYTES = 8 * 1024 * 1024
-# Jobs (answers that outlive a connection) of one key that have not ended.
+# Open jobs (answers that outlive a connection) of one key.
 MAX_OPEN_JOBS_PER_KEY = 1024
-# Processes that take a job over one after another without its putting anything out: then it has failed.
+# A job has failed once this many processes took it over, one after another, without any output.
 MAX_JOB_TRIES = 5
 MAX_IDEMPOTENCY_KEY_CHARS = 255
 # Files and batches of requests.
 MAX_FILE_BYTES = 32 * 2**20
-MAX_UPLOADS = 2  # that one HTTP process receives at once
+MAX_UPLOADS = 2  # files that one HTTP process receives at once
 MAX_FILES_PER_KEY = 1024
 MAX_FILE_NAME_CHARS = 255
 MAX_OPEN_BATCHES_PER_KEY = 64
 MAX_BATCH_LINES = 50_000
-MAX_BATCH_ERRORS = 50  # that a batch tells which has lines that are no requests
-BATCHES_AT_ONCE = 4  # of one HTTP process, and one of each key
-BATCH_AT_ONCE = 16  # requests of one batch
-# How long a key is known after its answer was complete.
+MAX_BATCH_ERRORS = 50  # invalid lines that a failed batch lists
+BATCHES_AT_ONCE = 4  # batches that one HTTP process works on, at most one of each key
+BATCH_AT_ONCE = 16  # requests of one batch that run at once
+# Seconds for which an idempotency key is known after its answer was complete.
 IDEMPOTENCY_KEY_S = 24 * 3600.0
 
 MAX_METADATA_ENTRIES = 16

@@ -33,7 +33,7 @@ _TOKENS = (1.0, 10.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 2e4, 5e4, 1
 _REJECTIONS = "moeserve_rejections"
 _QUEUE = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1.0, 5.0, 10.0, 30.0, 60.0, 120.0)
 
-# By the name of a metric here, without `_total`: its names there.
+# vLLM's names of a metric, by its name here without `_total`.
 _NAMES: Mapping[str, tuple[str, ...]] = {
     "moeserve_time_to_first_token_seconds": ("time_to_first_token_seconds",),
     "moeserve_inter_token_latency_seconds": ("inter_token_latency_seconds", "time_per_output_token_seconds"),
@@ -189,7 +189,7 @@ class Metrics(Collector):
         yield _sleep_state(is_awake)
         if stats is not None:
             for family in (*_engine_metrics(stats), *feature_metrics(stats.features)):
-                # What an engine held is gone with it; its counters stand until the next one counts.
+                # Gauges of an engine are void with it; its counters stand until the next engine counts.
                 if is_awake or family.type != "gauge":
                     yield family
 
@@ -435,7 +435,7 @@ class VllmNames:
         self._labels = {"model_name": model, "engine": "0"}
 
     def add(self, families: Iterable[Metric], stats: Stats | None, ready: EngineReady | None) -> Iterator[Metric]:
-        """Yield all families, each followed by its namesakes, and what vLLM tells of memory and adapters."""
+        """Yield all families, each followed by its namesakes, and vLLM's metrics of memory and adapters."""
         for family in families:
             yield family
             for name in _NAMES.get(family.name, ()):

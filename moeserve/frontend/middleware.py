@@ -109,7 +109,7 @@ class _Body:
     def __init__(self, scope: Scope, receive: Receive) -> None:
         self._receive = receive
         self._is_read = False
-        # Whoever waits for `100 Continue` sends no body once the answer is there.
+        # A client that waits for `100 Continue` sends no body once the answer is there.
         self._waits = any(name == b"expect" for name, _ in scope["headers"])
 
     async def __call__(self) -> Message:

@@ -20,7 +20,7 @@ JSON, TEXT, EVENTS, HTML, BYTES = (
 )
 _PARAMETER = re.compile(r"{(\w+)(:path)?}")
 
-# Who may call: anyone, or who has a key with this role.
+# The callers: anyone, or the holders of a key with this role.
 Role = Literal["public", "user", "metrics", "admin"]
 _E = TypeVar("_E")
 

@@ -35,7 +35,7 @@ _KEEP_ALIVE_TIMEOUT_S = 30
 
 def serve(services: Services, listener: socket.socket, beat_fd: int | None = None, wills_fd: int | None = None) -> None:
     """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks. wills_fd:
-    a socket to whom takes last wills."""
+    a socket to the taker of last wills."""
     load = None
     if (file := services.run.load_file) is not None:
         load = Load(file, services.number, services.run.config.num_frontends)

@@ -68,7 +68,7 @@ class Services:
         config = run.config
         inline = Preparer(tokenizer, shape, Watch())
         self.text = TextProcesses(Path(run.model_dir), config.tool_call_parser, config.reasoning_parser, inline)
-        # Of answers that show long prompts or many log probabilities one works in a turn of the event loop.
+        # Held by the one answer with a long prompt or many log probabilities that works in a turn of the event loop.
         self.long_answers = asyncio.Lock()
         self.slo = service_slo(run.config)
         self.stats: Stats | None = None
@@ -78,7 +78,7 @@ class Services:
         self._num_submitted_before = 0
         self.created = int(time.time())
         self.fingerprint = f"fp_{run.model_hash[:12]}"
-        # Each frontend draws others.
+        # Each frontend draws seeds of its own.
         self._seeds = random.Random(run.config.seed + (number << 64))
         self._facts: ModelFacts | None = None
 

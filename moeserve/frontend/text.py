@@ -27,7 +27,7 @@ from moeserve.model.spec import ModelError
 CUT_MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
 CONTEXT_TOKENS = 5
 _MARKER = re.compile(r"<[^\s<>]+>|\[/?[A-Z_]+\]")
-# Templates look for them in what a model said.
+# Templates look for these in the text of a model.
 _REASONING_MARKERS = frozenset({"<think>", "</think>", "[THINK]", "[/THINK]"})
 NO_IDS: frozenset[int] = frozenset()
 # Tokens that may wait for the end of a character; a character has four bytes at most.

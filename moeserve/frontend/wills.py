@@ -30,7 +30,7 @@ _MAX_WAITING = 65_536  # packets that wait for the supervisor to read
 class WillLink:
     """Tells the supervisor of wills, over one end of a pair of sockets. Never waits for it.
 
-    A new will that finds the sockets full is not left; what replaces or revokes one waits for room.
+    A new will that finds the sockets full is not left; messages that replace or revoke one wait for room.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -70,7 +70,7 @@ HARMLESS = frozenset(
         "store",
         "user",
         "verbosity",
-        # Of a model that does not think.
+        # These have no effect on a model that does not think.
         *BUDGETS,
         "thinking.budget_tokens",
     }

@@ -65,7 +65,7 @@ class CacheBreakpoint(msgspec.Struct):
 def read_cache_options(
     key: str | None, retention: str | None, options: dict[str, Any] | None, report: bool | None
 ) -> CacheOptions:
-    """Return what `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_options` and `cache_report` ask for.
+    """Return the wishes in `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_options` and `cache_report`.
 
     Each of the first three retains the whole prompt; the longest time counts. Raises ApiError.
     """
@@ -274,7 +274,7 @@ def read_hit_threshold(threshold: float | None) -> float:
 def read_transfer(
     params: dict[str, Any] | None, model: ModelFacts, *, is_single: bool, stream: bool
 ) -> tuple[bool, KvTicket | None]:
-    """Return what `kv_transfer_params` asks for (see `read_params`). Raises ApiError.
+    """Return the wishes in `kv_transfer_params` (see `read_params`). Raises ApiError.
 
     is_single: the request has one prompt and one choice.
     """

@@ -32,18 +32,18 @@ _ENFORCED_FORMATS = frozenset(
 _OF_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
 _OF_SOME = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
 _BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
-# Their schemas say what an object is not, or is in some cases.
+# The schemas of these words exclude objects, or hold in some cases only.
 _CONDITIONS = frozenset({"not", "if", "then", "else", "contains", "dependentSchemas"})
-# Words whose schemas describe one object together, and those whose schemas describe the object alone if alone.
+# Words whose schemas describe one object together, and words whose schema is the whole description if it is alone.
 _PARTS = frozenset({"allOf", "oneOf"})
 _ELSEWHERE = frozenset({"anyOf", "$ref", "$dynamicRef"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
 _OF_OBJECTS = _OPEN | {"properties", "required"}
 
-# Of JSON in a schema: one schema in another takes up to two.
+# Levels of JSON in a schema: one schema in another takes up to two.
 _MAX_LEVELS = 4 * limits.MAX_SCHEMA_DEPTH
 
-# In Lark: texts, comments, and patterns with their flags. In texts and comments a slash begins no pattern.
+# Texts, comments and patterns of Lark. In texts and comments a slash begins no pattern.
 _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])+)/')
 
 # The name under which a grammar of calls refers to the form of an answer's text.

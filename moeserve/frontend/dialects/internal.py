@@ -33,7 +33,7 @@ class ModelFacts:
     longest_answer: int | None = None
 
     def bound_of(self, max_tokens: int | None) -> int | None:
-        """Return the service's own bound for the answer to a request that asks for so many tokens, None without one."""
+        """Return the service's own bound for an answer, None without one. max_tokens: as the request asks."""
         if max_tokens is not None or self.default_max_tokens is None:
             return self.longest_answer
         return _least(self.default_max_tokens, self.longest_answer)
@@ -165,7 +165,7 @@ class GenerateRequest:
     tokens that the service lets the answer have (`ModelFacts.bound_of`).
 
     `max_tokens` 0 asks for nothing but the prompt. `echo` puts the prompt before the text, of a chat the text that is
-    continued. `best` is how many of the `n` choices of each prompt the client gets, those with the best mean log
+    continued. `best` is how many of the `n` choices of each prompt the client gets, by the best mean log
     probability; all where it is None. `prompt_logprobs` asks for that many alternatives to each prompt token.
     `truncate` is how many tokens at the end of each prompt are kept. `include_stop` leaves the stop string in the text,
     `skip_special_tokens` special tokens out of it. A prompt is computed only if at least the share
@@ -210,7 +210,7 @@ class GenerateRequest:
     bound: int | None = None
 
     def longest_output(self, room: int) -> int:
-        """Return how many tokens a choice may have. room: those that the context leaves."""
+        """Return how many tokens a choice may have. room: tokens that the context leaves."""
         return _least(room, self.max_tokens, self.bound)
 
     @property

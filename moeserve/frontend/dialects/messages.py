@@ -279,7 +279,7 @@ def _marks(num_messages: int, controls: Sequence[CacheControl | None]) -> Breakp
 
 
 def _cache(asked: MessagesBody, breakpoints: Breakpoints) -> CacheOptions:
-    """Return what the marks ask of the prompt cache; one on the request itself is that of the whole prompt."""
+    """Return the wishes for the prompt cache; a mark on the request itself is for the whole prompt."""
     options = fields.read_cache(asked)
     whole = [options.seconds, asked.cache_control.seconds if asked.cache_control else None]
     seconds = max((value for value in whole if value is not None), default=None)

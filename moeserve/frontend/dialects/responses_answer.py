@@ -25,7 +25,7 @@ _LAST_NUMBER = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class KeptResponse:
-    """A response and the items of its request, both as JSON. previous_id, conversation_id: what the request named."""
+    """A response and the items of its request, both as JSON. previous_id, conversation_id: named by the request."""
 
     response_id: str
     response: bytes
@@ -177,7 +177,7 @@ class CallItem:
 
 
 def _custom_input(arguments: str) -> str:
-    """Return the text of a custom tool's arguments; what there is of them if they were cut off."""
+    """Return the text of a custom tool's arguments; the arguments themselves if they were cut off."""
     try:
         decoded = msgspec.json.decode(arguments)
     except msgspec.DecodeError:
@@ -274,7 +274,7 @@ class ResponsesFormatter:
         return self._finished(usage)
 
     def unkept(self) -> bytes:
-        """Return once more what `end` or `complete` has returned last, for a response that is not kept after all."""
+        """Return the result of `end` or `complete` once more, for a response that is not kept after all."""
         data = msgspec.json.encode({**self._final, "store": False})
         if not self._started:
             return data

@@ -49,7 +49,7 @@ class ClientName:
 
 @dataclass(slots=True)
 class ToolSet:
-    """The tools of a request: for the model, how the client knows them, as the answer repeats them, those dropped.
+    """The tools of a request: for the model, as the client knows them, as the answer repeats them, and dropped ones.
 
     names: by the names that the model knows. paths: the field of each tool's name.
     """

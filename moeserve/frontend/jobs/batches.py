@@ -202,8 +202,8 @@ class Batches:
         await self._store.write(batch.caller, partial(batches.end, batch_id=batch.batch_id, state=state, field=state))
 
     async def _fail(self, batch: StoredBatch, errors: list[dict[str, str]]) -> None:
-        told = msgspec.json.encode({"object": "list", "data": errors})
-        end = partial(batches.end, batch_id=batch.batch_id, state="failed", field="failed", errors=told)
+        listed = msgspec.json.encode({"object": "list", "data": errors})
+        end = partial(batches.end, batch_id=batch.batch_id, state="failed", field="failed", errors=listed)
         await self._store.write(batch.caller, end)
 
 

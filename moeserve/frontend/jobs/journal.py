@@ -185,7 +185,7 @@ class Replay:
         return self.answer.take(*entry)
 
     def take_past(self, entries: Iterable[Entry]) -> Past:
-        """Take entries; return what requests need that go on from there."""
+        """Take entries; return the past from which their requests go on."""
         outputs: list[tuple[int, Output]] = []
         kept_tokens: dict[int, int] = {}
         for entry in entries:

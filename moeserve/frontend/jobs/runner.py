@@ -198,7 +198,7 @@ class Runner:
             services,
             replay.prepared,
             facts,
-            # An engine may still have what an earlier owner has asked.
+            # An engine may still have the requests of an earlier owner.
             answer_id=f"{record.answer_id}.{job.tries}" if job.tries else record.answer_id,
             identity=identity,
             seed=record.seed,

@@ -69,7 +69,7 @@ REASONING: Mapping[str, Reasoning] = {
     "harmony": Reasoning("<|channel|>", "<|end|>"),
 }
 
-# What a chat template has in it where a model of the family is meant, the most special first.
+# Texts in a chat template that name a family of models, the most special first.
 _CALLS_IN_TEMPLATE = (
     ("<|channel|>", "harmony"),
     ("<minimax:tool_call>", "minimax"),
@@ -101,7 +101,7 @@ _REASONING_IN_TEMPLATE = (
 Vocabulary = Sequence[tuple[int, bytes]]
 
 _HARMONY_END = "<|end|>"
-# Behind the opening: the marker before a thought, the beginning of a call's recipient, and the ends of a header.
+# Markers behind the opening: before a thought, before a call's recipient, and at the end of a header.
 _HARMONY_HEADER = ("<|message|>", "to=", *HARMONY_BODY_ENDS)
 
 
@@ -265,8 +265,7 @@ class Thoughts:
         self._closing = (*tokenizer.encode(message, add_special_tokens=False), *self._closing_again)
 
     def follow(self, request: GenerateRequest, start: Start) -> Thought | None:
-        """Return what counts the thoughts of one choice, None where there are none. start: where the prompt leaves
-        off."""
+        """Return the counter of the thoughts of one choice, None where there are none. start: where the prompt ends."""
         form = self._form(request, start)
         return None if form is None else Thought(form, start == "reasoning")
 

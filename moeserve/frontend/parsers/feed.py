@@ -237,7 +237,7 @@ class Sink:
     """Collects the parts that a parser finds, until `take`.
 
     hidden: markers that are special tokens, which never show as text. parallel: all calls of an answer are
-    told; otherwise those after the first are dropped.
+    kept; otherwise only the first.
     """
 
     def __init__(self, hidden: Collection[str], parallel: bool, new_id: Callable[[], str]) -> None:

@@ -38,7 +38,7 @@ class Reasoning:
 
 
 class OutputParser:
-    """Parses one choice. With harmony, `reasoning` and `calls` only tell what to look for."""
+    """Parses one choice. With harmony, `reasoning` and `calls` only switch their kinds of parts on."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class OutputParser:
 
     @property
     def num_calls(self) -> int:
-        """The calls told so far."""
+        """The calls found so far."""
         return self._sink.num_calls
 
     def push(self, text: str) -> Parsed:

@@ -23,7 +23,7 @@ from moeserve.plan import CacheWish
 
 SIZE_BYTES = 4
 
-# How a body is read and what becomes of it.
+# The reader of a body, and the use of its content.
 Kind = Literal[
     "chat",
     "completions",

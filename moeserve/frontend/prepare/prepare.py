@@ -352,7 +352,7 @@ def _borders(prompt: ChatPrompt, token_ids: Sequence[int], encode: Encode) -> tu
 def _prefix_length(prompt: ChatPrompt, num_messages: int, token_ids: Sequence[int], encode: Encode) -> int:
     """Count the tokens of the prompt that its tools and first messages determine.
 
-    They are what the prompt has in common with these messages rendered alone: a template may write the end of a
+    The prompt begins with these tokens, and so do the messages rendered alone: a template may write the end of a
     conversation in another way than its middle. Templates that refuse them alone leave no prefix to retain.
     """
     if num_messages >= len(prompt.messages):

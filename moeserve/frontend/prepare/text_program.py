@@ -91,7 +91,7 @@ class Nursery:
     def _load_grammar_tokens(self, eos_token_ids: list[int]) -> None:
         """Load what grammars need once the ids are known; a worker that is older loads it by itself."""
         if eos_token_ids and self._grammar_tokens is None:
-            with suppress(GrammarError):  # said to whom uses a grammar
+            with suppress(GrammarError):  # a request with a grammar gets the error
                 self._grammar_tokens = load_tokens(self._folder / "tokenizer.json", eos_token_ids)
                 gc.freeze()
 

@@ -23,7 +23,7 @@ PAGE_BYTES = 4096
 _STATM = Path("/proc/self/statm")
 _MOST_FIELD_BYTES = 256
 
-# Of glibc's `mallopt`: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD and M_ARENA_MAX.
+# Options of glibc's `mallopt`: M_MMAP_THRESHOLD, M_TRIM_THRESHOLD (bytes) and M_ARENA_MAX.
 _SETTINGS = ((-3, 256 * 1024), (-1, 2 * 2**20), (-8, 2))
 
 

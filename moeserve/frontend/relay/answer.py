@@ -94,7 +94,7 @@ class Answer:
         self._answer_id = answer_id
         self._wants_output = request.max_tokens != 0
         self._usage = Usage(prompt_tokens=sum(map(len, prompts)))
-        # First samples, which tell how much of their prompt was cached, until they have told it.
+        # First samples of prompts that have not reported yet how much of their prompt was cached.
         self._untold = set(range(0, request.num_choices, request.n))
         self._reports: dict[int, dict[str, Any]] = {}
         self._shown_prompts = [
@@ -224,7 +224,7 @@ class Answer:
     def _note_cached(self, choice: int, output: Output) -> None:
         """Note the cached prompt tokens that the first sample reports with its first token.
 
-        Later numbers may count what a preempted request found again, its own tokens among them.
+        Later numbers may count tokens that a preempted request found again, its own output among them.
         """
         if output.num_cached_tokens is not None and (output.token_ids or output.finish_reason is not None):
             self._usage.cached_tokens += output.num_cached_tokens
@@ -381,7 +381,7 @@ class OutputText:
         shown = matcher.push(text) if may_stop else text
         self._emitted = self._decoded - matcher.num_held
         if matcher.matched is not None:
-            # What the parser holds back lies after the stop string, so the place may be a little late.
+            # Text that the parser holds back lies after the stop string, so the place may be a little late.
             before = len(shown) - (len(matcher.matched) if self._include_stop else 0)
             self._emitted = self._decoded - (waiting - before) + (len(shown) - before)
             self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))

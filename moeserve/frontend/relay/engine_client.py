@@ -413,7 +413,7 @@ class EngineLink:
         self._tasks.append(task)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """Give the link up if its reader failed: nobody would hear of outputs any more."""
+        """Close the link if its reader failed: outputs would not arrive any more."""
         if self._is_open and not task.cancelled() and (error := task.exception()) is not None:
             log.error("engine_link_failed", exc_info=error)
             self._on_broken("the frontend lost its connection to the engine")

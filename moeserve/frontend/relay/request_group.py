@@ -87,8 +87,8 @@ class Past:
 class RequestGroup:
     """The requests of one HTTP request and the queue of their outputs: filled by the client, read by one handler.
 
-    The queue is bounded by what its requests may produce. `num_deaths` counts the lives of the engine that ended while
-    it had the requests.
+    The queue is bounded by the tokens that its requests may produce. `num_deaths` counts the lives of the engine that
+    ended while it had the requests.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class RequestGroup:
             if request_id not in self._open:
                 continue
             if sequence.kept_tokens is not None:
-                # Its end is known: the engine was told so, and could only have confirmed it.
+                # Its end is known: the engine could only have confirmed it.
                 self.put(Output(request_id, [], FinishReason.STOP, num_output_tokens=sequence.kept_tokens))
             else:
                 messages.append(sequence.rest() if is_next_engine else sequence.generate)

@@ -229,7 +229,7 @@ async def publish_prefixes(services: Services, prefixes: Sequence[bytes]) -> Non
 
 
 async def _publish(services: Services, prefix: bytes) -> int:
-    """Compute a prefix on every rank and pin it. Return its tokens that are shared: those in whole blocks."""
+    """Compute a prefix on every rank and pin it. Return the number of its shared tokens: in whole blocks."""
     facts = services.check_serving()
     token_ids = expect(await services.prepare_own("prefix", prefix), Prefix).token_ids
     assert token_ids is not None

@@ -57,7 +57,7 @@ from moeserve.wire import Generate
 _BACKGROUND = b'"background"'  # a body without it asks for nothing in the background
 _MAX_HEADER_CHARS = 200
 _JSON = (b"content-type", b"application/json")
-# Of answers, where the server did less than it was asked: see docs/clients.md.
+# Headers of answers with less than the request asked for: see docs/clients.md.
 TELLING_HEADERS = ("x-moeserve-ignored", "x-moeserve-dropped-tools", "x-moeserve-max-tokens")
 _PROCESS_ENDED = unavailable("The process that had this request ended: send it again", "http_process_ended", close=True)
 _STILL_RUNS = unavailable(
@@ -75,8 +75,8 @@ Keep = Callable[[Formatter, bytes], Awaitable[bytes]]
 class Dialect:
     """The parts of one API: how its requests are prepared and its answers written, the prefix of its answer ids.
 
-    lend: gives what a request refers to. cut: the event that ends a stream of unknown content. keep: is given
-    the last bytes of an answer, returns them, or others, once the answer is kept.
+    lend: gives the earlier items that a request refers to. cut: the event that ends a stream of unknown content. keep:
+    is given the last bytes of an answer; returns them, or others, once the answer is kept.
     """
 
     kind: Kind
@@ -141,7 +141,7 @@ class GenerateRoute:
         answer_id = self._dialect.id_prefix + secrets.token_hex(12)
         seed = services.draw_seed() if request.seed is None else request.seed
         identity: Identity = scope["state"]["identity"]
-        # What does not fit is refused before there is a job.
+        # A prompt that does not fit is refused before there is a job.
         generates_of(services, prepared, facts, answer_id=answer_id, identity=identity, seed=seed, terms=terms)
         needs = previous_id_of(request) if self._dialect.kind == "responses" else None
         return await self._jobs.create(
@@ -267,7 +267,7 @@ async def show_events(
 
 
 def _of_line(scope: Scope, prepared: Prepared) -> Prepared:
-    """Return a prepared request that, if it is a line of a batch, stays in the background whoever goes on with it."""
+    """Return a prepared request; the line of a batch stays in the background in every process that goes on with it."""
     if "batch_line" not in scope["state"]:
         return prepared
     return replace(prepared, request=replace(prepared.request, background=True))

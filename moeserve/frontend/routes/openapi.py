@@ -147,10 +147,10 @@ def body_schemas(
         struct = name.removeprefix("moeserve.frontend.dialects.")
         general = {**_OF_FIELDS, **({} if model is None else _of_model(model))} if _is_body(schema) else {}
         own = _OF_STRUCTS.get(struct, {})
-        for field, told in schema["properties"].items():
+        for field, described in schema["properties"].items():
             bound = own.get(field, {})
             says_all = "enum" in bound or bound == _NULL
-            schema["properties"][field] = bound if says_all else told | general.get(field, {}) | bound
+            schema["properties"][field] = bound if says_all else described | general.get(field, {}) | bound
         named[name] = narrowed(schema, _REQUIRED.get(struct, ())) | _VARIANTS.get(struct, {})
     found = [named.pop(str(schema["$ref"]).rpartition("/")[2]) for schema in references]
     return dict(zip(bodies, found, strict=True)), named
@@ -250,7 +250,7 @@ _TTL: Schema = {
 _STOP = _text(1, limits.MAX_STOP_CHARS)
 _STOPS: Schema = {"anyOf": [_STOP, _list(_STOP, limits.MAX_STOP_STRINGS), _NULL]}
 
-# By field, in every body that names a model.
+# Bounds by field, in every body that names a model.
 _OF_FIELDS: dict[str, Schema] = {
     "messages": {"minItems": 1, "maxItems": limits.MAX_MESSAGES},
     "n": _span(1, limits.MAX_N),
@@ -347,7 +347,7 @@ _RESPONSES_FORMAT: Schema = {
     ]
 }
 _NO_FORMATS = dict.fromkeys(FormatFields.__struct_fields__, _NULL)
-# By the struct that reads it, and field.
+# Bounds by the struct that reads a body, and by field.
 _OF_STRUCTS: dict[str, dict[str, Schema]] = {
     "CompletionBody": {"max_tokens": _span(0)},
     "ChatBody": {"logprobs": _one_of(None, False, True)},
@@ -387,7 +387,7 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
     "Format": {"type": _one_of("json_schema"), "schema": _ANY_OBJECT},
     "ContextEdit": {"type": {"pattern": "^clear_thinking_"}, "keep": _one_of("all")},
 }
-# By struct: fields that are neither left out nor null.
+# Fields that are neither left out nor null, by struct.
 _REQUIRED: dict[str, tuple[str, ...]] = {
     "MessageCall": ("function",),
     "CalledFunction": ("name",),
@@ -407,7 +407,7 @@ _BLOCKS: dict[str, dict[str, dict[str, Schema]]] = {
     },
     "system": _SAID,
 }
-# By struct: fields that belong to the value of another field, or to the lack of it.
+# Fields that depend on the value of another field, or on its lack, by struct.
 _VARIANTS: dict[str, Schema] = {
     "messages.ToolBody": {
         "anyOf": [

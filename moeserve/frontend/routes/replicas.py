@@ -140,7 +140,7 @@ class RenderRoute:
         reply = await until_disconnect(receive, services.prepare(self._kind, body, scope))
         prepared = expect(reply, Prepared)
         request, identity = prepared.request, scope["state"]["identity"]
-        # What a router knows of a prompt's namespace is the salt that events have.
+        # A router knows a prompt's namespace as the salt that events have.
         salt = cache_namespace(services.run.secret, identity, request.cache_salt) or None
         rendered = []
         budgets = thought_budgets(services, prepared)

@@ -1,4 +1,4 @@
-"""The routes under `/v1/responses` and `/v1/conversations`: making responses, and what is kept of them."""
+"""The routes under `/v1/responses` and `/v1/conversations`: making responses, and reading and changing kept ones."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class ResponsesRoute:
         await GenerateRoute(self._services, dialect, self._jobs)(scope, receive, send)
 
     async def _lend(self, caller: bytes, named: Named) -> Earlier:
-        """Return what there is of the things that a request names, and note their use."""
+        """Return the kept things that a request names, and note their use."""
         used = [name for name in (named.previous_id, named.conversation_id) if name is not None]
         found, is_stale = await self._store.read(
             caller, lambda shelf: (responses.earlier(shelf, named), any(map(shelf.is_stale, used)))

@@ -236,12 +236,12 @@ class StatsStream:
 
     async def _tell(self, stream: EventStream) -> None:
         live = self._services.live
-        told = live.latest
+        latest = live.latest
         await stream.write(_event(b"stats", _begin(self._services)))
         while not live.closed:
-            sample = await live.next(told, limits.KEEP_ALIVE_S)
+            sample = await live.next(latest, limits.KEEP_ALIVE_S)
             if sample is not None:
-                told = sample
+                latest = sample
             await stream.write(KEEP_ALIVE if sample is None else _event(b"sample", sample), last=live.closed)
 
 
@@ -250,7 +250,7 @@ def _begin(services: Services) -> dict[str, Any]:
 
 
 def _about(services: Services) -> dict[str, Any]:
-    """Return what does not change; of the engine only once it is ready."""
+    """Return facts that do not change; facts of the engine only once it is ready."""
     ready = services.engine.ready
     facts: dict[str, Any] = {
         "version": VERSION,

@@ -65,7 +65,7 @@ class Endpoints:
     pages: Pages
 
 
-# By the paths that lines of a batch may have.
+# Endpoints of a batch's lines, by their paths.
 BATCH_ROUTES: dict[str, Callable[[Endpoints], ASGIApp]] = {
     "/v1/chat/completions": lambda made: made.chat,
     "/v1/completions": lambda made: made.completions,

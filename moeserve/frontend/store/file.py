@@ -168,7 +168,7 @@ def _make_tables(connection: sqlite3.Connection, path: Path) -> None:
     # It takes effect in a file without tables alone.
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
     connection.execute("PRAGMA journal_mode = WAL")
-    # The first statement sees what another process has made as a whole.
+    # The first statement sees the tables of another process as a whole.
     version, num_tables = connection.execute(
         "SELECT (SELECT user_version FROM pragma_user_version), (SELECT count(*) FROM sqlite_schema)"
     ).fetchone()
@@ -230,7 +230,7 @@ def network_of(path: Path, mounts: str) -> str | None:
 
 
 class Owner:
-    """This process as an owner of jobs. `name` is told to others through the store."""
+    """This process as an owner of jobs. Others read its `name` in the store."""
 
     def __init__(self, store: Path) -> None:
         """store: the store's file."""

@@ -81,7 +81,7 @@ def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
 
 
 def earlier(shelf: Shelf, named: Named) -> Earlier:
-    """Return what there is of the parts of conversations that a request names."""
+    """Return the parts of conversations that a request names, as far as they are kept."""
     turns = None
     if named.previous_id is not None and _is_complete(shelf, named.previous_id):
         rows = shelf.db.execute(_CHAIN, (named.previous_id,))

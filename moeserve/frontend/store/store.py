@@ -177,14 +177,14 @@ class Store:
         await self._readers.stop()
 
     async def read(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
-        """Return the result of work that only reads. Raises what that raises, and ApiError (503) for a bad file."""
+        """Return the result of work that only reads. Raises the work's errors, and ApiError (503) for a bad file."""
         return await self._run(self._readers, "BEGIN", caller, work)
 
     async def write(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         """Return the result of work, which other processes see as a whole when this returns, or not at all.
 
-        It is done even if its caller is cancelled. Raises what it raises, and ApiError (503) for the
-        file's faults; then nothing of it is done.
+        It is done even if its caller is cancelled. Raises the work's errors, and ApiError (503) for the file's faults;
+        then nothing of it is done.
         """
         return await self._run(self._writer, "BEGIN IMMEDIATE", caller, work)
 
