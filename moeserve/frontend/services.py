@@ -8,14 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
-from starlette.types import Scope
+from starlette.types import Receive, Scope
 
 from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier, Named
-from moeserve.frontend.http import ApiError, content_coding, unavailable
+from moeserve.frontend.http import ApiError, content_coding, receive_body, unavailable, until_disconnect
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
@@ -29,7 +30,7 @@ from moeserve.frontend.relay.engine_client import EngineClient
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.text import TextTokenizer
 from moeserve.scheduling.pacing import service_slo
-from moeserve.wire import Rest, RunContext, Stats, Tick
+from moeserve.wire import ControlResult, Rest, RunContext, Stats, Tick
 
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
@@ -188,6 +189,13 @@ class Services:
         ready = self.engine.ready
         return ready.max_num_seqs + ready.max_num_queued_reqs if ready is not None else 0
 
+    async def command(self, name: str, arguments: dict[str, Any] | None = None, tenant: str = "") -> ControlResult:
+        """Return the engine's answer to a command (`EngineClient.control`). Raises ApiError where none comes."""
+        try:
+            return await self.engine.control(name, arguments, tenant)
+        except EngineGone as error:
+            raise engine_unavailable(error) from error
+
     def draw_seed(self) -> int:
         """Return a seed for a request without one."""
         return self._seeds.getrandbits(63)
@@ -224,6 +232,12 @@ class Services:
             earlier = await lend(reply.named)
             reply = await self.text.prepare(msgspec.structs.replace(ask, earlier=earlier), body)
         return reply
+
+    async def receive(self, kind: Kind, scope: Scope, receive: Receive) -> Reply:
+        """Receive the body of a request; return as `prepare`. Raises ApiError, and ClientDisconnected."""
+        self.check_serving()
+        body = await receive_body(scope, receive, self.run.config.max_request_bytes)
+        return await until_disconnect(receive, self.prepare(kind, body, scope))
 
     async def prepare_own(self, kind: Kind, body: bytes) -> Reply:
         """Return the prepared form of an operator's body."""

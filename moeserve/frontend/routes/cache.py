@@ -23,11 +23,11 @@ from starlette.responses import Response
 from moeserve.config import ConfigError
 from moeserve.frontend.dialects import bodies, fields
 from moeserve.frontend.dialects.prompts import PUBLIC_FIELDS, PrefixBody, check_prefix
-from moeserve.frontend.http import ApiError, invalid, json_response, longest_output, receive_body, until_disconnect
+from moeserve.frontend.http import ApiError, invalid, json_response, longest_output
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prefix, expect
 from moeserve.frontend.relay.request_group import EngineGone, RequestRejected
-from moeserve.frontend.services import Services, engine_unavailable
+from moeserve.frontend.services import Services
 from moeserve.plan import FinishReason, SamplingParams, Terms
 from moeserve.wire import Generate, Rest, pack_token_ids, unpack_token_ids
 from radix_cache import APART, PUBLIC
@@ -143,12 +143,8 @@ class CacheRoutes:
 
     async def _prefix(self, request: Request, kind: Kind) -> Prefix:
         """Return the prefix that a body names."""
-        services = self._services
-        services.check_serving()
-        data = await receive_body(request.scope, request.receive, services.run.config.max_request_bytes)
-        reply = await until_disconnect(request.receive, services.prepare(kind, data, request.scope))
-        prefix = expect(reply, Prefix)
-        services.metrics.count_ignored(prefix.ignored)
+        prefix = expect(await self._services.receive(kind, request.scope, request.receive), Prefix)
+        self._services.metrics.count_ignored(prefix.ignored)
         return prefix
 
     def _namespace(self, request: Request, prefix: Prefix) -> str:
@@ -161,10 +157,7 @@ class CacheRoutes:
 
     async def _command(self, request: Request, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         tenant = cache_account(self._services.run.secret, _identity(request))
-        try:
-            result = await self._services.engine.control(name, arguments, tenant)
-        except EngineGone as error:
-            raise engine_unavailable(error) from error
+        result = await self._services.command(name, arguments, tenant)
         if result.error is not None:
             raise invalid(result.error[:500])
         return result.result

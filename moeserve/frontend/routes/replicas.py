@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.config import VERSION
 from moeserve.frontend.dialects.internal import GenerateRequest
-from moeserve.frontend.http import ApiError, json_response, longest_output, receive_body, until_disconnect
+from moeserve.frontend.http import ApiError, json_response, longest_output
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.exchange import thought_budgets
@@ -136,9 +136,7 @@ class RenderRoute:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         services = self._services
         facts = services.check_serving()
-        body = await receive_body(scope, receive, services.run.config.max_request_bytes)
-        reply = await until_disconnect(receive, services.prepare(self._kind, body, scope))
-        prepared = expect(reply, Prepared)
+        prepared = expect(await services.receive(self._kind, scope, receive), Prepared)
         request, identity = prepared.request, scope["state"]["identity"]
         # A router knows a prompt's namespace as the salt that events have.
         salt = cache_namespace(services.run.secret, identity, request.cache_salt) or None

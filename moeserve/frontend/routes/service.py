@@ -78,10 +78,7 @@ class ServiceRoutes:
     async def reset_prefix_cache(self, _: Request) -> Response:
         """Drop every cached prefix that no request uses."""
         self._services.check_serving()
-        try:
-            result = await self._services.engine.control("drop_prefixes", {"namespace": None})
-        except EngineGone as error:
-            raise engine_unavailable(error) from error
+        result = await self._services.command("drop_prefixes", {"namespace": None})
         if result.error is not None:
             raise ApiError(409, result.error[:500], type="server_error", code="reset_failed")
         return json_response({"status": "ok", **result.result})
@@ -131,10 +128,7 @@ class TokenRoutes:
         return await self._converted(request, "count_message")
 
     async def _converted(self, request: Request, kind: Kind) -> Response:
-        services = self._services
-        services.check_serving()
-        body = await receive_body(request.scope, request.receive, services.run.config.max_request_bytes)
-        reply = await until_disconnect(request.receive, services.prepare(kind, body, request.scope))
+        reply = await self._services.receive(kind, request.scope, request.receive)
         return Response(expect(reply, Body).content, media_type="application/json")
 
 
@@ -186,10 +180,7 @@ class ExpertRoutes:
 
     async def _command(self, name: str, arguments: dict[str, Any] | None = None) -> dict[str, Any]:
         self._check_experts()
-        try:
-            result = await self._services.engine.control(name, arguments)
-        except EngineGone as error:
-            raise engine_unavailable(error) from error
+        result = await self._services.command(name, arguments)
         if result.error is not None:
             raise ApiError(409, result.error[:500], type="conflict", code="not_possible_now")
         return result.result
