@@ -189,6 +189,73 @@ def _check_body(size: int, max_bytes: int) -> None:
         raise ApiError(413, f"The body is larger than {max_bytes} bytes", code="request_too_large", close=True)
 
 
+def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """Return the name of the coding of a request's body, None for a plain one. Raises ApiError (415)."""
+    named = [value.strip().lower() for name, value in headers if name == b"content-encoding"]
+    codings = [coding for value in named for coding in value.split(b",") if coding.strip() not in (b"", b"identity")]
+    if not codings:
+        return None
+    coding = codings[0].strip()
+    if len(codings) > 1 or coding not in _WINDOW_BITS:
+        shown = b",".join(codings).decode("ascii", "replace")[:40]
+        message = f"A body with `content-encoding: {shown}` is not read here: send it as gzip, deflate or plain"
+        raise ApiError(415, message, code="unsupported_content_encoding")
+    return coding
+
+
+def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
+    """Return a body as it was before its coding. Raises ApiError: 413 above `max_bytes`, 400 if it is damaged, or has
+    several members: with thousands of them it would take seconds."""
+    stream = zlib.decompressobj(_WINDOW_BITS[coding])
+    try:
+        inflated = stream.decompress(body, max_bytes + 1)
+    except zlib.error:
+        inflated = b""
+    if len(inflated) > max_bytes:
+        text = f"The body is larger than {max_bytes} bytes when it is inflated"
+        raise ApiError(413, text, code="request_too_large", close=True)
+    if not stream.eof or stream.unused_data:
+        raise invalid(f"The body is not one whole {coding.decode()} stream", code="invalid_content_encoding")
+    return inflated
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A field of a form. file_name: of an uploaded file, else None."""
+
+    content: bytes
+    file_name: str | None
+
+
+def boundary_of(scope: Scope) -> bytes:
+    """Return the boundary that the content type names. Raises ApiError (415)."""
+    sent = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    found = _BOUNDARY.match(sent)
+    if found is None:
+        message = "Send a form: `content-type: multipart/form-data` with a boundary"
+        raise ApiError(415, message, code="unsupported_media_type")
+    return found[1]
+
+
+def read_form(boundary: bytes, body: bytes) -> dict[str, Part]:
+    """Return the fields of a form. Raises ApiError."""
+    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
+    if len(pieces) < 3 or not pieces[-1].startswith(b"--") or len(pieces) > _MAX_PARTS:
+        raise invalid(f"The body is no form that ends in its boundary and has at most {_MAX_PARTS - 2} fields")
+    form = {}
+    for piece in pieces[1:-1]:
+        head, _, content = piece.partition(b"\r\n\r\n")
+        disposition = next(
+            (line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b""
+        )
+        name, file_name = _NAME.search(disposition), _FILE_NAME.search(disposition)
+        if name is None:
+            raise invalid("A field of the form has no name")
+        shown = None if file_name is None else file_name[1].decode("utf-8", "replace")
+        form[name[1].decode("utf-8", "replace")] = Part(content, shown)
+    return form
+
+
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
     """Return the result of `work`. Cancel it and raise ClientDisconnected if the client leaves.
 
@@ -246,6 +313,42 @@ def with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
 async def send_error(send: Send, error: ApiError, body: bytes, *, is_last: bool = True) -> None:
     """Send an error as a response with that body. is_last: see `send_body`."""
     await send_body(send, error.status, body, error.headers(), is_last=is_last)
+
+
+def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
+
+
+def json_bytes(body: bytes) -> Response:
+    return Response(body, media_type="application/json")
+
+
+def page_of(listed: Sequence[tuple[str, bytes]], query: QueryParams, *, most: int = _MAX_PAGE) -> Response:
+    """Return a page of a list of ids and JSON, which is in ascending order; the latest comes first unless `order` is
+    `asc`. Raises ApiError for a query that is none."""
+    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE)), query.get("after")
+    if order not in ("asc", "desc"):
+        raise invalid("`order` must be asc or desc", "order")
+    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
+        raise invalid(f"`limit` must be 1 to {most}", "limit")
+    items = list(listed) if order == "asc" else list(reversed(listed))
+    if after is not None:
+        ids = [name for name, _ in items]
+        if after not in ids:
+            raise invalid(f"`after` is {after[:80]!r}, which is not in this list", "after")
+        items = items[ids.index(after) + 1 :]
+    return list_of(items[: int(limit)], has_more=len(items) > int(limit))
+
+
+def list_of(page: Sequence[tuple[str, bytes]], *, has_more: bool = False) -> Response:
+    content = {
+        "object": "list",
+        "data": [msgspec.Raw(item) for _, item in page],
+        "first_id": page[0][0] if page else None,
+        "last_id": page[-1][0] if page else None,
+        "has_more": has_more,
+    }
+    return json_bytes(msgspec.json.encode(content))
 
 
 class PatientSend:
@@ -331,106 +434,3 @@ class EventStream:
         else:
             self._will.note_write()
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})
-
-
-def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the name of the coding of a request's body, None for a plain one. Raises ApiError (415)."""
-    named = [value.strip().lower() for name, value in headers if name == b"content-encoding"]
-    codings = [coding for value in named for coding in value.split(b",") if coding.strip() not in (b"", b"identity")]
-    if not codings:
-        return None
-    coding = codings[0].strip()
-    if len(codings) > 1 or coding not in _WINDOW_BITS:
-        shown = b",".join(codings).decode("ascii", "replace")[:40]
-        message = f"A body with `content-encoding: {shown}` is not read here: send it as gzip, deflate or plain"
-        raise ApiError(415, message, code="unsupported_content_encoding")
-    return coding
-
-
-def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
-    """Return a body as it was before its coding. Raises ApiError: 413 above `max_bytes`, 400 if it is damaged, or has
-    several members: with thousands of them it would take seconds."""
-    stream = zlib.decompressobj(_WINDOW_BITS[coding])
-    try:
-        inflated = stream.decompress(body, max_bytes + 1)
-    except zlib.error:
-        inflated = b""
-    if len(inflated) > max_bytes:
-        text = f"The body is larger than {max_bytes} bytes when it is inflated"
-        raise ApiError(413, text, code="request_too_large", close=True)
-    if not stream.eof or stream.unused_data:
-        raise invalid(f"The body is not one whole {coding.decode()} stream", code="invalid_content_encoding")
-    return inflated
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A field of a form. file_name: of an uploaded file, else None."""
-
-    content: bytes
-    file_name: str | None
-
-
-def boundary_of(scope: Scope) -> bytes:
-    """Return the boundary that the content type names. Raises ApiError (415)."""
-    sent = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    found = _BOUNDARY.match(sent)
-    if found is None:
-        message = "Send a form: `content-type: multipart/form-data` with a boundary"
-        raise ApiError(415, message, code="unsupported_media_type")
-    return found[1]
-
-
-def read_form(boundary: bytes, body: bytes) -> dict[str, Part]:
-    """Return the fields of a form. Raises ApiError."""
-    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
-    if len(pieces) < 3 or not pieces[-1].startswith(b"--") or len(pieces) > _MAX_PARTS:
-        raise invalid(f"The body is no form that ends in its boundary and has at most {_MAX_PARTS - 2} fields")
-    form = {}
-    for piece in pieces[1:-1]:
-        head, _, content = piece.partition(b"\r\n\r\n")
-        disposition = next(
-            (line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b""
-        )
-        name, file_name = _NAME.search(disposition), _FILE_NAME.search(disposition)
-        if name is None:
-            raise invalid("A field of the form has no name")
-        shown = None if file_name is None else file_name[1].decode("utf-8", "replace")
-        form[name[1].decode("utf-8", "replace")] = Part(content, shown)
-    return form
-
-
-def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    return Response(msgspec.json.encode(content), status, headers, media_type="application/json")
-
-
-def json_bytes(body: bytes) -> Response:
-    return Response(body, media_type="application/json")
-
-
-def page_of(listed: Sequence[tuple[str, bytes]], query: QueryParams, *, most: int = _MAX_PAGE) -> Response:
-    """Return a page of a list of ids and JSON, which is in ascending order; the latest comes first unless `order` is
-    `asc`. Raises ApiError for a query that is none."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE)), query.get("after")
-    if order not in ("asc", "desc"):
-        raise invalid("`order` must be asc or desc", "order")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise invalid(f"`limit` must be 1 to {most}", "limit")
-    items = list(listed) if order == "asc" else list(reversed(listed))
-    if after is not None:
-        ids = [name for name, _ in items]
-        if after not in ids:
-            raise invalid(f"`after` is {after[:80]!r}, which is not in this list", "after")
-        items = items[ids.index(after) + 1 :]
-    return list_of(items[: int(limit)], has_more=len(items) > int(limit))
-
-
-def list_of(page: Sequence[tuple[str, bytes]], *, has_more: bool = False) -> Response:
-    content = {
-        "object": "list",
-        "data": [msgspec.Raw(item) for _, item in page],
-        "first_id": page[0][0] if page else None,
-        "last_id": page[-1][0] if page else None,
-        "has_more": has_more,
-    }
-    return json_bytes(msgspec.json.encode(content))

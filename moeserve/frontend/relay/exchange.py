@@ -125,19 +125,6 @@ def derive_seed(seed: int, sample: int) -> int:
     return int.from_bytes(digest, "little") & _SEED_MASK
 
 
-def answer_of(services: Services, prepared: Prepared, answer_id: str) -> Answer:
-    """Return the state of an answer that has not begun."""
-    return Answer(
-        prepared.request,
-        prepared.prompts,
-        services.tokenizer,
-        services.shape,
-        prepared.prompt_texts,
-        thoughts=services.thoughts,
-        answer_id=answer_id,
-    )
-
-
 def thought_budgets(services: Services, prepared: Prepared) -> list[ThoughtBudget | None]:
     """Return the bounds for the thoughts of the answers to each prompt. Raises ApiError."""
     request, shape = prepared.request, services.shape
@@ -186,6 +173,27 @@ def _rejection(services: Services, rejected: Rejected, generates: list[Generate]
             return context_length_exceeded(facts.max_model_len, tokens, generates[index].sampling.max_tokens)
         case _:
             return invalid(rejected.reason[:500])
+
+
+def answer_of(services: Services, prepared: Prepared, answer_id: str) -> Answer:
+    """Return the state of an answer that has not begun."""
+    return Answer(
+        prepared.request,
+        prepared.prompts,
+        services.tokenizer,
+        services.shape,
+        prepared.prompt_texts,
+        thoughts=services.thoughts,
+        answer_id=answer_id,
+    )
+
+
+def tell_engine(answer: Answer, group: RequestGroup) -> None:
+    """Tell the engine of the stop strings and the calls that the answer has found since the last call."""
+    while answer.finishes:
+        group.finish(*answer.finishes.pop())
+    while answer.turns:
+        group.turn(*answer.turns.pop())
 
 
 class Progress:
@@ -269,11 +277,3 @@ async def completed(formatter: Formatter, choices: list[Delta], answer: Answer, 
                 body: bytes = done.value
                 return body
             await asyncio.sleep(0)
-
-
-def tell_engine(answer: Answer, group: RequestGroup) -> None:
-    """Tell the engine of the stop strings and the calls that the answer has found since the last call."""
-    while answer.finishes:
-        group.finish(*answer.finishes.pop())
-    while answer.turns:
-        group.turn(*answer.turns.pop())
