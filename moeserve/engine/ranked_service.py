@@ -34,7 +34,7 @@ from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
-from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start
+from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start, Started
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
 from moeserve.engine.service import serve
@@ -193,6 +193,8 @@ def _serve_first(
         _join(context, meeting, hub, within=_patience(context.config))
         hub.send_all(Start(os.getpid()))
         rank = _start_first(meeting, hub, member)
+        # The first step has less patience: a rank that is slow on a busy machine would be taken for lost in it.
+        hub.gather(Started, within=float("inf"), patience=_patience(context.config))
         stop = threading.Event()
         signal.signal(signal.SIGTERM, lambda *_: stop.set())
         _serve_with_others(context, rank, hub, recording, report, stop)
@@ -313,6 +315,7 @@ def _follow_first(
         # From here on only rank 0 ends this process, after the steps in flight.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         started = _start(meeting, member)
+        link.send(Started(number))
         report({"event": "computing"})
         assert started.migrator is not None
         copies = MemberCopies(number, lambda: memories_of(started), link.send)

@@ -1,11 +1,11 @@
 """The messages between rank 0 and the other ranks of one service, in the frames of `moeserve.wire`.
 
 To load, every rank sends `Joined`, receives `Setup` (or `Dismissed`), loads and sends `Loaded`. For each life of the
-engine it then sends `Joined` and receives `Start`. In each step rank 0 sends a `Forward` to every rank and receives a
-`RankResult` from it, until it sends `Shutdown`. From `Joined` on a rank sends `RankBeat`. To give a layer a new
-placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded` from every rank and names the new version in the next
-`Forward`. With KV on disk it sends `OpenDisk` before the first step, then a `CopyBlocks` at any time, and receives a
-`CopiesEnded` for each.
+engine it then sends `Joined`, receives `Start` and, once it is ready for a step, sends `Started`. In each step rank 0
+sends a `Forward` to every rank and receives a `RankResult` from it, until it sends `Shutdown`. From `Joined` on a rank
+sends `RankBeat`. To give a layer a new placement, rank 0 sends `PlaceLayer`, waits for `LayerLoaded` from every rank
+and names the new version in the next `Forward`. With KV on disk it sends `OpenDisk` before the first step, then a
+`CopyBlocks` at any time, and receives a `CopiesEnded` for each.
 """
 
 from __future__ import annotations
@@ -70,6 +70,12 @@ class Start(Message):
     """All ranks have joined this life of the engine. `pid`: of rank 0."""
 
     pid: int
+
+
+class Started(Message):
+    """A rank is ready for its first step."""
+
+    rank: int
 
 
 class Forward(Message):
@@ -161,4 +167,4 @@ class Shutdown(Message):
 
 
 ToRank = Setup | Dismissed | Start | Forward | PlaceLayer | DropLayer | OpenDisk | CopyBlocks | CancelCopies | Shutdown
-FromRank = Joined | Loaded | RankResult | LayerLoaded | CopiesEnded | RankBeat
+FromRank = Joined | Loaded | Started | RankResult | LayerLoaded | CopiesEnded | RankBeat
