@@ -23,6 +23,7 @@ from moeserve.frontend.http import (
 )
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.route import RouteTable
+from moeserve.frontend.turnstile import Turnstile
 
 log = structlog.get_logger(__name__)
 
@@ -35,13 +36,15 @@ class RequestBoundary:
     """ASGI middleware. `scope["state"]["request_id"]` is the client's `x-request-id` where it is safe to repeat.
 
     Handlers add fields to the log line in `scope["state"]["log"]`: counts and times, never text.
-    `scope["state"]["error_body"]` writes an error as this request's client would get it.
+    `scope["state"]["error_body"]` writes an error as this request's client would get it. Requests begin a few in each
+    turn of the event loop, and go on with their bodies likewise, except those by which operators look at the server.
     """
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: RouteTable) -> None:
         self._app = app
         self._metrics = metrics
         self._routes = routes
+        self._turnstile = Turnstile()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -54,7 +57,12 @@ class RequestBoundary:
         state |= {"request_id": request_id, "log": {}, "arrival": started}
         state["error_body"] = lambda error: write(error, request_id)
         patient = PatientSend(send, limits.SEND_TIMEOUT_S)
-        body, response = _Body(scope, receive), _Response(patient, request_id)
+        found = self._routes.find(scope["path"])
+        is_watch = found is not None and found.is_watch
+        turnstile = None if is_watch else self._turnstile
+        if turnstile is not None:
+            await turnstile.enter()
+        body, response = _Body(scope, receive, turnstile), _Response(patient, request_id)
         try:
             await self._app(scope, body, response)
         except ClientDisconnected:
@@ -70,12 +78,11 @@ class RequestBoundary:
             await self._fail(error, scope["path"], body, response, request_id)
         finally:
             patient.end()
-            found = self._routes.find(scope["path"])
             # A path with a parameter in it is one of very many.
             route = found.path if found is not None and found.path == scope["path"] else "other"
             self._metrics.count_response(route, response.status)
             fields = {**state["log"], "ms": round(1000 * (time.monotonic() - started), 1)}
-            emit = log.debug if found is not None and found.is_watch else log.info
+            emit = log.debug if is_watch else log.info
             emit("request", request_id=request_id, route=route, status=response.status, **fields)
 
     async def _fail(self, error: Exception, path: str, body: _Body, response: _Response, request_id: str) -> None:
@@ -104,10 +111,12 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 class _Body:
-    """A `receive` that remembers whether the whole body has come."""
+    """A `receive` that remembers whether the whole body has come. With a late body the request enters anew."""
 
-    def __init__(self, scope: Scope, receive: Receive) -> None:
+    def __init__(self, scope: Scope, receive: Receive, turnstile: Turnstile | None) -> None:
         self._receive = receive
+        self._turnstile = turnstile
+        self._began = 0 if turnstile is None else turnstile.turn
         self._is_read = False
         # A client that waits for `100 Continue` sends no body once the answer is there.
         self._waits = any(name == b"expect" for name, _ in scope["headers"])
@@ -115,7 +124,10 @@ class _Body:
     async def __call__(self) -> Message:
         self._waits = False
         message = await self._receive()
-        self._is_read = not message.get("more_body", False)
+        was_read, self._is_read = self._is_read, not message.get("more_body", False)
+        turnstile = self._turnstile
+        if self._is_read and not was_read and turnstile is not None and turnstile.turn != self._began:
+            await turnstile.enter()
         return message
 
     async def discard(self) -> None:
