@@ -16,7 +16,11 @@ from tests.behaviour.freeze import check, differences, first_difference
     "parts",
     [
         # At once, since one part waits where another computes.
-        pytest.param(("plans", "cpu", "demo", "ranks"), id="cpu"),
+        # A model of each shape of dispatch, and one with windows and biases.
+        pytest.param(("plans", "cpu", "demo", "ranks/qwen3_moe", "ranks/gpt_oss", "ranks/granitemoe"), id="cpu"),
+        pytest.param(
+            ("ranks/qwen2_moe", "ranks/glm4_moe", "ranks/deepseek_v3-yarn"), id="more ranks", marks=pytest.mark.long
+        ),
         pytest.param(("gpu",), id="gpu", marks=pytest.mark.kernel_change),
     ],
 )

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,6 +63,29 @@ def params_of(rule: dict[str, Any]) -> BeamParams:
     return BeamParams(num_answers=rule["width"], **rule)
 
 
+@dataclass(frozen=True)
+class Search:
+    """Prompts that are searched by one rule, and the texts of transformers' own search for each."""
+
+    prompts: list[list[int]]
+    params: BeamParams
+    sampling: SamplingParams
+    wanted: list[list[tuple[list[int], float]]]
+
+
+@cache
+def searches_of(kind: str) -> tuple[Any, list[Search]]:
+    """Return a model and its searches, the same for every engine."""
+    model, random, searches = build(kind, **({"sliding_window": 9} if kind == "gpt_oss" else {})), Random(kind), []
+    for number, rule in enumerate(RULES):
+        params, prompts = params_of(rule), prompts_of(random)
+        max_tokens, min_tokens = (12, 0) if number % 2 else (17, 5)
+        sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=STOPS)
+        wanted = [expected(model, prompt, params, max_tokens, min_tokens) for prompt in prompts]
+        searches.append(Search(prompts, params, sampling, wanted))
+    return model, searches
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
@@ -76,18 +100,13 @@ def params_of(rule: dict[str, Any]) -> BeamParams:
 def test_searches_find_the_texts_of_transformers_beam_search(
     kind: str, changes: dict[str, Any], tmp_path: Path
 ) -> None:
-    model = build(kind, **({"sliding_window": 9} if kind == "gpt_oss" else {}))
+    model, searches = searches_of(kind)
     model.save_pretrained(tmp_path)
     engine = TokenEngine(tmp_path, replace(BASE, **changes))
-    random = Random(kind)
     num_stopped = 0
-    for number, rule in enumerate(RULES):
-        params, prompts = params_of(rule), prompts_of(random)
-        max_tokens, min_tokens = (12, 0) if number % 2 else (17, 5)
-        sampling = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens, stop_token_ids=STOPS)
-        completions = engine.generate(prompts, sampling, params)
-        for prompt, completion in zip(prompts, completions, strict=True):
-            wanted = expected(model, prompt, params, max_tokens, min_tokens)
+    for search in searches:
+        completions = engine.generate(search.prompts, search.sampling, search.params)
+        for wanted, completion in zip(search.wanted, completions, strict=True):
             assert [text.token_ids for text in completion.found] == [token_ids for token_ids, _ in wanted]
             assert [text.score for text in completion.found] == pytest.approx([score for _, score in wanted], rel=1e-5)
             num_stopped += sum(text.finish_reason is FinishReason.STOP for text in completion.found)

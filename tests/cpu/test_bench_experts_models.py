@@ -39,6 +39,7 @@ def test_every_text_is_a_request_and_gates_guess_ahead(model):
     assert np.array_equal(again.ids, trace.ids[:, 30:])
 
 
+@pytest.mark.long
 def test_ranks_send_fewer_rows_and_the_logger_agrees():
     cases = counted(2, Amount((0,), 1, quick=True))
     uniform, structured, theory, witness = rows_figures(cases, 2, 3.9)

@@ -148,12 +148,12 @@ def test_requests_that_come_in_the_pause_wait_for_its_end(running: Service, undi
     assert_same(Traffic(str(running.http.base_url), some).start().wait(), {name: undisturbed[name] for name in some})
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV], ids=lambda number: number.name)
 def test_no_number_of_unrelated_ends_ends_a_stream(running: Service, number: signal.Signals) -> None:
     # Text that nobody asked for before, or drafts out of the cache would end the stream before the last signal.
-    asked: dict[str, Any] = {"prompt": f"once upon {number.name}", "max_tokens": 1500, "temperature": 0}
+    asked: dict[str, Any] = {"prompt": f"once upon {number.name}", "max_tokens": 1200, "temperature": 0}
     events, pieces = running.stream(tells_resumed=True, **asked), list[str]()
-    for _ in range(4):
+    for _ in range(3):
         # Beyond where it was, so that it is no suspect of the last end any more.
         pieces += texts_of([next(events) for _ in range(20)])
         hit_and_wait(running, number)

@@ -25,7 +25,7 @@ THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><thi
 SETTINGS = ("--max-model-len", "1024", "--max-restarts", "1000", "--reasoning-effort-budgets", '{"low": 6, "high": 11}')
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 # Of the thousand requests some are sent every time.
-PARTS = [range(120), pytest.param(range(120, 1000), marks=pytest.mark.long)]
+PARTS = [range(40), pytest.param(range(40, 1000), marks=pytest.mark.long)]
 FAMILIES = {
     "plain": ("--speculative-config", "suffix"),
     "message": ("--reasoning-budget-message", MESSAGE, "--reasoning-budget", "9"),
@@ -208,7 +208,7 @@ def test_budgets_are_exact_in_answers_that_give_their_memory_to_others(running: 
     wait_until(lambda: num_preempted(served) > 0)
 
 
-@pytest.mark.parametrize("numbers", [range(40), pytest.param(range(40, 400), marks=pytest.mark.long)], ids=len)
+@pytest.mark.parametrize("numbers", [range(20), pytest.param(range(20, 400), marks=pytest.mark.long)], ids=len)
 def test_budgets_are_exact_while_model_processes_die(running: tuple[str, Service], numbers: range) -> None:
     name, served = running
     if name not in ("plain", "tight"):

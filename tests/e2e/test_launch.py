@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import popen
 from tests.support.service import ROOT, descendants, is_alive, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -28,7 +29,7 @@ def launch(folder: Path, agent: str) -> subprocess.Popen[str]:
     model = write_tiny_checkpoint(folder / "m")
     config = folder / "settings.toml"
     config.write_text('kv-cache-memory = "64MiB"\nserved-model-name = ["m"]\n')
-    return subprocess.Popen(
+    return popen(
         [
             sys.executable,
             "-m",

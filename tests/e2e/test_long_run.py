@@ -24,9 +24,9 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 
 def test_mixed_requests_of_which_many_are_given_up_get_the_answers_of_an_idle_service(running: Service) -> None:
-    run = soak(running, known=68, count=400, clients=16, seed=3)
+    run = soak(running, known=68, count=250, clients=16, seed=3)
     assert run.wrong == []
-    assert run.given_up > 80
+    assert run.given_up > 50
     assert set(run.statuses) == {200, 400, 404}
     run.assert_nothing_is_lost()
 
