@@ -158,12 +158,11 @@ class Request:
     chunk or a preemption only changes that number. `num_scheduled_tokens` are in plans whose results have not come yet.
     `lease` is None while the request waits; otherwise it belongs to rank `rank`. `finished`: the request ended while a
     plan still named it. `failed`: it ended with an error. `num_prompt_logprobs` counts the log probabilities of prompt
-    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`.
-    `session`: see `Generate`. `cache` is None for most requests; `miss` explains where the match of the prompt ended,
-    until an output carries it.
-    Unless the share `least_cached` of its prompt is cached when it is first looked at, it ends at once.
+    tokens that were reported, also over preemptions and lives of the engine. `first_angle`: see `Chunk`. `session`: see
+    `Generate`. `cache` is None for most requests; `miss` explains where the match of the prompt ended, until an output
+    carries it. Unless the share `least_cached` of its prompt is cached when it is first looked at, it ends at once.
     `state` is set with the lease if the model has recurrent states and a slot was free. `arrived_at` is on the
-    scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must give up its place as
+    scheduler's clock; `num_uncached_tokens` of the prompt were not cached then. `yields`: it must leave its place as
     soon as no plan in flight names it. `mask`: the tokens that its grammar allows next (see `ChunkExtras`), None while
     they are not known.
 
@@ -284,6 +283,16 @@ class Request:
         return self.num_computed_tokens + self.num_scheduled_tokens
 
     @property
+    def num_pending_tokens(self) -> int:
+        """The number of known tokens that no plan computes yet."""
+        return len(self.token_ids) - self.num_computed_tokens - self.num_scheduled_tokens
+
+    @property
+    def num_lost_tokens(self) -> int:
+        """The number of pending tokens that were computed before, and lost with the recurrent state."""
+        return 0 if self.state is None else max(0, self.state.lost_until - self.num_planned_tokens)
+
+    @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
@@ -365,7 +374,7 @@ class Chunk:
     The last `num_drafts` of `token_ids` are guesses. The token before them and each guess is then sampled after as if
     it were the last one of a chunk without guesses (`row_chunks`). The sampled tokens count up to the first guess that
     is wrong; keys and values of wrong guesses are overwritten later. A recurrent state that has taken in a wrong guess
-    is given up, with all that the chunk has computed.
+    is discarded, with all that the chunk has computed.
 
     `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which is number `drawn_by` among
     the tokens that that plan will sample, and `token_ids` holds a zero in its place.

@@ -172,7 +172,7 @@ class RequestMemory:
     def catch_up(self, request: Request) -> int:
         """Adopt blocks that other requests have published; return the number of tokens that this saves from computing.
 
-        The request gives up a partly computed block for the full one.
+        A partly computed block of the request is replaced by the full one.
         """
         lease = request.lease
         assert lease is not None
@@ -210,7 +210,7 @@ class RequestMemory:
 
     @property
     def num_free_slots(self) -> float:
-        """The number of free slots for recurrent states, each of which lets one chunk have drafts."""
+        """The number of free slots for recurrent states. A chunk with drafts needs one."""
         return inf if self._states is None else self._states.num_free
 
     def draft_room(self, request: Request) -> float:
@@ -404,7 +404,7 @@ class RankLoads:
     def add(self, request: Request) -> None:
         """Count a request that runs now."""
         rank = request.rank
-        uncomputed = len(request.token_ids) - request.num_computed_tokens - request.num_scheduled_tokens
+        uncomputed = request.num_pending_tokens
         self._work[rank] += uncomputed + _TOKENS_PER_RUNNING_REQUEST
         if uncomputed > 1 or request.num_scheduled_tokens > 1:
             self._prompts[rank].append(request)

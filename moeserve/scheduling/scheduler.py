@@ -1,7 +1,7 @@
 """The scheduler: which requests advance by how many tokens in the next step. No text, tensors, clock or sockets.
 
 There is no prefill phase and no decode phase. A request has `num_computed_tokens`; a step advances some requests by
-some tokens under a token budget: first the requests that lack one token, then those whose thought was ended, then
+some tokens under a token budget: first requests that lack one token, then requests whose thought was ended, then
 prompts in chunks with the rest of the budget, where a long prompt lets far shorter ones of its tenant pass. Prefix
 hits, chunked prefill, preemption and resuming are all this one idea.
 """
@@ -16,6 +16,7 @@ from itertools import islice, takewhile
 from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
 from moeserve.scheduling.beams import Beams
+from moeserve.scheduling.chunks import Chunks
 from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting, DraftRoom
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
@@ -34,7 +35,9 @@ from moeserve.scheduling.pacing import Load, Pace, Slo
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import AdmissionOutcome, RankLoads, RequestMemory
 from moeserve.scheduling.request_states import RequestStates, StatePolicy
+from moeserve.scheduling.running import Running
 from moeserve.scheduling.sharing import Sharing
+from moeserve.scheduling.trials import Trial
 from moeserve.scheduling.waiting_room import FORESEEN, WaitingRoom
 from radix_cache import APART, PrefixCache
 
@@ -110,25 +113,23 @@ class Scheduler:
         # The first request of each tenant that found no memory in the latest step.
         self._lacking: dict[Tenant, Request] = {}
         self._mask_changes: list[Request] = []
-        self._running: list[Request] = []
-        self.waiting = WaitingRoom(self._memories, self._running, self._tenants, self._pace, self.disk, self.transfer)
+        self.counters = SchedulerCounters()
+        running: list[Request] = []
+        self.waiting = WaitingRoom(self._memories, running, self._tenants, self._pace, self.disk, self.transfer)
+        self._running = Running(
+            running, self.waiting, self._tenants, self._sharing, self._memories, self._beams, self.disk, self.counters
+        )
+        self._trial = Trial()
+        self._chunks = Chunks(self._memories, self._running, self._tenants, self._trial, self._beams, rope_switch)
         self._in_flight: deque[PlanDraft] = deque()
-        # The suspect that plans in flight, or the draft, name.
-        self._on_trial: Request | None = None
         self._started: list[Request] = []
         self._num_arrivals = 0
         self._num_tried = 0
         self._step = 0
-        self.counters = SchedulerCounters()
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def _num_taken(self) -> int:
-        """The number of running places that are taken."""
-        return sum(request.num_places for request in self._running)
+        return len(self._running.requests)
 
     @property
     def num_waiting(self) -> int:
@@ -151,7 +152,7 @@ class Scheduler:
     @property
     def num_empty_slots(self) -> int:
         """The number of slots that requests hold and no plan fills yet."""
-        return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running)
+        return sum(self._memories[request.rank].num_empty_slots(request) for request in self._running.requests)
 
     def add(self, request: Request) -> None:
         """Queue a request. Raise NeverFitsError, QueueFullError, TooLateError; ValueError if invalid."""
@@ -185,7 +186,8 @@ class Scheduler:
             self._mask_changes.append(request)
         self.waiting.enter(request)
         self._open_prompts.add(request)
-        self._enqueue(request)
+        self._tenants.wait(request)
+        self.waiting.place(request)
 
     def take_mask_changes(self) -> list[Request]:
         """Return the requests with a grammar that have come to need a mask, or have finished, since the last call."""
@@ -202,8 +204,8 @@ class Scheduler:
     ) -> None:
         """Receive the tokens that a request's grammar allows next. Without them no step computes the request.
 
-        draft_tokens: the drafts that the grammar allows, the last `num_forced` of which it forces, with the mask after
-        each; None for none. With its first mask the request takes its place in the queue, by its arrival. One that has
+        draft_tokens: the drafts that the grammar allows, with the mask after each; it forces the last `num_forced`.
+        None for none. With its first mask the request takes its place in the queue, by its arrival. One that has
         finished is left alone.
         """
         if not request.finished:
@@ -228,7 +230,7 @@ class Scheduler:
             return []
         offers, outputs = self.transfer.offers, []
         offers.grow(self._pace.now)
-        for request in self._running:
+        for request in self._running.requests:
             if _may_be_offered(request) and (ticket := offers.make_early(request, self._pace.now)) is not None:
                 request.offered = ticket
                 outputs.append(RequestOutput(request, finish_reason=FinishReason.LENGTH))
@@ -284,42 +286,41 @@ class Scheduler:
         A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
         if self._rope_switch is not None:
-            for request in [request for request in self._running if self._outgrows(request)]:
+            for request in [request for request in self._running.requests if self._outgrows(request)]:
                 self._open_prompts.remove(request)
-                self._preempt(request)
+                self._running.preempt(request)
                 self._extend(request)
                 self._open_prompts.add(request)
         tells_following = self._drafting is not None and self._drafting.reads_predictions
         draft = PlanDraft(
             self._step + 1, self._max_num_batched_tokens, len(self._memories), tells_following=tells_following
         )
-        if self._on_trial is not None and not (self._on_trial.suspect_until and self._on_trial.is_in_flight):
-            self._on_trial = None
+        self._trial.begin_step()
         prompts, closings = list[Request](), list[Request]()
         self._num_places = self._pace.num_places()
-        self._make_room()
+        self._running.make_room(self._num_places, lacks_memory=bool(self._lacking))
         # A request that is not tried in this step may find memory by now.
         self._lacking = {}
         num_drafts = self._num_drafts(draft)
         # Preemption removes requests from the list during this loop, but only behind the current one.
-        for request in self._running:
+        for request in self._running.requests:
             if not self._may_go_on(request):
                 continue
-            num_pending = _num_pending(request)
+            num_pending = request.num_pending_tokens
             if request.beams and not num_pending:
-                closings += self._plan_beams(request, draft)
+                closings += self._chunks.plan_beams(request, draft)
             elif num_pending > 1:
-                is_prompt = num_pending - _num_lost(request) > 1 + request.num_forced_tokens
+                is_prompt = num_pending - request.num_lost_tokens > 1 + request.num_forced_tokens
                 (prompts if is_prompt else closings).append(request)
             elif num_pending == 1 and request.request_id not in num_drafts:
-                self._plan_chunk(request, 1, draft)
+                self._chunks.plan(request, 1, draft)
             elif num_pending == 1:
-                self._plan_known(request, num_drafts[request.request_id], draft)
+                self._chunks.plan_known(request, num_drafts[request.request_id], draft)
             elif num_pending == 0 and request.request_id not in num_drafts:
-                self._plan_unsampled(request, draft)
+                self._chunks.plan_unsampled(request, self._in_flight[-1], draft)
         for request in closings:
             if request.lease is not None:
-                self._plan_known(request, num_drafts.get(request.request_id, 0), draft)
+                self._chunks.plan_known(request, num_drafts.get(request.request_id, 0), draft)
         draft.end_decodes(self._pace.step_bound(draft.requests))
         awaited = next(self.waiting.queue.candidates(), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
@@ -371,7 +372,7 @@ class Scheduler:
         goes_on = keeps_state = error is None and not request.finished
         if goes_on and (request.beam_params is not None or request.leader is not None):
             request.num_computed_tokens += num_certain
-            _clear(request.leader or request, request.num_computed_tokens)
+            self._trial.note_computed(request.leader or request, request.num_computed_tokens)
             self._publish(request)
             outputs = self._beams.take(request, computed)
         elif goes_on:
@@ -382,7 +383,7 @@ class Scheduler:
             keeps_state = num_accepted == chunk.num_drafts
             if keeps_state or chunk.state is None:
                 request.num_computed_tokens += num_certain + num_accepted
-            _clear(request, request.num_computed_tokens)
+            self._trial.note_computed(request, request.num_computed_tokens)
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
@@ -452,7 +453,7 @@ class Scheduler:
 
     def _check_queue(self, request: Request) -> None:
         """Raise QueueFullError if no place is left. A request that an earlier engine had is always taken."""
-        num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - len(self._running))
+        num_places = self._max_num_queued_reqs + max(0, self._max_num_seqs - self.num_running)
         if not request.resumes and not self._sharing.may_wait(request.terms, num_places):
             raise QueueFullError(f"{self.num_waiting} requests wait already")
 
@@ -470,43 +471,29 @@ class Scheduler:
         if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
 
-    def _make_room(self) -> None:
-        """Take places and memory from tenants that have more than their share, for the next request."""
-        for request in [r for r in self._running if r.yields and not r.is_in_flight]:
-            self._preempt(request)
-        if not self._sharing.note(self._running, self._num_places):
-            return
-        self._sharing.sort(self._running)
-        is_full = self._num_taken >= self._num_places
-        for victim in self._sharing.victims(self.waiting.queue, is_full=is_full, lacks_memory=bool(self._lacking)):
-            if victim.is_in_flight:
-                victim.yields = True
-            else:
-                self._preempt(victim)
-
     def _schedule_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
         """Plan chunks of running requests that lack more than one token, in order."""
         for request in prompts:
             rank = request.rank
             if request.request_id in draft.prompts:
                 continue
-            pending = _num_pending(request)
+            pending = request.num_pending_tokens
             if pending > draft.room(request, pending) > 0:
                 self._let_shorter_pass(request, prompts, draft)
-            if request.lease is None or draft.budgets[rank] <= 0 or self._awaits_trial(request):
+            if request.lease is None or draft.budgets[rank] <= 0 or self._trial.is_awaited_by(request):
                 continue
             if not request.num_scheduled_tokens:
                 self._count_hits(request, self._memories[rank].catch_up(request))
             if not self._memories[rank].awaits_any(request, self._scheduled_prompts(draft)):
-                self._plan_chunk(request, _num_pending(request), draft)
+                self._chunks.plan(request, request.num_pending_tokens, draft)
 
     def _let_shorter_pass(self, request: Request, prompts: list[Request], draft: PlanDraft) -> None:
         """Plan requests of the same tenant that lack far fewer tokens than this one, which would fill the step.
 
         They get half of the rest of a step. So none waits for all of a long prompt, which takes at most twice as long.
         """
-        most = _num_pending(request) // FAR_SHORTER
-        shorter = [other for other in prompts if self._are_alike(other, request) and _num_pending(other) <= most]
+        most = request.num_pending_tokens // FAR_SHORTER
+        shorter = [other for other in prompts if self._are_alike(other, request) and other.num_pending_tokens <= most]
         set_aside = draft.set_half_aside()
         self._schedule_prompts(shorter, draft)
         waiting = self.waiting.queue.candidates()
@@ -523,21 +510,20 @@ class Scheduler:
         much as it will. While a suspect awaits its trial, its place is kept, and of its tenant only requests that an
         earlier engine had are admitted. candidates: in the order in which they are tried; None for all.
         """
-        if not len(self.waiting.queue) or draft.is_full or self._num_taken >= self._num_places:
+        if not len(self.waiting.queue) or draft.is_full or self._running.num_taken >= self._num_places:
             return
-        loads = RankLoads(self._memories, self._running)
+        loads = RankLoads(self._memories, self._running.requests)
         awaiting: list[Tenant] = []
-        places = Counter(map(self._tenants.of, self._running))
+        places = Counter(map(self._tenants.of, self._running.requests))
         first = list(islice(self.waiting.queue.candidates(), FORESEEN))
         for request in self.waiting.queue.candidates() if candidates is None else candidates:
-            if draft.is_full or self._num_taken + len(awaiting) >= self._num_places:
-                break
-            if self._running and self._num_taken + len(awaiting) + request.num_places > self._num_places:
+            num_left = self._num_places - self._running.num_taken - len(awaiting)
+            if draft.is_full or num_left <= 0 or (self._running.requests and request.num_places > num_left):
                 break
             tenant = self._tenants.of(request)
             if tenant in self._lacking or not self._sharing.may_run(tenant.terms, places[tenant]):
                 continue
-            if self._awaits_trial(request):
+            if self._trial.is_awaited_by(request):
                 awaiting.append(tenant)
                 places[tenant] += 1
                 continue
@@ -554,17 +540,14 @@ class Scheduler:
                 self._lacking[tenant] = request
                 continue
             places[tenant] += 1
-            self.waiting.queue.remove(request)
-            self._tenants.end_wait(request)
-            self._tenants.of(request).num_running += 1
-            self._running.append(request)
+            self._running.start(request)
             if self.transfer is not None:
                 self.transfer.fetches.forgo(request)
             self._memories[request.rank].foresee(request, first)
             self._count_start(request)
-            self._plan_chunk(request, _num_pending(request), draft)
+            self._chunks.plan(request, request.num_pending_tokens, draft)
             loads.add(request)
-        self._sharing.sort(self._running)
+        self._running.sort()
 
     def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
         """Return the requests whose prompts are computed in this step or in one in flight."""
@@ -572,7 +555,7 @@ class Scheduler:
 
     def _may_go_on(self, request: Request) -> bool:
         """Return whether the next step may name a running request."""
-        if request.yields or request.lacks_mask or (request.suspect_until and self._awaits_trial(request)):
+        if request.yields or request.lacks_mask or (request.suspect_until and self._trial.is_awaited_by(request)):
             return False
         return (self._run_ahead and request.beam_params is None) or not request.is_in_flight
 
@@ -584,123 +567,11 @@ class Scheduler:
         """
         if self._drafting is None:
             return {}
-        ready = (r for r in self._running if r.beam_params is None and self._may_go_on(r))
-        decodes = [r for r in ready if 0 <= _num_pending(r) - _num_lost(r) <= 1]
-        num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._num_taken))
-        room = DraftRoom(self._memories, len(self._running), num_coming, self._rope_switch)
+        ready = (r for r in self._running.requests if r.beam_params is None and self._may_go_on(r))
+        decodes = [r for r in ready if 0 <= r.num_pending_tokens - r.num_lost_tokens <= 1]
+        num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._running.num_taken))
+        room = DraftRoom(self._memories, self.num_running, num_coming, self._rope_switch)
         return self._drafting.plan(decodes, draft, room)
-
-    def _plan_beams(self, leader: Request, draft: PlanDraft) -> list[Request]:
-        """Plan the beams that lack one token. Return those that lack more, having lost their memory."""
-        lacking = []
-        for beam in leader.beams:
-            self._beams.attach(beam)
-            num_pending = _num_pending(beam)
-            if num_pending == 1:
-                self._plan_chunk(beam, 1, draft)
-            elif num_pending > 1:
-                lacking.append(beam)
-        return lacking
-
-    def _plan_known(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
-        """Plan the few tokens that a request lacks, with drafts after them if there is memory for them."""
-        memory, count = self._memories[request.rank], _num_pending(request)
-        has_room = num_drafts and count + num_drafts <= draft.budgets[request.rank]
-        new = memory.grow(request, count + num_drafts, sparing=True) if has_room else None
-        if new is None:
-            self._plan_chunk(request, count, draft)
-            return
-        if new:
-            draft.zero(request.rank, new, memory.windows_of(new))
-        state = memory.use_state(request, count, num_drafts)
-        draft.add(request, count, state, memory.window_table(request), num_drafts)
-        self._note_planned(request, count + num_drafts)
-
-    def _plan_chunk(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
-        """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
-
-        The victim is the last request of the same rank. Without a victim the request waits for memory of others.
-        Prefixes that other tenants have cached within their shares are evicted only for a tenant's single request on
-        the rank.
-        """
-        rank = request.rank
-        memory = self._memories[rank]
-        if num_pending == 1 and draft.budgets[rank] > 0 and memory.has_room_for_next(request):
-            # As for most requests of a large step.
-            draft.add(request, 1, None, None)
-            self._note_planned(request, 1)
-            return
-        limit = min(num_pending, draft.budgets[rank]) if num_pending == 1 else draft.claim(request, num_pending)
-        if limit <= 0:
-            return
-        count = wanted = memory.cut_chunk(request, limit)
-        sparing = True
-        while (new := memory.grow(request, count, sparing=sparing)) is None:
-            count = memory.num_tokens_that_fit(request, sparing=sparing)
-            if count:
-                continue
-            is_spared = memory.num_tokens_that_fit(request, sparing=False) > 0
-            owner = request.leader or request
-            if is_spared and not self._has_others(owner):
-                sparing = False
-            elif (victim := self._last_running(owner, of_tenant=is_spared)) is not None:
-                self._preempt(victim)
-            else:
-                return
-            count = wanted
-        if new:
-            draft.zero(rank, new, memory.windows_of(new))
-        draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
-        self._note_planned(request, count)
-
-    def _has_others(self, request: Request) -> bool:
-        """Return whether other requests of the tenant run on the request's rank."""
-        others = (other for other in self._running if other is not request and other.rank == request.rank)
-        return any(other.terms.tenant == request.terms.tenant for other in others)
-
-    def _last_running(self, request: Request, *, of_tenant: bool) -> Request | None:
-        """Return the last request after the given one on its rank that no plan names. of_tenant: only of its tenant."""
-        for other in reversed(self._running):
-            if other is request:
-                return None
-            is_meant = not of_tenant or other.terms.tenant == request.terms.tenant
-            if is_meant and other.rank == request.rank and not other.is_in_flight:
-                return other
-        return None
-
-    def _plan_unsampled(self, request: Request, draft: PlanDraft) -> None:
-        """Plan the token that the previous plan will sample for a request, if the request is sure to continue with it.
-
-        Not for a grammar, which depends on that token, and not where the end of a thought may have to follow it; where
-        penalties depend on it, the device counts it. It never preempts: after the commit the request has its turn like
-        any other.
-        """
-        if request.sampling.grammar is not None or request.num_output_tokens + 1 >= request.sampling.max_tokens:
-            return
-        if request.thought is not None and request.thought.may_be_due_next:
-            return
-        if request.num_planned_tokens == self._rope_switch and not request.first_angle:
-            return
-        drawn_by = self._in_flight[-1].sampled_place(request)
-        if drawn_by is None or draft.budgets[request.rank] <= 0:
-            return
-        memory = self._memories[request.rank]
-        new = memory.grow(request, 1, sparing=True)
-        if new is not None:
-            if new:
-                draft.zero(request.rank, new, memory.windows_of(new))
-            draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
-            self._note_planned(request, 1)
-
-    def _note_planned(self, request: Request, num_tokens: int) -> None:
-        self._tenants.charge(request, num_tokens)
-        owner = request.leader or request
-        if owner.suspect_until:
-            self._on_trial = owner
-
-    def _awaits_trial(self, request: Request) -> bool:
-        """Return whether the request and another one that is planned may both have ended an earlier engine."""
-        return request.suspect_until > 0 and self._on_trial not in (None, request)
 
     def _outgrows(self, request: Request) -> bool:
         """Return whether the request's next token needs other rotary angles for all its keys."""
@@ -712,24 +583,6 @@ class Scheduler:
         assert self._rope_switch is not None
         request.first_angle, request.namespace = self._rope_switch, request.namespace + APART
         request.prefix_names = []
-
-    def _preempt(self, request: Request) -> None:
-        """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
-        self._running.remove(request)
-        self._tenants.of(request).num_running -= 1
-        if self.disk is not None:
-            self.disk.preempt(request, len(self._running))
-        self._memories[request.rank].detach(request)
-        if request.beam_params is not None:
-            self._beams.detach(request)
-        request.num_preemptions += 1
-        request.yields = False
-        self.counters.preemptions += 1
-        self._enqueue(request)
-
-    def _enqueue(self, request: Request) -> None:
-        self._tenants.wait(request)
-        self.waiting.place(request)
 
     def _count_start(self, request: Request) -> None:
         self.counters.prefix_query_tokens += len(request.token_ids)
@@ -784,8 +637,7 @@ class Scheduler:
             self._tenants.end_wait(request)
             self.waiting.leave(request)
             return RequestOutput(request, finish_reason=reason, error=error)
-        self._running.remove(request)
-        self._tenants.of(request).num_running -= 1
+        self._running.leave(request)
         if request.offers_kv and self.transfer is not None:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 request.offered = self.transfer.offers.make(request, self._pace.now)
@@ -810,20 +662,3 @@ def _may_be_offered(request: Request) -> bool:
     return (
         is_meant and not request.wants_prompt_logprobs and 0 < request.num_computed_tokens < request.num_prompt_tokens
     )
-
-
-def _num_pending(request: Request) -> int:
-    """Return the number of the request's known tokens that no plan computes yet."""
-    return len(request.token_ids) - request.num_computed_tokens - request.num_scheduled_tokens
-
-
-def _num_lost(request: Request) -> int:
-    """Return how many of the request's pending tokens were computed before, and lost with its recurrent state."""
-    state = request.state
-    return 0 if state is None else max(0, state.lost_until - request.num_planned_tokens)
-
-
-def _clear(request: Request, num_tokens: int) -> None:
-    """Suspect a request no more once it has computed as many tokens as it takes."""
-    if num_tokens >= request.suspect_until:
-        request.suspect_until = 0

@@ -64,7 +64,7 @@ class Queue:
         request.terms, request.arrived_at = terms, self.now
         self.num_added += 1
         cached = scheduler._memories[0].peek(request)
-        others = [*self.requests(), *scheduler._running]
+        others = [*self.requests(), *scheduler._running.requests]
         soon = [self._shared(request, other) for other in others]
         expected = max([cached, *soon])
         assert min(expected, len(prompt) - 1) <= scheduler._num_cached_soon(request)
@@ -89,7 +89,7 @@ class Queue:
 
     def check(self, own: int | None) -> None:
         scheduler = self.scheduler
-        running = Counter(r.terms.tenant for r in scheduler._running if not r.terms.background)
+        running = Counter(r.terms.tenant for r in scheduler._running.requests if not r.terms.background)
         backlogs = {}
         for tenant in scheduler._tenants.active:
             if tenant.terms.background:
@@ -102,7 +102,7 @@ class Queue:
             name = tenant.terms.tenant
             backlogs[name] = Backlog(tenant.terms.weight, running[name], len(mine), tokens, typical)
         assert scheduler._tenants.backlogs(own) == backlogs
-        assert scheduler._tenants.background_runs == any(r.terms.background for r in scheduler._running)
+        assert scheduler._tenants.background_runs == any(r.terms.background for r in scheduler._running.requests)
         bounded = [r.arrived_at for r in scheduler.waiting.queue if scheduler._pace.is_bounded(r)]
         assert scheduler.waiting.queue.bounded_since == min(bounded, default=None)
         candidates = list(scheduler.waiting.queue.candidates())

@@ -1,0 +1,125 @@
+"""How a running request gets its chunk of a step: memory for the tokens, at the cost of later requests if need be."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeserve.plan import Request
+from moeserve.scheduling.beams import Beams
+from moeserve.scheduling.fair_queue import Tenants
+from moeserve.scheduling.plan_draft import PlanDraft
+from moeserve.scheduling.request_memory import RequestMemory
+from moeserve.scheduling.running import Running
+from moeserve.scheduling.trials import Trial
+
+
+class Chunks:
+    """Plans the chunks of single requests. The scheduler decides which request is next."""
+
+    def __init__(
+        self,
+        memories: Sequence[RequestMemory],
+        running: Running,
+        tenants: Tenants,
+        trial: Trial,
+        beams: Beams,
+        rope_switch: int | None,
+    ) -> None:
+        """memories: by rank. rope_switch: see `Scheduler`."""
+        self._memories = memories
+        self._running = running
+        self._tenants = tenants
+        self._trial = trial
+        self._beams = beams
+        self._rope_switch = rope_switch
+
+    def plan_beams(self, leader: Request, draft: PlanDraft) -> list[Request]:
+        """Plan the beams that lack one token. Return those that lack more, having lost their memory."""
+        lacking = []
+        for beam in leader.beams:
+            self._beams.attach(beam)
+            num_pending = beam.num_pending_tokens
+            if num_pending == 1:
+                self.plan(beam, 1, draft)
+            elif num_pending > 1:
+                lacking.append(beam)
+        return lacking
+
+    def plan_known(self, request: Request, num_drafts: int, draft: PlanDraft) -> None:
+        """Plan the few tokens that a request lacks, with drafts after them if there is memory for them."""
+        memory, count = self._memories[request.rank], request.num_pending_tokens
+        has_room = num_drafts and count + num_drafts <= draft.budgets[request.rank]
+        new = memory.grow(request, count + num_drafts, sparing=True) if has_room else None
+        if new is None:
+            self.plan(request, count, draft)
+            return
+        if new:
+            draft.zero(request.rank, new, memory.windows_of(new))
+        state = memory.use_state(request, count, num_drafts)
+        draft.add(request, count, state, memory.window_table(request), num_drafts)
+        self._note_planned(request, count + num_drafts)
+
+    def plan(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
+        """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
+
+        The victim is the last request of the same rank. Without a victim the request waits for memory of others.
+        Prefixes that other tenants have cached within their shares are evicted only for a tenant's single request on
+        the rank.
+        """
+        rank = request.rank
+        memory = self._memories[rank]
+        if num_pending == 1 and draft.budgets[rank] > 0 and memory.has_room_for_next(request):
+            # As for most requests of a large step.
+            draft.add(request, 1, None, None)
+            self._note_planned(request, 1)
+            return
+        limit = min(num_pending, draft.budgets[rank]) if num_pending == 1 else draft.claim(request, num_pending)
+        if limit <= 0:
+            return
+        count = wanted = memory.cut_chunk(request, limit)
+        sparing = True
+        while (new := memory.grow(request, count, sparing=sparing)) is None:
+            count = memory.num_tokens_that_fit(request, sparing=sparing)
+            if count:
+                continue
+            is_spared = memory.num_tokens_that_fit(request, sparing=False) > 0
+            owner = request.leader or request
+            if is_spared and not self._running.has_others(owner):
+                sparing = False
+            elif (victim := self._running.last_after(owner, of_tenant=is_spared)) is not None:
+                self._running.preempt(victim)
+            else:
+                return
+            count = wanted
+        if new:
+            draft.zero(rank, new, memory.windows_of(new))
+        draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
+        self._note_planned(request, count)
+
+    def plan_unsampled(self, request: Request, previous: PlanDraft, draft: PlanDraft) -> None:
+        """Plan the token that the `previous` plan will sample for a request, if it is sure to continue with it.
+
+        A grammar's mask depends on that token, and so may the end of a thought: such requests wait for the commit. The
+        device counts the token for penalties. No request is preempted: after the commit this one has its turn like any
+        other.
+        """
+        if request.sampling.grammar is not None or request.num_output_tokens + 1 >= request.sampling.max_tokens:
+            return
+        if request.thought is not None and request.thought.may_be_due_next:
+            return
+        if request.num_planned_tokens == self._rope_switch and not request.first_angle:
+            return
+        drawn_by = previous.sampled_place(request)
+        if drawn_by is None or draft.budgets[request.rank] <= 0:
+            return
+        memory = self._memories[request.rank]
+        new = memory.grow(request, 1, sparing=True)
+        if new is not None:
+            if new:
+                draft.zero(request.rank, new, memory.windows_of(new))
+            draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
+            self._note_planned(request, 1)
+
+    def _note_planned(self, request: Request, num_tokens: int) -> None:
+        self._tenants.charge(request, num_tokens)
+        self._trial.note_planned(request.leader or request)

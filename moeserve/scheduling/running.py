@@ -1,0 +1,109 @@
+"""The running requests: the places they take, and the requests among them that give way to others."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from moeserve.plan import Request
+from moeserve.scheduling.beams import Beams
+from moeserve.scheduling.disk_tier import DiskTier
+from moeserve.scheduling.fair_queue import Tenants
+from moeserve.scheduling.outcomes import SchedulerCounters
+from moeserve.scheduling.request_memory import RequestMemory
+from moeserve.scheduling.sharing import Sharing
+from moeserve.scheduling.waiting_room import WaitingRoom
+
+
+class Running:
+    """Owns `requests`, the running requests in the order of service. The last ones give way first.
+
+    `num_taken`: the number of running places that they take.
+    """
+
+    def __init__(
+        self,
+        requests: list[Request],
+        waiting: WaitingRoom,
+        tenants: Tenants,
+        sharing: Sharing,
+        memories: Sequence[RequestMemory],
+        beams: Beams,
+        disk: DiskTier | None,
+        counters: SchedulerCounters,
+    ) -> None:
+        """requests: an empty list, which `waiting` reads. memories: by rank. disk: None if blocks are in memory alone.
+        counters: get the preemptions."""
+        self.requests = requests
+        self.num_taken = 0
+        self._waiting = waiting
+        self._tenants = tenants
+        self._sharing = sharing
+        self._memories = memories
+        self._beams = beams
+        self._disk = disk
+        self._counters = counters
+
+    def start(self, request: Request) -> None:
+        """Take a request with a lease out of the queue."""
+        self._waiting.queue.remove(request)
+        self._tenants.end_wait(request)
+        self._tenants.of(request).num_running += 1
+        self.requests.append(request)
+        self.num_taken += request.num_places
+
+    def leave(self, request: Request) -> None:
+        """Free the places of a request that has ended or is preempted."""
+        self.requests.remove(request)
+        self._tenants.of(request).num_running -= 1
+        self.num_taken -= request.num_places
+
+    def preempt(self, request: Request) -> None:
+        """Take a request's memory; it waits again and will compute, or find cached, all its tokens."""
+        self.leave(request)
+        if self._disk is not None:
+            self._disk.preempt(request, len(self.requests))
+        self._memories[request.rank].detach(request)
+        if request.beam_params is not None:
+            self._beams.detach(request)
+        request.num_preemptions += 1
+        request.yields = False
+        self._counters.preemptions += 1
+        self._tenants.wait(request)
+        self._waiting.place(request)
+
+    def make_room(self, num_places: int, *, lacks_memory: bool) -> None:
+        """Take places and memory from tenants that have more than their share, for the next request.
+
+        num_places: the requests that may run at once just now. lacks_memory: a waiting request lacked it in the
+        previous step.
+        """
+        for request in [r for r in self.requests if r.yields and not r.is_in_flight]:
+            self.preempt(request)
+        if not self._sharing.note(self.requests, num_places):
+            return
+        self.sort()
+        is_full = self.num_taken >= num_places
+        for victim in self._sharing.victims(self._waiting.queue, is_full=is_full, lacks_memory=lacks_memory):
+            if victim.is_in_flight:
+                victim.yields = True
+            else:
+                self.preempt(victim)
+
+    def sort(self) -> None:
+        """Restore the order of service, which new requests have disturbed."""
+        self._sharing.sort(self.requests)
+
+    def has_others(self, request: Request) -> bool:
+        """Return whether other requests of the tenant run on the request's rank."""
+        others = (other for other in self.requests if other is not request and other.rank == request.rank)
+        return any(other.terms.tenant == request.terms.tenant for other in others)
+
+    def last_after(self, request: Request, *, of_tenant: bool) -> Request | None:
+        """Return the last request after the given one on its rank that no plan names. of_tenant: only of its tenant."""
+        for other in reversed(self.requests):
+            if other is request:
+                return None
+            is_meant = not of_tenant or other.terms.tenant == request.terms.tenant
+            if is_meant and other.rank == request.rank and not other.is_in_flight:
+                return other
+        return None
