@@ -1,4 +1,4 @@
-"""Which KV block holds which tokens. `PrefixCache` is the interface, and `Fill` what is copied into it."""
+"""Which KV block holds which tokens. `PrefixCache` is the interface; a `Fill` copies blocks into it."""
 
 from radix_cache.block_copies import BlockCopy, Kind, border_name
 from radix_cache.errors import BudgetError, InvariantError, LeaseError

@@ -16,7 +16,7 @@ from heapq import heapify, heappop, heappush, heapreplace
 
 from radix_cache.errors import require
 
-_HEAP_SLACK = 64
+_HEAP_SLACK = 64  # the heap is rebuilt once it has more entries than twice the extents and this
 
 
 class BlockAllocator:

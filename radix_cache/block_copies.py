@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Generic, TypeVar
 
 from radix_cache.errors import require
 
@@ -43,24 +45,83 @@ class BlockCopy:
         return f"{self.folder}/{self.name.hex()}"
 
 
+Owner = TypeVar("Owner", bound=Hashable)
+
+
+class WriteQueue(Generic[Owner]):
+    """The copies that wait to be written to disk, by the memory that has their content, and those being written."""
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Owner, BlockCopy] = OrderedDict()
+        self._written: dict[bytes, BlockCopy] = {}
+        # Of all these copies.
+        self._names: set[bytes] = set()
+        # The names of copies that are being written and are not to stay on disk.
+        self._revoked: set[bytes] = set()
+
+    def __len__(self) -> int:
+        """The number of copies that wait."""
+        return len(self._waiting)
+
+    def __contains__(self, name: bytes) -> bool:
+        """Return True for the name of a copy that waits or is being written."""
+        return name in self._names
+
+    def want(self, owner: Owner, copy: BlockCopy) -> None:
+        """Have the content of `owner` written. Do nothing if a copy of it waits, or one of that name is on its way."""
+        if copy.name not in self._names and owner not in self._waiting:
+            self._waiting[owner] = copy
+            self._names.add(copy.name)
+
+    def hurry(self, names: Iterable[bytes]) -> None:
+        """Have the copies of these names that wait written before all others, in the order in which they wait."""
+        hurried = set(names)
+        for owner in reversed([owner for owner, copy in self._waiting.items() if copy.name in hurried]):
+            self._waiting.move_to_end(owner, last=False)
+
+    def forget(self, owner: Owner) -> None:
+        """Do not write the content of `owner`, if its copy waits."""
+        if (copy := self._waiting.pop(owner, None)) is not None:
+            self._names.discard(copy.name)
+
+    def begin(self) -> tuple[Owner, BlockCopy]:
+        """Begin to write the copy that has waited longest."""
+        owner, copy = self._waiting.popitem(last=False)
+        self._written[copy.name] = copy
+        return owner, copy
+
+    def end(self, name: bytes) -> bool:
+        """Note the end of a copy that has begun. Return whether its file may stay."""
+        stays = name not in self._revoked
+        del self._written[name]
+        self._names.discard(name)
+        self._revoked.discard(name)
+        return stays
+
+    def revoke(self, names: Collection[bytes]) -> None:
+        """Keep none of these files on disk, whether their copies wait or are being written."""
+        if not self._names.isdisjoint(names):
+            gone = set(names)
+            self.revoke_all(lambda copy: copy.name not in gone)
+
+    def revoke_all(self, keeps: Callable[[BlockCopy], bool]) -> None:
+        """Write nothing that `keeps` is False for, and keep nothing on disk that is being written."""
+        for owner in [owner for owner, copy in self._waiting.items() if not keeps(copy)]:
+            self.forget(owner)
+        self._revoked |= {copy.name for copy in self._written.values() if not keeps(copy)}
+
+
 class BlockCopies:
-    """The blocks of memory that wait to be written to disk, and the blocks that are being copied, either way.
+    """The blocks of memory that are being copied to or from disk, and the `queue` of blocks that wait to be written.
 
     A block that leaves tree and leases while it is copied is *in copy* until the copy has ended, and is freed then.
     """
 
     def __init__(self) -> None:
-        self._wanted: dict[int, BlockCopy] = {}
+        self.queue: WriteQueue[int] = WriteQueue()
         # By block that is being copied: its copy if it is written, and True once nothing but the copy holds it.
         self._copied: dict[int, tuple[BlockCopy | None, bool]] = {}
-        self._names: set[bytes] = set()
-        # The names of blocks that are being written and are not to stay on disk.
-        self._revoked: set[bytes] = set()
         self.num_in_copy = 0
-
-    @property
-    def num_wanted(self) -> int:
-        return len(self._wanted)
 
     @property
     def num_copied(self) -> int:
@@ -70,44 +131,18 @@ class BlockCopies:
     @property
     def is_used(self) -> bool:
         """True while a block is to be copied, or is being copied."""
-        return bool(self._wanted or self._copied)
-
-    def __contains__(self, name: bytes) -> bool:
-        """Return True for a block that is to be written or is being written."""
-        return name in self._names
+        return bool(self.queue or self._copied)
 
     def want(self, copy: BlockCopy) -> None:
         """Have a block of the tree written. Do nothing if a block of that name, or that block, is on its way."""
-        if copy.name not in self._names and copy.block not in self._wanted and copy.block not in self._copied:
-            self._wanted[copy.block] = copy
-            self._names.add(copy.name)
-
-    def hurry(self, names: Iterable[bytes]) -> None:
-        """Have the blocks of these names that wait written before all others, in the order in which they wait."""
-        hurried = set(names)
-        first = {block: copy for block, copy in self._wanted.items() if copy.name in hurried}
-        self._wanted = first | self._wanted
-
-    def revoke(self, names: Iterable[bytes]) -> None:
-        """Keep none of these blocks on disk, whether they wait or are being written."""
-        gone = self._names.intersection(names)
-        waiting = {copy.name: block for block, copy in self._wanted.items() if copy.name in gone}
-        for block in waiting.values():
-            del self._wanted[block]
-        self._names -= waiting.keys()
-        self._revoked |= gone - waiting.keys()
-
-    def revoke_all(self, keeps: Callable[[BlockCopy], bool]) -> None:
-        """Write no block that `keeps` is False for, and keep none on disk that is being written."""
-        waiting = [copy.name for copy in self._wanted.values() if not keeps(copy)]
-        written = [copy.name for copy, _ in self._copied.values() if copy is not None and not keeps(copy)]
-        self.revoke((*waiting, *written))
+        if copy.block not in self._copied:
+            self.queue.want(copy.block, copy)
 
     def take(self, most: int) -> list[BlockCopy]:
         """Begin to write the blocks that have waited longest, at most `most`."""
-        taken = []
-        for block in list(self._wanted)[:most]:
-            copy = self._wanted.pop(block)
+        taken: list[BlockCopy] = []
+        while self.queue and len(taken) < most:
+            block, copy = self.queue.begin()
             taken.append(copy)
             self._copied[block] = (copy, False)
         return taken
@@ -122,18 +157,13 @@ class BlockCopies:
         """Note the end of a block's copy. Return whether it is to be freed now, and whether its file may stay."""
         copy, is_alone = self._copied.pop(block)
         self.num_in_copy -= is_alone
-        stays = copy is None or copy.name not in self._revoked
-        if copy is not None:
-            self._names.discard(copy.name)
-            self._revoked.discard(copy.name)
-        return is_alone, stays
+        return is_alone, copy is None or self.queue.end(copy.name)
 
     def let_go(self, blocks: Iterable[int]) -> list[int]:
         """Return the blocks that can be freed now; a copied block is freed after its copy. Nothing else holds them."""
         free = []
         for block in blocks:
-            if (copy := self._wanted.pop(block, None)) is not None:
-                self._names.discard(copy.name)
+            self.queue.forget(block)
             if (copied := self._copied.get(block)) is not None:
                 require(not copied[1], f"block {block} is freed twice")
                 self._copied[block] = (copied[0], True)

@@ -11,7 +11,7 @@ from itertools import islice
 from radix_cache.nodes import PUBLIC, Node
 from radix_cache.tree import RadixTree
 
-MAX_VISITED_NODES = 20_000
+MAX_VISITED_NODES = 20_000  # runs that one listing looks at
 # Runs that one slice of a listing visits, and entries that it makes.
 _VISITED_AT_ONCE = 500
 _LISTED_AT_ONCE = 200

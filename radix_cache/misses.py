@@ -18,8 +18,8 @@ from radix_cache.tree import RadixTree
 
 _MAX_SIBLINGS = 64
 _MAX_NAMESPACES = 256
-_MAX_VISITED = 4096
-_TOKENS_BEFORE, _TOKENS_AFTER = 12, 12
+_MAX_VISITED = 4096  # children or namespaces that are looked at to find these
+_TOKENS_BEFORE, _TOKENS_AFTER = 12, 12  # shown on both sides of a miss
 # A head is volatile if a prompt diverges within its first _HEAD_TOKENS tokens, and after at most _MAX_DIFFERENT_TOKENS
 # different tokens it equals at least _MIN_WITNESSES earlier prompts again for _SAME_TOKENS tokens. No more than
 # _MAX_WITNESSES are counted.

@@ -9,20 +9,21 @@ from math import inf
 
 from radix_cache.block_allocator import BlockAllocator
 from radix_cache.block_copies import BlockCopies, BlockCopy
-from radix_cache.errors import BudgetError, LeaseError, require
+from radix_cache.borders import Borders
+from radix_cache.errors import LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Fact, Published, facts_of
 from radix_cache.invariants import check_places, check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Fork, Lease, Node, Retention, Snapshot
-from radix_cache.retention import account_of, num_unpinned_blocks
-from radix_cache.retention_budgets import RetentionBudgets
+from radix_cache.retention import account_of
+from radix_cache.retentions import Retentions
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.stored import StoredBlocks
 from radix_cache.tree import RadixTree
 from radix_cache.tree_on_disk import TreeOnDisk
-from radix_cache.window_blocks import AT_END, RETAINED, WindowBlocks
+from radix_cache.window_blocks import AT_END, WindowBlocks
 
 # The share of all blocks that `extend` with `sparing` leaves to accounts that hold less.
 _SPARED_SHARE = 0.25
@@ -35,9 +36,10 @@ class PrefixCache:
     nothing is shared or kept: `match` finds nothing, `publish` and `advance` do nothing, `release` frees every block.
 
     A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; prefixes published in the namespace PUBLIC serve all other
-    namespaces too, except those whose names end with APART. An account retains at most `retention_share` of all blocks,
-    unless a call gives its share. Of `pin_share` of all blocks an account pins at most half, and all together no more,
-    but for accounts with a share of their own. Time is the caller's, set by `tell_time`; there is no clock inside.
+    namespaces too, except namespaces whose names end with APART. An account retains at most `retention_share` of all
+    blocks, unless a call gives its share. Of `pin_share` of all blocks an account pins at most half, and all together
+    no more, but for accounts with a share of their own. Time is the caller's, set by `tell_time`; there is no clock
+    inside.
 
     Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that hold snapshots. Then a
     prefix serves only up to a boundary with a snapshot; its KV after that is computed again. The caller takes a row
@@ -59,7 +61,7 @@ class PrefixCache:
 
     __slots__ = (
         "_allocator",
-        "_budgets",
+        "_borders",
         "_caching",
         "_copies",
         "_disk",
@@ -72,6 +74,7 @@ class PrefixCache:
         "_windows",
         "block_size",
         "num_blocks",
+        "retentions",
     )
 
     def __init__(
@@ -102,11 +105,20 @@ class PrefixCache:
         self._stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
         self._tree = RadixTree(block_size, max_recorded_evictions, rows, [] if tells_facts else None)
-        self._budgets = RetentionBudgets(self._tree.ledger, num_blocks, retention_share, pin_share)
         self._windows: WindowBlocks | None = None
         if num_window_blocks:
             excess = self._tree.victims.excess_of
             self._windows = WindowBlocks(num_blocks, num_window_blocks, block_size, window, excess)
+        self._borders = Borders(self._tree, self._windows, stateful=self._stateful)
+        self.retentions = Retentions(
+            self._tree,
+            self._windows,
+            self._borders,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            retention_share=retention_share,
+            pin_share=pin_share,
+        )
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
         self._num_private_blocks = 0
@@ -157,21 +169,6 @@ class PrefixCache:
     def num_leased(self) -> int:
         """The number of blocks that at least one lease holds, a shared block counted once."""
         return self._tree.num_pinned_blocks + self._num_private_blocks
-
-    @property
-    def num_retained(self) -> int:
-        """The number of cached or leased blocks that a retention covers."""
-        return self._tree.ledger.num_blocks
-
-    @property
-    def num_pins(self) -> int:
-        """The number of pinned prefixes."""
-        return self._tree.ledger.num_pins
-
-    @property
-    def num_lost(self) -> int:
-        """The number of retained blocks evicted since the start because nothing else was left."""
-        return self._tree.ledger.num_lost_blocks
 
     @property
     def age(self) -> float:
@@ -237,7 +234,7 @@ class PrefixCache:
         if use_cache and node.children:
             node = self._tree.descend(node, data, lease.block_ids, namespace)
             lease.num_known_tokens = len(lease.block_ids) * self.block_size
-            if self._ends_at_borders:
+            if self._borders.are_needed:
                 node, depth = self._resume(lease, node, lease.block_ids)
                 del lease.block_ids[depth:]
             lease.node = node
@@ -256,8 +253,7 @@ class PrefixCache:
         before either lease is written to. Return None, with nothing changed, if memory for these is short. Raise
         ValueError where prefixes need states, which are not copied.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         if self._stateful:
             raise ValueError("a lease with a recurrent state cannot be forked")
         num_shared = lease.num_published_tokens // self.block_size
@@ -282,21 +278,20 @@ class PrefixCache:
         """Match again: adopt blocks of `tokens` that other leases have published after this lease's published blocks.
 
         An adopted id replaces the lease's own id at the same place, which is freed, or is appended. So the lease must
-        have published every full block it has computed (a partly computed block is given up for the full one), and no
+        have published every full block it has computed (a partly computed block is replaced by the full one), and no
         plan in flight may name its other blocks. Never covers the last token. Return the number of tokens that the
         tree now covers for this lease.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         num_published = lease.num_published_tokens
-        if self._ends_at_borders and not num_published:
+        if self._borders.are_needed and not num_published:
             self._choose_root(lease, tokens)
         if not lease.node.children or not lease.use_cache:
             return num_published
         adopted: array[int] = array("i")
         node = self._tree.descend(lease.node, self._reusable(tokens, num_published), adopted, lease.namespace)
         first = num_published // self.block_size
-        if adopted and self._ends_at_borders:
+        if adopted and self._borders.are_needed:
             lease.num_known_tokens = num_published + len(adopted) * self.block_size
             node, depth = self._resume(lease, node, lease.block_ids[:first] + adopted)
             del adopted[depth - first :]
@@ -328,8 +323,7 @@ class PrefixCache:
         Return the new ids, or None with nothing changed if fewer than `count` blocks, or window blocks where there are
         some, are available. Raise ValueError if `count` is negative.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         allocator, windows = self._allocator, self._windows
         num_windows = count if num_windows is None else num_windows
         if windows is not None and num_windows > windows.num_available:
@@ -363,8 +357,7 @@ class PrefixCache:
 
         Window blocks that have left the window are no longer the lease's.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         size = self.block_size
         first, stop = lease.num_published_tokens // size, num_computed_tokens // size
         if stop <= first or not self._caching:
@@ -375,7 +368,7 @@ class PrefixCache:
             raise ValueError(
                 f"{num_computed_tokens} computed tokens, but {len(tokens)} tokens and {len(lease.block_ids)} blocks"
             )
-        if self._ends_at_borders and not first:
+        if self._borders.are_needed and not first:
             self._choose_root(lease, tokens)
         own = lease.block_ids[first:stop]
         data = tokens[first * size : stop * size].tobytes()
@@ -412,8 +405,7 @@ class PrefixCache:
         and no cached continuation needs them: tokens after a stop string, or KV that cannot be trusted (0). They are
         not kept on disk either.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         self.end_load(lease)
         if self._disk is not None:
             self._disk.release(lease, keep_tokens)
@@ -444,8 +436,7 @@ class PrefixCache:
 
     def begin_load(self, lease: Lease) -> int | None:
         """Return the row of the lease's snapshot, which the next plan loads; None without one. It stays pinned."""
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         if lease.snapshot is None:
             return None
         self._tree.snapshots.note_use(lease.snapshot)
@@ -453,8 +444,7 @@ class PrefixCache:
 
     def end_load(self, lease: Lease) -> None:
         """Unpin the lease's snapshot, if it has one: the plan that loads it is committed, or no plan will load it."""
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         if lease.snapshot is not None:
             self._tree.snapshots.unpin(lease.snapshot)
             lease.snapshot = None
@@ -465,8 +455,7 @@ class PrefixCache:
         Return None if every other snapshot is pinned, worth more, or of an account that holds fewer. The row is to be
         given to `keep_snapshot` or `drop_row`.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         depth = lease.num_published_tokens // self.block_size
         _, above = deepest_snapshot(lease.node, depth, depth)
         return self._tree.snapshots.take(num_tokens // self.block_size - above, account_of(lease.namespace))
@@ -478,8 +467,7 @@ class PrefixCache:
         If they are not, or none are published, free the row and return None. To be called after the forward that wrote
         the row. Return the snapshot, or the older one if the boundary already has one.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         if not num_tokens or lease.num_published_tokens != num_tokens:
             self.drop_row(row)
             return None
@@ -494,8 +482,7 @@ class PrefixCache:
 
     def supersede(self, snapshot: Snapshot) -> None:
         """Let a snapshot be evicted soon: its only user has saved a later one. Do nothing if it is gone."""
-        if snapshot.node is not None:
-            self._tree.snapshots.supersede(snapshot)
+        self._tree.snapshots.supersede(snapshot)
 
     def drop_unused(self, snapshot: Snapshot) -> None:
         """Remove a snapshot from the tree unless it is gone, pinned, or has been of use."""
@@ -504,7 +491,7 @@ class PrefixCache:
 
     def peek(self, tokens: array[int], namespace: str = "") -> int:
         """Count the tokens that `match` would find in the cache now. Change nothing, not even their recency."""
-        return self._serving_depth(namespace, self._reusable(tokens, 0)) * self.block_size
+        return self._borders.depth(namespace, self._reusable(tokens, 0)) * self.block_size
 
     def continuation(self, lease: Lease, tail: array[int], most: int) -> array[int]:
         """Return up to `most` tokens that are cached behind the lease's published tokens and `tail`.
@@ -512,19 +499,9 @@ class PrefixCache:
         Of several continuations that the lease's namespace may see, it is the one that was released last, as far as few
         are beside it. Change nothing.
         """
-        if lease.owner is not self:
-            raise _not_leased()
-        found, start = bytearray(), len(tail) * tail.itemsize
-        expected, node = tail.tobytes(), lease.node
-        while len(found) < start + most * tail.itemsize:
-            child = self._tree.latest_child(node, expected[len(found) :], lease.namespace)
-            if child is None:
-                break
-            found += child.tokens
-            node = child
-        tokens = array("i")
-        tokens.frombytes(found[start : start + most * tail.itemsize])
-        return tokens
+        self._check(lease)
+        found = self._tree.continuation(lease.node, tail.tobytes(), most * tail.itemsize, lease.namespace)
+        return array("i", found)
 
     def share(self, namespace: str, weight: float, most: float) -> None:
         """Set an account's weight among all accounts for evictions, and its limit `most`; both are 1 until then.
@@ -544,8 +521,7 @@ class PrefixCache:
 
     def note_hit(self, lease: Lease, num_tokens: int) -> None:
         """Count `num_tokens` of the lease as found in the cache, and refresh the retentions along its prefix."""
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         self._tree.note_hit(lease.node, num_tokens)
 
     def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None) -> None:
@@ -554,17 +530,8 @@ class PrefixCache:
         Whole blocks only. Within the account's budget the retentions refreshed longest ago give way; the rest that
         still does not fit is not retained. share: of the account, None for the cache's.
         """
-        if lease.owner is not self:
-            raise _not_leased()
-        num_published = lease.num_published_tokens // self.block_size
-        wanted = min(num_tokens // self.block_size, num_published)
-        if wanted > 0 and ttl > 0:
-            node = self._tree.node_at(lease.node, num_published, wanted)
-            if node.namespace == lease.namespace:
-                self._tree.retain(node, ttl, self._budgets.retainable(share))
-                if self._windows is not None and node.keeps:
-                    lease.ends[wanted] = RETAINED
-                    self._windows.retain(lease.block_ids[:wanted])
+        self._check(lease)
+        self.retentions.retain(lease, num_tokens, ttl, share)
 
     def expect_back(
         self, tokens: array[int], namespace: str, after_s: float, ttl: float, share: float | None = None
@@ -574,13 +541,9 @@ class PrefixCache:
         Until then it goes like prefixes that were last used as long ago. For `ttl` seconds, if it is not 0, it is
         retained as by `retain`. Return the retention, for `end_retention`; None if there is none, or one before.
         """
-        lease = self.match(tokens, namespace)
-        num_tokens, before = (
-            lease.num_published_tokens,
-            len(self._tree.ledger.account(account_of(namespace)).retentions),
-        )
+        lease, before = self.match(tokens, namespace), len(self._tree.ledger.account(account_of(namespace)).retentions)
         if ttl > 0:
-            self.retain(lease, num_tokens, ttl, share)
+            self.retentions.retain(lease, lease.num_published_tokens, ttl, share)
         node = lease.node
         self.release(lease)
         self._tree.demote(node, after_s)
@@ -591,63 +554,6 @@ class PrefixCache:
         """End a retention of `expect_back` for `ttl` seconds, unless it has ended or a client has a part in it."""
         if retention.node is not None and not retention.is_pinned and retention.ttl == ttl:
             self._tree.end_retention(retention)
-
-    def pin(
-        self, tokens: array[int], namespace: str = "", share: float | None = None, pin_share: float | None = None
-    ) -> int:
-        """Pin the whole blocks of `tokens`, if all of them are cached, until `unpin`.
-
-        Return the number of cached tokens: they are pinned if this covers all whole blocks. Raise BudgetError, with
-        nothing changed, if the account's pins would exceed its budget; its other retentions give way. share: as in
-        `retain`. pin_share: of all blocks, granted to the account for its pins; None for its part in the cache's.
-        """
-        tree, size = self._tree, self.block_size
-        wanted = len(tokens) // size
-        data = tokens[: wanted * size].tobytes()
-        depth = tree.depth(namespace, data) if self._windows is None else self._serving_depth(namespace, data)
-        account = account_of(namespace)
-        num_left = self._budgets.num_left_to_pin(account, share, pin_share)
-        # Blocks that are not cached are not pinned yet.
-        if wanted - depth > num_left:
-            raise BudgetError(wanted - depth, num_left)
-        if depth < wanted or not wanted:
-            return depth * size
-        start = tree.start(namespace, data)
-        assert start is not None
-        node = tree.descend(start, data, array("i"), namespace)
-        if node.namespace != namespace:
-            return wanted * size  # a public prefix is not the account's to pin, and the operator has pinned it
-        num_new = num_unpinned_blocks(node)
-        if num_new > num_left:
-            raise BudgetError(num_new, num_left)
-        self._budgets.grant(account, pin_share)
-        tree.pin(node)
-        tree.make_room(node, max(self._budgets.retainable(share), tree.ledger.account(account).num_pinned_blocks))
-        if self._windows is not None:
-            self._windows.retain(tree.path(node))
-        return wanted * size
-
-    def unpin(self, tokens: array[int], namespace: str = "") -> bool:
-        """End the pin of the whole blocks of `tokens`. Return False if there is none."""
-        num_blocks = len(tokens) // self.block_size
-        data = tokens[: num_blocks * self.block_size].tobytes()
-        node, depth, num_cached = self._tree.locate(namespace, data)
-        is_end = node is not None and depth == num_cached == num_blocks
-        if node is None or not is_end or node.namespace != namespace:
-            return False
-        if node.retention is None or not node.retention.is_pinned:
-            return False
-        self._tree.unpin(node)
-        return True
-
-    def unpin_serial(self, serial: int, namespace: str) -> bool:
-        """End the pin of the run that `prefixes` names `serial`. Return False if the namespace has no pin there."""
-        retentions = self._tree.ledger.account(account_of(namespace)).retentions.values()
-        nodes = (one.node for one in retentions if one.is_pinned and one.node is not None)
-        node = next((node for node in nodes if node.serial == serial and node.namespace == namespace), None)
-        if node is not None:
-            self._tree.unpin(node)
-        return node is not None
 
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
@@ -680,14 +586,6 @@ class PrefixCache:
         if self._disk.end_write(copy, num_bytes, now):
             self._allocator.free([copy.block])
 
-    def budget(
-        self, account: str, share: float | None = None, pin_share: float | None = None
-    ) -> tuple[int, int, int, int]:
-        """Return the numbers of blocks that an account may retain, retains, has pinned, and may pin beside these."""
-        own, budgets = self._tree.ledger.account(account), self._budgets
-        left = budgets.num_left_to_pin(account, share, pin_share)
-        return budgets.retainable(share), own.num_blocks, own.num_pinned_blocks, left
-
     def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
         """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
         return list_prefixes(self._tree, self.block_size, namespaces, limit)
@@ -707,21 +605,23 @@ class PrefixCache:
 
     def is_branch(self, lease: Lease) -> bool:
         """Return whether other prompts are cached that go on in another way where the lease's published tokens end."""
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         return lease.num_known_tokens > lease.num_published_tokens or bool(lease.node.children)
 
     def explain(self, lease: Lease, tokens: array[int], *, tells_salts: bool = False) -> Miss:
         """Return why `match`, or `advance`, found no more of `tokens`. To be called at once after it.
 
         Evictions of the lease's account are recorded from the first call on, until a while after the last call.
-        tells_salts: whether to tell of the other namespaces of the lease's account.
+        tells_salts: whether the answer may name other namespaces of the lease's account.
         """
-        if lease.owner is not self:
-            raise _not_leased()
+        self._check(lease)
         self._tree.evictions.begin(account_of(lease.namespace))
         lacking = MissReason.NO_STATE if self._stateful else MissReason.NO_WINDOW
         return explain_miss(self._tree, lease, tokens, self.block_size, lacking, tells_salts=tells_salts)
+
+    def _check(self, lease: Lease) -> None:
+        if lease.owner is not self:
+            raise LeaseError("the lease was released before, or belongs to another cache")
 
     def _count_private(self, lease: Lease, change: int) -> None:
         """Count blocks of a lease that are not in the tree."""
@@ -750,7 +650,6 @@ class PrefixCache:
         self.check_counts()
         self._allocator.check_invariants()
         in_tree = check_tree(self._tree, self._leases.values(), self.block_size)
-        in_tree = check_tree(self._tree, self._leases.values(), self.block_size)
         places: dict[str, Collection[int]] = {"in the tree": in_tree}
         num_private = 0
         for lease in self._leases.values():
@@ -766,35 +665,6 @@ class PrefixCache:
             held = Counter(block for lease in self._leases.values() for block in lease.block_ids[lease.first_window :])
             self._windows.check(dict(held), self._duplicates)
 
-    @property
-    def _ends_at_borders(self) -> bool:
-        """True if a prefix serves only up to certain boundaries of its blocks."""
-        return self._stateful or self._windows is not None
-
-    def _last_border(self, node: Node | None, depth: int, limit: int, path: array[int]) -> tuple[Snapshot | None, int]:
-        """Return the last boundary within the first `limit` blocks of a prefix up to which it serves, and its snapshot.
-
-        node, depth: the prefix ends within the run of `node`, whose end is that deep. path: its blocks.
-        """
-        snapshot, at = None, limit
-        while True:
-            if self._windows is not None:
-                at = self._windows.last_border(path, at)
-            if not self._stateful:
-                return None, at
-            snapshot, found = deepest_snapshot(node, depth, at)
-            if found == at:
-                return snapshot, at
-            at = found
-
-    def _serving_depth(self, namespace: str, data: bytes) -> int:
-        """Count the leading blocks of `data` (int32 ids) that would serve a request. Change nothing."""
-        if not self._ends_at_borders:
-            return self._tree.depth(namespace, data)
-        node, depth, num_cached = self._tree.locate(namespace, data)
-        path = array("i") if self._windows is None else self._tree.path(node)
-        return self._last_border(node, depth, num_cached, path)[1]
-
     def _resume(self, lease: Lease, node: Node, path: array[int]) -> tuple[Node, int]:
         """Return the node that ends where the prefix that ends with `node` last serves, and its depth in blocks.
 
@@ -802,7 +672,7 @@ class PrefixCache:
         the end of these. path: the blocks of the prefix. A run that reaches beyond the place is split there.
         """
         first, depth = lease.num_published_tokens // self.block_size, len(path)
-        snapshot, at = self._last_border(node, depth, depth, path)
+        snapshot, at = self._borders.last(node, depth, depth, path)
         if at <= first:
             return (lease.node, first) if first else (self._tree.root(lease.namespace), 0)
         if snapshot is not None:
@@ -835,7 +705,3 @@ class PrefixCache:
         """Return the bytes of the ids from `start`, a block boundary, in whole blocks without the last token."""
         stop = (len(tokens) - 1) // self.block_size * self.block_size
         return tokens[start : max(start, stop)].tobytes()
-
-
-def _not_leased() -> LeaseError:
-    return LeaseError("the lease was released before, or belongs to another cache")

@@ -12,7 +12,7 @@ from heapq import heapify, heappop, heappush
 
 from radix_cache.nodes import Node, Retention
 
-_HEAP_SLACK = 64
+_HEAP_SLACK = 64  # a heap is rebuilt once it has more entries than twice the live ones and this
 
 
 def account_of(namespace: str) -> str:

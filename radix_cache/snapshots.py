@@ -154,7 +154,7 @@ class SnapshotTable:
         snapshot.is_superseded = False
 
     def supersede(self, snapshot: Snapshot) -> None:
-        """Let a snapshot in the tree go early, with those before it: its only user has saved a later one.
+        """Let a snapshot go early, with those before it: its only user has saved a later one. Do nothing if it is gone.
 
         This holds back to the last place where prompts branch, whose snapshot may serve further prompts. It does not
         hold for snapshots that several requests have used, or in a retained run.

@@ -1,4 +1,4 @@
-"""Which KV blocks are on disk: the tier below memory. No files and no clock here; the caller tells of both.
+"""Which KV blocks are on disk: the tier below memory. No files and no clock here; the caller reports both.
 
 A block on disk is named by the tokens of its whole prefix: names are chained digests, keyed by a secret, the
 fingerprint of everything that the bits of KV depend on, and the namespace. So names are the same in every process with

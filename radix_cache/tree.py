@@ -21,7 +21,7 @@ from radix_cache.snapshots import SnapshotTable, split_snapshots
 from radix_cache.victims import Victims
 
 _DROPPED_AT_ONCE = 128  # blocks, about half a millisecond's work
-_NEWEST_CHILDREN = 32  # of a node, among which `latest_child` looks
+_NEWEST_CHILDREN = 32  # of a node, among which `continuation` looks
 # Stamps are known by time at intervals of one second, of the last hour or two.
 _SECONDS_BETWEEN_TIMES, _MOST_TIMES = 1.0, 7200
 
@@ -150,7 +150,19 @@ class RadixTree:
             node = child
         return node
 
-    def latest_child(self, node: Node, data: bytes, namespace: str) -> Node | None:
+    def continuation(self, node: Node, expected: bytes, most: int, namespace: str) -> bytes:
+        """Return up to `most` bytes of tokens (int32 ids) that are cached behind `node` and the `expected` tokens.
+
+        Of several continuations that the namespace may see it is the one that was released last, as far as few are
+        beside it. Change nothing.
+        """
+        found, end = bytearray(), len(expected) + most
+        while len(found) < end and (child := self._latest_child(node, expected[len(found) :], namespace)) is not None:
+            found += child.tokens
+            node = child
+        return bytes(found[len(expected) : end])
+
+    def _latest_child(self, node: Node, data: bytes, namespace: str) -> Node | None:
         """Return the child whose run begins with `data`, or is the beginning of it, and that was released last.
 
         Only the newest children that the namespace may see are looked at. Return None if none of them fits.
@@ -230,7 +242,7 @@ class RadixTree:
     def demote(self, node: Node, seconds: float) -> None:
         """Age the prefix that ends with `node`, and one run behind it, by `seconds`, for the order of eviction.
 
-        As far as nothing else continues the prefix. Its next release ends it.
+        Runs that something else continues keep their age. The prefix's next release makes it the newest again.
         """
         used_at = self.now - seconds
         stamp = self._clock_at(used_at)

@@ -52,7 +52,7 @@ class TreeOnDisk:
     @property
     def num_wanted(self) -> int:
         """The number of blocks, window blocks and snapshots that wait to be written."""
-        return self._copies.num_wanted + self.borders.num_wanted
+        return len(self._copies.queue) + len(self.borders.queue)
 
     def take(self, most: int) -> list[BlockCopy]:
         """Return the blocks that are to be written next, at most `most`. `PrefixCache.end_store` ends each.
@@ -64,7 +64,7 @@ class TreeOnDisk:
 
     def hurry(self, names: Sequence[bytes]) -> None:
         """Let blocks that wait to be written come before all others."""
-        self._copies.hurry(names)
+        self._copies.queue.hurry(names)
 
     def publish(self, lease: Lease, tokens: array[int], first: int, stop: int) -> None:
         """Have the lease's blocks number `first` to `stop`, which have entered the tree, written."""
@@ -91,8 +91,8 @@ class TreeOnDisk:
         stop = num_published if keep_tokens is None else min(num_published, max(0, keep_tokens) // size)
         if not stop:
             return
-        tokens = array("i")
-        if len(lease.names) < stop or not all(name in stored or name in self._copies for name in lease.names[:stop]):
+        tokens, queue = array("i"), self._copies.queue
+        if len(lease.names) < stop or not all(name in stored or name in queue for name in lease.names[:stop]):
             tokens.frombytes(self._tree.prefix(lease.node))
             stored.name(lease.names, lease.namespace, tokens, stop, size)
             node: Node | None = lease.node
@@ -106,17 +106,17 @@ class TreeOnDisk:
 
     def forget(self, names: Sequence[bytes]) -> None:
         """Let blocks not be, or not come, on disk."""
-        self._copies.revoke(names)
+        self._copies.queue.revoke(names)
         beside = {border_name(name, kind) for name in names for kind in self._kinds}
-        self.borders.revoke(beside)
+        self.borders.queue.revoke(beside)
         for name in (*names, *beside):
             self.stored.discard(name)
 
     def drop(self, namespaces: Collection[str] | None) -> None:
         """Let no block of namespaces (None: of all) be, or come, on disk."""
         folders = None if namespaces is None else {self.stored.folder_of(namespace) for namespace in namespaces}
-        for copies in (self._copies, self.borders):
-            copies.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
+        for queue in (self._copies.queue, self.borders.queue):
+            queue.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
         self.stored.drop(namespaces)
 
     def end_write(self, copy: BlockCopy, num_bytes: int, now: float) -> bool:
@@ -140,7 +140,7 @@ class TreeOnDisk:
         return self._last_border(names, first, min(stop, self.stored.depth(names, first)))
 
     def unknown(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> list[list[StoredBlock]]:
-        """Return the whole blocks of `tokens` behind those in memory and on disk, without size and time of use.
+        """Return the whole blocks of `tokens` that are neither in memory nor on disk, without size and time of use.
 
         Each is a list, of the KV block and of its window block and snapshot, which it may have, too.
         Other services that share the folder may have written their files. first: the number of the first block that is
@@ -184,7 +184,7 @@ class TreeOnDisk:
         folder = self.stored.folder_of(lease.namespace)
         for index in range(first, stop):
             name = lease.names[index]
-            if name not in self.stored and name not in self._copies:
+            if name not in self.stored and name not in self._copies.queue:
                 self._copies.want(self._copy(lease.block_ids[index], lease, tokens, index, folder))
 
     def _write_border(self, lease: Lease, tokens: array[int], stop: int) -> None:
@@ -214,12 +214,12 @@ class TreeOnDisk:
         for index in blocks:
             if self._is_missing(lease.names[index], Kind.WINDOW):
                 block = lease.block_ids[index]
-                self.borders.want(block, self._copy(block, lease, tokens, index, folder, Kind.WINDOW))
+                self.borders.queue.want(block, self._copy(block, lease, tokens, index, folder, Kind.WINDOW))
 
     def _write_state(self, lease: Lease, snapshot: Snapshot, depth: int, data: bytes) -> None:
         if self._is_missing(lease.names[depth - 1], Kind.STATE):
             name, folder = border_name(lease.names[depth - 1], Kind.STATE), self.stored.folder_of(lease.namespace)
-            self.borders.want(snapshot, BlockCopy(0, name, folder, depth - 1, data, Kind.STATE))
+            self.borders.queue.want(snapshot, BlockCopy(0, name, folder, depth - 1, data, Kind.STATE))
 
     def _is_missing(self, name: bytes, kind: Kind) -> bool:
         """Return whether a KV block is, or comes, on disk, and the file beside it is not and does not.
@@ -227,8 +227,8 @@ class TreeOnDisk:
         Public KV blocks are there under the names of the namespace that published them.
         """
         beside = border_name(name, kind)
-        is_coming = name in self.stored or name in self._copies
-        return is_coming and beside not in self.stored and beside not in self.borders
+        is_coming = name in self.stored or name in self._copies.queue
+        return is_coming and beside not in self.stored and beside not in self.borders.queue
 
     def _last_border(self, names: Sequence[bytes], first: int, depth: int) -> int:
         """Return the last boundary up to block number `depth` at which a prefix serves that is on disk from `first` on.

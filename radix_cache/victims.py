@@ -6,8 +6,8 @@ its share and another account holds more. This is max-min fairness over all bloc
 Accounts without further requests would hold their shares for ever, so the blocks of an account count double for every
 `HALF_LIFE_S` since its last request. With one account the oldest block goes first.
 
-The accounts lie in heaps by what they hold. The decay is the same for all, so an account's place changes only when the
-account is touched, and an eviction costs O(log accounts).
+The accounts lie in heaps, ordered by their holdings. The decay is the same for all, so an account's place changes only
+when the account is touched, and an eviction costs O(log accounts).
 
 Blocks are evicted for an account, the taker. Its own leaves, and leaves of accounts that hold as much or more, come
 before leaves of accounts that hold less; a part of the latter can be spared (`num_to_spare`).
@@ -25,8 +25,8 @@ from radix_cache.nodes import PUBLIC, Node
 from radix_cache.retention import account_of
 
 HALF_LIFE_S = 600.0
-_HEAP_SLACK = 64
-_USUAL = (1.0, inf)
+_HEAP_SLACK = 64  # a heap is rebuilt once it has more entries than twice the live ones and this
+_USUAL = (1.0, inf)  # weight and limit of an account without terms of its own
 
 # (tier, rank of the retention, excess of the account with its sign turned, stamp, serial): the first victim has the
 # lowest. Tier 1: leaves of accounts that hold less than the taker. Tier 2: pinned leaves.

@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 from radix_cache.errors import require
 from radix_cache.nodes import PUBLIC
 
-_HEAP_SLACK = 64
+_HEAP_SLACK = 64  # a heap is rebuilt once it has more entries than twice the live ones and this
 Row = TypeVar("Row")
 
 
@@ -40,8 +40,8 @@ class _Holding(Generic[Row]):
 class WorthQueue(Generic[Row]):
     """The evictable rows of all accounts. It frees none: the caller does, and counts it (`count`).
 
-    Worthless rows lie in one heap, and accounts with others in a heap by what they hold. There an account may be
-    further ahead than it belongs, never behind: the first one is put right until it is where it belongs.
+    Worthless rows lie in one heap, and accounts with other rows in a heap ordered by their holdings. There an account
+    may be further ahead than it belongs, never behind: the first one is put right until it is where it belongs.
     """
 
     __slots__ = ("_entries", "_excess", "_holdings", "_next_entry", "_order", "_worthless", "age")

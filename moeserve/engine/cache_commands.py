@@ -16,8 +16,8 @@ from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
 from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
 
-MAX_LISTED = 1000
-_BUDGET = ("blocks", "retained", "pinned", "free")  # as in `PrefixCache.budget`; free for pins
+MAX_LISTED = 1000  # prefixes that one answer lists at most
+_BUDGET = ("blocks", "retained", "pinned", "free")  # as in `Retentions.budget`; free for pins
 _ENTRIES_AT_ONCE = 250  # entries that one slice of a listing makes
 
 Job = Generator[None, None, dict[str, Any]]
@@ -106,12 +106,11 @@ class CacheCommands:
     def samples(self) -> FeatureSamples:
         """Return the figures for the metrics."""
         caches = self._caches
-        retained, lost = sum(cache.num_retained for cache in caches), sum(cache.num_lost for cache in caches)
-        pins = sum(cache.num_pins for cache in caches)
+        retentions = [cache.retentions for cache in caches]
         samples: FeatureSamples = {
-            "moeserve_kv_retained_blocks": [[retained]],
-            "moeserve_kv_pinned_prefixes": [[pins]],
-            "moeserve_kv_retained_evictions": [[lost]],
+            "moeserve_kv_retained_blocks": [[sum(one.num_blocks for one in retentions)]],
+            "moeserve_kv_pinned_prefixes": [[sum(one.num_pins for one in retentions)]],
+            "moeserve_kv_retained_evictions": [[sum(one.num_lost for one in retentions)]],
         }
         windows = [cache.windows for cache in caches if cache.windows is not None]
         if windows:
@@ -178,7 +177,7 @@ class CacheCommands:
             if len(entries) % _ENTRIES_AT_ONCE == 0:
                 yield
         account = account_of(arguments.namespace or "")
-        budgets = [cache.budget(account, arguments.share, arguments.pin_share) for cache in self._caches]
+        budgets = [cache.retentions.budget(account, arguments.share, arguments.pin_share) for cache in self._caches]
         return {
             "prefixes": entries,
             "num_prefixes": num_runs,
@@ -208,7 +207,7 @@ class CacheCommands:
             caches = [max(caches, key=lambda cache: cache.peek(longer, arguments.namespace))]
         try:
             shares = arguments.share, arguments.pin_share
-            cached = min(cache.pin(tokens, arguments.namespace, *shares) for cache in caches)
+            cached = min(cache.retentions.pin(tokens, arguments.namespace, *shares) for cache in caches)
         except BudgetError as error:
             return {"over_budget": True, "wanted_blocks": error.num_wanted, "free_blocks": error.num_free}
         return {"over_budget": False, "tokens": wanted, "missing_tokens": wanted - cached}
@@ -217,11 +216,11 @@ class CacheCommands:
         yield from ()
         if arguments.prefix_id is None:
             tokens = unpack_token_ids(arguments.token_ids)
-            return {"unpinned": sum(cache.unpin(tokens, arguments.namespace) for cache in self._caches)}
+            return {"unpinned": sum(cache.retentions.unpin(tokens, arguments.namespace) for cache in self._caches)}
         rank, _, serial = arguments.prefix_id.partition(".")
         if not (rank.isdecimal() and serial.isdecimal() and len(serial) < 20 and int(rank) < len(self._caches)):
             return {"unpinned": 0}
-        return {"unpinned": int(self._caches[int(rank)].unpin_serial(int(serial), arguments.namespace))}
+        return {"unpinned": int(self._caches[int(rank)].retentions.unpin_serial(int(serial), arguments.namespace))}
 
     def _drop(self, arguments: DropArguments) -> Job:
         namespaces = None if arguments.namespace is None else _spellings(arguments.namespace)

@@ -13,14 +13,14 @@ from bisect import insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from moeserve.plan import Request
+from moeserve.scheduling.waiting_room import WaitingRoom
 from radix_cache import PrefixCache, Retention, account_of
 
 _REMEMBERED = 64  # latest durations of a tool
 _KNOWN_FROM = 4  # with this number of durations of its own, a tool is judged by these alone
-# Seconds: eight quantiles of a log-normal distribution with a median of 5 s, for tools that nothing is known of.
+# The durations, in seconds, of an unknown tool: eight quantiles of a log-normal distribution with a median of 5 s.
 _UNKNOWN = (0.5, 1.3, 2.4, 3.9, 6.4, 10.4, 19.0, 49.6)
 _MOST_TOOLS = 4096
 _MOST_NAME_CHARS = 256  # a model may write any name
@@ -31,9 +31,9 @@ _LATEST_S = 3600.0  # a conversation that comes later does not count as a tool's
 _PRICE = 0.2
 # An open wait is expected to last its age times this factor.
 _TIMES_SO_FAR = 1.5
-_MARGIN = 1.1  # times a duration, for which KV is kept that is expected after it
+_MARGIN = 1.1  # KV that is expected after a duration is kept for this many times the duration
 _EARLY, _LATE = 0.1, 0.9  # quantiles of a tool's duration between which KV that was read back is kept
-_LEAST_KEPT_S = 1.0  # that KV is kept which was read back
+_LEAST_KEPT_S = 1.0  # seconds that KV which was read back is kept at least
 _WORTH_READING_S = 0.02  # readings that take less are left to the request that needs them
 
 
@@ -108,22 +108,10 @@ class ToolWaitCounters:
     num_read: int = 0
 
 
-class Recovery(Protocol):
-    """Gives back KV that has left memory."""
-
-    def recovery_s(self, tokens: array[int], namespace: str) -> float:
-        """Return the seconds that it takes to have the KV of tokens again."""
-        ...
-
-    def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
-        """Begin to read KV from disk into a rank's memory. Return False where that cannot be, or need not be."""
-        ...
-
-
 class ToolWaits:
     """The conversations whose tools run, and the durations of each tool."""
 
-    def __init__(self, caches: Sequence[PrefixCache], recovery: Recovery) -> None:
+    def __init__(self, caches: Sequence[PrefixCache], recovery: WaitingRoom) -> None:
         self._caches = caches
         self._recovery = recovery
         self._durations: OrderedDict[tuple[str, str], Durations] = OrderedDict()
@@ -226,7 +214,7 @@ class ToolWaits:
         num_blocks = len(wait.tokens) // cache.block_size
         others = (one for one in self._in_order if one.rank == wait.rank and account_of(one.namespace) == account)
         while True:
-            budget, num_retained, *_ = cache.budget(account, wait.share)
+            budget, num_retained, *_ = cache.retentions.budget(account, wait.share)
             if num_retained + num_blocks <= budget:
                 return True
             other = next((one for one in others if one.retention is not None), None)

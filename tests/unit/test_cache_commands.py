@@ -38,7 +38,7 @@ def test_a_pin_goes_to_the_rank_that_has_the_prefix_and_ids_name_the_rank() -> N
     assert pin(commands, PROMPT) == {"over_budget": False, "tokens": 24, "missing_tokens": 24}
     fill(caches[1], PROMPT)
     assert pin(commands, PROMPT)["missing_tokens"] == 0
-    assert [cache.num_pins for cache in caches] == [0, 1]
+    assert [cache.retentions.num_pins for cache in caches] == [0, 1]
     listed = finish(commands.start("list_prefixes", {"namespace": "a", "limit": 10}))
     (entry,) = listed["prefixes"]
     assert entry["id"].startswith("1.")
@@ -62,7 +62,7 @@ def test_a_public_prefix_is_pinned_on_every_rank() -> None:
     assert finish(commands.start("pin_prefix", arguments))["missing_tokens"] == 24
     fill(caches[1], PROMPT, PUBLIC)
     assert finish(commands.start("pin_prefix", arguments))["missing_tokens"] == 0
-    assert [cache.num_pins for cache in caches] == [1, 1]
+    assert [cache.retentions.num_pins for cache in caches] == [1, 1]
 
 
 def test_window_blocks_are_counted_where_a_model_has_some() -> None:
@@ -139,11 +139,11 @@ def test_a_wish_retains_the_prompt_once_the_request_has_ended_and_time_ends_it()
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=9))
     record.request.cache = CacheWish(((24, 60.0), (9, 600.0)))
     simulation.run()
-    assert simulation.cache.num_retained == 6
+    assert simulation.cache.retentions.num_blocks == 6
     simulation.scheduler.tell_time(161.0)
-    assert simulation.cache.num_retained == 2
+    assert simulation.cache.retentions.num_blocks == 2
     simulation.scheduler.tell_time(701.0)
-    assert simulation.cache.num_retained == 0
+    assert simulation.cache.retentions.num_blocks == 0
     simulation.check_all_done()
 
 
@@ -156,9 +156,9 @@ def test_a_hit_begins_a_retention_anew() -> None:
     simulation.add("two", [*PROMPT, 40, 41], SamplingParams(max_tokens=1))
     simulation.run()
     simulation.scheduler.tell_time(100.0)
-    assert simulation.cache.num_retained == 6
+    assert simulation.cache.retentions.num_blocks == 6
     simulation.scheduler.tell_time(111.0)
-    assert simulation.cache.num_retained == 0
+    assert simulation.cache.retentions.num_blocks == 0
 
 
 def test_retained_blocks_never_keep_a_request_from_its_memory() -> None:
@@ -166,11 +166,11 @@ def test_retained_blocks_never_keep_a_request_from_its_memory() -> None:
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=1))
     record.request.cache = CacheWish(((24, 60.0),), share=1.0)
     simulation.run()
-    assert simulation.cache.num_retained == 6
+    assert simulation.cache.retentions.num_blocks == 6
     simulation.add("two", list(range(20, 46)), SamplingParams(max_tokens=1))
     simulation.run()
-    assert simulation.cache.num_retained == 1
-    assert simulation.cache.num_lost == 5
+    assert simulation.cache.retentions.num_blocks == 1
+    assert simulation.cache.retentions.num_lost == 5
     simulation.check_all_done()
 
 
@@ -180,7 +180,7 @@ def test_a_request_that_failed_retains_nothing() -> None:
     record.request.cache = CacheWish(((24, 60.0),))
     simulation.step()
     simulation.abort("one")
-    assert simulation.cache.num_retained == 2
+    assert simulation.cache.retentions.num_blocks == 2
 
 
 def test_reports_come_with_the_first_output_and_count_what_was_shared_while_waiting() -> None:

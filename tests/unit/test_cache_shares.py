@@ -161,7 +161,7 @@ def test_retained_prefixes_of_an_account_beyond_its_share_still_outlive_unretain
 def test_public_prefixes_count_for_nobody() -> None:
     shelf = Shelf(100)
     public = shelf.put(PUBLIC, 30)
-    shelf.cache.pin(public, PUBLIC, 1.0)
+    shelf.cache.retentions.pin(public, PUBLIC, 1.0)
     prompt = public + array("i", range(1000, 1010))
     lease = shelf.cache.match(prompt, "b")
     assert (lease.num_cached_tokens, shelf.cache.extend(lease, 10) is not None) == (30, True)
@@ -185,8 +185,8 @@ def test_keys_that_pin_what_they_may_leave_others_a_cache() -> None:
             cache.publish(lease, tokens, 4)
             cache.release(lease)
             with suppress(BudgetError):
-                cache.pin(tokens, name)
-    pinned = [cache.budget(name)[2] for name in ("a", "b", "c")]
+                cache.retentions.pin(tokens, name)
+    pinned = [cache.retentions.budget(name)[2] for name in ("a", "b", "c")]
     # Half of a quarter each; who comes third may pin nothing, but gets its fair share of all blocks.
     assert pinned == [19, 19, 0]
     prompts = [array("i", range(100 * number, 100 * number + 11)) for number in range(1, 4)]
@@ -197,7 +197,7 @@ def test_keys_that_pin_what_they_may_leave_others_a_cache() -> None:
             cache.free(cache.publish(lease, prompt, 11))
             cache.release(lease)
     assert [cache.peek(prompt, "third") for prompt in prompts] == [10] * 3
-    assert [cache.budget(name)[2] for name in ("a", "b", "c")] == pinned
+    assert [cache.retentions.budget(name)[2] for name in ("a", "b", "c")] == pinned
 
 
 def test_an_operators_grant_for_pins_takes_nothing_from_the_others() -> None:
@@ -208,16 +208,16 @@ def test_an_operators_grant_for_pins_takes_nothing_from_the_others() -> None:
         cache.extend(lease, 61)
         cache.publish(lease, shelf, 61)
         cache.release(lease)
-    assert cache.pin(shelf[:60], "granted", pin_share=0.5) == 60
-    assert cache.budget("granted", pin_share=0.5)[2:] == (60, 20)
-    assert cache.budget("other")[2:] == (0, 20)
+    assert cache.retentions.pin(shelf[:60], "granted", pin_share=0.5) == 60
+    assert cache.retentions.budget("granted", pin_share=0.5)[2:] == (60, 20)
+    assert cache.retentions.budget("other")[2:] == (0, 20)
     with pytest.raises(BudgetError):
-        cache.pin(shelf[:21], "other")
-    assert cache.pin(shelf[:20], "other") == 20
+        cache.retentions.pin(shelf[:21], "other")
+    assert cache.retentions.pin(shelf[:20], "other") == 20
     cache.check_invariants()
-    assert cache.unpin(shelf[:20], "other")
-    assert not cache.unpin(shelf[:20], "other")
-    assert cache.budget("other")[2:] == (0, 20)
+    assert cache.retentions.unpin(shelf[:20], "other")
+    assert not cache.retentions.unpin(shelf[:20], "other")
+    assert cache.retentions.budget("other")[2:] == (0, 20)
 
 
 def test_the_work_of_a_pin_does_not_grow_with_the_number_of_pins() -> None:
@@ -231,8 +231,9 @@ def test_the_work_of_a_pin_does_not_grow_with_the_number_of_pins() -> None:
             cache.publish(lease, tokens, 3)
             cache.release(lease)
             if number < num_pins:
-                cache.pin(tokens)
+                cache.retentions.pin(tokens)
         tokens = array("i", [num_pins, 1, 2])
-        counts.append(num_lines(lambda: cache.pin(tokens)) + num_lines(lambda: cache.unpin(tokens)))  # noqa: B023
-        assert cache.num_pins == num_pins
+        pins = cache.retentions
+        counts.append(num_lines(lambda: pins.pin(tokens)) + num_lines(lambda: pins.unpin(tokens)))  # noqa: B023
+        assert cache.retentions.num_pins == num_pins
     assert counts[1] <= 1.1 * counts[0]

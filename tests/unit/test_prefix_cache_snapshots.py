@@ -124,7 +124,7 @@ def test_a_snapshot_of_a_retained_prefix_stays_longer_but_not_for_ever() -> None
         cache = stateful(2, num_blocks=400)
         prefill(cache, TALK[:20], [16])
         if pin:
-            assert cache.pin(array("i", TALK[:16])) == 16
+            assert cache.retentions.pin(array("i", TALK[:16])) == 16
         for number in range(100):
             if cache.peek(array("i", TALK[:20])) == 0:
                 return number

@@ -258,11 +258,11 @@ class World:
         least_new = new if cached == wanted else wanted - cached
         if least_new > num_left:
             with pytest.raises(BudgetError) as caught:
-                self.cache.pin(ids, name, share)
+                self.cache.retentions.pin(ids, name, share)
             assert caught.value.num_wanted == least_new
             assert caught.value.num_free == num_left
             return
-        assert self.cache.pin(ids, name, share) == cached * self.size
+        assert self.cache.retentions.pin(ids, name, share) == cached * self.size
         if cached == wanted > 0:
             self.mark(key, 0, pin=True)
             self.make_room(account_of(name), key, limit)
@@ -270,10 +270,10 @@ class World:
     def unpin(self, which: int) -> None:
         pins = [key for key, mark in self.marks.items() if mark.is_pinned]
         if not pins:
-            assert not self.cache.unpin(array("i", [7] * self.size))
+            assert not self.cache.retentions.unpin(array("i", [7] * self.size))
             return
         key = pins[which % len(pins)]
-        assert self.cache.unpin(array("i", key[1]), key[0])
+        assert self.cache.retentions.unpin(array("i", key[1]), key[0])
         self.marks[key].is_pinned = False
         if self.marks[key].until <= self.now:
             del self.marks[key]
@@ -420,11 +420,11 @@ class World:
         assert cache.num_leased == private + pinned
         assert cache.num_duplicates == len(self.duplicates)
         retained = {name: len(self.retained(name)) for name in ACCOUNTS}
-        assert cache.num_retained == sum(retained.values())
-        assert cache.num_pins == sum(mark.is_pinned for mark in self.marks.values())
-        assert cache.num_lost == self.num_lost
+        assert cache.retentions.num_blocks == sum(retained.values())
+        assert cache.retentions.num_pins == sum(mark.is_pinned for mark in self.marks.values())
+        assert cache.retentions.num_lost == self.num_lost
         for name, count in retained.items():
-            assert cache.budget(name)[1:3] == (count, len(self.retained(name, pinned=True)))
+            assert cache.retentions.budget(name)[1:3] == (count, len(self.retained(name, pinned=True)))
         for namespace, tokens in self.entries:
             assert cache.peek(array("i", [*tokens, 9]), namespace) >= len(tokens)
         for key, entry in self.entries.items():

@@ -76,18 +76,18 @@ def test_listing_dropping_and_reports_keep_to_ones_own_below_a_public_prefix() -
 def test_public_blocks_are_charged_to_nobody_elses_budget() -> None:
     cache = PrefixCache(64, SIZE, retention_share=0.1)
     use(cache, SYSTEM, PUBLIC)
-    assert cache.pin(array("i", SYSTEM), PUBLIC, 1.0, 1.0) == 16
+    assert cache.retentions.pin(array("i", SYSTEM), PUBLIC, 1.0, 1.0) == 16
     prompt = array("i", [*SYSTEM, *range(24)])
     use(cache, prompt, "a")
-    assert cache.pin(prompt, "a") == 40
-    assert cache.budget("a") == (6, 6, 6, 0)
+    assert cache.retentions.pin(prompt, "a") == 40
+    assert cache.retentions.budget("a") == (6, 6, 6, 0)
     with pytest.raises(BudgetError):
-        cache.pin(array("i", [*SYSTEM, 9, 9, 9, 9]), "a")
-    assert cache.pin(array("i", SYSTEM), "b") == 16
-    assert cache.budget("b") == (6, 0, 0, 6)
+        cache.retentions.pin(array("i", [*SYSTEM, 9, 9, 9, 9]), "a")
+    assert cache.retentions.pin(array("i", SYSTEM), "b") == 16
+    assert cache.retentions.budget("b") == (6, 0, 0, 6)
     lease = cache.match(prompt, "b")
     cache.retain(lease, 16, 60.0)
-    assert cache.budget("b") == (6, 0, 0, 6)
+    assert cache.retentions.budget("b") == (6, 0, 0, 6)
     cache.release(lease)
     cache.check_invariants()
 
@@ -150,10 +150,10 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
             assert name == PUBLIC or num_public_blocks() == before
         elif kind < 0.9:
             cache.tell_time(float(step // 10))
-            cache.unpin(array("i", [0] * SIZE), draw.choice(names))
+            cache.retentions.unpin(array("i", [0] * SIZE), draw.choice(names))
         elif kind < 0.95:
             try:
-                cache.pin(array("i", prompt()[:12]), draw.choice(names))
+                cache.retentions.pin(array("i", prompt()[:12]), draw.choice(names))
             except BudgetError:
                 continue
         elif kind < 0.97:

@@ -38,7 +38,7 @@ def test_a_refused_pin_changes_nothing_not_even_which_retention_gives_way_first(
     retain(cache, first, 10)
     retain(cache, second, 10)
     with pytest.raises(BudgetError) as caught:
-        cache.pin(first, share=0.2)
+        cache.retentions.pin(first, share=0.2)
     assert (caught.value.num_wanted, caught.value.num_free) == (4, 3)
     retain(cache, third, 10)
     assert retained(cache) == {(1, 10), (2, 10)}
@@ -49,9 +49,9 @@ def test_a_pin_that_is_there_is_not_refused_when_the_budget_has_shrunk() -> None
     cache = PrefixCache(16, SIZE)
     prompt = array("i", range(16))
     cache.release(run(cache, prompt))
-    assert cache.pin(prompt) == 16
-    assert cache.pin(prompt, share=0.1) == 16
-    assert cache.num_pins == 1
+    assert cache.retentions.pin(prompt) == 16
+    assert cache.retentions.pin(prompt, share=0.1) == 16
+    assert cache.retentions.num_pins == 1
 
 
 @pytest.mark.parametrize("newest", ["head", "whole"])

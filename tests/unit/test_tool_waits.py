@@ -93,7 +93,7 @@ def test_a_return_is_found_by_its_session_or_by_its_prefix_and_ends_what_was_kep
     talks = Conversations()
     head = list(range(20))
     talks.turn(head, "t", 2.0, session="a")
-    assert talks.cache.num_retained > 0
+    assert talks.cache.retentions.num_blocks > 0
     talks.turn([77, *range(20)], "t", 2.0, session="a")
     talks.turn([*head, *range(60, 72)], "t", 2.0)
     talks.turn([*head, *range(60, 72), *range(80, 92)], "t", 2.0)
@@ -108,9 +108,9 @@ def test_kv_is_kept_until_the_request_that_continues_it_has_ended() -> None:
     talks.turn(list(range(20)), "t", 0.2)
     request = Request("next", array("i", range(24)), SamplingParams(1), "key", session="")
     talks.waits.note_return(request, talks.now)
-    assert talks.cache.num_retained > 0
+    assert talks.cache.retentions.num_blocks > 0
     talks.waits.note_end(request, is_whole=False)
-    assert talks.cache.num_retained == 0
+    assert talks.cache.retentions.num_blocks == 0
     talks.waits.begin("next", ["t"], talks.now)
     assert talks.waits.num_open == 0
 
@@ -124,7 +124,7 @@ def test_kv_is_forgotten_in_the_end_and_unknown_requests_are_left_alone() -> Non
     talks.now += 7200.0
     talks.cache.tell_time(talks.now)
     talks.waits.advance(talks.now)
-    assert (talks.waits.num_open, talks.cache.num_retained) == (0, 0)
+    assert (talks.waits.num_open, talks.cache.retentions.num_blocks) == (0, 0)
 
 
 def test_kv_on_disk_comes_back_before_the_conversation_does() -> None:
@@ -151,7 +151,7 @@ def test_what_clients_retain_does_not_give_way() -> None:
     for number in range(4):
         talks.turn([number, *range(500, 531)], "t", 0.5)
     assert talks.cached(wanted) == 40
-    assert talks.cache.budget("key")[1] <= 18
+    assert talks.cache.retentions.budget("key")[1] <= 18
 
 
 OPTIONS: dict[str, Any] = {"num_blocks": 40, "block_size": SIZE}

@@ -87,7 +87,7 @@ def test_blocks_go_as_if_every_leaf_was_looked_at(seed: int) -> None:
             cache.share(name, draw.choice((0.5, 1.0, 3.0)), draw.choice((0.05, 0.5, 1.0)))
         elif kind < 0.16:
             try:
-                cache.pin(array("i", [draw.randrange(6) for _ in range(3)]), name)
+                cache.retentions.pin(array("i", [draw.randrange(6) for _ in range(3)]), name)
             except BudgetError:
                 continue
         elif kind < 0.2:

@@ -153,15 +153,15 @@ def test_a_prefix_without_its_window_is_not_cached_to_be_pinned() -> None:
     use(cache, tokens(45))
     for number in range(1, 12):
         use(cache, tokens(13, 100 * number))
-    assert cache.pin(tokens(45)) < 44
-    assert cache.num_pins == 0
+    assert cache.retentions.pin(tokens(45)) < 44
+    assert cache.retentions.num_pins == 0
     assert use(cache, tokens(45)) == 0
-    assert cache.pin(tokens(45)) == 44
+    assert cache.retentions.pin(tokens(45)) == 44
     for number in range(1, 9):
         use(cache, tokens(13, 100 * number))
     assert use(cache, tokens(46)) == 44
     with pytest.raises(BudgetError):
-        cache.pin(tokens(4000))
+        cache.retentions.pin(tokens(4000))
 
 
 def test_two_requests_that_compute_the_same_share_a_window_block_in_the_end() -> None:
