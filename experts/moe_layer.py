@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -23,14 +23,36 @@ Dispatch = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 LocalExperts = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 
-@runtime_checkable
-class LoadingDispatch(Protocol):
-    """A dispatch to experts that may have to be loaded first."""
+class LoadingDispatch(ABC):
+    """A `Dispatch` to local experts, some of which may have to be loaded first."""
+
+    @abstractmethod
+    def partial(
+        self,
+        x: Tensor,
+        ids: Tensor,
+        weights: Tensor,
+        _: object,
+        activation: Activation,
+        meanwhile: Callable[[], None] = lambda: None,
+    ) -> Tensor:
+        """Return the weighted sum over local experts, [T, H] fp32.
+
+        ids: numbers in the model, -1 for remote experts. meanwhile: called once the missing experts are loading.
+        """
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
+        return self.partial(x, ids, weights, _, activation).to(x.dtype) if len(x) else x
 
     def while_loading(
         self, x: Tensor, ids: Tensor, weights: Tensor, activation: Activation, other: Callable[[], Tensor]
     ) -> tuple[Tensor, Tensor]:
         """Return the result of the dispatch, and that of `other`, which is called once while missing experts load."""
+        if not len(x):
+            return x, other()
+        done: list[Tensor] = []
+        out = self.partial(x, ids, weights, None, activation, lambda: done.append(other()))
+        return out.to(x.dtype), done[0]
 
 
 class RoutedExperts:

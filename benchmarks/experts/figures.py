@@ -1,6 +1,6 @@
 """One figure of a measurement: values over seeds or rounds, the limit it is held against, and the verdict.
 
-Torch-free. Also the amount that is measured, and runs that take turns.
+It holds the numbers of repetitions and the runs that take turns, too. Torch-free.
 """
 
 from __future__ import annotations

@@ -15,17 +15,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.experts.figures import Amount, Figure, Progress, at_least, over_seeds, within
+from benchmarks.experts.lab_traces import LabTrace
+from benchmarks.experts.lab_traces import remote_ranks as remote_ranks_by_token
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import BUILDS, halves, recorded_trace, with_controls
 from experts.placement.placement import Placement, balancedness, contiguous, from_first_ranks, round_robin
-from experts.placement.placement import remote_ranks as remote_ranks_by_token
 from experts.placement.search import (
     coactivation_placement,
     load_balanced,
     token_sets,
     with_replicas,
 )
-from experts.routing.files import RoutingTrace
 
 Load = NDArray[np.float64]
 
@@ -41,10 +41,8 @@ _NUM_REQUESTS = 80
 _SERVED = "homes in turn"
 _AS_BUSY = "ranks as busy as in the plain placement"
 _REPLICAS = (4, 8)
-_BY_TOPIC = "homes by topic, known when placing"
 _HINDSIGHT = "fitted to the requests measured, as busy"
 _OPTIMUM = "optimum for the requests measured, loads left aside"
-# Not by topic: a service that places experts does not know on which ranks requests will live.
 _TARGETED = (_SERVED, _AS_BUSY)
 _FEW_EXPERTS = 8
 
@@ -67,8 +65,8 @@ def remote_ranks(amount: Amount, progress: Progress) -> Iterator[Figure]:
             yield from _remote_figures(build.name, found, is_target=False)
 
 
-def remote_ranks_of_trace(trace: RoutingTrace, seed: int) -> dict[str, RemoteRanksFigure]:
-    """Return, on held-out requests: what a service saves, what it could save, and the same in the controls."""
+def remote_ranks_of_trace(trace: LabTrace, seed: int) -> dict[str, RemoteRanksFigure]:
+    """Return the saving of a service and the possible saving on held-out requests, and both in the controls."""
     found = {}
     for control, routing in with_controls(trace, seed):
         figure = partial(remote_ranks_figure, *halves(routing, seed), _NUM_RANKS)
@@ -79,8 +77,6 @@ def remote_ranks_of_trace(trace: RoutingTrace, seed: int) -> dict[str, RemoteRan
             for count in _REPLICAS:
                 name = f"{count} replicas per layer"
                 found[f"{name}, {control}" if control else name] = figure(num_redundant=count)
-        if not control and len(set(routing.families.tolist())) < len(set(routing.requests.tolist())):
-            found[_BY_TOPIC] = figure(by_family=True)
     held_out = halves(trace, seed)[1]
     found[_HINDSIGHT] = remote_ranks_figure(held_out, held_out, _NUM_RANKS, max_load=None)
     if trace.num_experts <= _FEW_EXPERTS:
@@ -123,7 +119,7 @@ def _balance_of_zipf(exponent: float, num_ranks: int, seed: int) -> dict[str, fl
     return balanced(*zipf_loads(exponent, seed), num_ranks, _NUM_SPARE)
 
 
-def _balance_of_trace(trace: RoutingTrace, num_spare: int, seed: int) -> dict[str, float]:
+def _balance_of_trace(trace: LabTrace, num_spare: int, seed: int) -> dict[str, float]:
     learning, held_out = halves(trace, seed)
     return balanced(learning.load(), held_out.load(), _RECORDED_RANKS, num_spare)
 
@@ -206,31 +202,27 @@ class RemoteRanksFigure:
 
 
 def remote_ranks_figure(
-    learning: RoutingTrace,
-    held_out: RoutingTrace,
+    learning: LabTrace,
+    held_out: LabTrace,
     num_ranks: int,
     *,
-    by_family: bool = False,
     max_load: float | None = 1.1,
     num_redundant: int = 0,
 ) -> RemoteRanksFigure:
     """Return the figure of co-activation placement with `num_redundant` replicas per layer.
 
-    by_family: requests that begin alike live on the same rank, which is known when experts are placed; otherwise
-    requests are dealt in turn. max_load: see `coactivation_placement`. Raise PlacementError if the ranks cannot share
-    the experts equally.
+    Requests are dealt to ranks in turn. max_load: see `coactivation_placement`. Raise PlacementError if the ranks
+    cannot share the experts equally.
     """
-    homes = learning.family_homes(num_ranks) if by_family else None
-    learnt = coactivation_placement(learning.ids, learning.num_experts, num_ranks, homes, max_load=max_load)
+    learnt = coactivation_placement(learning.ids, learning.num_experts, num_ranks, max_load=max_load)
     if num_redundant:
         learnt = with_replicas(learnt, learning.load(), num_redundant)
-    return remote_ranks_of(learnt, held_out, by_family=by_family)
+    return remote_ranks_of(learnt, held_out)
 
 
-def remote_ranks_of(learnt: Placement, held_out: RoutingTrace, *, by_family: bool = False) -> RemoteRanksFigure:
-    """Return the figure of any placement."""
+def remote_ranks_of(learnt: Placement, held_out: LabTrace) -> RemoteRanksFigure:
     num_ranks = learnt.num_ranks
-    homes = held_out.family_homes(num_ranks) if by_family else held_out.homes(num_ranks)
+    homes = held_out.homes(num_ranks)
     sizes = learnt.num_layers, learnt.num_experts, num_ranks
     found = [
         (

@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 
 from benchmarks.experts.figures import Amount, Figure, Progress, at_least, at_most, over_seeds, within
+from benchmarks.experts.lab_traces import GateGuesses, LabTrace
 from benchmarks.experts.simulator import (
     POPULARITY,
     LayerTiming,
@@ -30,7 +31,7 @@ from benchmarks.experts.traces import (
     recorded_trace,
     with_controls,
 )
-from experts.routing.files import GateGuesses, RoutingTrace, Tap
+from experts.routing.files import Tap
 
 _AFFINITY, _EARLY, _SHARED = "affinity", "gate-early", "gate-shared"
 _GATES = (_EARLY, _SHARED)
@@ -82,7 +83,7 @@ def _recall_figure(build: Build, name: str, values: tuple[float, ...], note: str
     return Figure(f"{build.name}, {name}", baseline, values, "x" if is_ratio else "", limit, note=note)
 
 
-def recalls(traces: Mapping[str, RoutingTrace], max_tokens: int, seed: int) -> dict[str, float]:
+def recalls(traces: Mapping[str, LabTrace], max_tokens: int, seed: int) -> dict[str, float]:
     """Return recall on held-out requests by predictor and distance, and affinity over popularity; also in controls.
 
     traces: of the same routing, by the fit of their gates.
@@ -102,7 +103,7 @@ def recalls(traces: Mapping[str, RoutingTrace], max_tokens: int, seed: int) -> d
 
 
 def _recalls(
-    trace: RoutingTrace, max_tokens: int, seed: int, predictors: Sequence[str], distance: int
+    trace: LabTrace, max_tokens: int, seed: int, predictors: Sequence[str], distance: int
 ) -> dict[tuple[str, int], float]:
     learning, held_out = halves(trace, seed)
     figures = recall_figures(learning, drawn_requests(held_out, max_tokens // 2, seed), predictors, distance)
@@ -114,7 +115,7 @@ def stall(amount: Amount, progress: Progress) -> Iterator[Figure]:
     for build in BUILDS:
         trace = recorded_trace(build, amount, progress, FITTED)
 
-        def of_seed(seed: int, build: Build = build, trace: RoutingTrace = trace) -> dict[tuple[float, str], float]:
+        def of_seed(seed: int, build: Build = build, trace: LabTrace = trace) -> dict[tuple[float, str], float]:
             progress(f"{build.name}, seed {seed}")
             return stall_saved(trace, _BETAS, amount.of(_TOKENS, 120), seed)
 
@@ -125,9 +126,7 @@ def stall(amount: Amount, progress: Progress) -> Iterator[Figure]:
                     yield _stall_figure(f"{build.name}, beta {beta:g}", name, of_name)
 
 
-def stall_saved(
-    trace: RoutingTrace, betas: Sequence[float], max_tokens: int, seed: int
-) -> dict[tuple[float, str], float]:
+def stall_saved(trace: LabTrace, betas: Sequence[float], max_tokens: int, seed: int) -> dict[tuple[float, str], float]:
     """Return by (beta, name), on held-out requests: stall saved, also by an oracle; bytes wasted; the controls."""
     found = {}
     for control, routing in with_controls(trace, seed):
@@ -146,7 +145,7 @@ def stall_saved(
     return found
 
 
-def all_knowing(trace: RoutingTrace) -> RoutingTrace:
+def all_knowing(trace: LabTrace) -> LabTrace:
     """Return the trace with early gates that guess the very choices of later layers: the most they could say."""
     guesses = []
     for distance in range(1, 4):

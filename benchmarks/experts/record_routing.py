@@ -10,7 +10,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.routing.files import GateGuesses, RoutingTrace, Tap
+from benchmarks.experts.lab_traces import GateGuesses, LabTrace
+from experts.routing.files import Tap
 from experts.routing.gates import FittedGates, GatePreview
 from moeserve.engine.experts.fit import DISTANCES, TextRead, TextReader, fit_gates, pieces
 
@@ -24,7 +25,7 @@ _FITTED_TOKENS = 8192
 class Recorded:
     """traces: by the name of the fit of the gates, empty for the model's own gates. perplexity: of the texts."""
 
-    traces: dict[str, RoutingTrace]
+    traces: dict[str, LabTrace]
     perplexity: float
 
 
@@ -76,9 +77,9 @@ def _guesses(preview: GatePreview, read: TextRead) -> _Guesses:
     return {(preview.tap, distance): at(distance) for distance in range(1, preview.max_distance + 1)}
 
 
-def _trace(num_experts: int, read: Sequence[TextRead], guesses: Sequence[_Guesses]) -> RoutingTrace:
+def _trace(num_experts: int, read: Sequence[TextRead], guesses: Sequence[_Guesses]) -> LabTrace:
     requests = np.repeat(np.arange(len(read), dtype=np.int32), [len(of_text.token_ids) for of_text in read])
-    return RoutingTrace(
+    return LabTrace(
         num_experts,
         np.concatenate([np.stack([ids.numpy().astype(np.uint16) for ids in of_text.ids]) for of_text in read], axis=1),
         requests,

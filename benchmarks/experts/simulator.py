@@ -16,21 +16,13 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.memory.residency import (
-    POLICIES,
-    Affinity,
-    EvictionPolicy,
-    ResidencyControl,
-    ResidencyCounters,
-    SlotState,
-    Static,
-    Transfer,
-    Worth,
-)
-from experts.memory.residency import POLICY_NAMES as SERVED
+from benchmarks.experts.lab_traces import LabTrace
+from experts.memory.eviction import POLICIES, Affinity, EvictionPolicy, Static, Worth
+from experts.memory.eviction import POLICY_NAMES as SERVED
+from experts.memory.residency import ResidencyControl, ResidencyCounters, SlotState, Transfer
 from experts.prediction.planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
-from experts.routing.files import RoutingTrace, Tap
+from experts.routing.files import Tap
 from experts.routing.predictors import (
     AFFINITY_SPAN,
     BEFORE,
@@ -100,7 +92,7 @@ def link_for(beta: float, expert_bytes: int, timing: LayerTiming, num_chunks: in
     return LinkModel(expert_bytes / (beta * timing.total), chunk_bytes=max(expert_bytes // num_chunks, 1))
 
 
-def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> SimulationResult:
+def simulate(learning: LabTrace, held_out: LabTrace, setup: SimulationSetup) -> SimulationResult:
     """Replay the held-out requests. `learning` has warmed slots and predictors, and predictors go on learning.
 
     Each token is predicted before it is learnt. The policies `static` (from the load of `learning`) and `belady` (from
@@ -115,7 +107,7 @@ def simulate(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSe
     return simulation.replay(held_out, setup.num_streams)
 
 
-def control_of(trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[EvictionPolicy]) -> ResidencyControl:
+def control_of(trace: LabTrace, setup: SimulationSetup, policies: Sequence[EvictionPolicy]) -> ResidencyControl:
     """Return the control of the trace's layers, each with the number of slots that the setup gives."""
     num_layers, _, top_k = trace.ids.shape
     num_slots = [setup.num_slots(trace.num_experts, top_k)] * num_layers
@@ -123,7 +115,7 @@ def control_of(trace: RoutingTrace, setup: SimulationSetup, policies: Sequence[E
 
 
 def loads_ahead(
-    trace: RoutingTrace, setup: SimulationSetup, control: ResidencyControl, policies: Sequence[EvictionPolicy]
+    trace: LabTrace, setup: SimulationSetup, control: ResidencyControl, policies: Sequence[EvictionPolicy]
 ) -> LoadsAhead | None:
     """Return the setup's predictor with its planner, which asks `control` for experts; None without a predictor."""
     if setup.predictor is None:
@@ -140,7 +132,7 @@ def loads_ahead(
     return AffinityAhead(predictor, planner, learnt)
 
 
-def _policies(learning: RoutingTrace, held_out: RoutingTrace, setup: SimulationSetup) -> list[EvictionPolicy]:
+def _policies(learning: LabTrace, held_out: LabTrace, setup: SimulationSetup) -> list[EvictionPolicy]:
     """Return one policy for each layer."""
     make: Callable[[int], EvictionPolicy]
     if setup.policy == "static":
@@ -201,7 +193,7 @@ class SimulationResult:
         return (counters.wasted_bytes + counters.cancelled_bytes) / max(moved, 1)
 
 
-def steps_of(trace: RoutingTrace, num_streams: int) -> Iterator[NDArray[np.int64]]:
+def steps_of(trace: LabTrace, num_streams: int) -> Iterator[NDArray[np.int64]]:
     """Yield the rows [T] of the trace that each step computes: one token of each running request.
 
     `num_streams` requests run at a time, in the order of the trace; when one ends, the next begins.
@@ -254,7 +246,7 @@ class Simulation:
         self._stall = 0.0
         self._prediction = 0.0
 
-    def replay(self, trace: RoutingTrace, num_streams: int = 1) -> SimulationResult:
+    def replay(self, trace: LabTrace, num_streams: int = 1) -> SimulationResult:
         """Compute the trace and return the counts and times of that part."""
         before = replace(self._control.counters)
         started, stall, prediction = self._now, self._stall, self._prediction
@@ -275,7 +267,7 @@ class Simulation:
         """The seconds waited for experts since the beginning."""
         return self._stall
 
-    def step(self, trace: RoutingTrace, rows: NDArray[np.int64]) -> None:
+    def step(self, trace: LabTrace, rows: NDArray[np.int64]) -> None:
         """Compute these rows [T] of the trace together."""
         # A slice is several times faster than an index.
         part: Rows = slice(int(rows[0]), int(rows[0]) + 1) if len(rows) == 1 else rows
@@ -328,7 +320,7 @@ class Simulation:
 class LoadsAhead(Protocol):
     """Asks for experts ahead of need while steps are replayed."""
 
-    def begin(self, trace: RoutingTrace, rows: Rows) -> None:
+    def begin(self, trace: LabTrace, rows: Rows) -> None:
         """Begin a step that computes these rows of the trace."""
 
     def chose(self, layer: int, expert_ids: Ids) -> None:
@@ -350,10 +342,10 @@ class AffinityAhead:
         self._predictor = predictor
         self._planner = planner
         self._learnt = learnt
-        self._trace: RoutingTrace | None = None
+        self._trace: LabTrace | None = None
         self._rows: Rows = slice(0)
 
-    def begin(self, trace: RoutingTrace, rows: Rows) -> None:
+    def begin(self, trace: LabTrace, rows: Rows) -> None:
         self._trace, self._rows = trace, rows
         self._predictor.begin(trace.token_ids[rows])
 
@@ -383,7 +375,7 @@ class GatesAhead:
         self._rows: Rows = slice(0)
         self._logits: dict[int, NDArray[np.floating]] = {}
 
-    def begin(self, trace: RoutingTrace, rows: Rows) -> None:
+    def begin(self, trace: LabTrace, rows: Rows) -> None:
         self._rows = rows
         self._logits = {guesses.distance: guesses.logits for guesses in trace.guesses if guesses.tap is self._tap}
 
@@ -530,7 +522,7 @@ class RecallFigure:
 
 
 def recall_figures(
-    learning: RoutingTrace, held_out: RoutingTrace, choices: Sequence[str], max_distance: int = MAX_DISTANCE
+    learning: LabTrace, held_out: LabTrace, choices: Sequence[str], max_distance: int = MAX_DISTANCE
 ) -> list[RecallFigure]:
     """Return the recall of each of `choices` (PREDICTOR_NAMES and `popularity`) at each distance, from observed layers.
 
@@ -552,9 +544,7 @@ def recall_figures(
     return found
 
 
-def _score_learnt(
-    scores: Sequence[_Score], learning: RoutingTrace, held_out: RoutingTrace, *, by_popularity: bool
-) -> None:
+def _score_learnt(scores: Sequence[_Score], learning: LabTrace, held_out: LabTrace, *, by_popularity: bool) -> None:
     """Score held-out tokens as if one at a time, but predict them together between two computations of affinity."""
     num_layers, num_tokens, top_k = learning.ids.shape
     spec = StatisticsSpec(num_layers, learning.num_experts, top_k, max_distance=AFFINITY_SPAN)
@@ -586,7 +576,7 @@ def _score_learnt(
         start = rows.stop
 
 
-def _learn(learnt: LearntAffinity, trace: RoutingTrace, row: int) -> None:
+def _learn(learnt: LearntAffinity, trace: LabTrace, row: int) -> None:
     learnt.statistics.update(trace.ids[:, row : row + 1], trace.token_ids[row : row + 1])
     learnt.step_done()
 

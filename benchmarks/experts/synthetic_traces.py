@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.routing.files import RoutingTrace
+from benchmarks.experts.lab_traces import LabTrace
 
 Float = NDArray[np.float32]
 
@@ -63,7 +63,7 @@ QWEN3_LIKE = SyntheticSpec(
 SPARSE = replace(QWEN3_LIKE, num_layers=24, num_experts=64, top_k=4)
 
 
-def synthetic_trace(spec: SyntheticSpec, num_requests: int, tokens_per_request: int, seed: int) -> RoutingTrace:
+def synthetic_trace(spec: SyntheticSpec, num_requests: int, tokens_per_request: int, seed: int) -> LabTrace:
     """Requests one after the other. Another seed is another model and other requests; only the knobs are the same."""
     random = np.random.default_rng(seed)
     topics = _topics(spec, num_requests, tokens_per_request, random)
@@ -83,7 +83,7 @@ def synthetic_trace(spec: SyntheticSpec, num_requests: int, tokens_per_request: 
         previous = chosen
     requests = np.repeat(np.arange(num_requests, dtype=np.int32), tokens_per_request)
     families = np.repeat(topics[:, 0].astype(np.int32), tokens_per_request)
-    return RoutingTrace(spec.num_experts, ids, requests, token_ids.reshape(-1).astype(np.int32), families)
+    return LabTrace(spec.num_experts, ids, requests, token_ids.reshape(-1).astype(np.int32), families)
 
 
 def _topics(spec: SyntheticSpec, num_requests: int, num_tokens: int, random: np.random.Generator) -> NDArray[np.int64]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.experts.figures import Amount, Progress, Unavailable
-from experts.routing.files import RoutingTrace, load_trace, save_trace, shuffled_control, uniform_control
+from benchmarks.experts.lab_traces import LabTrace, load_lab_trace, save_lab_trace, shuffled_control, uniform_control
 from moeserve.config import cache_root
 from moeserve.engine.experts.fit import half_of_topics
 from moeserve.model.demo import ensure_demo, ensure_split_demo
@@ -19,7 +19,7 @@ from moeserve.model.demo_build import calibration_text
 from moeserve.model.spec import ModelError
 
 # Raise when the recorded content changes.
-_VERSION = 3
+_VERSION = 4
 # Documents, and tokens of each.
 _FULL, _QUICK = (64, 128), (16, 40)
 _SHORTEST = 24
@@ -66,13 +66,13 @@ def documents() -> list[str]:
     return [part for part in (*parts, *half_of_topics(1)) if part]
 
 
-def recorded_trace(build: Build, amount: Amount, progress: Progress, fit: str = PLAIN) -> RoutingTrace:
+def recorded_trace(build: Build, amount: Amount, progress: Progress, fit: str = PLAIN) -> LabTrace:
     """Return documents one after the other, each a request, with the guesses of later layers' gates at both taps.
 
     fit: `PLAIN`, the gates themselves; `FITTED`, gates fitted to the other half of the topics; `BOUND`, gates fitted to
     these very documents, which no linear map can beat by much. Raises Unavailable where the model cannot be built.
     """
-    return load_trace(_recorded(build, amount, progress)[fit])
+    return load_lab_trace(_recorded(build, amount, progress)[fit])
 
 
 def perplexity(build: Build, amount: Amount, progress: Progress) -> float:
@@ -101,13 +101,13 @@ def _recorded(build: Build, amount: Amount, progress: Progress) -> dict[str, Pat
     place.mkdir(parents=True, exist_ok=True)
     recorded = record_with_fits(folder, chosen, num_tokens, _SHORTEST, {FITTED: half_of_topics(0), BOUND: chosen})
     for fit, trace in recorded.traces.items():
-        save_trace(found[fit], trace)
+        save_lab_trace(found[fit], trace)
     # Written last: where it is, all are.
     found[_PERPLEXITY].write_text(json.dumps(recorded.perplexity))
     return found
 
 
-def drawn_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTrace:
+def drawn_requests(trace: LabTrace, max_tokens: int, seed: int) -> LabTrace:
     """Return whole requests drawn at random, at least two, with at most `max_tokens` tokens together."""
     requests, counts = np.unique(trace.requests, return_counts=True)
     order = np.random.default_rng(seed).permutation(len(requests))
@@ -116,14 +116,14 @@ def drawn_requests(trace: RoutingTrace, max_tokens: int, seed: int) -> RoutingTr
     return trace.select(np.isin(trace.requests, requests[order][fits]))
 
 
-def halves(trace: RoutingTrace, seed: int) -> tuple[RoutingTrace, RoutingTrace]:
+def halves(trace: LabTrace, seed: int) -> tuple[LabTrace, LabTrace]:
     """Deal whole requests by the seed into (to learn from, held out)."""
     requests, of_token = np.unique(trace.requests, return_inverse=True)
     is_learnt = np.random.default_rng(seed).permutation(len(requests)) % 2 == 0
     return trace.select(is_learnt[of_token]), trace.select(~is_learnt[of_token])
 
 
-def with_controls(trace: RoutingTrace, seed: int) -> Iterator[tuple[str, RoutingTrace]]:
+def with_controls(trace: LabTrace, seed: int) -> Iterator[tuple[str, LabTrace]]:
     """Yield the trace itself under an empty name, then the controls, in which there is nothing to be gained."""
     yield "", trace
     yield "uniform", uniform_control(trace, seed)

@@ -24,8 +24,8 @@ from experts.errors import DeepNvmeError, ExpertStoreError
 from experts.memory.file import PAGE_BYTES
 from experts.memory.tiers import FileReads, PositionedReads
 
-_BLOCK_BYTES = 128 * 2**10
-_QUEUE_DEPTH = 16
+_BLOCK_BYTES = 128 * 2**10  # bytes of a request to the drive; a read is cut into these
+_QUEUE_DEPTH = 16  # requests that the drive gets at once
 _NAME = "async_io"  # DeepSpeed's name of the operator.
 # DeepSpeed's extension with the locked memory, whose symbols the operator looks for among the global ones.
 _LOCKED_MEMORY = "pin_memory"

@@ -14,7 +14,7 @@ from experts.memory.slots import Slots
 from experts.memory.tiers import ExpertTier
 from experts.routing.predictors import RecallSample
 
-_SMOOTHING = 0.01
+_SMOOTHING = 0.01  # weight of a new observation in the means of `Pace`
 
 
 class ExpertMemory:

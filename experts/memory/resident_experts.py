@@ -9,13 +9,14 @@ from torch import Tensor
 
 from experts.memory.memory import ExpertMemory
 from experts.memory.slots import SlotArena
+from experts.moe_layer import LoadingDispatch
 from experts.observer import AnyObserver
 from kernels.activation import Activation
 from kernels.packed_experts import SplitExperts
 
 
-class ResidentExperts:
-    """One layer's dispatch (`experts.moe_layer.Dispatch`) through its slots.
+class ResidentExperts(LoadingDispatch):
+    """One layer's dispatch through its slots.
 
     The rows of an expert do not depend on when they are computed, and a token sums its results in the gate's order, so
     residency never changes a bit. experts: the layer's experts, none of them with weights yet. observers: receive
@@ -37,43 +38,24 @@ class ResidentExperts:
         self._in_slots = [-1] * memory.num_slots(layer)
         self._observers = observers
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
-        if not len(x):
-            return x
-        return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
-
-    def while_loading(
-        self, x: Tensor, expert_ids: Tensor, weights: Tensor, activation: Activation, other: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """See `experts.moe_layer.LoadingDispatch`."""
-        if not len(x):
-            return x, other()
-        done: list[Tensor] = []
-        out = self.partial(x, expert_ids, weights, None, activation, lambda: done.append(other()))
-        return out.to(x.dtype), done[0]
-
     def partial(
         self,
         x: Tensor,
-        expert_ids: Tensor,
+        ids: Tensor,
         weights: Tensor,
         _: object,
         activation: Activation,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """See `kernels.moe.moe_experts_partial`.
-
-        expert_ids: numbers in the model, -1 for remote experts. meanwhile: called once the missing experts are loading.
-        """
         memory, layer = self._memory, self._layer
-        left = set(expert_ids.flatten().tolist())
+        left = set(ids.flatten().tolist())
         some_elsewhere = -1 in left
         left.discard(-1)
         with memory.event(layer, left) as access:
             if self._observers:
                 # The missing experts are loading meanwhile.
-                here = (expert_ids >= 0).any(1) if some_elsewhere else slice(None)
-                arrived = x[here], expert_ids[here], weights[here]
+                here = (ids >= 0).any(1) if some_elsewhere else slice(None)
+                arrived = x[here], ids[here], weights[here]
                 for observer in self._observers:
                     observer.arrived(layer, *arrived)
             meanwhile()
@@ -81,16 +63,16 @@ class ResidentExperts:
                 return x.new_zeros(x.shape, dtype=torch.float32)
             if len(access.ready) == len(left):
                 self._follow_slots()
-                out = self._experts(x, expert_ids, weights, activation)
+                out = self._experts(x, ids, weights, activation)
                 memory.release(layer, access.ready)
                 return out
             # No kernel writes the products of remote experts.
             make = x.new_zeros if some_elsewhere else x.new_empty
-            products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+            products = make((*ids.shape, x.shape[1]), dtype=torch.float32)
             for ready in memory.turns(layer, left):
                 self._follow_slots()
-                chosen = torch.isin(expert_ids, torch.tensor(ready))
-                self._experts.multiply(x, expert_ids.where(chosen, -1), activation, products)
+                chosen = torch.isin(ids, torch.tensor(ready))
+                self._experts.multiply(x, ids.where(chosen, -1), activation, products)
             return self._experts.combine(products, weights)
 
     def _follow_slots(self) -> None:

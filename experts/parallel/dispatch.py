@@ -61,7 +61,6 @@ class ExpertParallel(Generic[Experts]):
         }
         self._exchange = self._exchanges["allgather"]
         self._placed_layer = {layer: number for number, layer in enumerate(moe_layers)}
-        self._last_placed = self._placed_layer.get(last_layer)
         self._placement = placement
         self._compute, self._local_of = compute, local_of
         ranks = range(placement.num_ranks)
@@ -83,11 +82,6 @@ class ExpertParallel(Generic[Experts]):
     def experts_here(self, layer: int) -> Collection[int]:
         """Return the experts of a layer that this rank holds now."""
         return self._here[layer]
-
-    def num_rows_elsewhere(self, layer: int) -> int:
-        """Return the number of rows that other ranks have in a layer of the placement in this step."""
-        num_rows = self._num_logit_rows if layer == self._last_placed else self._num_rows
-        return sum(num_rows) - num_rows[self._collectives.rank]
 
     def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> dict[int, int]:
         """Return the new expert of each slot of this rank that changes if the layer is placed on `ranks`.

@@ -21,6 +21,9 @@ from torch import Tensor
 from experts.parallel.collectives import Collectives
 from experts.placement.placement import Serving
 
+# The room of a block of `FixedCapacity`, as a multiple of the rows that it gets if each choice falls on any rank alike.
+_SLACK = 1.5
+
 
 @dataclass(slots=True)
 class Arrived:
@@ -180,10 +183,8 @@ class FixedCapacity:
     DeepSeek's DeepEP has such blocks for decodes, with room for every row.
     """
 
-    def __init__(self, collectives: Collectives, slack: float = 1.5) -> None:
-        """slack: the room of a block, as a multiple of the rows that it gets if each choice falls on any rank alike."""
+    def __init__(self, collectives: Collectives) -> None:
         self._collectives = collectives
-        self._slack = slack
 
     def dispatch(
         self, x: Tensor, expert_ids: Tensor, weights: Tensor, num_rows: Sequence[int], tables: SlotTables
@@ -229,7 +230,7 @@ class FixedCapacity:
         """Return the rows of a block. longest: the most rows of a rank, at least 1."""
         num_ranks = self._collectives.num_ranks
         expected = longest * (1 - (1 - 1 / num_ranks) ** top_k)
-        return min(longest, ceil(self._slack * expected))
+        return min(longest, ceil(_SLACK * expected))
 
     def _exchange(self, blocks: Tensor, fullest: Tensor) -> Tensor:
         """Send blocks [R, C, bytes] uint8, one to each rank, with the number of rows of the fullest.

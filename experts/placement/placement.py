@@ -173,36 +173,17 @@ def _share(num_experts: int, num_ranks: int) -> int:
     return num_experts // num_ranks
 
 
-def remote_ranks(routing: Ids, homes: Ids, placement: Placement) -> Float:
-    """[L]: the mean number of ranks other than its home to which a token is sent, each rank once.
-
-    This is the number of rows per token that dispatch moves, one way. routing: [L, T, k]; homes: [T].
-    """
-    num_tokens = routing.shape[1]
-    found = np.empty(len(routing))
-    for layer, ids in enumerate(routing):
-        touched = np.zeros((num_tokens, placement.num_ranks), np.bool_)
-        np.put_along_axis(touched, placement.serving(layer).ranks(homes, ids), True, axis=1)
-        touched[np.arange(num_tokens), homes] = False
-        found[layer] = touched.sum() / num_tokens
-    return found
-
-
-def rank_load(load: NDArray[np.floating], placement: Placement, home_load: Float | None = None) -> Float:
-    """[L, R]: the load that arrives at each rank, if every token goes to its experts' destinations.
-
-    load: [L, E]. home_load: [R], the share of tokens at home on each rank, equal by default.
-    """
-    num_ranks = placement.num_ranks
-    homes = np.full(num_ranks, 1 / num_ranks) if home_load is None else home_load
-    found = np.zeros((placement.num_layers, num_ranks))
+def rank_load(load: NDArray[np.floating], placement: Placement) -> Float:
+    """[L, R]: the load that arrives at each rank if tokens are at home on all ranks equally. load: [L, E]."""
+    found = np.zeros((placement.num_layers, placement.num_ranks))
     for layer, of_experts in enumerate(load):
-        np.add.at(found[layer], placement.destinations(layer), homes[:, None] * of_experts)
+        targets = placement.destinations(layer)
+        np.add.at(found[layer], targets, np.broadcast_to(of_experts / placement.num_ranks, targets.shape))
     return found
 
 
-def balancedness(load: NDArray[np.floating], placement: Placement, home_load: Float | None = None) -> Float:
+def balancedness(load: NDArray[np.floating], placement: Placement) -> Float:
     """[L]: mean over maximum of the ranks' load; 1 is perfect, 1 / R is all on one rank. A layer without load has 1."""
-    of_ranks = rank_load(load, placement, home_load)
+    of_ranks = rank_load(load, placement)
     most = of_ranks.max(axis=1)
     return np.divide(of_ranks.mean(axis=1), most, out=np.ones(len(most)), where=most > 0)

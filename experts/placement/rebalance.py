@@ -21,10 +21,10 @@ from experts.placement.search import evened_out, load_shares
 
 Weights = TypeVar("Weights")
 
-_MAX_MOVES = 8
+_MAX_MOVES = 8  # experts of a layer that a migration moves at most
 # A window with fewer choices per expert says more about chance than about experts.
 _CHOICES_PER_EXPERT = 8
-_LAYERS_TRIED_AT_ONCE = 4
+_LAYERS_TRIED_AT_ONCE = 4  # layers that are searched for a better placement between two steps
 _STEPS_REMEMBERED = 4096
 
 

@@ -23,7 +23,6 @@ from experts.routing.choices import RoutingStatistics
 
 Counts = NDArray[np.float64]
 Float = NDArray[np.float64]
-Gain = NDArray[np.float64]
 Ids = NDArray[np.integer]
 Load = NDArray[np.floating]
 # [E] or [L, E]: the rank of each expert.
@@ -249,137 +248,98 @@ def _exchange(held: list[set[int]], total: list[float], share_of: dict[int, floa
 
 
 def coactivation_placement(
-    routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None = None, *, max_load: float | None = 1.1
+    routing: Ids, num_experts: int, num_ranks: int, *, max_load: float | None = 1.1
 ) -> Placement:
     """Place experts that tokens choose together on one rank, each layer by itself. Deterministic.
 
-    A token costs one row per rank that it touches, so the number of distinct ranks is minimised, home excluded. The
-    load of a rank is bounded: with skewed routing, all popular experts on one rank would be the cheapest placement and
-    the slowest.
+    A token costs one row per rank that it touches, so the number of distinct ranks is minimised. The load of a rank is
+    bounded: with skewed routing, all popular experts on one rank would be the cheapest placement and the slowest.
 
-    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). homes: [T], the home rank of each
-    token; useful only if requests that choose alike have the same home. max_load: bound of a rank's load in units of
-    the mean load; a layer that `load_balanced` leaves above it is bounded by the balanced load. None: the bound is the
-    busiest rank's load in the plain placement, contiguous or round-robin, that touches fewer ranks.
+    routing: [L, T, k], a sample of tokens in order (`RoutingStatistics.recent`). max_load: bound of a rank's load in
+    units of the mean load; a layer that `load_balanced` leaves above it is bounded by the balanced load. None: the
+    bound is the busiest rank's load in the plain placement, contiguous or round-robin, that touches fewer ranks.
 
     A placement is first learnt on half of the tokens. If it does not save ranks on the other half, the plain placement
     is returned.
     """
-    plain = _better_plain(routing, num_experts, num_ranks, homes)
+    plain = _better_plain(routing, num_experts, num_ranks)
     half = routing.shape[1] // 2
     if num_ranks == 1 or half < _NUM_RUNS:
         return from_first_ranks(plain, num_ranks)
-    seen, unseen = (None, None) if homes is None else (homes[:half], homes[half:])
-    learnt = _fewest_remote_ranks(routing[:, :half], plain, plain, num_ranks, seen, max_load)
-    if not _helps(learnt, plain, routing[:, half:], num_ranks, unseen):
+    learnt = _fewest_ranks_touched(routing[:, :half], plain, plain, num_ranks, max_load)
+    if not _helps(learnt, plain, routing[:, half:]):
         return from_first_ranks(plain, num_ranks)
-    return from_first_ranks(_fewest_remote_ranks(routing, plain, learnt, num_ranks, homes, max_load), num_ranks)
+    return from_first_ranks(_fewest_ranks_touched(routing, plain, learnt, num_ranks, max_load), num_ranks)
 
 
-def _better_plain(routing: Ids, num_experts: int, num_ranks: int, homes: Ids | None) -> RankOf:
+def _better_plain(routing: Ids, num_experts: int, num_ranks: int) -> RankOf:
     """[L, E]: contiguous or round-robin, whichever touches fewer ranks."""
     sizes = len(routing), num_experts, num_ranks
     plain = [build(*sizes).first_ranks() for build in (contiguous, round_robin)]
-    touched = [_touches(rank_of, routing, num_ranks, homes).sum() for rank_of in plain]
+    touched = [_touches(rank_of, routing).sum() for rank_of in plain]
     return plain[int(np.argmin(touched))]
 
 
-def _touches(rank_of: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> Float:
+def _touches(rank_of: RankOf, routing: Ids) -> Float:
     """[T]: the ranks that each token touches, summed over layers. rank_of: [L, E]."""
     ranks = rank_of[np.arange(len(routing))[:, None, None], routing]
-    if homes is not None:
-        ranks = np.concatenate([ranks, np.broadcast_to(homes[:, None], (*ranks.shape[:2], 1))], axis=2)
     changes = np.diff(np.sort(ranks, axis=2), axis=2) != 0
     return (1 + changes.sum(axis=2)).sum(axis=0, dtype=np.float64)
 
 
-def _helps(learnt: RankOf, plain: RankOf, routing: Ids, num_ranks: int, homes: Ids | None) -> bool:
+def _helps(learnt: RankOf, plain: RankOf, routing: Ids) -> bool:
     """Return True if the learnt placement touches fewer ranks by more than chance explains."""
-    saved = _touches(plain, routing, num_ranks, homes) - _touches(learnt, routing, num_ranks, homes)
+    saved = _touches(plain, routing) - _touches(learnt, routing)
     of_runs = np.array([run.mean() for run in np.array_split(saved, _NUM_RUNS)])
     return float(of_runs.mean()) > _STANDARD_ERRORS * float(of_runs.std(ddof=1)) / _NUM_RUNS**0.5
 
 
-def _fewest_remote_ranks(
-    routing: Ids, plain: RankOf, start: RankOf, num_ranks: int, homes: Ids | None, max_load: float | None
-) -> RankOf:
+def _fewest_ranks_touched(routing: Ids, plain: RankOf, start: RankOf, num_ranks: int, max_load: float | None) -> RankOf:
     """[L, E]: for each layer the best placement that exchanges reach from `start` or from balanced loads."""
     num_experts = plain.shape[1]
     load = np.stack([np.bincount(ids.reshape(-1), minlength=num_experts) for ids in routing]).astype(np.float64)
     balanced = load_balanced(load, num_ranks).first_ranks()
     found = np.empty_like(plain)
     for layer, ids in enumerate(routing):
-        sets = token_sets(ids, num_experts, num_ranks, homes)
+        sets = token_sets(ids, num_experts, num_ranks)
         known = plain if max_load is None else balanced
         bound = max(
             (max_load or 1.0) * load[layer].sum() / num_ranks,
             float(np.bincount(known[layer], load[layer], num_ranks).max()),
         )
-        ended = [_refined(begin[layer], sets, bound) for begin in (start, balanced)]
+        ended = [fewest_ranks(sets, begin[layer], bound, _PATIENCE) for begin in (start, balanced)]
         found[layer] = min(ended, key=partial(cost, sets, bound=bound))
     return found
 
 
-def _refined(rank_of: RankOf, sets: TokenSets, bound: float) -> RankOf:
-    """Exchange experts, and rename ranks if homes are known, until neither gains."""
-    if not (sets.homes >= 0).any():
-        return fewest_ranks(sets, rank_of, bound, _PATIENCE)
-    touched = sets.ranks_touched(rank_of)
-    while True:
-        rank_of = fewest_ranks(sets, _with_ranks_named(rank_of, sets), bound, _PATIENCE)
-        now = sets.ranks_touched(rank_of)
-        if now > touched - 0.5:
-            return rank_of
-        touched = now
-
-
-def _with_ranks_named(rank_of: RankOf, sets: TokenSets) -> RankOf:
-    """Assign the groups of experts to ranks so that the most tokens find a group at home. Exact."""
-    visited = sets.on_rank(rank_of)
-    visited[np.arange(len(sets.homes)), sets.homes] -= 1
-    at_home = np.eye(sets.num_ranks)[sets.homes] * sets.weight[:, None]
-    visits = (visited > 0).astype(np.float64).T @ at_home
-    return balanced_assignment(visits, np.arange(sets.num_ranks))[rank_of]
-
-
 @dataclass(frozen=True, slots=True)
 class TokenSets:
-    """The distinct expert sets of a layer's tokens. ids: [N, k], ascending. weight: [N], tokens with the set.
-
-    homes: [N], the rank that the tokens touch in any case; -1 where it is unknown.
-    """
+    """The distinct expert sets of a layer's tokens. ids: [N, k], ascending. weight: [N], tokens with the set."""
 
     num_experts: int
     num_ranks: int
     ids: NDArray[np.int64]
     weight: Float
-    homes: NDArray[np.int64]
 
     def load(self) -> Float:
         """[E]: tokens that choose the expert."""
         return summed_at(self.ids, self.weight, self.num_experts)
 
     def on_rank(self, rank_of: RankOf) -> NDArray[np.int64]:
-        """[N, R]: the number of a set's experts on each rank; a known home counts as one more."""
+        """[N, R]: the number of a set's experts on each rank."""
         size = len(self.ids) * self.num_ranks
         rows = np.arange(len(self.ids))[:, None] * self.num_ranks
-        found = np.bincount((rows + rank_of[self.ids]).reshape(-1), minlength=size).reshape(-1, self.num_ranks)
-        known = self.homes >= 0
-        found[known, self.homes[known]] += 1
-        return found
+        return np.bincount((rows + rank_of[self.ids]).reshape(-1), minlength=size).reshape(-1, self.num_ranks)
 
     def ranks_touched(self, rank_of: RankOf) -> float:
-        """Return the number of distinct ranks, summed over tokens; a known home counts."""
+        """Return the number of distinct ranks, summed over tokens."""
         return float(self.weight @ (self.on_rank(rank_of) > 0).sum(axis=1))
 
 
-def token_sets(
-    ids: NDArray[np.integer], num_experts: int, num_ranks: int, homes: NDArray[np.integer] | None = None
-) -> TokenSets:
-    """Return the sets of tokens. ids: [T, k], distinct within a token. homes: [T]."""
-    keyed = np.column_stack([np.sort(ids, axis=1).astype(np.int64), np.full(len(ids), -1) if homes is None else homes])
-    distinct, counts = np.unique(keyed, axis=0, return_counts=True)
-    return TokenSets(num_experts, num_ranks, distinct[:, :-1], counts.astype(np.float64), distinct[:, -1])
+def token_sets(ids: NDArray[np.integer], num_experts: int, num_ranks: int) -> TokenSets:
+    """Return the sets of tokens. ids: [T, k], distinct within a token."""
+    distinct, counts = np.unique(np.sort(ids, axis=1).astype(np.int64), axis=0, return_counts=True)
+    return TokenSets(num_experts, num_ranks, distinct, counts.astype(np.float64))
 
 
 def summed_at(cells: NDArray[np.int64], weight: Float, size: int) -> Float:
@@ -483,68 +443,6 @@ def _more_overload(rank_of: RankOf, load: Float, num_ranks: int, bound: float) -
     after = np.maximum((total - load)[:, None] + load - bound, 0) - np.maximum(total - bound, 0)[:, None]
     added: Float = after + after.T
     return added
-
-
-def balanced_assignment(gain: Gain, start: RankOf) -> RankOf:
-    """Return the rank_of [E] that maximises the sum of gain[e, rank_of[e]], with E / R items on each of R ranks. Exact.
-
-    gain: [E, R]. start: [E], any balanced assignment; the closer to the best, the faster. An assignment is optimal if
-    no cyclic exchange among ranks gains (Klein's cycle cancelling for transportation problems; Ahuja, Magnanti and
-    Orlin, "Network Flows", section 9.6). For a cycle only the best mover between each two ranks matters, so the search
-    is over R nodes.
-    """
-    rank_of = start.astype(np.int64, copy=True)
-    tolerance = 1e-9 * max(1.0, float(np.abs(gain).max(initial=0.0)))
-    while True:
-        moves, movers = _best_moves(gain, rank_of)
-        cycle = _exchange_of_two(moves, tolerance) or _improving_cycle(moves, tolerance)
-        if not cycle:
-            return rank_of
-        for source, target in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-            rank_of[movers[source, target]] = target
-
-
-def _best_moves(gain: Gain, rank_of: RankOf) -> tuple[Gain, RankOf]:
-    """[R, R] each: the best gain of moving one item from a rank to another, and that item."""
-    num_ranks = gain.shape[1]
-    items = np.argsort(rank_of, kind="stable")
-    delta = gain[items] - gain[items, rank_of[items]][:, None]
-    delta = delta.reshape(num_ranks, -1, num_ranks)
-    best = delta.argmax(axis=1)
-    moves = np.take_along_axis(delta, best[:, None], axis=1)[:, 0]
-    movers = np.take_along_axis(items.reshape(num_ranks, -1), best, axis=1)
-    np.fill_diagonal(moves, -np.inf)
-    return moves, movers
-
-
-def _exchange_of_two(moves: Gain, tolerance: float) -> list[int]:
-    both = moves + moves.T
-    source, target = np.unravel_index(both.argmax(), both.shape)
-    return [int(source), int(target)] if both[source, target] > tolerance else []
-
-
-def _improving_cycle(moves: Gain, tolerance: float) -> list[int]:
-    """Return a cycle of ranks with a positive sum of moves, or [] (Bellman and Ford, from every node at once)."""
-    num_ranks = len(moves)
-    reached = np.zeros(num_ranks)
-    before = np.zeros(num_ranks, np.int64)
-    step = tolerance / num_ranks
-    last = -1
-    for _ in range(num_ranks):
-        through = reached[:, None] + moves
-        found = through.max(axis=0)
-        better = found > reached + step
-        if not better.any():
-            return []
-        before = np.where(better, through.argmax(axis=0), before)
-        reached = np.where(better, found, reached)
-        last = int(better.argmax())
-    for _ in range(num_ranks):
-        last = int(before[last])
-    cycle = [last]
-    while (previous := int(before[cycle[-1]])) != last:
-        cycle.append(previous)
-    return cycle[::-1]
 
 
 def load_shares(ranks: Sequence[Ranks], num_ranks: int) -> Float:

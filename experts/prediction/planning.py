@@ -10,7 +10,8 @@ from math import ceil
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.memory.residency import Affinity, Priority, ResidencyControl
+from experts.memory.eviction import Affinity
+from experts.memory.residency import Priority, ResidencyControl
 from experts.routing.predictors import Predictor
 
 Float = NDArray[np.float32]

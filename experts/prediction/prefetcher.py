@@ -1,6 +1,6 @@
 """Observers that ask for experts ahead of their use, and an observer that counts how well they predict.
 
-`Prefetcher` follows a predictor, on a single rank directly and among several ranks through `RankPrefetcher`.
+`Prefetcher` follows a predictor by the rank's own rows; `RankPrefetcher` does so on one rank of several.
 `GateRecall` counts how well gates predict on one rank of several.
 """
 
@@ -10,6 +10,7 @@ import time
 from array import array
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from experts.observer import PlannedStep, StepObserver
 from experts.prediction.planning import PrefetchPlanner
 from experts.routing.choices import NOT_COMPUTED, RoutingRecorder
 from experts.routing.gates import GatesAhead
-from experts.routing.predictors import BEFORE, Ids, LearntAffinity, Predictor, RankPredictor, RecallSample
+from experts.routing.predictors import BEFORE, Ids, LearntAffinity, Predictor, RecallSample
 
 # The most rows of a step that `GateRecall` counts.
 _MAX_ROWS = 8
@@ -60,6 +61,8 @@ class Prefetcher(PrefetchObserver):
         self._recorder = RoutingRecorder(learnt.statistics)
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
+        # Of the rank's own rows, by the gate of the layer that is computed.
+        self._own_ids = torch.empty((0, 0), dtype=torch.int64)
 
     def begin(self, plan: PlannedStep) -> None:
         started = time.perf_counter()
@@ -103,34 +106,14 @@ class Prefetcher(PrefetchObserver):
             self._memory.decide(lambda loads: self._planner.request(layer, expected, loads))
 
 
-class RankPrefetcher(PrefetchObserver):
-    """Drives a prefetcher on one rank of several with its own rows, and the prefetcher's predictor with arrived rows.
-
-    The prefetcher follows a layer only when the loads that the layer needs have begun.
-    """
-
-    def __init__(self, memory: ExpertMemory, prefetcher: Prefetcher, predictor: RankPredictor) -> None:
-        """predictor: the prefetcher's."""
-        self._memory = memory
-        self._prefetcher = prefetcher
-        self._predictor = predictor
-        self._own_ids: Tensor | None = None
-
-    def begin(self, plan: PlannedStep) -> None:
-        self._prefetcher.begin(plan)
+class RankPrefetcher(Prefetcher):
+    """A prefetcher on one rank of several. It follows a layer once the loads that the layer needs have begun."""
 
     def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
         self._own_ids = expert_ids
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        assert self._own_ids is not None
-        started = time.perf_counter()
-        self._predictor.observe_computed(layer, self._own_ids.cpu().numpy(), expert_ids.cpu().numpy())
-        self._memory.predictor_seconds += time.perf_counter() - started
-        self._prefetcher.follow(layer, self._own_ids)
-
-    def launched(self) -> None:
-        self._prefetcher.launched()
+        self.follow(layer, self._own_ids)
 
 
 class GateRecall(StepObserver[PlannedStep, object]):
@@ -164,4 +147,8 @@ class GateRecall(StepObserver[PlannedStep, object]):
         if self._prefetcher.is_on and self._num_rows:
             self._recall.end_step(self._chosen)
             self._chosen.clear()
+        self._is_counting = False
+
+    def abandon(self, plan: PlannedStep) -> None:
+        self._chosen.clear()
         self._is_counting = False

@@ -14,9 +14,9 @@ Ids = NDArray[np.integer]
 # In place of an expert id where a layer left a row out.
 NOT_COMPUTED = -1
 
-_RESCALE_AT = 2.0**20
-_STEPS_PER_DIGEST = 64
-_ROWS_PER_DIGEST = 256
+_RESCALE_AT = 2.0**20  # all counts are scaled down once the weight of a new row exceeds this
+_STEPS_PER_DIGEST = 64  # steps are counted together, at most this number
+_ROWS_PER_DIGEST = 256  # or as soon as they have this number of rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +87,9 @@ class StatisticsSpec:
     """Sizes of the model and bounds of the memory.
 
     half_life: tokens after which an observation counts half. max_distance: the most layers that a transition spans.
-    max_rows_per_step: rows of a step that enter the pair tables; a longer step enters as an even sample, weighted up,
-    but load counts every row. num_tokens: token ids whose first-layer experts are remembered. num_recent: tokens whose
-    whole routing is kept.
+    max_rows_per_step: rows of a step that enter the transitions and the recent choices; a longer step enters as an even
+    sample, weighted up, but load counts every row. num_tokens: token ids whose first-layer experts are remembered.
+    num_recent: tokens whose whole routing is kept.
     """
 
     num_layers: int
@@ -116,7 +116,7 @@ class StatisticsSpec:
 
 
 class RoutingStatistics:
-    """Load, transitions between layers, co-activation, and first experts by token, gathered step by step.
+    """Load, transitions between layers, recent choices, and first experts by token, gathered step by step.
 
     Tables count in units of one token seen now. All are bounded and decay exponentially by tokens seen: instead of
     shrinking every table in every step, new observations weigh more and more, and all tables are rescaled once the
@@ -124,10 +124,8 @@ class RoutingStatistics:
     """
 
     __slots__ = (
-        "_coactivation",
         "_load",
         "_num_recent",
-        "_pair_load",
         "_recent",
         "_recent_at",
         "_token_counts",
@@ -144,8 +142,6 @@ class RoutingStatistics:
         self.spec = spec
         self._weight = 1.0
         self._load: Float = np.zeros((layers, experts), np.float32)
-        self._pair_load: Float = np.zeros((layers, experts), np.float32)
-        self._coactivation: Float = np.zeros((layers, experts, experts), np.float32)
         self._transitions: dict[int, Float] = {
             distance: np.zeros((layers - distance, experts, experts), np.float32) for distance in spec.distances()
         }
@@ -190,21 +186,9 @@ class RoutingStatistics:
         """[L, E]: tokens that chose the expert."""
         return self._load / np.float32(self._weight)
 
-    def pair_load(self) -> Float:
-        """[L, E]: tokens behind the pair tables that chose the expert (a sample of `load`, weighted up)."""
-        return self._pair_load / np.float32(self._weight)
-
     def transitions(self, distance: int) -> Float:
         """[L - distance, E, E]: tokens that chose expert i at layer l and j at l + distance."""
         return self._transitions[distance] / np.float32(self._weight)
-
-    def coactivation(self) -> Float:
-        """[L, E, E]: tokens that chose both experts; symmetric, the diagonal is `pair_load`."""
-        return self._coactivation / np.float32(self._weight)
-
-    def first_coactivation(self) -> Float:
-        """[E, E]: `coactivation` of the first layer, a copy."""
-        return self._coactivation[0] / np.float32(self._weight)
 
     def recent(self) -> NDArray[np.uint16]:
         """[L, N, k]: the routing of up to `num_recent` sampled tokens that all layers computed, in no order."""
@@ -220,8 +204,6 @@ class RoutingStatistics:
         rows = np.fromiter(self._token_row.values(), np.int64, len(self._token_row))
         return {
             "load": self.load(),
-            "pair_load": self.pair_load(),
-            "coactivation": self.coactivation(),
             "recent": np.ascontiguousarray(self.recent()),
             "token_ids": self._token_ids[rows],
             "token_counts": self._token_counts[rows] / np.float32(self._weight),
@@ -251,8 +233,6 @@ class RoutingStatistics:
             if found.dtype.kind == "f" and not (np.isfinite(found).all() and (found.astype(np.float32) >= 0).all()):
                 raise ValueError(f"{name} holds a count that is negative or not finite")
         self._load[:] = tables["load"]
-        self._pair_load[:] = tables["pair_load"]
-        self._coactivation[:] = tables["coactivation"]
         for distance, table in self._transitions.items():
             table[:] = tables[f"transitions.{distance}"]
         self._restore_tokens(tables["token_ids"], tables["token_counts"])
@@ -268,7 +248,7 @@ class RoutingStatistics:
         self._weight *= 2.0 ** (num_rows / self.spec.half_life)
         if self._weight > _RESCALE_AT:
             shrink = np.float32(1 / self._weight)
-            for table in (self._load, self._pair_load, self._coactivation, self._token_counts, self._token_seen):
+            for table in (self._load, self._token_counts, self._token_seen):
                 table *= shrink
             for table in self._transitions.values():
                 table *= shrink
@@ -280,14 +260,11 @@ class RoutingStatistics:
         return layers * self.spec.num_experts + routing
 
     def _count_pairs(self, routing: NDArray[np.int64], weight: float) -> None:
-        cells = self._cells(routing)
-        rows = cells * self.spec.num_experts
+        rows = self._cells(routing) * self.spec.num_experts
         known = routing >= 0
-        _count(self._pair_load, cells, weight, known)
-        _count(self._coactivation, rows[..., None] + routing[..., None, :], weight, _both(known, known))
         for distance, table in self._transitions.items():
             pairs = rows[:-distance, ..., None] + routing[distance:, :, None, :]
-            _count(table, pairs, weight, _both(known[:-distance], known[distance:]))
+            _count(table, pairs, weight, known[:-distance, ..., None] & known[distance:, :, None, :])
 
     def _keep_recent(self, routing: NDArray[np.int64]) -> None:
         size = self.spec.num_recent
@@ -335,11 +312,6 @@ class RoutingStatistics:
         self._token_ids[: len(found)] = token_ids
         self._token_counts[: len(found)] = counts
         self._token_seen[: len(found)] = self._token_counts[: len(found)].sum(axis=1) / self.spec.top_k
-
-
-def _both(first: NDArray[np.bool_], second: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """[L, T, k, k] of two [L, T, k]."""
-    return first[..., None] & second[..., None, :]
 
 
 def _count(table: Float, cells: NDArray[np.int64], weight: float, known: NDArray[np.bool_]) -> None:

@@ -7,7 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TypeVar
@@ -41,25 +41,12 @@ class Tap(Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class GateGuesses:
-    """Logits of the gates of later layers for earlier states.
-
-    logits: [L - distance, T, E] float; logits[l] come from the gate of layer l + distance and the state at layer l.
-    """
-
-    tap: Tap
-    distance: int
-    logits: NDArray[np.floating]
-
-
-@dataclass(frozen=True, slots=True)
 class RoutingTrace:
     """The routing of every token, in the order in which tokens were computed.
 
     ids: [L, T, k] uint16, distinct experts of a token, the gate's first choice first. requests: [T] int32.
     token_ids: [T] int32. families: [T] int32; a family is the requests that begin alike (an agent and its system
-    prompt), which a scheduler that looks for cached prefixes sends to the same rank. guesses: of any taps and
-    distances, or none.
+    prompt), which a scheduler that looks for cached prefixes sends to the same rank.
     """
 
     num_experts: int
@@ -67,84 +54,12 @@ class RoutingTrace:
     requests: NDArray[np.int32]
     token_ids: NDArray[np.int32]
     families: NDArray[np.int32]
-    guesses: tuple[GateGuesses, ...] = ()
 
     def __post_init__(self) -> None:
         num_tokens = self.ids.shape[1] if self.ids.ndim == 3 else -1
         for name in ("requests", "token_ids", "families"):
             if getattr(self, name).shape != (num_tokens,):
                 raise ValueError(f"ids are {list(self.ids.shape)}, {name} {list(getattr(self, name).shape)}")
-        for guesses in self.guesses:
-            expected = (len(self.ids) - guesses.distance, num_tokens, self.num_experts)
-            if guesses.logits.shape != expected:
-                raise ValueError(f"gate logits are {list(guesses.logits.shape)}, expected {list(expected)}")
-
-    def select(self, tokens: NDArray[np.bool_]) -> RoutingTrace:
-        """Return the part of the trace with the tokens of a mask [T]."""
-        return replace(
-            self,
-            ids=self.ids[:, tokens],
-            requests=self.requests[tokens],
-            token_ids=self.token_ids[tokens],
-            families=self.families[tokens],
-            guesses=tuple(replace(guesses, logits=guesses.logits[:, tokens]) for guesses in self.guesses),
-        )
-
-    def split(self) -> tuple[RoutingTrace, RoutingTrace]:
-        """Return two halves: every other request to learn from, and the others, held out."""
-        learnt = np.unique(self.requests, return_inverse=True)[1] % 2 == 0
-        return self.select(learnt), self.select(~learnt)
-
-    def homes(self, num_ranks: int) -> NDArray[np.int64]:
-        """[T]: the home rank of each token, with requests dealt to ranks in turn."""
-        return np.unique(self.requests, return_inverse=True)[1] % num_ranks
-
-    def family_homes(self, num_ranks: int) -> NDArray[np.int64]:
-        """[T]: the home rank of each token, with families dealt to ranks in turn, by their number."""
-        return self.families.astype(np.int64) % num_ranks
-
-    def load(self) -> NDArray[np.float64]:
-        """[L, E]: tokens that chose the expert."""
-        return np.stack([np.bincount(ids.reshape(-1), minlength=self.num_experts) for ids in self.ids]).astype(
-            np.float64
-        )
-
-
-def uniform_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """Return the trace with k experts drawn at random for each token. The gates' guesses stay, and mean nothing."""
-    num_layers, num_tokens, top_k = trace.ids.shape
-    random = np.random.default_rng(seed)
-    ids = np.empty_like(trace.ids)
-    for layer in range(num_layers):
-        ids[layer] = random.random((num_tokens, trace.num_experts)).argsort(axis=1)[:, :top_k]
-    return replace(trace, ids=ids)
-
-
-def shuffled_control(trace: RoutingTrace, seed: int) -> RoutingTrace:
-    """Return the trace with each choice of each layer shuffled over all tokens: loads stay, all other structure goes.
-
-    The gates' guesses stay with their tokens, and mean nothing.
-    """
-    random = np.random.default_rng(seed)
-    ids = trace.ids.copy()
-    for layer in ids:
-        for choice in range(layer.shape[1]):
-            layer[:, choice] = random.permutation(layer[:, choice])
-            _part_duplicates(layer, choice, random)
-    return replace(trace, ids=ids)
-
-
-def _part_duplicates(layer: NDArray[np.uint16], choice: int, random: np.random.Generator) -> None:
-    """Swap choices that repeat an earlier one of their token with other tokens' choices, without new repetitions."""
-    for _ in range(10_000):
-        clashing = np.flatnonzero((layer[:, :choice] == layer[:, choice, None]).any(axis=1))
-        if not len(clashing):
-            return
-        for token, other in zip(clashing, random.integers(len(layer), size=len(clashing)), strict=True):
-            suits_token = layer[other, choice] not in layer[token, :choice]
-            if suits_token and layer[token, choice] not in layer[other, :choice]:
-                layer[[token, other], choice] = layer[[other, token], choice]
-    raise ValueError("the choices of a layer are too skewed to be shuffled")
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,8 +207,6 @@ _TRACE_FILE = TensorFileKind("trace file", {"kind": "routing trace", "format": "
 def save_trace(path: Path, trace: RoutingTrace, model: str = "") -> None:
     """Replace the file in one move. model: `model_key` of the model, if it is known."""
     tensors: Tensors = {name: np.ascontiguousarray(getattr(trace, name), dtype) for name, dtype in _COLUMNS.items()}
-    for guesses in trace.guesses:
-        tensors[f"gate.{guesses.tap.value}.{guesses.distance}"] = np.ascontiguousarray(guesses.logits, np.float16)
     _TRACE_FILE.save(path, tensors, {"model": model, "num_experts": str(trace.num_experts)})
 
 
@@ -303,20 +216,12 @@ def load_trace(path: Path) -> RoutingTrace:
 
 
 def _restored_trace(tensors: Tensors, metadata: dict[str, str]) -> RoutingTrace:
-    columns = {name: tensors.pop(name) for name in _COLUMNS}
+    columns = {name: tensors[name] for name in _COLUMNS}
     if any(columns[name].dtype != dtype for name, dtype in _COLUMNS.items()):
         raise ValueError("a column has another type")
-    guesses = tuple(_guesses(name, tensor) for name, tensor in sorted(tensors.items()))
-    trace = RoutingTrace(int(metadata["num_experts"]), **columns, guesses=guesses)  # type: ignore[arg-type]
+    trace = RoutingTrace(int(metadata["num_experts"]), **columns)  # type: ignore[arg-type]
     _check(trace)
     return trace
-
-
-def _guesses(name: str, tensor: NDArray[np.generic]) -> GateGuesses:
-    kind, tap, distance = name.split(".")
-    if kind != "gate" or tensor.dtype.kind != "f":
-        raise ValueError(f"{name} is unknown")
-    return GateGuesses(Tap(tap), int(distance), tensor)  # type: ignore[arg-type]
 
 
 def _check(trace: RoutingTrace) -> None:
@@ -343,7 +248,7 @@ def model_key(config: Mapping[str, object]) -> str:
 
 
 _STATISTICS_FILE = TensorFileKind(
-    "statistics file", {"format": "1"}, StatisticsError, "; remove it", TornStatisticsError
+    "statistics file", {"format": "2"}, StatisticsError, "; remove it", TornStatisticsError
 )
 
 

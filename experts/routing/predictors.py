@@ -1,12 +1,12 @@
 """Predict which experts a step needs one to three layers ahead, from what the gates have chosen so far. Torch-free.
 
-`AffinityPredictor` knows the tokens of a step and all their choices. `RankPredictor` adds, on one rank of several, the
-rows that other ranks send. Both learn while serving. `RecallSample` measures predictions.
+`AffinityPredictor` knows the tokens of a step and all their choices, and learns while serving. `RecallSample` measures
+predictions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,11 +25,9 @@ MAX_DISTANCE = 3
 # The `max_distance` that routing statistics need for affinity.
 AFFINITY_SPAN = 6
 
-_FIRST_REFRESH = 16
+_FIRST_REFRESH = 16  # steps until the affinity is first computed; each next interval is twice as long
 # The weight, in tokens, of the popularity of the first layer's experts against the observed choices of a token id.
 _TOKEN_PSEUDO_COUNTS = np.float32(1.0)
-# The prior of other ranks' rows: as if this many of them had chosen like local rows.
-_PRIOR_ROWS = 8.0
 
 
 class Predictor(Protocol):
@@ -160,13 +158,32 @@ class AffinityPredictor:
     """A `Predictor` by `LearntAffinity`: an expert is needed if any token chooses it.
 
     A step longer than `max_rows` is predicted from an even sample of its tokens, so that the cost is bounded; the
-    sample stands for all tokens. recall: measures the predictions, as source `affinity`.
+    sample stands for all tokens.
     """
 
-    __slots__ = ("_chosen", "_learnt", "_max_rows", "_num_experts", "_num_rows", "_recall", "_rows", "_token_ids")
+    __slots__ = (
+        "_chosen",
+        "_experts_here",
+        "_learnt",
+        "_max_rows",
+        "_num_experts",
+        "_num_rows",
+        "_recall",
+        "_rows",
+        "_token_ids",
+    )
 
-    def __init__(self, learnt: LearntAffinity, recall: RecallSample | None = None, max_rows: int = 32) -> None:
+    def __init__(
+        self,
+        learnt: LearntAffinity,
+        recall: RecallSample | None = None,
+        max_rows: int = 32,
+        experts_here: Callable[[int], Collection[int]] | None = None,
+    ) -> None:
+        """recall: measures the predictions, as source `affinity`. experts_here: returns the experts of a layer that
+        this rank holds now, which alone are predicted; None if it holds all."""
         self._learnt = learnt
+        self._experts_here = experts_here
         self._recall = recall
         self._num_experts = learnt.statistics.spec.num_experts
         self._max_rows = max_rows
@@ -198,10 +215,16 @@ class AffinityPredictor:
             return np.zeros(self._num_experts, np.float32)
         if self._recall is not None:
             self._recall.rank("affinity", layer, distance, rows)
-        return any_token(rows, self._num_rows)
+        needed = any_token(rows, self._num_rows)
+        if self._experts_here is None:
+            return needed
+        here = [*self._experts_here(layer + distance)]
+        found = np.zeros_like(needed)
+        found[here] = needed[here]
+        return found
 
     def end_step(self) -> None:
-        if self._recall is not None:
+        if self._recall is not None and self._num_rows:
             self._recall.end_step(self._chosen)
         self._token_ids = None
 
@@ -216,109 +239,6 @@ def any_token(probabilities: Float, num_tokens: int) -> Float:
     spared = np.log1p(-np.minimum(probabilities, np.float32(1 - 1e-6))).mean(axis=0)
     found: Float = -np.expm1(spared * np.float32(num_tokens))
     return found
-
-
-class RankShare(Protocol):
-    """A rank's part in each layer with experts (`experts.parallel.dispatch.ExpertParallel`)."""
-
-    def experts_here(self, layer: int) -> Collection[int]:
-        """Return the experts of the layer that this rank holds now."""
-
-    def num_rows_elsewhere(self, layer: int) -> int:
-        """Return the number of rows that other ranks have in the layer in this step."""
-
-
-class RemoteRowShares:
-    """The share of other ranks' rows that chooses each local expert, by layer. Older rows count less.
-
-    A row counts for an expert only if it was computed while the expert was local.
-    """
-
-    __slots__ = ("_chosen", "_half_life", "_rows")
-
-    def __init__(self, num_layers: int, num_experts: int, half_life: float = 100_000) -> None:
-        """half_life: in rows of other ranks."""
-        self._half_life = half_life
-        self._chosen: Float = np.zeros((num_layers, num_experts), np.float32)
-        self._rows: Float = np.zeros((num_layers, num_experts), np.float32)
-
-    def add(self, layer: int, num_rows: int, chosen: NDArray[np.integer], here: NDArray[np.bool_]) -> None:
-        """Count `num_rows` rows of other ranks. chosen[e]: the rows that chose expert e. here: [E], True if local."""
-        fade = np.float32(2 ** (-num_rows / self._half_life))
-        self._chosen[layer] *= fade
-        self._rows[layer] *= fade
-        self._chosen[layer] += np.where(here, chosen, 0)
-        self._rows[layer] += np.where(here, np.float32(num_rows), 0)
-
-    def of(self, layer: int, popularity: Float) -> Float:
-        """[E]: the share of rows that chooses each expert. popularity: [E], the prior share."""
-        prior = np.float32(_PRIOR_ROWS)
-        found: Float = (self._chosen[layer] + prior * popularity) / (self._rows[layer] + prior)
-        return found
-
-
-class RankPredictor:
-    """A `Predictor` for one rank of several. It predicts only experts that the rank holds.
-
-    All choices of local rows are known. Of remote rows only the choices of local experts are known, so remote rows are
-    predicted by the past choices of such rows. In each layer `observe_computed` must be called once, before `observe`.
-    """
-
-    __slots__ = ("_has_rows", "_here", "_learnt", "_local", "_num_experts", "_share", "_shares")
-
-    def __init__(self, local: Predictor, learnt: LearntAffinity, share: RankShare) -> None:
-        """local: predicts for the local rows, and learns from `learnt`."""
-        spec = learnt.statistics.spec
-        self._local = local
-        self._learnt = learnt
-        self._share = share
-        self._num_experts = spec.num_experts
-        self._shares = RemoteRowShares(spec.num_layers, spec.num_experts)
-        # By layer the latest `share.experts_here`, and the same as a mask [E].
-        self._here: dict[int, tuple[Collection[int], NDArray[np.bool_]]] = {}
-        self._has_rows = False
-
-    def begin(self, token_ids: Ids) -> None:
-        self._has_rows = bool(len(token_ids))
-        if self._has_rows:
-            self._local.begin(token_ids)
-
-    def observe_computed(self, layer: int, local: Ids, computed: Ids) -> None:
-        """Observe a layer's choices. local: [T, k], of the local rows. computed: [M, k], of the rows that this rank
-        computes, local ones included; -1 for remote experts."""
-        # A local expert always computes the local rows that choose it.
-        remote = self._count(computed) - self._count(local)
-        self._shares.add(layer, self._share.num_rows_elsewhere(layer), remote, self._is_here(layer))
-
-    def observe(self, layer: int, expert_ids: Ids) -> None:
-        if self._has_rows:
-            self._local.observe(layer, expert_ids)
-
-    def predict(self, layer: int, distance: int) -> Float:
-        target = layer + distance
-        shares = self._shares.of(target, self._learnt.current.popularity()[target])
-        spared: Float = (1 - np.minimum(shares, 1)) ** self._share.num_rows_elsewhere(target)
-        if self._has_rows:
-            spared = spared * (1 - self._local.predict(layer, distance))
-        return np.where(self._is_here(target), 1 - spared, np.float32(0))
-
-    def end_step(self) -> None:
-        if self._has_rows:
-            self._local.end_step()
-
-    def _count(self, expert_ids: Ids) -> NDArray[np.int64]:
-        """[E]: the number of rows that chose each expert."""
-        return np.bincount(expert_ids.ravel() + 1, minlength=self._num_experts + 1)[1:]
-
-    def _is_here(self, layer: int) -> NDArray[np.bool_]:
-        """[E]: True for local experts, which a migration may change between steps."""
-        experts = self._share.experts_here(layer)
-        known = self._here.get(layer)
-        if known is None or known[0] is not experts:
-            is_here = np.zeros(self._num_experts, np.bool_)
-            is_here[list(experts)] = True
-            known = self._here[layer] = experts, is_here
-        return known[1]
 
 
 @dataclass(frozen=True, slots=True)

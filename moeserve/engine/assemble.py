@@ -424,13 +424,13 @@ class LoadedRank:
         if resident is None:
             return None
         resident.memory.forget_counts()
-        choice, share = config.expert_prefetch, None if self.group is None else self.group.experts
+        choice, here = config.expert_prefetch, None if self.group is None else self.group.experts.experts_here
         fitted = None
         try:
             fitted = find_fitted_gates(self._directory)
         except FittedGatesError as error:
             log.warning("fitted_gates_unusable", reason=str(error), consequence="the plain gates predict")
-        prefetching = start_prefetching(choice, resident, self._decoder, share, fitted)
+        prefetching = start_prefetching(choice, resident, self._decoder, here, fitted)
         if prefetching is None:
             if choice != "off":
                 one = "the model has one layer with experts: no gate comes after it"

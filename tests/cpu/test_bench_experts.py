@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from benchmarks.experts.__main__ import MEASUREMENTS, command, measure_of
 from benchmarks.experts.dispatch import rows_figures, rows_per_token
 from benchmarks.experts.figures import Figure, Unavailable, Verdict, at_least, at_most, half_width, in_turn, within
+from benchmarks.experts.lab_traces import GateGuesses
 from benchmarks.experts.placement import (
     balanced,
     fewest_touched,
@@ -21,7 +22,7 @@ from benchmarks.experts.prediction import recalls, stall_saved
 from benchmarks.experts.services import migration_figures
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import documents, halves
-from experts.routing.files import GateGuesses, Tap
+from experts.routing.files import Tap
 
 COUPLED = SyntheticSpec(5, 8, 2, coupling=3.0, topic=0.5, persistence=0.2, edge=1.0)
 
@@ -103,7 +104,7 @@ def test_remote_ranks_are_saved_where_there_is_structure():
     assert saved["homes in turn"] > 0.03 > abs(saved["uniform control"])
     best = saved["optimum for the requests measured, loads left aside"]
     assert best >= max(saved["ranks as busy as in the plain placement"], saved["homes in turn"])
-    assert {"shuffled control", "homes by topic, known when placing"} <= saved.keys()
+    assert "shuffled control" in saved
 
 
 def test_the_fewest_ranks_are_those_of_all_placements():

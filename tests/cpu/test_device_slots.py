@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from experts.errors import ExpertStoreError
+from experts.memory.eviction import lru
 from experts.memory.file import write_expert_file
 from experts.memory.memory import ExpertMemory
-from experts.memory.residency import ResidencyControl, lru
+from experts.memory.residency import ResidencyControl
 from experts.memory.slots import DeviceSlots
 from experts.memory.tiers import DiskTier, ExpertTier, HostTier
 from tests.support.late_copies import LateCopies

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.experts.lab_traces import GateGuesses, shuffled_control, uniform_control
 from benchmarks.experts.placement import remote_ranks_figure
 from benchmarks.experts.prediction import StallFigure
 from benchmarks.experts.simulator import (
@@ -18,7 +19,7 @@ from benchmarks.experts.simulator import (
 )
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.prediction.planning import PrefetchRules
-from experts.routing.files import GateGuesses, Tap, shuffled_control, uniform_control
+from experts.routing.files import Tap
 
 EXPERT_BYTES = 2**20
 TIMING = LayerTiming(attention=0.5e-3, experts=0.5e-3)
@@ -131,4 +132,4 @@ def test_learnt_placements_save_ranks_where_there_is_structure_only():
     trace = synthetic_trace(spec, 40, 80, 0)
     uniform = uniform_control(trace, 0)
     assert remote_ranks_figure(*trace.split(), 4).saved > 0.05 > abs(remote_ranks_figure(*uniform.split(), 4).saved)
-    assert remote_ranks_figure(*trace.split(), 4, by_family=True).num_ranks == 4
+    assert remote_ranks_figure(*trace.split(), 4).num_ranks == 4

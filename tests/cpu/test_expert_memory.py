@@ -14,8 +14,8 @@ import pytest
 import moeserve.engine.experts.memory
 from benchmarks.token_engine import Completion, TokenEngine
 from experts.errors import ExpertStoreError
+from experts.memory.eviction import POLICIES
 from experts.memory.file import PAGE_BYTES, round_to_page
-from experts.memory.residency import POLICIES
 from experts.moe_layer import MoeLayer
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.files import save_statistics

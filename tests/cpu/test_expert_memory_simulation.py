@@ -7,33 +7,34 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.experts.lab_traces import LabTrace
 from benchmarks.experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
+from experts.memory.eviction import POLICIES
 from experts.memory.file import PAGE_BYTES, write_expert_file
 from experts.memory.memory import ExpertMemory
-from experts.memory.residency import POLICIES, ResidencyControl, ResidencyCounters
+from experts.memory.residency import ResidencyControl, ResidencyCounters
 from experts.memory.slots import SlotArena
 from experts.memory.tiers import DiskTier
-from experts.routing.files import RoutingTrace
 
 SOURCE = bytes(32)
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS, TOP_K, NUM_STREAMS = 3, 10, 6, 2, 3
 
 
-def random_trace(num_tokens: int = 200) -> RoutingTrace:
+def random_trace(num_tokens: int = 200) -> LabTrace:
     """Tokens that like some experts more than others."""
     rng = np.random.default_rng(5)
     likes = 0.5 + rng.random((NUM_LAYERS, 1, NUM_EXPERTS))
     ids = (rng.random((NUM_LAYERS, num_tokens, NUM_EXPERTS)) * likes).argsort(axis=2)[:, :, -TOP_K:]
     requests = np.sort(rng.integers(0, 12, num_tokens)).astype(np.int32)
     zeros = np.zeros(num_tokens, np.int32)
-    return RoutingTrace(NUM_EXPERTS, ids.astype(np.uint16), requests, zeros, zeros)
+    return LabTrace(NUM_EXPERTS, ids.astype(np.uint16), requests, zeros, zeros)
 
 
 def new_control(policy: str) -> ResidencyControl:
     return ResidencyControl([NUM_SLOTS] * NUM_LAYERS, NUM_EXPERTS, PAGE_BYTES, lambda _: POLICIES[policy](NUM_EXPERTS))
 
 
-def counted_at_work(trace: RoutingTrace, policy: str, path: Path) -> ResidencyCounters:
+def counted_at_work(trace: LabTrace, policy: str, path: Path) -> ResidencyCounters:
     write_expert_file(
         path,
         source=SOURCE,

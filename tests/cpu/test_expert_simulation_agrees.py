@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.experts.lab_traces import LabTrace
 from benchmarks.experts.simulator import LayerTiming, LinkModel, Simulation, steps_of
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
+from experts.memory.eviction import POLICIES
 from experts.memory.file import round_to_page
 from experts.memory.memory import ExpertMemory
-from experts.memory.residency import POLICIES, ResidencyControl, ResidencyCounters
+from experts.memory.residency import ResidencyControl, ResidencyCounters
 from experts.memory.slots import SlotArena
-from experts.routing.files import RoutingTrace
 
 EXPERT_BYTES = round_to_page(1)
 
@@ -26,13 +27,13 @@ class OwnNumbers:
         """Nothing is open."""
 
 
-def control_of(policy: str, num_slots: int, trace: RoutingTrace) -> ResidencyControl:
+def control_of(policy: str, num_slots: int, trace: LabTrace) -> ResidencyControl:
     return ResidencyControl(
         [num_slots] * len(trace.ids), trace.num_experts, EXPERT_BYTES, lambda layer: POLICIES[policy](trace.num_experts)
     )
 
 
-def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: RoutingTrace, num_streams: int):
+def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: LabTrace, num_streams: int):
     arena = SlotArena([num_slots] * len(trace.ids), EXPERT_BYTES)
     memory = ExpertMemory(control, arena, OwnNumbers())
     try:
@@ -52,7 +53,7 @@ def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: Rout
         memory.close()
 
 
-def counted_by_the_simulator(control: ResidencyControl, trace: RoutingTrace, num_streams: int) -> ResidencyCounters:
+def counted_by_the_simulator(control: ResidencyControl, trace: LabTrace, num_streams: int) -> ResidencyCounters:
     simulation = Simulation(control, EXPERT_BYTES, LinkModel(1e9), LayerTiming(1e-6, 1e-6))
     return simulation.replay(trace, num_streams).counters
 

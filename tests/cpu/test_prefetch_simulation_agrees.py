@@ -9,19 +9,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from benchmarks.experts.lab_traces import GateGuesses, LabTrace
 from benchmarks.experts.simulator import GatesAhead, LayerTiming, LinkModel, Simulation, steps_of
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.memory.memory import ExpertMemory
 from experts.memory.residency import ResidencyControl, ResidencyCounters
 from experts.memory.slots import SlotArena
 from experts.prediction.planning import LookaheadPlanner
-from experts.routing.files import GateGuesses, RoutingTrace, Tap
+from experts.routing.files import Tap
 from tests.cpu.test_expert_simulation_agrees import EXPERT_BYTES, OwnNumbers, control_of
 
 TOP_K, REACH = 2, 2
 
 
-def guessed_trace() -> RoutingTrace:
+def guessed_trace() -> LabTrace:
     """Gates that are often wrong, one and two layers ahead."""
     trace = synthetic_trace(SyntheticSpec(5, 10, TOP_K, popularity=0.6), 6, 20, 1)
     rng = np.random.default_rng(0)
@@ -31,10 +32,10 @@ def guessed_trace() -> RoutingTrace:
         truth = trace.ids[distance:].astype(np.int64)
         np.put_along_axis(logits, truth, np.take_along_axis(logits, truth, 2) + 1.5, 2)
         guesses.append(GateGuesses(Tap.EARLY, distance, logits.astype(np.float16)))
-    return RoutingTrace(10, trace.ids, trace.requests, trace.token_ids, trace.families, tuple(guesses))
+    return LabTrace(10, trace.ids, trace.requests, trace.token_ids, trace.families, tuple(guesses))
 
 
-def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: RoutingTrace) -> ResidencyCounters:
+def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: LabTrace) -> ResidencyCounters:
     memory = ExpertMemory(control, SlotArena([num_slots] * len(trace.ids), EXPERT_BYTES), OwnNumbers())
     planner = LookaheadPlanner(control, TOP_K, REACH)
 

@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 from array import array
-from types import SimpleNamespace
-from typing import Any, cast
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from experts.memory.memory import ExpertMemory
-from experts.prediction.prefetcher import GateRecall, Prefetcher, PrefetchObserver, RankPrefetcher
+from experts.prediction.prefetcher import GateRecall, PrefetchObserver, RankPrefetcher
 from experts.routing.files import Tap
 from experts.routing.gates import GatePreview, GatesAhead
-from experts.routing.predictors import RankPredictor, RecallSample
+from experts.routing.predictors import RecallSample
 from moeserve.plan import Chunk, StepPlan
 
 NUM_EXPERTS, TOP_K = 4, 2
-
-
-class Heard:
-    """Writes down every call that it gets, and what the arguments hold."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[Any, ...]] = []
-
-    def __getattr__(self, name: str) -> Any:
-        return lambda *arguments: self.calls.append((name, *map(_plain, arguments)))
 
 
 class Gate:
@@ -36,10 +22,6 @@ class Gate:
 
     def preview(self, x: Tensor) -> Tensor:
         return x
-
-
-def _plain(argument: Any) -> Any:
-    return argument.tolist() if isinstance(argument, Tensor | np.ndarray) else argument
 
 
 def gates(num_layers: int) -> GatesAhead:
@@ -51,24 +33,22 @@ def plan(num_rows: int) -> StepPlan:
     return StepPlan(0, [Chunk("a", array("i", [0] * num_rows), 0, array("i"), None)] if num_rows else [])
 
 
-def test_own_rows_are_told_once_the_loads_have_begun_and_also_where_nobody_comes() -> None:
-    prefetcher, predictor = Heard(), Heard()
-    memory = cast(ExpertMemory, SimpleNamespace(predictor_seconds=0.0))
-    observer = RankPrefetcher(memory, cast(Prefetcher, prefetcher), cast(RankPredictor, predictor))
+def test_own_rows_are_followed_once_the_loads_have_begun_and_also_where_no_rows_arrive() -> None:
+    class Followed(RankPrefetcher):
+        def __init__(self) -> None:
+            self.followed: list[tuple[int, list[list[int]]]] = []
+
+        def follow(self, layer: int, expert_ids: Tensor) -> None:
+            self.followed.append((layer, expert_ids.tolist()))
+
+    observer = Followed()
     x, ids, weights = torch.zeros(1, NUM_EXPERTS), torch.tensor([[2, 3]]), torch.ones(1, 2)
-    begun = plan(1)
-    observer.begin(begun)
     for layer, come in enumerate(([[2, -1]], [])):
         observer.chose(layer, x, ids, weights)
-        assert len(prefetcher.calls) == 1 + layer
+        assert len(observer.followed) == layer
         arrived = torch.tensor(come, dtype=torch.int64).view(-1, 2)
         observer.arrived(layer, torch.eye(NUM_EXPERTS)[: len(come)], arrived, torch.ones(len(come), 2))
-    observer.launched()
-    assert predictor.calls == [
-        ("observe_computed", 0, [[2, 3]], [[2, -1]]),
-        ("observe_computed", 1, [[2, 3]], []),
-    ]
-    assert prefetcher.calls == [("begin", begun), ("follow", 0, [[2, 3]]), ("follow", 1, [[2, 3]]), ("launched",)]
+    assert observer.followed == [(0, [[2, 3]]), (1, [[2, 3]])]
 
 
 @pytest.mark.parametrize("num_rows", [1, 2, 20])
@@ -78,6 +58,9 @@ def test_gates_are_judged_by_the_rows_at_home(num_rows: int) -> None:
     rows = torch.eye(NUM_EXPERTS)[torch.tensor([1, 2] * 10)[:num_rows]] + 0.1 * torch.eye(NUM_EXPERTS)[0]
     right, wrong = rows.topk(TOP_K).indices, (-rows).topk(TOP_K).indices
     weights = torch.ones(right.shape)
+    observer.begin(plan(num_rows))
+    observer.chose(2, rows, wrong, weights)
+    observer.abandon(plan(num_rows))
     for _ in range(2):
         observer.begin(plan(num_rows))
         for layer, chosen in enumerate((wrong, right, wrong)):

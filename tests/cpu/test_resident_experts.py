@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from experts.memory.eviction import lru
 from experts.memory.memory import ExpertMemory
-from experts.memory.residency import ResidencyControl, lru
+from experts.memory.residency import ResidencyControl
 from experts.memory.resident_experts import ResidentExperts
 from experts.memory.slots import SlotArena
 from experts.observer import AnyObserver

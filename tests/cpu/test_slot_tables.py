@@ -18,7 +18,6 @@ from experts.placement.search import load_balanced
 from kernels.activation import Activation
 
 NUM_EXPERTS, NUM_ROWS, TOP_K, HIDDEN = 6, 4, 2, 3
-EVERY = torch.arange(NUM_EXPERTS * 2).view(NUM_EXPERTS, TOP_K) % NUM_EXPERTS
 
 
 class Echo(Collectives):

@@ -5,27 +5,27 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.routing.files import RoutingTrace
+from benchmarks.experts.lab_traces import LabTrace
 
 
-def adjacent_overlap(trace: RoutingTrace) -> float:
+def adjacent_overlap(trace: LabTrace) -> float:
     """The share of a token's experts that the next token of the request chooses too, over all layers."""
     return float(_shared_with_next(trace).mean() / trace.ids.shape[2])
 
 
-def adjacent_jaccard(trace: RoutingTrace) -> float:
+def adjacent_jaccard(trace: LabTrace) -> float:
     """Shared over distinct experts in the sets of neighbouring tokens of a request, mean over tokens and layers."""
     shared = _shared_with_next(trace)
     return float((shared / (2 * trace.ids.shape[2] - shared)).mean())
 
 
-def first_choice_repeats(trace: RoutingTrace) -> NDArray[np.float64]:
+def first_choice_repeats(trace: LabTrace) -> NDArray[np.float64]:
     """[L]: how often the next token of a request has the same first choice."""
     first = trace.ids[:, :, 0]
     return (first[:, :-1] == first[:, 1:])[:, _continues(trace)].mean(axis=1)
 
 
-def transition_lookup(trace: RoutingTrace, guesses: int) -> float:
+def transition_lookup(trace: LabTrace, guesses: int) -> float:
     """How often the next layer's first choice is among the `guesses` most frequent after this layer's, in sample."""
     first, size = trace.ids[:, :, 0].astype(np.int64), trace.num_experts
     pairs = first[:-1] * size + first[1:]
@@ -33,7 +33,7 @@ def transition_lookup(trace: RoutingTrace, guesses: int) -> float:
     return float(counts[..., -guesses:].sum() / counts.sum())
 
 
-def union_size(trace: RoutingTrace, num_streams: int) -> float:
+def union_size(trace: LabTrace, num_streams: int) -> float:
     """Distinct experts per layer in a step of `num_streams` requests, one token each, mean over steps and layers."""
     starts = np.flatnonzero(np.r_[True, ~_continues(trace)])
     length = int(np.diff(np.r_[starts, len(trace.requests)]).min())
@@ -47,7 +47,7 @@ def union_size(trace: RoutingTrace, num_streams: int) -> float:
     return float(np.mean(sizes))
 
 
-def load_exponent(trace: RoutingTrace) -> float:
+def load_exponent(trace: LabTrace) -> float:
     """The exponent of Zipf's law fitted to the sorted load of each layer, mean over layers."""
     load = -np.sort(-trace.load(), axis=1)
     places = np.log(np.arange(1, trace.num_experts + 1))
@@ -55,7 +55,7 @@ def load_exponent(trace: RoutingTrace) -> float:
     return float(-(np.log(np.maximum(load, 1)) @ centred).mean() / (centred @ centred))
 
 
-def hit_rate(trace: RoutingTrace, slots: int, *, clairvoyant: bool = False) -> float:
+def hit_rate(trace: LabTrace, slots: int, *, clairvoyant: bool = False) -> float:
     """Hits of a cache of `slots` experts per layer, emptied before each request, one token at a time.
 
     A token's experts arrive at once and none of them leaves while it is served. lru, or clairvoyant: the expert needed
@@ -91,12 +91,12 @@ def _next_uses(layer: NDArray[np.uint16], requests: NDArray[np.int32]) -> NDArra
     return found
 
 
-def _continues(trace: RoutingTrace) -> NDArray[np.bool_]:
+def _continues(trace: LabTrace) -> NDArray[np.bool_]:
     """[T - 1]: the next token belongs to the same request."""
     return trace.requests[:-1] == trace.requests[1:]
 
 
-def _shared_with_next(trace: RoutingTrace) -> NDArray[np.int64]:
+def _shared_with_next(trace: LabTrace) -> NDArray[np.int64]:
     """[L, T']: experts that a token and the next of its request have in common."""
     here, after = trace.ids[:, :-1, :, None], trace.ids[:, 1:, None, :]
     return np.concatenate(

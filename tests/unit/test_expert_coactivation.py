@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.experts.lab_traces import remote_ranks, shuffled_control, uniform_control
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SPARSE, synthetic_trace
-from experts.placement.placement import balancedness, contiguous, remote_ranks, round_robin
+from experts.placement.placement import balancedness, contiguous, round_robin
 from experts.placement.search import Exchanges, coactivation_placement, fewest_ranks, token_sets
-from experts.routing.files import shuffled_control, uniform_control
 
 
 def grouped_routing(num_tokens, num_experts, top_k, seed):
@@ -29,11 +29,10 @@ def test_exchanges_find_the_best_of_all_placements(seed, num_ranks):
     assert sets.ranks_touched(fewest_ranks(sets, even, np.inf, patience=20)) == least
 
 
-@pytest.mark.parametrize("with_homes", [False, True])
-def test_gains_are_those_of_placements_made_anew(with_homes):
+def test_gains_are_those_of_placements_made_anew():
     random = np.random.default_rng(0)
     ids = random.random((200, 12)).argsort(axis=1)[:, :3]
-    sets = token_sets(ids, 12, 3, random.integers(3, size=200) if with_homes else None)
+    sets = token_sets(ids, 12, 3)
     exchanges = Exchanges(sets, np.arange(12) % 3)
     for one, other in ((0, 1), (4, 5), (1, 2), (0, 4)):
         before = sets.ranks_touched(exchanges.rank_of)
@@ -77,33 +76,24 @@ def test_the_bound_on_load_holds():
     assert balancedness(load, even)[0] >= balancedness(load, reference)[0]
 
 
-def test_homes_count_where_requests_that_choose_alike_live_together():
-    routing = grouped_routing(800, 16, 3, 0)
-    group = coactivation_placement(routing, 16, 4).first_ranks()[0][routing[0, :, 0]]
-    homes = np.roll(np.arange(4), 1)[group]
-    told = coactivation_placement(routing, 16, 4, homes)
-    assert remote_ranks(routing, homes, told).tolist() == [0]
-
-
-def reduction(trace, num_ranks, *, by_family):
+def reduction(trace, num_ranks):
     """Remote ranks saved on held-out requests, against the better of contiguous and round-robin."""
     learnt, held_out = trace.split()
     sizes = (trace.ids.shape[0], trace.num_experts, num_ranks)
-    homes = held_out.family_homes(num_ranks) if by_family else held_out.homes(num_ranks)
+    homes = held_out.homes(num_ranks)
     plain = min(remote_ranks(held_out.ids, homes, build(*sizes)).mean() for build in (contiguous, round_robin))
-    known_homes = learnt.family_homes(num_ranks) if by_family else None
-    placement = coactivation_placement(learnt.ids, trace.num_experts, num_ranks, known_homes)
+    placement = coactivation_placement(learnt.ids, trace.num_experts, num_ranks)
     return 1 - remote_ranks(held_out.ids, homes, placement).mean() / plain
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("spec", "by_family", "least"),
-    [(MIXTRAL_LIKE, False, 0.03), pytest.param(SPARSE, False, 0.08, marks=pytest.mark.long), (SPARSE, True, 0.15)],
-    ids=["mixtral", "sparse", "sparse-families"],
+    ("spec", "least"),
+    [(MIXTRAL_LIKE, 0.03), pytest.param(SPARSE, 0.08, marks=pytest.mark.long)],
+    ids=["mixtral", "sparse"],
 )
-def test_structured_traces_touch_fewer_ranks_and_controls_do_not(spec, by_family, least):
+def test_structured_traces_touch_fewer_ranks_and_controls_do_not(spec, least):
     trace = synthetic_trace(replace(spec, num_layers=6), 48, 128, seed=0)
-    assert reduction(trace, 4, by_family=by_family) >= least
-    assert reduction(uniform_control(trace, 0), 4, by_family=by_family) < 0.01
-    assert reduction(shuffled_control(trace, 0), 4, by_family=by_family) < 0.02
+    assert reduction(trace, 4) >= least
+    assert reduction(uniform_control(trace, 0), 4) < 0.01
+    assert reduction(shuffled_control(trace, 0), 4) < 0.02

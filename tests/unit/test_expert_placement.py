@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.experts.lab_traces import remote_ranks
 from experts.placement.placement import (
     Placement,
     PlacementError,
@@ -14,7 +15,6 @@ from experts.placement.placement import (
     contiguous,
     from_first_ranks,
     rank_load,
-    remote_ranks,
     round_robin,
 )
 from experts.placement.search import load_balanced, with_replicas

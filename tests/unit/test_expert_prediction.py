@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from benchmarks.experts.lab_traces import shuffled_control
 from benchmarks.experts.simulator import POPULARITY, recall_figures
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
-from experts.routing.files import shuffled_control
-from experts.routing.predictors import BEFORE, AffinityPredictor, LearntAffinity, any_token
+from experts.routing.predictors import BEFORE, AffinityPredictor, LearntAffinity, RecallSample, any_token
 
 
 def rows(*values):
@@ -55,6 +55,32 @@ def test_what_is_not_known_is_not_predicted():
     # A layer that computed one of two rows counts as left out.
     predictor.observe(0, np.array([[1]]))
     assert predictor.predict(0, 1).tolist() == [0, 0]
+
+
+def test_a_rank_expects_its_own_experts_alone_also_once_a_layer_is_placed_anew():
+    here = [{0, 1}, {0, 1}]
+    learnt = learnt_from(np.array([[[0], [1], [2]] * 40, [[1], [2], [0]] * 40]), 3)
+    everywhere, rank = begun(learnt, [0, 0, 0]), begun(learnt, [0, 0, 0], experts_here=here.__getitem__)
+    for predictor in (everywhere, rank):
+        predictor.observe(0, np.array([[0], [1], [2]]))
+    for held in ({0, 1}, {1, 2}):
+        here[1] = held
+        wanted = [chance if expert in held else 0 for expert, chance in enumerate(everywhere.predict(0, 1))]
+        assert rank.predict(0, 1).tolist() == wanted
+        assert min(rank.predict(0, 1)[[*held]]) > 0.5
+    assert rank.predict(BEFORE, 1)[2] == 0
+
+
+def test_steps_without_rows_of_its_own_count_for_nothing_on_a_rank():
+    recall = RecallSample(interval=1)
+    predictor = AffinityPredictor(learnt_from(np.array([[[0], [1]] * 50] * 2), 2), recall, experts_here=lambda _: {0})
+    for num_rows in (1, 0, 0, 2, 0):
+        predictor.begin(np.zeros(num_rows, np.int64))
+        predictor.observe(0, np.zeros((num_rows, 1), np.int64))
+        assert predictor.predict(0, 1)[1] == predictor.predict(BEFORE, 1)[1] == 0
+        predictor.observe(1, np.zeros((num_rows, 1), np.int64))
+        predictor.end_step()
+    assert {count.num_chosen for count in recall.counts()} == {3}
 
 
 def test_affinity_expects_what_followed_before():

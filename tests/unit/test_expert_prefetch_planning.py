@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from experts.memory.residency import Affinity, ResidencyControl, SlotState, lru
+from experts.memory.eviction import Affinity, lru
+from experts.memory.residency import ResidencyControl, SlotState
 from experts.prediction.planning import LookaheadPlanner, PrefetchPlanner, PrefetchRules
 from experts.routing.predictors import BEFORE
 

@@ -87,7 +87,6 @@ def test_a_row_that_a_layer_left_out_counts_in_the_other_layers_only():
     statistics = RoutingStatistics(StatisticsSpec(LAYERS, EXPERTS, TOP_K, half_life=10**12))
     statistics.update(ids, np.array([4, 5]))
     assert statistics.load().sum(axis=1).tolist() == [4, 4, 2]
-    assert statistics.coactivation().sum(axis=(1, 2)).tolist() == [8, 8, 4]
     assert statistics.transitions(1).sum(axis=(1, 2)).tolist() == [8, 4]
     assert statistics.transitions(2).sum() == 4
     np.testing.assert_array_equal(statistics.recent()[:, 0], ids[:, 1])

@@ -134,8 +134,8 @@ def test_a_trace_is_fetched_when_it_is_full(tmp_path: Path, url: str) -> None:
 def test_what_the_server_refuses_is_told(tmp_path: Path, url: str) -> None:
     result = moeserve("experts", "trace", tmp_path / "t", "--url", url)
     assert result.exit_code == 1
-    assert "403: This route needs a key" in result.output
-    assert "does not answer" in moeserve("experts", "trace", tmp_path / "t", "--url", "http://127.0.0.1:9").output
+    assert "This route needs a key" in result.output
+    assert "No server answers" in moeserve("experts", "trace", tmp_path / "t", "--url", "http://127.0.0.1:9").output
     assert "there is no folder" in moeserve("experts", "trace", tmp_path / "no" / "t", "--url", url).output
 
 

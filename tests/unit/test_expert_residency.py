@@ -6,18 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.memory.residency import (
-    POLICIES,
-    POLICY_NAMES,
-    Affinity,
-    LayerResidency,
-    Priority,
-    ResidencyControl,
-    SlotState,
-    Static,
-    lru,
-    make_policies,
-)
+from experts.memory.eviction import POLICIES, POLICY_NAMES, Affinity, Static, lru, make_policies
+from experts.memory.residency import LayerResidency, Priority, ResidencyControl, SlotState
 from tests.support.examples import examples
 
 BYTES = 4

@@ -5,11 +5,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from benchmarks.experts.lab_traces import LabTrace
 from benchmarks.experts.simulator import AffinityAhead, Belady, LayerTiming, LinkModel, Simulation, steps_of
 from benchmarks.experts.synthetic_traces import SyntheticSpec, synthetic_trace
-from experts.memory.residency import ResidencyControl, ResidencyCounters, lru
+from experts.memory.eviction import lru
+from experts.memory.residency import ResidencyControl, ResidencyCounters
 from experts.prediction.planning import PrefetchPlanner, PrefetchRules
-from experts.routing.files import RoutingTrace
 from tests.support.trace_figures import hit_rate
 
 EXPERT_BYTES = 100
@@ -24,7 +25,7 @@ def trace_of(*tokens, requests=None):
     ids = ids[..., None] if ids.ndim == 2 else ids
     number = np.zeros(len(tokens)) if requests is None else np.array(requests)
     none = np.zeros(len(tokens), np.int32)
-    return RoutingTrace(4, np.ascontiguousarray(ids.swapaxes(0, 1)), number.astype(np.int32), none, none)
+    return LabTrace(4, np.ascontiguousarray(ids.swapaxes(0, 1)), number.astype(np.int32), none, none)
 
 
 # Three layers, one expert per token.

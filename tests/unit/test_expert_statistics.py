@@ -32,20 +32,16 @@ def test_counts_equal_plain_counting_while_nothing_decays():
     for step in steps:
         statistics.update(step)
     load = np.zeros((LAYERS, EXPERTS))
-    together = np.zeros((LAYERS, EXPERTS, EXPERTS))
     following = {distance: np.zeros((LAYERS - distance, EXPERTS, EXPERTS)) for distance in (1, 2, 3)}
     for step in steps:
         for layer in range(LAYERS):
             for token in range(step.shape[1]):
                 for expert in step[layer, token]:
                     load[layer, expert] += 1
-                    together[layer, expert, step[layer, token]] += 1
                     for distance, table in following.items():
                         if layer + distance < LAYERS:
                             table[layer, expert, step[layer + distance, token]] += 1
     np.testing.assert_allclose(statistics.load(), load, rtol=1e-6)
-    np.testing.assert_allclose(statistics.pair_load(), load, rtol=1e-6)
-    np.testing.assert_allclose(statistics.coactivation(), together, rtol=1e-6)
     for distance, table in following.items():
         np.testing.assert_allclose(statistics.transitions(distance), table, rtol=1e-6)
 
@@ -71,7 +67,6 @@ def test_a_long_step_is_sampled_for_pairs_without_bias_in_their_sum():
     statistics = RoutingStatistics(StatisticsSpec(LAYERS, EXPERTS, TOP_K, half_life=10**12, max_rows_per_step=10))
     statistics.update(routing(1000))
     assert statistics.load().sum(axis=1) == pytest.approx([1000 * TOP_K] * LAYERS)
-    assert statistics.pair_load().sum(axis=1) == pytest.approx([1000 * TOP_K] * LAYERS)
     assert statistics.transitions(2).sum(axis=(1, 2)) == pytest.approx([1000 * TOP_K**2] * (LAYERS - 2))
     assert statistics.recent().shape == (LAYERS, 10, TOP_K)
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from experts.placement.placement import contiguous, remote_ranks
+from benchmarks.experts.lab_traces import remote_ranks
+from experts.placement.placement import contiguous
 from experts.placement.rebalance import RemoteRanks
 from experts.routing.choices import NOT_COMPUTED, RoutingShape, RoutingStatistics, StatisticsSpec
 from experts.routing.files import UNKNOWN_TOKEN, RequestRows, TraceRecorder, load_trace

@@ -6,17 +6,16 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
-from experts.routing.files import (
+from benchmarks.experts.lab_traces import (
     GateGuesses,
-    RoutingTrace,
-    Tap,
-    TraceError,
-    load_trace,
-    save_trace,
+    LabTrace,
+    load_lab_trace,
+    save_lab_trace,
     shuffled_control,
     uniform_control,
 )
+from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, QWEN3_LIKE, SPARSE, SyntheticSpec, synthetic_trace
+from experts.routing.files import Tap, TraceError, load_trace, save_trace
 from tests.support.trace_figures import (
     adjacent_jaccard,
     adjacent_overlap,
@@ -32,7 +31,7 @@ def trace_of(*tokens, requests=None, num_experts=8):
     ids = np.array([tokens], np.uint16)
     requests = np.zeros(len(tokens)) if requests is None else np.array(requests)
     none = np.zeros(len(tokens), np.int32)
-    return RoutingTrace(num_experts, ids, requests.astype(np.int32), none, none)
+    return LabTrace(num_experts, ids, requests.astype(np.int32), none, none)
 
 
 @pytest.mark.parametrize("spec", [MIXTRAL_LIKE, SPARSE], ids=["mixtral", "sparse"])
@@ -93,7 +92,7 @@ def test_the_fitted_exponent_is_that_of_the_loads():
     random = np.random.default_rng(0)
     weights = 1 / np.arange(1, 9) ** 0.7
     ids = random.choice(8, (1, 50_000, 1), p=weights / weights.sum()).astype(np.uint16)
-    trace = RoutingTrace(8, ids, *[np.zeros(50_000, np.int32)] * 3)
+    trace = LabTrace(8, ids, *[np.zeros(50_000, np.int32)] * 3)
     assert load_exponent(trace) == pytest.approx(0.7, abs=0.02)
 
 
@@ -112,9 +111,9 @@ def test_what_gates_guessed_stays_with_its_token():
 
 def test_a_trace_comes_back_from_its_file(tmp_path):
     trace = guessed(synthetic_trace(SyntheticSpec(4, 8, 2), 2, 3, 0))
-    save_trace(tmp_path / "trace", trace)
-    again = load_trace(tmp_path / "trace")
-    assert [path.name for path in tmp_path.iterdir()] == ["trace"]
+    save_lab_trace(tmp_path / "trace", trace)
+    again = load_lab_trace(tmp_path / "trace")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace.guesses"]
     assert again.num_experts == 8
     for name in ("ids", "requests", "token_ids", "families"):
         assert (getattr(again, name) == getattr(trace, name)).all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from moeserve.engine.experts.observe import LinkCounts, SentCounter
 from moeserve.engine.rank import ObservedRunner
 from moeserve.plan import Computed, StepPlan, StepResult
@@ -27,3 +29,28 @@ def test_a_launched_step_tells_what_was_sent_when_it_was_launched() -> None:
     rank = ObservedRunner(Runner(), [SentCounter(lambda: [*sent])])
     first, second = (rank.launch(StepPlan(step, [])) for step in (1, 2))
     assert (first.result().sent, second.result().sent) == ([1], [1, 2])
+
+
+def test_a_failed_step_takes_its_counts_with_it() -> None:
+    class Step:
+        done = True
+
+        def __init__(self, number: int) -> None:
+            self.number = number
+
+        def result(self) -> StepResult:
+            if self.number == 1:
+                raise OSError("the device is gone")
+            return StepResult(self.number, [])
+
+    class Runner:
+        def launch(self, plan: StepPlan) -> Step:
+            sent.append(plan.step)
+            return Step(plan.step)
+
+    sent: list[int] = []
+    rank = ObservedRunner(Runner(), [SentCounter(lambda: [*sent])])
+    first, second = (rank.launch(StepPlan(step, [])) for step in (1, 2))
+    with pytest.raises(OSError, match="gone"):
+        first.result()
+    assert second.result().sent == [1, 2]

@@ -27,7 +27,7 @@ from moeserve.plan import Chunk, StateUse
 
 _Key = TypeVar("_Key", bound=Hashable)
 
-DISTANCES = 3
+DISTANCES = 3  # maps are fitted for 1 to this number of layers ahead
 # The tokens of a piece of text, which the model reads in one step.
 PIECE_TOKENS = 256
 _BLOCK_SIZE = 16

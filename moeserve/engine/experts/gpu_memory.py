@@ -13,6 +13,7 @@ from experts.errors import ExpertStoreError
 from experts.memory.memory import ExpertMemory
 from experts.memory.slots import DeviceSlots
 from experts.memory.tiers import DiskTier, ExpertTier, HostTier
+from experts.moe_layer import LoadingDispatch
 from experts.observer import AnyObserver
 from kernels.gpu.moe import SlotExperts, SlotLayout
 from kernels.gpu.moe_config import MoeConfigs, WeightStorage
@@ -25,8 +26,8 @@ from moeserve.model.gpu.kernels import expert_configs, expert_storage, rows_at_o
 from moeserve.model.spec import DecoderSpec, ModelError, Progress
 
 
-class GpuResidentExperts:
-    """One layer's dispatch (`experts.moe_layer.Dispatch`) through its slots.
+class GpuResidentExperts(LoadingDispatch):
+    """One layer's dispatch through its slots.
 
     The host finds the missing experts, so it waits for the gate's choice in every layer, and no graph can record the
     step. The same kernels are launched whether experts are missing or not, so none is compiled while serving.
@@ -48,32 +49,17 @@ class GpuResidentExperts:
         self._max_rows = max_rows
         self._observers = observers
 
-    def __call__(self, x: Tensor, expert_ids: Tensor, weights: Tensor, _: object, activation: Activation) -> Tensor:
-        return self.partial(x, expert_ids, weights, _, activation).to(x.dtype)
-
-    def while_loading(
-        self, x: Tensor, expert_ids: Tensor, weights: Tensor, activation: Activation, other: Callable[[], Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """See `experts.moe_layer.LoadingDispatch`."""
-        done: list[Tensor] = []
-        out = self.partial(x, expert_ids, weights, None, activation, lambda: done.append(other()))
-        return out.to(x.dtype), done[0]
-
     def partial(
         self,
         x: Tensor,
-        expert_ids: Tensor,
+        ids: Tensor,
         weights: Tensor,
         _: object,
         activation: Activation,
         meanwhile: Callable[[], None] = lambda: None,
     ) -> Tensor:
-        """Return the weighted sum over local experts, [T, H] fp32.
-
-        expert_ids: numbers in the model, -1 for remote. meanwhile: called once the missing experts are loading.
-        """
         memory, layer, experts = self._memory, self._layer, self._experts
-        chosen = expert_ids.cpu()
+        chosen = ids.cpu()
         wanted = set(chosen.flatten().tolist())
         some_elsewhere = -1 in wanted
         wanted.discard(-1)
@@ -89,15 +75,15 @@ class GpuResidentExperts:
             if not wanted:
                 return x.new_zeros(x.shape, dtype=torch.float32)
             make = x.new_zeros if some_elsewhere else x.new_empty
-            products = make((*expert_ids.shape, x.shape[1]), dtype=torch.float32)
+            products = make((*ids.shape, x.shape[1]), dtype=torch.float32)
             size = rows_at_once(len(x), self._max_rows)
             for ready in memory.turns(layer, wanted):
                 contents = memory.contents(layer)
                 # Experts of an earlier turn may be overwritten now.
                 few = len(ready) < len(wanted)
                 experts.show([expert if expert in ready else -1 for expert in contents] if few else contents)
-                for rows, ids, out in zip(*(part.split(size) for part in (x, expert_ids, products)), strict=True):
-                    experts.multiply(rows, ids, activation, out)
+                for rows, chosen_here, out in zip(*(part.split(size) for part in (x, ids, products)), strict=True):
+                    experts.multiply(rows, chosen_here, activation, out)
             return experts.combine(products, weights)
 
 

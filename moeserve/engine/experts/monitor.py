@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -18,18 +18,10 @@ from moeserve.engine.experts.observe import ExpertRecording
 from moeserve.engine.file_writer import FileJob
 from moeserve.wire import FeatureSamples
 
+if TYPE_CHECKING:
+    from experts.prediction.prefetcher import PrefetchObserver
 
-class Prefetching(Protocol):
-    """Loads experts ahead, as `experts.prediction.prefetcher.PrefetchObserver` does."""
-
-    @property
-    def is_on(self) -> bool: ...
-
-    @property
-    def gains(self) -> list[tuple[int, bool, float]]: ...
-
-
-# The log says after this number of tokens whether experts come in groups.
+# The number of recorded tokens from which on it is known whether experts come in groups.
 _TELLING_TOKENS = 64
 
 # Commands that may return a FileJob.
@@ -297,16 +289,19 @@ def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
 
 
 def _come_in_groups(statistics: RoutingStatistics) -> bool:
-    """Return True if each expert of the first layer that was chosen came with the same other one every time.
+    """Return True if each expert of the first layer that was chosen lately came with the same other one every time.
 
     So it is in demos whose experts are tied. Few tokens do not tell.
     """
-    together = statistics.first_coactivation()
-    alone = together.diagonal().copy()
-    if alone.sum() < _TELLING_TOKENS * statistics.spec.top_k or statistics.spec.top_k == statistics.spec.num_experts:
+    recent, spec = statistics.recent()[0], statistics.spec
+    if len(recent) < _TELLING_TOKENS or spec.top_k == spec.num_experts:
         return False
+    chosen = np.zeros((len(recent), spec.num_experts), np.float32)
+    np.put_along_axis(chosen, recent.astype(np.int64), 1, axis=1)
+    together = chosen.T @ chosen
+    alone = together.diagonal().copy()
     np.fill_diagonal(together, 0)
-    return bool(np.allclose(together.max(axis=1), alone, rtol=1e-3))
+    return bool((together.max(axis=1) == alone).all())
 
 
 def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:
@@ -317,7 +312,7 @@ def _balance_of_experts(load: np.typing.NDArray[np.float32]) -> list[float]:
 
 
 def expert_strategy(
-    config: ServeConfig, prefetcher: Prefetching | None, dispatch: str | None = None, *, all_fit: bool = False
+    config: ServeConfig, prefetcher: PrefetchObserver | None, dispatch: str | None = None, *, all_fit: bool = False
 ) -> dict[str, Any]:
     """Describe the present choices for evictions, prefetching, placement and dispatch, as JSON for operators.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from array import array
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -35,14 +34,14 @@ from moeserve.model.spec import ModelSpec
 from moeserve.plan import StepPlan, StepResult
 from moeserve.scheduling.steps import RanksObserver
 
-MAX_TRACE_BYTES = 64 * 2**20
-_STEPS_AT_ONCE = 64
-_ROWS_AT_ONCE = 256
+MAX_TRACE_BYTES = 64 * 2**20  # size of a trace file at most
+_STEPS_AT_ONCE = 64  # steps are counted together, at most this number
+_ROWS_AT_ONCE = 256  # or as soon as they have this number of rows
 # Recorded choices of gates, one per row, layer and chosen expert: per step in the long run, and at once after smaller
 # steps.
 _CHOICES_PER_STEP = 2**13
 _MOST_CHOICES = 2**17
-# Rows of a digest that enter the tables of pairs, whose counting costs most.
+# Rows of a digest that enter the transitions, whose counting costs most.
 _PAIR_ROWS = 16
 
 
@@ -325,13 +324,21 @@ class SentCounter(StepObserver[StepPlan, StepResult]):
 
     def __init__(self, sent: Callable[[], list[int]]) -> None:
         self._sent = sent
-        self._at_launch: deque[list[int]] = deque()
+        self._step = 0
+        # By the number of a step in flight.
+        self._at_launch: dict[int, list[int]] = {}
+
+    def begin(self, plan: StepPlan) -> None:
+        self._step = plan.step
 
     def launched(self) -> None:
-        self._at_launch.append(self._sent())
+        self._at_launch[self._step] = self._sent()
 
     def end(self, plan: StepPlan, result: StepResult) -> None:
-        result.sent = self._at_launch.popleft()
+        result.sent = self._at_launch.pop(plan.step)
+
+    def abandon(self, plan: StepPlan) -> None:
+        self._at_launch.pop(plan.step, None)
 
 
 class LinkCounts(RanksObserver):

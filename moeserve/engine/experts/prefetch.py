@@ -5,15 +5,14 @@ Fitted gates lie in the cache, in a file named by the checkpoint's folder and co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from experts.memory.memory import ExpertMemory
-from experts.memory.residency import Affinity, EvictionPolicy, ResidencyControl
+from experts.memory.eviction import Affinity
 from experts.observer import PlannedStep, StepObserver
 from experts.prediction.judge import PrefetchJudge
 from experts.prediction.lookahead import GateLookahead
@@ -22,34 +21,11 @@ from experts.prediction.prefetcher import GateRecall, Prefetcher, PrefetchObserv
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.files import Tap
 from experts.routing.gates import FittedGates, GatedBlock, GatePreview, GatesAhead, load_fitted_gates, save_fitted_gates
-from experts.routing.predictors import (
-    AFFINITY_SPAN,
-    MAX_DISTANCE,
-    AffinityPredictor,
-    LearntAffinity,
-    Predictor,
-    RankPredictor,
-    RankShare,
-)
+from experts.routing.predictors import AFFINITY_SPAN, MAX_DISTANCE, AffinityPredictor, LearntAffinity
 from moeserve.config import ConfigError, cache_root
+from moeserve.engine.experts.resident_model import ResidentModel
 from moeserve.engine.experts.settings import statistics_key
 from moeserve.model.spec import ModelSpec
-
-
-class ResidentLayers(Protocol):
-    """The experts of a model when only some of them are in the fast tier, on a CPU or a GPU."""
-
-    @property
-    def memory(self) -> ExpertMemory: ...
-
-    @property
-    def control(self) -> ResidencyControl: ...
-
-    @property
-    def policies(self) -> Sequence[EvictionPolicy]: ...
-
-    @property
-    def layers(self) -> Mapping[int, object]: ...
 
 
 class GatedDecoder(Protocol):
@@ -72,37 +48,36 @@ class Prefetching:
 
 def start_prefetching(
     choice: str,
-    experts: ResidentLayers,
+    experts: ResidentModel[Any],
     decoder: GatedDecoder,
-    share: RankShare | None = None,
+    here: Callable[[int], Collection[int]] | None = None,
     fitted: FittedGates | None = None,
 ) -> Prefetching | None:
     """Make the observers that load experts ahead on a rank. choice: `--expert-prefetch`.
 
-    share: the experts and rows of this rank among several, None on a single rank. fitted: the gates of `moeserve
-    experts fit`, used in place of the model's gates unless the choice is `gate`. Return None where nothing can be
-    predicted: without experts, or by gates if only one layer has experts. Raise ConfigError for a choice that needs
-    fitted gates if there are none.
+    here: returns the experts of a layer that this rank among several holds now, None on a single rank. fitted: the
+    gates of `moeserve experts fit`, used in place of the model's gates unless the choice is `gate`. Return None where
+    nothing can be predicted: without experts, or by gates if only one layer has experts. Raise ConfigError for a choice
+    that needs fitted gates if there are none.
     """
     moe, memory = decoder.spec.moe, experts.memory
     if choice == "off" or moe is None:
         return None
     if choice == "fitted" and fitted is None:
         raise ConfigError("--expert-prefetch fitted: no gates are fitted to this model; run moeserve experts fit.")
-    here = None if share is None else share.experts_here
     asks: PrefetchObserver
     observers: list[StepObserver[PlannedStep, object]] = []
     if choice == "affinity":
-        observers.append(asks := _affinity_prefetcher(experts, decoder.spec, share))
+        observers.append(asks := _affinity_prefetcher(experts, decoder.spec, here))
     else:
         if len(decoder.gated_blocks()) < 2:
             return None
-        has_shared = share is None and moe.shared is not None
+        has_shared = here is None and moe.shared is not None
         tap = Tap.SHARED if has_shared else Tap.EARLY
         preview = _make_preview(decoder, tap, None if choice == "gate" else fitted)
         judge = PrefetchJudge() if choice == "auto" else None
         observers.append(asks := GateLookahead(memory, experts.control, preview, moe.gate.top_k, judge, here))
-        if share is not None:
+        if here is not None:
             observers.append(GateRecall(asks, GatesAhead(preview, len(experts.layers)), memory.recall))
     return Prefetching(asks, observers)
 
@@ -112,22 +87,17 @@ def _make_preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -
     return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), tap, fitted)
 
 
-def _affinity_prefetcher(experts: ResidentLayers, model: ModelSpec, share: RankShare | None) -> PrefetchObserver:
+def _affinity_prefetcher(
+    experts: ResidentModel[Any], model: ModelSpec, here: Callable[[int], Collection[int]] | None
+) -> Prefetcher:
     assert model.moe is not None
     spec = StatisticsSpec(len(experts.layers), model.moe.num_experts, model.moe.gate.top_k, max_distance=AFFINITY_SPAN)
     learnt = LearntAffinity(RoutingStatistics(spec))
-    predictor = AffinityPredictor(learnt, experts.memory.recall)
-    if share is None:
-        return _make_prefetcher(experts, predictor, learnt)
-    rank_predictor = RankPredictor(predictor, learnt, share)
-    return RankPrefetcher(experts.memory, _make_prefetcher(experts, rank_predictor, learnt), rank_predictor)
-
-
-def _make_prefetcher(experts: ResidentLayers, predictor: Predictor, learnt: LearntAffinity) -> Prefetcher:
+    predictor = AffinityPredictor(learnt, experts.memory.recall, experts_here=here)
     rated = [policy for policy in experts.policies if isinstance(policy, Affinity)]
     rules = PrefetchRules(max_distance=MAX_DISTANCE)
     planner = PrefetchPlanner(predictor, experts.control, experts.memory.slot_bytes, rules, rated or None)
-    return Prefetcher(experts.memory, predictor, planner, learnt)
+    return (Prefetcher if here is None else RankPrefetcher)(experts.memory, predictor, planner, learnt)
 
 
 def fitted_gates_path(directory: Path) -> Path:

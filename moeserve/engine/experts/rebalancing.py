@@ -28,7 +28,7 @@ from moeserve.engine.ranks.messages import DropLayer, LayerLoaded, PlaceLayer, R
 from moeserve.plan import StepPlan, StepResult
 from moeserve.scheduling.steps import RanksObserver
 
-# After this time a layer is given up; the next attempt may succeed.
+# Seconds after which an attempt to place a layer ends; a later attempt may succeed.
 _MIGRATION_SECONDS = 300.0
 
 log = structlog.get_logger(__name__)

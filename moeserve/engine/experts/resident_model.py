@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+from experts.memory.eviction import EvictionPolicy, make_policies
 from experts.memory.file import round_to_page
 from experts.memory.memory import ExpertMemory
-from experts.memory.residency import EvictionPolicy, ResidencyControl, least_slots, make_policies, share_slots
+from experts.memory.residency import ResidencyControl, least_slots, share_slots
 from experts.memory.slots import Slots
 from experts.memory.tiers import ExpertTier
 from moeserve.config import ConfigError
