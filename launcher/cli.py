@@ -54,13 +54,13 @@ class LazyGroup(click.Group):
         "run-batch": ("launcher.run_batch:run_batch", "Answer a file of requests."),
         "bench": ("launcher.cli:bench", "Measure servers, and weights of fewer bits."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
-        "experts": ("launcher.cli:experts", "Record, draw and replay where tokens meet their experts."),
+        "experts": ("launcher.cli:experts", "Record, draw and foresee where tokens meet their experts."),
         "cache": ("launcher.cli:cache", "See, check and empty a folder of KV on disk."),
         "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
         "pull": ("launcher.pull:pull", "Fetch a model of the hub before it is served."),
         "verify": ("launcher.verify:verify_command", "Compare a model folder with its recorded hashes."),
         "demo": ("launcher.cli:demo", "Build variants of the demo model."),
-        "version": ("launcher.cli:version", "Print the versions of moeserve and of what it runs on."),
+        "version": ("launcher.cli:version", "Print the versions of moeserve and of the libraries under it."),
     },
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
 )
@@ -86,7 +86,7 @@ def bench() -> None:
     entries={
         "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
         "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
-        "deepnvme": ("moeserve.engine.experts.deepnvme:deepnvme", "Compile the faster reader of experts."),
+        "deepnvme": ("launcher.experts_commands:deepnvme", "Compile the faster reader of experts."),
         "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
     },
 )
@@ -122,21 +122,12 @@ def build_demo(split: bool, experts: int | None, top_k: int, out: Path | None) -
     Experts come in tied groups. A token chooses one group, so the model computes the same as the dense one. With
     --split they do not, and the model is worse than the dense one; the perplexity of both is printed.
     """
-    from rich.console import Console
-
-    from launcher.console import ProgressDisplay
+    from launcher.console import shown_progress
     from moeserve.model.demo import SPLIT_EXPERTS, ensure_demo, ensure_split_demo, read_quality
-    from moeserve.model.spec import ModelError
 
-    progress = ProgressDisplay(Console(stderr=True, soft_wrap=True))
-    try:
+    with shown_progress() as progress:
         ensure, usual = (ensure_split_demo, SPLIT_EXPERTS) if split else (ensure_demo, 8)
-        folder = ensure(experts=experts or usual, top_k=top_k, out=out, progress=progress.update)
-    except ModelError as error:
-        progress.close()
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
-    progress.close()
+        folder = ensure(experts=experts or usual, top_k=top_k, out=out, progress=progress)
     click.echo(str(folder))
     if split:
         quality = read_quality(folder)
@@ -148,7 +139,7 @@ def build_demo(split: bool, experts: int | None, top_k: int, out: Path | None) -
 
 @click.command()
 def version() -> None:
-    """Print the versions of moeserve and of what it runs on."""
+    """Print the versions of moeserve and of the libraries under it."""
     click.echo(f"moeserve {VERSION}")
     click.echo(f"python {platform.python_version()} on {platform.system()} {platform.machine()}")
     for name in _REPORTED:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import click
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -9,6 +14,8 @@ from rich.table import Column
 from rich.text import Text
 
 from launcher.processes import Ready
+from moeserve.model.spec import ModelError
+from moeserve.model.spec import Progress as Progressed
 
 
 class ProgressDisplay:
@@ -50,6 +57,20 @@ class ProgressDisplay:
             )
             self._progress.start()
         self._task = self._progress.add_task(escape(stage), total=None)
+
+
+@contextmanager
+def shown_progress() -> Iterator[Progressed]:
+    """Show the progress of a command about a model. A ModelError ends the process with its sentence and exit code 1."""
+    display = ProgressDisplay(Console(stderr=True, soft_wrap=True))
+    try:
+        yield display.update
+    except ModelError as error:
+        display.close()
+        click.echo(f"Error: {error}", err=True)
+        sys.exit(1)
+    finally:
+        display.close()
 
 
 class _Amount(MofNCompleteColumn):

@@ -107,23 +107,44 @@ def _report(model: str | None, config: ServeConfig) -> _Report:
 
 
 class _FilesReport:
-    """A report on several GGUF models, as text or as JSON."""
+    """A report on a folder or a hub repository with several GGUF models, as text or as JSON."""
 
     def __init__(self, choices: list[FileChoice], machine: Machine) -> None:
-        self._choices, self._machine = choices, machine
+        from moeserve.engine.gguf_choice import advised
+
+        self._choices, self._machine, self._taken = choices, machine, advised(choices)
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the text says, in numbers; sizes in bytes."""
-        from launcher.doctor_files import file_json
-
-        return {"machine": asdict(self._machine), **file_json(self._choices)}
+        """Return the facts of the text, sizes in bytes."""
+        taken = [choice.name for choice in self._taken.values()]
+        return {"machine": asdict(self._machine), "files": [asdict(one) for one in self._choices], "take": taken}
 
     def lines(self) -> Iterator[str]:
-        from launcher.doctor_files import file_lines
-
         yield from _machine_lines(self._machine)
+        width = max(len(choice.name) for choice in self._choices)
         yield ""
-        yield from file_lines(self._choices)
+        yield f"GGUF models: {len(self._choices)}"
+        for choice in self._choices:
+            yield f"  {choice.name:<{width}}  {format_bytes(choice.num_bytes):>9}  {_said(choice)}"
+        yield ""
+        for name, choice in self._taken.items():
+            of_model = f" of {name}" if len(self._taken) > 1 else ""
+            yield f"  Take the most bits{of_model} that fit: moeserve serve {choice.name}"
+        if not self._taken:
+            yield "  None of up to 8 bits a weight fits into memory here."
+            yield f"  Whether one fits with experts on disk: moeserve doctor {self._choices[0].name}"
+
+
+def _said(choice: FileChoice) -> str:
+    if choice.obstacle is not None:
+        return f"does not fit: {choice.obstacle}"
+    speed = choice.tokens_per_second
+    parts = ["fits"]
+    if speed is not None:
+        parts.append(f"at most {speed:,.1f} tokens/s for one request")
+    if choice.kv_tokens is not None:
+        parts.append(f"{choice.kv_tokens:,} tokens of keys and values beside it")
+    return ", ".join(parts)
 
 
 class _Report:
@@ -145,7 +166,7 @@ class _Report:
         self._rounded = rounded or []
 
     def as_json(self) -> dict[str, Any]:
-        """Return what the text says, in numbers; sizes in bytes."""
+        """Return the facts of the text, sizes in bytes."""
         machine = asdict(self._machine)
         if self._model is None:
             return {"machine": machine, "unknown": self._unknown()}

@@ -1,22 +1,20 @@
-"""`moeserve experts`: record a trace of a running server, fit gates to a model, draw what a file holds."""
+"""`moeserve experts`: record a trace of a server, fit gates to a model, draw a file, compile DeepNVMe."""
 
 from __future__ import annotations
 
 import json
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from typing import Any
 
 import click
 from rich.console import Console
 
-from launcher.server_client import server_option
+from launcher.server_client import ServerError, open_url, server_option
 from moeserve.engine.experts.report import ReportError, draw_report, read_report_source
 
-_TIMEOUT = 60.0
-_POLL_SECONDS = 1.0
+_TIMEOUT = 60.0  # seconds for each request to the server
+_POLL_SECONDS = 1.0  # between two looks whether the trace is full
 
 
 @click.command()
@@ -36,14 +34,14 @@ def trace(
     """
     if not file.parent.is_dir():
         raise click.ClickException(f"{file}: there is no folder {file.parent}.")
-    server = _Server(url, api_key)
-    started = server.post({"action": "start", "max_tokens": max_tokens, "token_ids": token_ids})
+    route = f"{url}/v1/experts/trace"
+    started = _ask(route, {"action": "start", "max_tokens": max_tokens, "token_ids": token_ids}, api_key)
     click.echo(f"recording up to {json.loads(started)['max_tokens']} tokens; Ctrl-C ends it", err=True)
     try:
-        _wait(server, seconds)
+        _wait(f"{url}/v1/experts", api_key, seconds)
     except KeyboardInterrupt:
         click.echo("", err=True)
-    content = server.post({"action": "stop"})
+    content = _ask(route, {"action": "stop"}, api_key)
     try:
         file.write_bytes(content)
     except OSError as error:
@@ -51,50 +49,25 @@ def trace(
     click.echo(f"{file}: {len(content)} bytes")
 
 
-def _wait(server: _Server, seconds: float | None) -> None:
+def _wait(url: str, api_key: str | None, seconds: float | None) -> None:
     """Return when the time is over or the trace is full."""
     deadline = None if seconds is None else time.monotonic() + seconds
     while deadline is None or time.monotonic() < deadline:
-        trace = json.loads(server.get())["recording"]["trace"]
+        trace = json.loads(_ask(url, None, api_key))["recording"]["trace"]
         if trace is None or trace["tokens"] >= trace["max_tokens"]:
             return
         left = _POLL_SECONDS if deadline is None else deadline - time.monotonic()
         time.sleep(max(0.0, min(_POLL_SECONDS, left)))
 
 
-class _Server:
-    """Requests to a server's routes about experts. Every failure is a click.ClickException of one sentence."""
-
-    def __init__(self, url: str, api_key: str | None) -> None:
-        self._url = url
-        self._headers = {"content-type": "application/json"}
-        if api_key:
-            self._headers["authorization"] = f"Bearer {api_key}"
-
-    def get(self) -> bytes:
-        return self._ask(urllib.request.Request(f"{self._url}/v1/experts", headers=self._headers))
-
-    def post(self, body: dict[str, Any]) -> bytes:
-        data = json.dumps(body).encode()
-        return self._ask(urllib.request.Request(f"{self._url}/v1/experts/trace", data, self._headers))
-
-    def _ask(self, request: urllib.request.Request) -> bytes:
-        try:
-            with urllib.request.urlopen(request, timeout=_TIMEOUT) as response:
-                content: bytes = response.read()
-                return content
-        except urllib.error.HTTPError as error:
-            raise click.ClickException(_sentence(error)) from None
-        except OSError as error:
-            raise click.ClickException(f"{self._url} does not answer: {getattr(error, 'reason', error)}.") from None
-
-
-def _sentence(error: urllib.error.HTTPError) -> str:
+def _ask(url: str, body: dict[str, Any] | None, api_key: str | None) -> bytes:
+    """Return the answer to a GET, or to a POST where there is a body. Raise ClickException, one sentence."""
     try:
-        message: str = json.loads(error.read())["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = "the answer is not that of a moeserve server"
-    return f"{error.code}: {message}"
+        with open_url(url, body, api_key, _TIMEOUT) as response:
+            content: bytes = response.read()
+            return content
+    except (ServerError, OSError) as error:
+        raise click.ClickException(str(error)) from None
 
 
 @click.command()
@@ -111,9 +84,9 @@ def _sentence(error: urllib.error.HTTPError) -> str:
 def fit(model: Path, texts: tuple[Path, ...], max_tokens: int) -> None:
     """Fit gates to the MODEL in a folder, for --expert-prefetch: the model reads text, with all experts in memory.
 
-    For one to three layers ahead a linear map is fitted from what a gate sees, and from the state after its layer, to
-    what the later gate said. It costs no more than that gate, and recalls more of what it will choose. The maps are
-    kept in the cache, where --expert-prefetch finds them.
+    For one to three layers ahead a linear map is fitted from the input of a gate, and from the state after its layer,
+    to the scores of the later gate. It costs no more than that gate, and recalls more of its choices. The maps are kept
+    in the cache, where --expert-prefetch finds them.
     """
     from moeserve.engine.experts.fit import TextReader, fit_gates, half_of_topics, pieces
     from moeserve.engine.experts.prefetch import keep_fitted_gates
@@ -165,3 +138,20 @@ def report(file: Path, out: Path) -> None:
         raise click.ClickException(f"{error.filename or out} cannot be written ({error.strerror or error}).") from None
     for path in paths:
         click.echo(str(path))
+
+
+@click.command()
+def deepnvme() -> None:
+    """Compile DeepNVMe, through which --expert-memory then reads experts faster; it takes minutes, once.
+
+    It needs libaio with its headers (libaio-dev) and a C++ compiler.
+    """
+    from experts.errors import DeepNvmeError
+    from experts.memory.deep_nvme import compile_deep_nvme
+
+    try:
+        with Console(stderr=True).status("compiling"):
+            library = compile_deep_nvme()
+    except DeepNvmeError as error:
+        raise click.ClickException(str(error)) from None
+    click.echo(library)

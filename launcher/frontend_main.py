@@ -2,7 +2,7 @@
 
 `CONTEXT` is the run context's file, `N` an inherited socket that the supervisor has bound, so that a taken port is
 known before the model loads. `I` counts the HTTP processes of the service from 0. `M` is a pipe on which the event loop
-ticks, so that the supervisor sees it hang. On pipe `L` the supervisor tells of the engine's next lives. It takes last
+ticks, so that the supervisor sees it hang. On pipe `L` the supervisor announces the engine's next lives. It takes last
 wills on socket `K` (`moeserve.frontend.wills`).
 """
 

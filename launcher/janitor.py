@@ -16,7 +16,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-# Of the five within which nothing is left. An HTTP process that lives takes two at most.
+# Seconds, which leave time of the five within which nothing may be left. A live HTTP process takes two at most.
 _SECONDS_FOR_LAST_WORDS = 3.0
 _SECONDS_TO_REMOVE = 1.0
 _SECONDS_BETWEEN_LOOKS = 0.05

@@ -7,7 +7,7 @@ import socket
 
 from launcher.preflight import LaunchError
 
-_BACKLOG = 2048
+_BACKLOG = 2048  # connections that the system queues until an HTTP process accepts them
 
 
 def open_listener(host: str, port: int) -> socket.socket:

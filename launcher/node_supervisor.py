@@ -122,7 +122,7 @@ class NodeSupervisor:
         return agent.end() == "ended with exit code 0", agent.end()
 
     def _next_delay(self) -> float | None:
-        """Return the seconds until the ranks join again, None if they do not; tell of it."""
+        """Return the seconds until the ranks join again, None if they do not; log either."""
         served = None if self._computes_since is None else time.monotonic() - self._computes_since
         self._computes_since = None
         delay = self._policy.next_delay(served) if self._has_computed else None

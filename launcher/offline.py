@@ -21,7 +21,7 @@ from launcher.own_service import ask_patiently, own_service
 from moeserve.bench.client import Endpoint, error_message
 
 _MODEL_NAME = "offline"
-_TIMEOUT_S = 24 * 3600.0
+_TIMEOUT_S = 24 * 3600.0  # seconds that one answer may take
 
 Prompt = str | Sequence[int]
 Conversation = Sequence[Mapping[str, Any]]

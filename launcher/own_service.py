@@ -12,10 +12,10 @@ from contextlib import contextmanager
 
 from moeserve.bench.client import Endpoint, ExchangeError, Response, exchange
 
-_TRIES = 20
-_TRIES_OF_BROKEN = 3
-_LONGEST_WAIT_S = 60.0
-_END_S = 60.0
+_TRIES = 20  # a refused request (429, 503) is sent at most this number of times
+_TRIES_OF_BROKEN = 3  # one whose connection broke, this number
+_LONGEST_WAIT_S = 60.0  # between two tries, whatever Retry-After says
+_END_S = 60.0  # seconds that the service gets to end before it is killed
 
 
 class ServiceNotStarted(Exception):

@@ -20,7 +20,7 @@ from launcher.processes import Report, reporter
 from launcher.rank_lives import RankLives
 from moeserve.wire import RunContext, load_run_context
 
-_MEETING_SECONDS = 600
+_MEETING_SECONDS = 600  # within which the nodes' torchrun agents must have met
 
 
 def main() -> int:

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-_TIMEOUT = 600.0
+_TIMEOUT = 600.0  # seconds of silence after which a connection fails
 
 
 class ServerError(Exception):

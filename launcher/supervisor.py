@@ -390,7 +390,7 @@ class Supervisor:
                 life.why = life.why or sentence
                 life.kill()
                 if life.copy is not None:
-                    # The process that would tell of the copy's end may be stopped itself.
+                    # The process that would report the copy's end may be stopped itself.
                     asyncio.get_running_loop().call_later(self._grace.at_once, self._kill_silent, life)
             case _Due(name=name) if name in self._due:
                 self._due.remove(name)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import click
-from rich.console import Console
 
-from launcher.console import ProgressDisplay
+from launcher.console import shown_progress
 from moeserve.model.cache import MANIFEST_NAME, record, verify
 from moeserve.model.source import check_folder
-from moeserve.model.spec import ModelError
 
 
 @click.command(name="verify")
@@ -23,17 +20,9 @@ def verify_command(folder: Path, records: bool) -> None:
     A folder with a recorded manifest is verified whenever it is served, too. Exit code 1 if it differs or cannot be
     served.
     """
-    progress = ProgressDisplay(Console(stderr=True, soft_wrap=True))
-    try:
+    with shown_progress() as progress:
         check_folder(folder)
-        if records:
-            count = len(record(folder, progress.update).files)
-        else:
-            count = len(verify(folder, thorough=True, progress=progress.update).files)
-    except ModelError as error:
-        progress.close()
-        click.echo(f"Error: {error}", err=True)
-        sys.exit(1)
-    progress.close()
+        manifest = record(folder, progress) if records else verify(folder, thorough=True, progress=progress)
+    count = len(manifest.files)
     said = "is recorded" if records else "is what its manifest says"
     click.echo(f"{folder} {said}: {count} file{'' if count == 1 else 's'}.")

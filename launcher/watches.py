@@ -17,7 +17,7 @@ from moeserve.wire import DecodeError, Heartbeat, decode
 
 _SECONDS_BETWEEN_HEARTBEAT_CHECKS = 0.25
 _SECONDS_BETWEEN_BEATING = 1.0
-# Of the states in /proc/PID/stat.
+# The state of a stopped process in /proc/PID/stat.
 _STOPPED = "T"
 
 

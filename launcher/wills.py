@@ -12,7 +12,7 @@ from contextlib import suppress
 from moeserve.config import ServeConfig
 from moeserve.frontend.wills import HEADER, LEAVE, MAX_PACKET_BYTES, REPLACE, REVOKE
 
-_PACKETS_AT_ONCE = 64
+_PACKETS_AT_ONCE = 64  # packets that are read before other events have their turn
 # Descriptors of a supervisor beside wills: 26 were counted with two HTTP processes, and a start takes some more.
 _OTHER_FILES, _FILES_PER_PROCESS = 40, 4
 
