@@ -47,10 +47,10 @@ _TRACE = [
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of text: its prompts, how it is sampled, and what is known of the answers.
+    """A kind of text: its prompts, how it is sampled, and the facts that are known about its answers.
 
     is_second_run: the same requests have been served once before. is_predicted: the client sends the answer with a few
-    edits, as it would send a file of which it wants another version.
+    edits, as it would send a file to have it changed.
     """
 
     prompt: Callable[[int], str]
@@ -223,7 +223,7 @@ class Bench:
 @click.option("--model", type=click.Path(path_type=Path), help="A folder; the demo unless given.")
 @click.option("--seconds", type=click.IntRange(1), default=360, show_default=True, help="No round begins after these.")
 def main(streams: tuple[int, ...], tokens: int, texts: tuple[str, ...], model: Path | None, seconds: int) -> None:
-    """Print the tokens per second of drafts over those without, and the share of right drafts."""
+    """Print the tokens per second with drafts over the tokens per second without, and the share of right drafts."""
     bench = Bench(model or ensure_demo(), max(streams))
     table = kinds(tokens, bench.eos)
     if missing := set(texts) - set(table):

@@ -41,7 +41,7 @@ MODEL = "m"
 PROSE = "The harbour lay quiet under a thin fog, and the boats moved no more than the houses did behind them. "
 FIRST_STEP = 10
 REQUEST_BYTES = 44_000
-# A tenth of a core has 2.8 ms for each of 35 refusals per second: the demo is asked five times what it can do.
+# A tenth of a core has 2.8 ms for each of 35 refusals per second: the demo gets five times as many as it serves.
 TARGETS = {"stream": 80.0, "refusal": 2.8, "request": 3.0, "start": 1.5}
 
 

@@ -219,7 +219,7 @@ def watch_stream(port: int, stop: Connection) -> None:
 
 @dataclass(frozen=True)
 class Round:
-    """One poison, some times at once: from when to when, what it was answered, and memory in MiB."""
+    """One poison, sent several times at once: its first and last second, its answers, and memory in MiB."""
 
     poison: str
     copies: int

@@ -179,7 +179,7 @@ def command(
     pool: tuple[float, ...],
     rounds: int,
 ) -> None:
-    """Print tokens, steps and time in small pools, as multiples of those with room for all requests.
+    """Print tokens, steps and time in small pools, as multiples of the figures with room for all requests.
 
     A pool of 1.0 holds what requests in all seats need on average.
     """

@@ -76,7 +76,7 @@ class Streams:
             killed = time.monotonic()
             for one in done:
                 one.result()
-        # What was on its way at the kill arrives at once.
+        # Tokens that were on their way at the kill arrive at once.
         return sorted(min(at for at in times if at > killed + 0.05) - killed for times in self.times)
 
 

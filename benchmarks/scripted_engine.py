@@ -1,4 +1,4 @@
-"""Engines that compute nothing: they speak the wire's protocol, and a script says what they answer."""
+"""Engines that compute nothing: they speak the wire's protocol, and a script gives their answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Script(Protocol):
 
 
 class ScriptedEngine:
-    """Speaks the wire's protocol on the sockets of a run, in a thread; a heartbeat tells of each turn."""
+    """Speaks the wire's protocol on the sockets of a run, in a thread; a heartbeat follows each turn."""
 
     def __init__(
         self, run: RunContext, script: Script, vocab_size: int, *, max_num_seqs: int, turn_s: float = 0.1
@@ -90,7 +90,7 @@ class ScriptedEngine:
 
 
 class Overloaded:
-    """Answers nothing and tells of a load behind which every request would wait for a minute."""
+    """Answers nothing and reports a load behind which every request would wait for a minute."""
 
     def receive(self, message: Message, send: Send) -> None:
         """Requests that came before the load was told get no answer."""

@@ -195,7 +195,7 @@ def _draw(chunk: Chunk) -> int:
 
 
 def report(load: Load, memory: int, state: int, share: float) -> list[str]:
-    """Return the lines of a table: policies, what they reuse of what can be reused, and their snapshots.
+    """Return the lines of a table: by policy the reused share of the reusable tokens, and the snapshots.
 
     memory, state: in tokens of KV. share: of the memory, for snapshots beside it.
     """

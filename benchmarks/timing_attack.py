@@ -85,7 +85,7 @@ def prompts_of(draw: Random, probes: int, tokens: int) -> list[tuple[bool, list[
 def areas(seen: dict[bool, list[_Sample]]) -> list[float]:
     """Return the AUC of the time to the first token, of the whole time, and of the cached tokens.
 
-    seen: what was measured, by whether the victim had sent the prompt.
+    seen: the measured times, by whether the victim had sent the prompt.
     """
     columns = [list(zip(*seen[is_sent], strict=True)) for is_sent in (True, False)]
     # A hit takes less time, and has more cached tokens.

@@ -54,8 +54,8 @@ class Machine:
     gpus: tuple[Gpu, ...] = ()
 
 
-def read_machine(cores: int, *, measure: bool = True) -> Machine:
-    """Describe this machine. measure: copy memory for a part of a second, if enough is free."""
+def read_machine(cores: int) -> Machine:
+    """Describe this machine. It copies memory for a part of a second, if enough is free."""
     processor, instruction_sets = read_processor()
     free_bytes = available_bytes()
     return Machine(
@@ -64,22 +64,22 @@ def read_machine(cores: int, *, measure: bool = True) -> Machine:
         instruction_sets,
         _total_memory(),
         free_bytes,
-        _bandwidth_of_memory(cores) if measure and free_bytes > 4 * _COPIED_BYTES else None,
-        _find_gpus(measure=measure),
+        _bandwidth_of_memory(cores) if free_bytes > 4 * _COPIED_BYTES else None,
+        _find_gpus(),
     )
 
 
-def read_processor(cpuinfo: Path = _CPUINFO) -> tuple[str, tuple[str, ...]]:
+def read_processor() -> tuple[str, tuple[str, ...]]:
     """Return the processor's name and its instruction sets, best first."""
-    lines = [line.partition(":") for line in cpuinfo.read_text().splitlines()]
+    lines = [line.partition(":") for line in _CPUINFO.read_text().splitlines()]
     said = {name.strip(): value.strip() for name, _, value in reversed(lines)}
     flags = (said.get("flags") or said.get("Features") or "").split()
     name = said.get("model name") or said.get("CPU implementer") or "unknown"
     return name, tuple(shown for flag, shown in _INSTRUCTION_SETS.items() if flag in flags)
 
 
-def _total_memory(meminfo: Path = _MEMINFO) -> int:
-    line = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemTotal:"))
+def _total_memory() -> int:
+    line = next(line for line in _MEMINFO.read_text().splitlines() if line.startswith("MemTotal:"))
     return int(line.split()[1]) * 1024
 
 
@@ -114,7 +114,7 @@ def _copied_per_second(device: torch.device) -> float:
     return 2 * _COPIED_BYTES / min(seconds)
 
 
-def _find_gpus(*, measure: bool) -> tuple[Gpu, ...]:
+def _find_gpus() -> tuple[Gpu, ...]:
     import torch
 
     if not torch.cuda.is_available():
@@ -123,7 +123,7 @@ def _find_gpus(*, measure: bool) -> tuple[Gpu, ...]:
     for number in range(torch.cuda.device_count()):
         device = torch.device("cuda", number)
         free, total = torch.cuda.mem_get_info(device)
-        enough = measure and free > 4 * _COPIED_BYTES
+        enough = free > 4 * _COPIED_BYTES
         gpus.append(
             Gpu(
                 torch.cuda.get_device_name(device),

@@ -1,7 +1,7 @@
 """Time calls on a GPU over cold data, and compare their results with a reference.
 
-A time is the median of graph replays. A kernel is checked so that what it leaves unwritten, writes beside its output or
-computes by chance shows.
+A time is the median of graph replays. The check of a kernel finds elements that it leaves unwritten, writes beside its
+output or computes right by chance.
 """
 
 from __future__ import annotations

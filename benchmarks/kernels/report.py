@@ -23,8 +23,8 @@ TABLE_HEADER = ("| target | asked | found | |", "|---|---|---|---|")
 
 
 class KernelReport:
-    """Lines about the run, the targets, then a table per section. Every change is written at once, so that a run which
-    is cut off leaves what it had measured."""
+    """Lines about the run, the targets, then a table per section. Every change is written at once, so that a run that
+    is cut off leaves its measurements."""
 
     def __init__(self, path: Path, title: str, sections: Sequence[Section], targets: Sequence[str] = ()) -> None:
         """targets: the lines of their table. Raises OSError, as every method that writes."""
@@ -191,8 +191,8 @@ def target_rows(found: Mapping[str, Measurement], copy: float, failed: Collectio
 
 
 def in_order(sections: Sequence[Section]) -> list[PlannedCase]:
-    """Return all cases, those with a target first, in the targets' order; then one of every section in turn, so that a
-    run that ends early has measured some of each."""
+    """Return all cases: first the cases with a target, in the targets' order; then one of every section in turn, so
+    that a run that ends early has measured some of each."""
     planned = {case.name: case for section in sections for case in section.cases}
     first = {target.case: planned[target.case] for target in TARGETS if target.case in planned}
     turns = itertools.zip_longest(*(section.cases for section in sections))

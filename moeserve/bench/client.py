@@ -286,7 +286,7 @@ async def exchange(
     except OSError as error:
         raise ExchangeError(f"cannot connect to {endpoint.authority}: {error.strerror or error}") from error
     finally:
-        protocol.done.cancel()  # If the caller has given up, nobody asks for the error that follows.
+        protocol.done.cancel()  # If the caller has stopped waiting, it never reads the error that follows.
         if transport is not None:
             transport.abort()
 

@@ -21,12 +21,12 @@ from moeserve.bench.metrics import Slo, percentile
 from moeserve.bench.workloads import seeded_text
 
 _REFUSED = (429, 503)
-_MAX_TRIES = 20
-_CLOSED_LOOP = 32
-_LOADS = (0.5, 1.0, 2.0, 4.0, 5.0)
-_PROBE_PAUSE_S = 0.5
-_MAX_RECOVERY_S = 180.0
-_BAR_CELLS = 30
+_MAX_TRIES = 20  # of one client that is refused
+_CLOSED_LOOP = 32  # clients that ask again at once, to find the highest rate
+_LOADS = (0.5, 1.0, 2.0, 4.0, 5.0)  # rates that are offered, in multiples of that rate
+_PROBE_PAUSE_S = 0.5  # between two probes whether the service has recovered
+_MAX_RECOVERY_S = 180.0  # the longest wait for that
+_BAR_CELLS = 30  # width of the longest bar, in characters
 _HEADINGS = (
     "asked/s",
     "goodput/s",
@@ -61,7 +61,7 @@ class Crowd:
 
 @dataclass(slots=True)
 class Visit:
-    """One client: its last try's time to the first token and times, what it was told before, and why it failed."""
+    """One client: the times of its last try, the refusals before it, and the reason of its failure."""
 
     ttft: float | None = None
     met: bool = False
@@ -145,7 +145,7 @@ async def _measure_rate(client: ChatClient, crowd: Crowd, slo: Slo, rate: float,
 
 
 async def _visit(client: ChatClient, crowd: Crowd, slo: Slo, messages: list[dict[str, str]], visit: Visit) -> None:
-    """Ask until there is an answer, or another reason to give up. Fills in `visit`."""
+    """Ask until an answer, an error or the end of the client's patience. Fill in `visit`."""
     patience_s = crowd.impatient_s if crowd.impatient_s is not None else client.timeout_s
     while True:
         visit.tries += 1

@@ -26,6 +26,7 @@ from moeserve.bench.goodput import Crowd, Point, measure_curve, print_curve
 from moeserve.bench.metrics import Column, Metrics, RequestRecord, RunMetrics, Slo, columns, summarise
 from moeserve.bench.workloads import WORKLOADS, Shape, Workload, run_workload, seeded_text
 from moeserve.config import VERSION
+from moeserve.machine import read_processor
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _TABLE_WIDTH = 160
@@ -557,29 +558,15 @@ class Environment:
     load_before: float
 
 
-def describe_machine(cpuinfo: Path = Path("/proc/cpuinfo")) -> Environment:
+def describe_machine() -> Environment:
     """Describe the machine of the client; the server may run on another one."""
+    name, instruction_sets = read_processor()
     return Environment(
         date=datetime.now().astimezone().isoformat(timespec="seconds"),
         client=f"moeserve bench {VERSION}, Python {platform.python_version()}",
-        cpu=_cpu_name(cpuinfo),
+        cpu=" ".join((name, *instruction_sets[:1])),
         num_cores=len(os.sched_getaffinity(0)),
         memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         system=f"{platform.system()} {platform.release()}",
         load_before=round(os.getloadavg()[0], 2),
     )
-
-
-def _cpu_name(cpuinfo: Path) -> str:
-    try:
-        lines = cpuinfo.read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    fields: dict[str, str] = {}
-    for line in lines:
-        key, _, value = line.partition(":")
-        fields.setdefault(key.strip(), value.strip())
-    name = fields.get("model name", platform.machine())
-    features = fields.get("flags", "").split()
-    widest = next((label for flag, label in (("avx512f", "AVX-512"), ("avx2", "AVX2")) if flag in features), "")
-    return f"{name} {widest}".strip()

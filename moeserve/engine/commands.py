@@ -15,7 +15,7 @@ from moeserve.scheduling.kv_transfer import KvTransfer
 from moeserve.wire import Control, ControlResult, FeatureSamples
 from radix_cache import PrefixCache
 
-_LAST_WRITE_SECONDS = 1.0
+_LAST_WRITE_SECONDS = 1.0  # that an ending engine waits for a file that is being written
 
 
 @dataclass(slots=True)

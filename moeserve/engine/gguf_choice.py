@@ -19,7 +19,7 @@ from moeserve.model.sizes import count_parameters
 from moeserve.model.source import hub_gguf_sizes, local_gguf_models, resolve_config
 from moeserve.model.spec import DecoderSpec, ModelError
 
-# Tokens of keys and values for which a file leaves room, or those of the model's context if it is shorter.
+# A file leaves memory for the keys and values of this number of tokens, or of the model's context if it is shorter.
 _LEAST_TOKENS = 8192
 # Bytes that are kept for keys and values of a model whose configuration is not known.
 _UNKNOWN_KV_BYTES = 2**30

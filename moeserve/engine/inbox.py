@@ -10,8 +10,8 @@ from typing import Any
 from moeserve.wire import Generate
 
 _TURN_SECONDS = 0.01  # a turn handles no further message after this time, but at least one new request
-_MOST_MESSAGES = 1000  # that a turn reads
-_MOST_GENERATES = 64  # that a turn handles
+_MOST_MESSAGES = 1000  # messages that a turn reads
+_MOST_GENERATES = 64  # new requests that a turn handles
 
 Received = tuple[bytes, Any]
 
@@ -35,7 +35,7 @@ class Inbox:
     def turn(self) -> Iterator[Received]:
         """Yield the messages of one turn: all others that have arrived first, then new requests.
 
-        The bounds count the time in which the caller handles what it gets.
+        The bounds include the time in which the caller handles the messages.
         """
         end = self._clock() + _TURN_SECONDS
         for _ in range(_MOST_MESSAGES):

@@ -46,11 +46,11 @@ from moeserve.wire import (
 )
 from radix_cache import PrefixCache
 
-_IDLE_POLL_SECONDS = 0.25
+_IDLE_POLL_SECONDS = 0.25  # that an idle engine waits for a message before it looks after its ranks
 # The poll interval while a file is written, as its end wakes no thread.
 _WRITING_POLL_SECONDS = 0.02
-_COPY_SECONDS = 0.002  # between two looks for messages while nothing can be computed before a copy has ended
-_SEARCH_SECONDS = 0.001  # that the engine waits for files to be found
+_COPY_SECONDS = 0.002  # between two looks for messages while all requests wait for copies
+_SEARCH_SECONDS = 0.001  # that the engine waits for a search of files
 _LAST_WRITES_SECONDS = 5.0  # seconds that an ending engine writes KV for at most
 _SECONDS_BETWEEN_STATS = 0.5
 _MAX_RETENTION_SECONDS = 31 * 86400.0

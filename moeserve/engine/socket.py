@@ -12,7 +12,7 @@ import zmq
 from moeserve.wire import MAX_FRAME_BYTES, DecodeError, Heartbeat, Message, ToEngine, decode, encode
 
 _HIGH_WATER_MARK = 100_000  # messages that wait in each direction
-_HEARTBEAT_SECONDS = 0.2
+_HEARTBEAT_SECONDS = 0.2  # between two heartbeats
 
 log = structlog.get_logger(__name__)
 

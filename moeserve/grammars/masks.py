@@ -86,8 +86,8 @@ class _Ahead:
 class _Held:
     """An open request. Its matcher has consumed `num_consumed` tokens of its output; only its job touches the matcher.
 
-    Either `compilation` or `kept` is set: what it waits for, or what its matcher is a copy of. is_alone: other requests
-    get no copies of it.
+    Either `compilation` or `kept` is set: the compilation it waits for, or the grammar that its matcher copies.
+    is_alone: other requests get no copies of it.
     """
 
     request: Request

@@ -12,7 +12,7 @@ from moeserve.model.spec import ModelError, Progress
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import RepoSibling
 
-_PIECE_BYTES = 2**22
+_PIECE_BYTES = 2**22  # read at a time
 
 
 def check_sums(folder: Path, files: Sequence[RepoSibling], report: Progress) -> None:

@@ -1,7 +1,7 @@
 """The process that builds the demo checkpoint, so that torch and a gigabyte of memory leave with it.
 
 The demo is SmolLM2-135M-Instruct as a Mixtral-format mixture of experts. Weights are written in bfloat16. The reference
-is the dense model in bfloat16 (`build_dense`): splitting its feed-forward layers and scaling `down` by a power of two
+is the dense model in bfloat16: splitting its feed-forward layers and scaling `down` by a power of two
 are exact in that dtype, so both compute the same function up to the order of float additions at run time.
 
 The process writes one JSON event per line to its standard output and exits 0, or 1 after an event with `error`.
@@ -30,9 +30,10 @@ from torch.nn.functional import linear, normalize, scaled_dot_product_attention,
 from moeserve.model.demo import REQUIREMENT, Event, Job, locate_gguf
 from moeserve.model.spec import ModelError, Progress, silent
 
-CALIBRATION_TOKENS = 2048
+CALIBRATION_TOKENS = 2048  # of text, from which the gates of the demo are made
 # The first tokens of any text draw attention from all others and have extreme activations: they would make a centroid.
 SKIPPED_TOKENS = 16
+_ITERATIONS = 16  # rounds of the clustering of inputs
 # The demo serves contexts of this many times the length that its model was trained with; see `stretched_rope`.
 CONTEXT_FACTOR = 4
 FFN = ("gate_proj", "up_proj", "down_proj")
@@ -92,14 +93,6 @@ def build_demo(out_dir: Path, *, experts: int = 8, top_k: int = 2, progress: Pro
     check_partition(source.shape.intermediate_size, experts, top_k)
     config = mixtral_config(source.shape, experts=experts, top_k=top_k)
     write_checkpoint(out_dir, source, config, _MixtureLayers(source, experts, top_k), report)
-
-
-def build_dense(out_dir: Path, *, progress: Progress | None = None) -> None:
-    """Write the dense llama-type checkpoint that the demo mixture equals into the empty or new `out_dir`."""
-    report = progress or silent
-    report("read source", 0, 0)
-    source = GgufSource(locate_gguf())
-    write_checkpoint(out_dir, source, llama_config(source.shape), source.layer, report)
 
 
 class _MixtureLayers:
@@ -220,7 +213,7 @@ def split_ffn(
     )
 
 
-def gate_centroids(ffn_inputs: Tensor, groups: int, *, generator: torch.Generator, iterations: int = 16) -> Tensor:
+def gate_centroids(ffn_inputs: Tensor, groups: int, *, generator: torch.Generator) -> Tensor:
     """Return directions [groups, hidden] that tell the kinds of tokens in `ffn_inputs` [tokens, hidden] float32 apart.
 
     They come from spherical k-means of the centred inputs. The gate has no bias and sees inputs that are not centred,
@@ -230,7 +223,7 @@ def gate_centroids(ffn_inputs: Tensor, groups: int, *, generator: torch.Generato
     mean = ffn_inputs.mean(0)
     points = normalize(ffn_inputs - mean, dim=-1)
     centroids = points[torch.randperm(len(points), generator=generator)[:groups]]
-    for _ in range(iterations):
+    for _ in range(_ITERATIONS):
         nearest = (points @ centroids.T).argmax(-1)
         rows = []
         for group in range(groups):
@@ -432,19 +425,6 @@ def write_text_files(out_dir: Path, shape: DenseShape, vocabulary: Vocabulary, c
     ends = {"bos_token_id": vocabulary.bos_id, "eos_token_id": vocabulary.eos_id, "pad_token_id": vocabulary.pad_id}
     write_json(out_dir / "generation_config.json", ends | _SAMPLING)
     write_json(out_dir / "config.json", config | ends)
-
-
-def llama_config(shape: DenseShape) -> dict[str, Any]:
-    """Return config.json of the dense model."""
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "intermediate_size": shape.intermediate_size,
-        "attention_bias": False,
-        "mlp_bias": False,
-        "pretraining_tp": 1,
-        **common_config(shape),
-    }
 
 
 def mixtral_config(shape: DenseShape, *, experts: int, top_k: int) -> dict[str, Any]:

@@ -28,7 +28,6 @@ def parse_rope(
     rotary_dim: int,
     max_position: int,
     interleaved: bool = False,
-    keep_fp32: bool = False,
 ) -> RopeSpec:
     """Read the ``rope_parameters`` of a configuration.
 
@@ -67,7 +66,6 @@ def parse_rope(
         rotary_dim=rotary_dim,
         original_max_position=int(original),
         interleaved=interleaved,
-        keep_fp32=keep_fp32,
         factor=float(factor) if factor is not None else max_position / original,
         **values,
     )

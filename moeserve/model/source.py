@@ -282,9 +282,7 @@ def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Pat
         return folder if kind is None else folder / files[0]
 
 
-def pull_model(
-    model: str, *, revision: str | None = None, cache_dir: Path | None = None, progress: Progress | None = None
-) -> Path:
+def pull_model(model: str, *, revision: str | None = None, progress: Progress = silent) -> Path:
     """Fetch the missing files of a hub model and compare all its files with the hub's checksums.
 
     model: `owner/name`, `owner/name:KIND` or `owner/name:FILE.gguf`. Return the folder, or the first GGUF file. Resume
@@ -292,20 +290,20 @@ def pull_model(
     """
     from huggingface_hub import constants
 
-    report, cache = progress or silent, cache_dir or Path(constants.HF_HUB_CACHE)
+    cache = Path(constants.HF_HUB_CACHE)
     name, kind = split_name(model)
     if _is_path(name):
         raise ModelError(f"{model} is a path on this machine: name a model of the hub, as owner/name.")
     if constants.HF_HUB_OFFLINE:
         raise ModelError("HF_HUB_OFFLINE is set, so nothing can be fetched.")
-    report("look up model", 0, 0)
+    progress("look up model", 0, 0)
     with _as_model_errors(name, revision, cache):
         info, trouble = _look_up(name, revision)
         if info is None:
             raise ModelError(f"The hub cannot be reached ({trouble}), so model {model} cannot be fetched.")
-        folder, files = _fetch_missing(name, kind, revision, info, cache, report)
+        folder, files = _fetch_missing(name, kind, revision, info, cache, progress)
         chosen = set(files)
-        check_sums(folder, [file for file in info.siblings or [] if file.rfilename in chosen], report)
+        check_sums(folder, [file for file in info.siblings or [] if file.rfilename in chosen], progress)
     return check_folder(folder) if kind is None else folder / files[0]
 
 

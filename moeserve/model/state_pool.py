@@ -16,7 +16,7 @@ from moeserve.plan import Chunk
 # Pools of each layer: keys and values, or the states of a recurrent layer.
 LayerPools = list[tuple[Tensor, Tensor | None]]
 
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes, to whose multiples each state of a row is padded
 
 
 class StatePool:

@@ -24,7 +24,7 @@ _Likeliest = Sequence[tuple[int, float]]
 class _Group:
     """A search and its requests. `likeliest`: the next tokens of its beams, by their ids, as far as they are known.
 
-    `forks`: those whose copies no plan has made yet. `num_made`: the beams that were made so far.
+    `forks`: the forks whose copies no plan has made yet. `num_made`: the beams that were made so far.
     """
 
     leader: Request

@@ -20,12 +20,12 @@ from radix_cache import BlockCopy, Chores, Fill, PrefixCache, StoredBlock, Store
 _STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
 _MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
-_SMOOTHING = 0.3
+_SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
 # Requests wait for a prefix at most as long as computing it would take, but at least for the first of these times; for
 # the second where that is not known.
 _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
-# The expected time of a read falls by this share when it has kept a prefix from being read: one slow read is not to
-# decide for ever.
+# The expected time of a read falls by this share when it has kept a prefix from being read: one slow read must
+# not decide for good.
 _FORGIVENESS = 0.02
 
 
@@ -65,9 +65,8 @@ class DiskCounters:
     """Totals since the start. Bytes that were read, or written, with the seconds that this took.
 
     device_hit_tokens, disk_hit_tokens: tokens that requests found in memory, and on disk. device_hits, disk_hits: how
-    often a request found some there. num_slower: prefixes that
-    were computed because reading them was expected to take longer. num_overdue: readings that were given up. fates: of
-    preempted requests.
+    often a request found some there. num_slower: prefixes that were computed because reading them was expected to take
+    longer. num_overdue: readings that took too long and were ended. fates: of preempted requests.
     """
 
     device_hits: int = 0

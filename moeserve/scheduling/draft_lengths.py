@@ -15,14 +15,13 @@ _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
 # The expected share of right guesses before any was seen, and the number of guesses that this expectation counts as.
 _FIRST_RATE = 0.5
 _FIRST_WEIGHT = 4.0
-# Of a service's guesses, and of a request's, as many count as this.
-_REMEMBERED = 512.0
-_REMEMBERED_OF_REQUEST = 24.0
+# The numbers of latest guesses that count, of the service and of a request.
+_REMEMBERED, _REMEMBERED_OF_REQUEST = 512.0, 24.0
 # A request's own guesses weigh as much as the service's once it has made this number.
 _WEIGHT_OF_SERVICE = 6.0
 # A row is not worth its cost unless its token is at least this likely.
 LEAST_LIKELY = 0.05
-# Drafts are verified from this gain on; the cost of a step is not known more exactly.
+# Drafts are verified if they are expected to gain this factor; the cost of a step is not known more exactly.
 _LEAST_GAIN = 1.03
 
 
@@ -32,7 +31,7 @@ class Rates:
     __slots__ = ("_counts", "_remembered")
 
     def __init__(self, remembered: float = _REMEMBERED) -> None:
-        """remembered: older guesses fade, so that never more than this many count."""
+        """remembered: the number of guesses that count; older ones fade."""
         self._remembered = remembered
         self._counts: dict[tuple[str, int], tuple[float, float]] = {}
 
@@ -89,9 +88,9 @@ def best_lengths(
 ) -> list[int]:
     """Return how many drafts of each request a step should verify, to make the most tokens per second.
 
-    chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts,
-    each of which gives a token. most: the number of drafts in all. seconds: of a step with a number of rows; 0 if that
-    is not known, and then there are no drafts.
+    chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts;
+    each gives a token. most: the number of drafts in all. seconds: of a step with a number of rows; 0 if that is not
+    known, and then there are no drafts.
     """
     lengths, best = [0] * len(chances), [0] * len(chances)
     base_s = seconds(num_rows)

@@ -21,7 +21,7 @@ CACHED_TEXT = "cached"
 PREDICTED_TEXT = "predicted"
 # The checkpoint's MTP layer.
 MTP = "mtp"
-# What the request's grammar forces behind its tokens, or behind a guess of another source.
+# Tokens that the request's grammar forces behind its own tokens, or behind a guess of another source.
 FORCED = "forced"
 # An answer that has left its predicted text is in it again where this number of tokens is alike.
 _FOUND_AGAIN = 3

@@ -179,7 +179,8 @@ class Drafting:
     def plan(self, requests: Iterable[Request], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
         """Return by request how many of its drafts a step should verify, where there are any.
 
-        requests: they lack one token, or none with the one that is being sampled, beside those that they lost.
+        requests: each lacks one token, or none but the one that is being sampled; tokens lost with a state do not
+        count.
         """
         num_drafts: dict[str, int] = {}
         decodes: list[list[Request]] = [[] for _ in room.memories]
@@ -257,8 +258,8 @@ class DraftRoom:
     def of_rank(self, rank: int, requests: Sequence[Request]) -> list[int]:
         """Return for each request of a rank how many drafts it may have.
 
-        Where there are recurrent states, as many requests may have some as slots are free beside those for requests
-        that may come.
+        Each request with drafts takes a free slot for recurrent states where the model has them; slots for requests
+        that may come are left.
         """
         rooms, num_slots = list[int](), self.memories[rank].num_free_slots - self.num_coming
         for request in requests:

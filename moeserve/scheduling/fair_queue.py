@@ -18,7 +18,7 @@ from moeserve.plan import Request, Terms
 from moeserve.scheduling.pacing import Backlog
 from moeserve.scheduling.token_sums import TokenSums
 
-_SMOOTHING = 0.1
+_SMOOTHING = 0.1  # weight of a new request in the geometric mean of a tenant's prompt lengths
 # A request passes a long prompt of its own tenant if it lacks at most one in this number of the tokens.
 FAR_SHORTER = 4
 
@@ -243,7 +243,7 @@ class WaitingQueue:
         return requests[:]
 
 
-# What a tenant has had, the key of its first request, the tenant, and its line.
+# The tokens that a tenant has had, the key of its first request, the tenant, and its line.
 _Turn = tuple[float, tuple[int, float, int], Tenant, list[Request]]
 
 

@@ -193,7 +193,7 @@ class FetchResult:
 
 @dataclass(slots=True)
 class FetchCounters:
-    """Totals since the start. failures: by reason, of requests that computed what they could not fetch."""
+    """Totals since the start. failures: requests that could not fetch their blocks and computed them, by reason."""
 
     num_tokens: int = 0
     num_blocks: int = 0
@@ -258,7 +258,7 @@ class KvFetches:
                 return False
             fetch = self._begin(request, ticket, now, num_spoken_for)
         if fetch is None or fetch.job.is_cancelled:
-            # There is no room yet, or another request has just given up these blocks.
+            # There is no room yet, or another request has just ended its fetch of these blocks.
             return False
         request.ticket = None
         fetch.waiting.append(request)

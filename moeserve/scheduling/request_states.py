@@ -4,7 +4,7 @@ A state can be saved only where a chunk ends, so chunks are cut where a snapshot
 of a prompt, from which an equal or longer prompt continues; where the prompt leaves the cached prefix (a branching
 point: another request came this far and left no state, or will branch there); at borders that the frontend or the
 client marks; and now and then in a very long prompt. While it decodes, a request saves a snapshot now and then, for the
-next turn of the conversation, and gives up the previous one.
+next turn of the conversation, and drops the previous one.
 
 Draft tokens go into a copy of the state, in a slot that is free. If all are right the request goes on there. If not, it
 goes on from its former slot, with the tokens since then computed again.
@@ -21,12 +21,12 @@ from radix_cache import PrefixCache
 
 # A snapshot costs a copy and, in a prompt, a step that ends early: about as much as computing this many tokens.
 MIN_GAIN_TOKENS = 32
-# Between snapshots while decoding. A copy moves twice the state, 0.1 GB for the models in use, and a step at least
-# 1 GB of weights, so that copies take less than 1 % of it.
+# Tokens between snapshots while decoding. A copy moves twice the state, 0.1 GB for the models in use, and a step at
+# least 1 GB of weights, so that copies take less than 1 % of it.
 DECODE_INTERVAL_TOKENS = 64
 
-# Between snapshots within a prompt, for prompts that diverge from it where none was kept. On the Mooncake trace 8192
-# and 32768 tokens save less computing (`benchmarks.snapshots`).
+# Tokens between snapshots within a prompt, for prompts that diverge from it where none was kept. On the Mooncake trace
+# 8192 and 32768 tokens save less computing (`benchmarks.snapshots`).
 PROMPT_INTERVAL_TOKENS = 16384
 
 # (start, known, marks, last, smallest gain) -> positions; see `wanted_positions`.

@@ -61,7 +61,7 @@ class Sharing:
         places, blocks = self._places, self._blocks
         if places is None or blocks is None or not len(waiting) or not (is_full or lacks_memory):
             return
-        # Requests of other priorities do not count: more urgent ones would take the memory that is given up for them.
+        # Requests of other priorities do not count: more urgent ones would take the memory that their victims free.
         for request in waiting.firsts():
             wanted = -(-len(request.token_ids) // self._caches[0].block_size)
             if is_full and places.may_take(request, 1) and (victim := places.pop_victim()) is not None:

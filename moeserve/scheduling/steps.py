@@ -129,7 +129,7 @@ class Steps:
         return failed or None
 
     def check(self) -> None:
-        """Raise the error that would make the next step fail. Meant for times when there is nothing to do."""
+        """Raise the error that would make the next step fail. The engine calls this now and then while it idles."""
         self._executor.check()
 
     @contextmanager

@@ -14,7 +14,7 @@ from math import inf, log, pow
 from operator import mul
 
 _NUM_BINS = 160
-_RESCALED_AT = 1e6
+_RESCALED_AT = 1e6  # all counts are scaled down once the weight of a new one exceeds this
 # The number of imagined cases that last beyond every value. So one case that ends does not stand for all, and values
 # that no case reaches any more are doubted in time.
 _DOUBT = 1.0

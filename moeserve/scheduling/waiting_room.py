@@ -18,8 +18,8 @@ from moeserve.scheduling.pacing import Load, Pace
 from moeserve.scheduling.request_memory import RankLoads, RequestMemory
 from moeserve.scheduling.token_sums import TokenSums
 
-# Blocks are looked for elsewhere for the next requests, at most this number; as many tell an admitted request where to
-# keep its state and windows.
+# The number of next requests for which blocks are looked for elsewhere, and by whose prompts an admitted request
+# decides where to keep its state and windows.
 FORESEEN = 16
 # A request that waits is dropped once its wait is sure to exceed its limit by this factor.
 _CLEARLY_LATE = 1.2

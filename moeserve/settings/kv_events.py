@@ -57,7 +57,7 @@ class KvEventsConfig:
 
 
 def parse_kv_events(text: str | None) -> KvEventsConfig:
-    """Return the setting; what it leaves out has the default. Raise ValueError, a clause each, for a wrong one."""
+    """Return the setting, with defaults for missing fields. Raise ValueError, one clause, for a wrong one."""
     if text is None:
         return KvEventsConfig()
     config = read_object(text, KvEventsConfig)

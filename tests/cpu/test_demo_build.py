@@ -21,7 +21,6 @@ from moeserve.model.demo_build import (
     GgufSource,
     TiedExperts,
     build_demo,
-    build_dense,
     check_partition,
     common_config,
     gate_centroids,
@@ -33,6 +32,7 @@ from moeserve.model.families import load_generation_defaults
 from moeserve.model.rope import parse_rope, rope_frequencies, rope_switch
 from moeserve.model.source import check_folder
 from moeserve.model.spec import ModelError
+from tests.support.dense_demo import build_dense
 from tests.support.tiny_gguf import LAYERS, NEURONS, TOKENS, write_gguf
 
 # The whole build on a tiny GGUF, with transformers' own Llama and Mixtral as the judges.
@@ -72,7 +72,7 @@ def test_rotary_rows_come_back_in_the_order_transformers_uses(tmp_path: Path) ->
 @pytest.mark.usefixtures("from_tiny")
 @pytest.mark.parametrize(("experts", "top_k"), [(8, 2), (8, 4)])
 def test_the_mixture_has_the_logits_of_the_dense_model(tmp_path: Path, experts: int, top_k: int) -> None:
-    build_dense(tmp_path / "dense")
+    build_dense(demo_build.locate_gguf(), tmp_path / "dense")
     build_demo(tmp_path / "moe", experts=experts, top_k=top_k)
     ids = torch.randint(3, len(TOKENS), (2, 50), generator=torch.Generator().manual_seed(0))
     dense, mixture = logits(tmp_path / "dense", ids), logits(tmp_path / "moe", ids)
@@ -429,7 +429,7 @@ def scores(folder: Path, texts: list[list[int]]) -> list[torch.Tensor]:
 def test_greedy_answers_equal_the_dense_models(tmp_path: Path) -> None:
     demo = ensure_demo()
     verify(demo)
-    build_dense(tmp_path / "dense")
+    build_dense(demo_build.locate_gguf(), tmp_path / "dense")
     tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
     config = msgspec.json.decode((demo / "tokenizer_config.json").read_bytes())
     template = ImmutableSandboxedEnvironment().from_string(config["chat_template"])

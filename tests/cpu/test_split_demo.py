@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM
 from launcher.cli import build_demo
 from moeserve.model import demo, demo_build, split_demo
 from moeserve.model.demo import Event, Job, read_quality
-from moeserve.model.demo_build import build_dense
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.source import check_folder, resolve_model
 from moeserve.model.spec import ModelError, Progress
 from moeserve.model.split_demo import build_split, num_shared, split_neurons
 from moeserve.model.weights import load_decoder
+from tests.support.dense_demo import build_dense
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_gguf import NEURONS, TOKENS, write_gguf
 
@@ -42,7 +42,7 @@ def folders(gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
     with pytest.MonkeyPatch.context() as patch:
         for module in (demo_build, split_demo):
             patch.setattr(module, "locate_gguf", lambda: gguf)
-        build_dense(root / "dense")
+        build_dense(gguf, root / "dense")
         build_split(root / "all", experts=EXPERTS, top_k=EXPERTS)
         build_split(root / "two", experts=EXPERTS, top_k=2)
     return {name: root / name for name in ("dense", "all", "two")}

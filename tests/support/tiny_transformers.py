@@ -21,17 +21,6 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_ty
 from moeserve.model.hf.modelling import ModellingCode, empty_model
 
 VOCAB = 128
-# A configuration with one of these may be that of a mixture of experts.
-_EXPERT_COUNTS = (
-    "num_experts",
-    "num_local_experts",
-    "n_routed_experts",
-    "moe_num_experts",
-    "num_experts_per_tok",
-    "moe_topk",
-    "top_k_experts",
-    "ffn_config",
-)
 
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCAB,

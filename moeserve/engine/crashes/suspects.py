@@ -24,7 +24,7 @@ class Suspects(RanksObserver):
         self._record = record
         self._culprits = dict(suspicion.culprits)
         self._places = dict(suspicion.places)
-        # Of the suspects that came: the digest, and the number of tokens with which it passes.
+        # By suspect that came: its digest, and the number of computed tokens that clears it.
         self._digests: dict[str, str] = {}
         self._until: dict[str, int] = {}
         # By number of a step in flight: the suspect in it, and its computed tokens behind it.
@@ -65,7 +65,7 @@ class Suspects(RanksObserver):
             self._until[request_id] = _passes_with(message, self._places[request_id])
         self._record.begin_arrival(self._num_arrivals, request_id, 0, trial)
         yield
-        # Not after an exception, which ends the engine.
+        # An exception ends the engine; the record then keeps the arrival.
         self._record.end_arrival(self._num_arrivals)
 
     def until(self, request_id: str) -> int:

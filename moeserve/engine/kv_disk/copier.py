@@ -19,7 +19,7 @@ from moeserve.engine.kv_disk.files import BlockError, BlockFiles
 from moeserve.scheduling.disk_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
-_NUM_READERS = 2
+_NUM_READERS = 2  # threads that read files; one more writes
 _READ_AT_ONCE = 8  # blocks that a thread reads before another one may have a turn
 _NICE = 19  # of the thread that writes: steps come first
 

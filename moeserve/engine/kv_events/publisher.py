@@ -33,7 +33,7 @@ from radix_cache import Fact, PrefixCache, Published
 _SNAPSHOT = b"snapshot"
 _BLOCKS_OF_SNAPSHOT = 1000  # blocks in one message of a snapshot
 _MAX_BUFFER_BYTES = 256 * 2**20  # payloads that one rank's replay buffer holds
-_LINGER_MS = 200
+_LINGER_MS = 200  # that an ending service waits for subscribers to take the last events
 _SPARE_MESSAGES = 1000  # that wait for one who asks for a replay, beside a whole buffer
 
 log = structlog.get_logger(__name__)

@@ -18,10 +18,10 @@ from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 
 _NUM_THREADS = 4  # fetches at once
-_ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are on their way
+_ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are requested before the first of them has come
 _POLL_MS = 100  # between two looks whether anybody still wants the blocks
 _SILENCE_SECONDS = 5.0  # after which a service counts as gone
-_LINGER_MS = 500  # for the word that the lease may end
+_LINGER_MS = 500  # that a closing socket waits to send the end of a lease
 _GONE = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CONNECT_RETRIED

@@ -28,8 +28,8 @@ from moeserve.engine.kv_transfer.messages import (
 )
 from moeserve.engine.ranks.meeting import RankKeys
 
-_LOOK_MS = 10  # between two looks whether blocks that somebody waits for are computed
-_WORD_SECONDS = 1.0  # between two words to those who wait; below the silence after which they give up
+_LOOK_MS = 10  # between two checks whether awaited blocks are computed
+_WORD_SECONDS = 1.0  # between two messages to a waiting service; it ends its fetch after a longer silence
 
 log = structlog.get_logger(__name__)
 
@@ -136,7 +136,8 @@ class BlockServer(threading.Thread):
                 log.warning("kv_transfer_odd_request", frames=len(frames))
 
     def _answer_waiting(self, buffer: BlockBuffer) -> None:
-        """Send blocks that have been computed meanwhile, and now and then a word to those who still wait."""
+        """Send blocks that have been computed meanwhile, and now and then a message to each service that still
+        waits."""
         is_due = time.monotonic() - self._last_word > _WORD_SECONDS
         for asker, asks in list(self._waiting.items()):
             try:

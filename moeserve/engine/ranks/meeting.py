@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 _STORE_KEY, _LOADING_KEY = "moeserve", "moeserve.loading"
-_SECONDS_TO_MEET = 300
-_POLL_SECONDS = 0.1
+_SECONDS_TO_MEET = 300  # within which a rank must find rank 0
+_POLL_SECONDS = 0.1  # between two looks into the store
 _ZAP_DOMAIN = "moeserve"
 _SIOCGIFADDR = 0x8915
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")

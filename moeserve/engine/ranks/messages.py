@@ -115,7 +115,7 @@ class LayerLoaded(Message):
 
 
 class DropLayer(Message):
-    """Rank 0 has given up a `PlaceLayer`."""
+    """Rank 0 has cancelled a `PlaceLayer`."""
 
     version: int
 

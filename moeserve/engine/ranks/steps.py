@@ -31,7 +31,7 @@ from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner
 from moeserve.wire import decode_result, encode_result
 
-_POLL_SECONDS = 0.1
+_POLL_SECONDS = 0.1  # between two looks whether a rank is late
 # Between two looks at the device and at the socket: about as long as a launch takes.
 _SECONDS_BETWEEN_LOOKS = 20e-6
 _COPY_SECONDS = 0.002  # between two looks at the socket while only copies of blocks are under way

@@ -193,7 +193,7 @@ def _memory_of(layer: Any, kv_layers: list[KvLayerSpec]) -> LayerMemory:
     if type(layer).__module__ != "transformers.cache_utils" and not hasattr(layer, "idx_keys"):
         return LayerMemory(opaque=True)
     pools = {}
-    # Of a layer that keeps more than keys and values nothing is known but that it keeps it.
+    # A layer may keep more than keys and values; then only that fact is known.
     window = layer.sliding_window if type(layer) is DynamicSlidingWindowLayer else None
     for name, token_dim in _TOKEN_ROWS.items():
         rows = getattr(layer, name, None)

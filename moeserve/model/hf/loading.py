@@ -88,7 +88,7 @@ def load_transformers_decoder(
 
 
 def exchange_projections(code: ModellingCode) -> dict[str, Projection]:
-    """Replace the plain projections of an empty model with shells, except those whose weights its code reads."""
+    """Replace the plain projections of an empty model with shells. A projection whose weights its code reads stays."""
     linears = dict(replaceable_linears(code.outer))
     shells = {name: Projection(linear) for name, linear in linears.items()}
     for name, shell in shells.items():

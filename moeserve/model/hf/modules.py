@@ -17,7 +17,7 @@ from kernels.linear import Linear, pack_linear
 from kernels.norm import rms_norm
 
 _TRIED_ROWS = 3
-# Of a weight [N, K] and columns [..., K, T].
+# Functions that multiply a weight [N, K] by columns [..., K, T].
 _COLUMN_PRODUCTS = (torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 

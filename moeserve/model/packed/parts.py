@@ -65,7 +65,7 @@ def _joined_fp8(index: Index, block: tuple[int, int]) -> dict[str, TensorInfo]:
 
 
 def fp8_dtype(depth: int, group: int) -> str:
-    """Return the dtype of rows of FP8 of which `group` weights share a scale: float32 where no format holds them."""
+    """Return the dtype of rows of FP8 with one scale for `group` weights: float32 where no format holds them."""
     if depth % 32 or group % 32:
         return "F32"
     return "FP8_F32" if depth % 128 or group % 128 else "FP8_128"
