@@ -122,4 +122,6 @@ class Chunks:
 
     def _note_planned(self, request: Request, num_tokens: int) -> None:
         self._tenants.charge(request, num_tokens)
-        self._trial.note_planned(request.leader or request)
+        owner = request.leader or request
+        if owner.suspect_until:
+            self._trial.note_planned(owner)

@@ -26,9 +26,8 @@ class Trial:
         return request.suspect_until > 0 and self._suspect not in (None, request)
 
     def note_planned(self, request: Request) -> None:
-        """Note that a plan names a request."""
-        if request.suspect_until:
-            self._suspect = request
+        """Note that a plan names a suspect."""
+        self._suspect = request
 
     def note_computed(self, request: Request, num_tokens: int) -> None:
         """Clear a request if it has computed `num_tokens` without harm and needs no more."""

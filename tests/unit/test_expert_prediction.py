@@ -80,7 +80,8 @@ def test_steps_without_rows_of_its_own_count_for_nothing_on_a_rank():
         assert predictor.predict(0, 1)[1] == predictor.predict(BEFORE, 1)[1] == 0
         predictor.observe(1, np.zeros((num_rows, 1), np.int64))
         predictor.end_step()
-    assert {count.num_chosen for count in recall.counts()} == {3}
+    # Three rows chose one expert in each of two layers.
+    assert {count.num_chosen for count in recall.counts()} == {6}
 
 
 def test_affinity_expects_what_followed_before():

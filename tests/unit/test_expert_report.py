@@ -59,7 +59,8 @@ def test_a_place_that_cannot_be_written_to_is_one_sentence(tmp_path: Path, trace
 
 
 def test_every_token_of_a_trace_counts_the_same(trace: RoutingTrace) -> None:
-    np.testing.assert_allclose(count_trace(trace).load(), trace.load(), rtol=1e-6)
+    load = [np.bincount(ids.reshape(-1), minlength=8) for ids in trace.ids]
+    np.testing.assert_allclose(count_trace(trace).load(), load, rtol=1e-6)
 
 
 def test_statistics_of_one_layer_without_any_load_are_drawn(tmp_path: Path) -> None:

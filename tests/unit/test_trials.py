@@ -14,9 +14,8 @@ def request(name: str, suspect_until: int = 0) -> Request:
 
 def test_a_suspect_waits_while_plans_name_another_one_and_nobody_else_does() -> None:
     trial, first, second, innocent = Trial(), request("a", 4), request("b", 4), request("c")
-    for planned in (innocent, first, innocent):
-        trial.note_planned(planned)
-        planned.num_scheduled_tokens = 2
+    trial.note_planned(first)
+    first.num_scheduled_tokens = 2
     assert [trial.is_awaited_by(one) for one in (first, second, innocent)] == [False, True, False]
     trial.begin_step()
     assert trial.is_awaited_by(second)
