@@ -1,4 +1,4 @@
-"""`moeserve experts`: record a trace of a server, fit gates to a model, draw a file, compile DeepNVMe."""
+"""`moeserve experts`: record a trace of a server, fit gates to a model, draw a file."""
 
 from __future__ import annotations
 
@@ -138,20 +138,3 @@ def report(file: Path, out: Path) -> None:
         raise click.ClickException(f"{error.filename or out} cannot be written ({error.strerror or error}).") from None
     for path in paths:
         click.echo(str(path))
-
-
-@click.command()
-def deepnvme() -> None:
-    """Compile DeepNVMe, through which --expert-memory then reads experts faster; it takes minutes, once.
-
-    It needs libaio with its headers (libaio-dev) and a C++ compiler.
-    """
-    from experts.errors import DeepNvmeError
-    from experts.memory.deep_nvme import compile_deep_nvme
-
-    try:
-        with Console(stderr=True).status("compiling"):
-            library = compile_deep_nvme()
-    except DeepNvmeError as error:
-        raise click.ClickException(str(error)) from None
-    click.echo(library)

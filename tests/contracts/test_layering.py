@@ -43,6 +43,7 @@ WITH_TORCH = {
     "moeserve.engine.memory_plan",
     "moeserve.engine.ranked_service",
     "moeserve.engine.service",
+    "moeserve.engine.experts.deepnvme",
     "moeserve.engine.experts.fit",
     "moeserve.engine.experts.gpu_memory",
     "moeserve.engine.experts.memory",
