@@ -13,7 +13,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from struct import Struct
 from typing import Any, cast
@@ -22,10 +22,8 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from moeserve.frontend import limits
 from moeserve.frontend.http import send_error, unavailable
-from moeserve.frontend.routes.table import ROUTES
 from moeserve.frontend.wills import Connection, WillLink
 
-OPEN_PATHS = frozenset(route.path for route in ROUTES if route.is_watch)
 _SECONDS_BETWEEN_PROBES = 0.2
 _POKES_AT_FIRST = 3
 _SECONDS_BETWEEN_FIRST_POKES = 0.5
@@ -82,7 +80,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._set_busy(True)
         self._arm()
         if self._places.are_taken(self, len(self.connections)):
-            self.app = refuse_unless_open(self.app)
+            self.app = refuse_unless_open(self.app, self._places.open_paths)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
@@ -230,12 +228,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 class Places:
     """The places of one process for connections.
 
-    Requests on connections beyond the `most` are refused and counted in `rejections`, but for OPEN_PATHS. As many again
-    are open at once; for one more the oldest of these that has no request is dropped. So operators
-    are answered, however many connections are open.
+    Requests on connections beyond the `most` are refused and counted in `rejections`, but for `open_paths`. As many
+    again are open at once; for one more the oldest of these that has no request is dropped. So operators are answered,
+    however many connections are open.
     """
 
-    def __init__(self, most: int, rejections: Counter[str]) -> None:
+    def __init__(self, most: int, rejections: Counter[str], open_paths: Collection[str] = ()) -> None:
+        self.open_paths = open_paths
         self._most = most
         self._rejections = rejections
         self._beyond: dict[BoundedHttpProtocol, None] = {}
@@ -293,12 +292,12 @@ def has_been_reset(transport: asyncio.Transport) -> bool:
     return state[0] == _TCP_CLOSE
 
 
-def refuse_unless_open(app: Any) -> Any:
+def refuse_unless_open(app: Any, open_paths: Collection[str]) -> Any:
     """Return an application that answers 503, but for the paths by which operators look at the server."""
     error = unavailable("Too many connections are open", "too_many_connections", close=True)
 
     async def refuse(scope: Any, receive: Any, send: Any) -> None:
-        if scope["path"] in OPEN_PATHS:
+        if scope["path"] in open_paths:
             await app(scope, receive, send)
         else:
             await send_error(send, error, error.body())

@@ -82,43 +82,38 @@ class Metrics(Collector):
         shared: the folder of the frontends' files, which the environment variable PROMETHEUS_MULTIPROC_DIR names too.
         """
         self.rejections: Tally[str] = Tally()
-        self._num_dropped_lines = num_dropped_lines
-        self._num_restarts = num_restarts
-        self._is_awake = is_awake
+        self._num_dropped_lines, self._num_restarts, self._is_awake = num_dropped_lines, num_restarts, is_awake
         self._stats: Stats | None = None
         self._registry = CollectorRegistry()
-        self._counted: Collector = self._registry
-        if shared is not None:
-            self._counted = _SharedFiles(shared)
-        self.time_to_first_token = self._histogram(
+        self._counted: Collector = self._registry if shared is None else _SharedFiles(shared)
+        histogram, counter = self._histogram, self._counter
+        self.time_to_first_token = histogram(
             "moeserve_time_to_first_token_seconds", "From the request's arrival to its first token", _TTFT
         )
-        self.inter_token = self._histogram(
+        self.inter_token = histogram(
             "moeserve_inter_token_latency_seconds", "Between two outputs of a choice, per token", _ITL
         )
-        self.end_to_end = self._histogram(
+        self.end_to_end = histogram(
             "moeserve_request_seconds", "From the request's arrival to the end of its answer", _LONG
         )
-        self.queue_time = self._histogram(
+        self.queue_time = histogram(
             "moeserve_request_queue_seconds", "From admission to the first scheduled token", _QUEUE
         )
-        self.decode_time = self._histogram(
+        self.decode_time = histogram(
             "moeserve_request_decode_seconds", "From the first token of a request to the end of its answer", _LONG
         )
-        self.prompt_tokens = self._histogram("moeserve_request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
-        self.generation_tokens = self._histogram(
+        self.prompt_tokens = histogram("moeserve_request_prompt_tokens", "Prompt tokens of a request", _TOKENS)
+        self.generation_tokens = histogram(
             "moeserve_request_generation_tokens", "Tokens of a request's answer", _TOKENS
         )
-        self._ended = self._counter(
+        self._ended = counter(
             "moeserve_choices_ended", "Choices that ended, by reason: stop, length, abort, error or late", "reason"
         )
-        self._responses = self._counter("moeserve_http_responses", "Responses by route and status", "route", "status")
-        self._ignored = self._counter("moeserve_ignored_fields", "Request fields that were not understood", "field")
-        self._disconnects = self._counter(
-            "moeserve_client_disconnects", "Clients that left before their answer was complete"
-        )
-        self._rejected = self._counter(_REJECTIONS, "Requests that were refused, by reason", "reason")
-        self._dropped_lines = self._counter(
+        self._responses = counter("moeserve_http_responses", "Responses by route and status", "route", "status")
+        self._ignored = counter("moeserve_ignored_fields", "Request fields that were not understood", "field")
+        self._disconnects = counter("moeserve_client_disconnects", "Clients that left before their answer was complete")
+        self._rejected = counter(_REJECTIONS, "Requests that were refused, by reason", "reason")
+        self._dropped_lines = counter(
             "moeserve_log_lines_dropped", "Log lines of HTTP processes that nobody read in time"
         )
         self._settled: Tally[str] = Tally()

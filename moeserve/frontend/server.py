@@ -22,6 +22,7 @@ import uvicorn
 from moeserve.frontend.app import create_app
 from moeserve.frontend.connections import BoundedHttpProtocol, EvenListener, Load, Places
 from moeserve.frontend.limits import allow_connections
+from moeserve.frontend.routes.table import ROUTES
 from moeserve.frontend.services import Services
 from moeserve.frontend.wills import WillLink
 from moeserve.wire import Tick
@@ -80,7 +81,9 @@ class FrontendServer(uvicorn.Server):
         load: Load | None = None,
     ) -> None:
         """wills: to whom last wills are left. load: shared with the other HTTP processes of the service, if any."""
-        places = Places(allow_connections(services.run.config.max_connections), services.metrics.rejections)
+        open_paths = frozenset(route.path for route in ROUTES if route.is_watch)
+        most = allow_connections(services.run.config.max_connections)
+        places = Places(most, services.metrics.rejections, open_paths)
         protocol = partial(BoundedHttpProtocol, places=places, wills=wills, load=load)
         super().__init__(
             uvicorn.Config(

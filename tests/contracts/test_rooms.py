@@ -1,4 +1,4 @@
-"""The order of rooms inside the two big packages, and how objects are wired: everything through constructors."""
+"""The order of rooms in the big packages and the frontend, and how objects are wired: through constructors."""
 
 import ast
 from collections.abc import Iterator
@@ -40,9 +40,32 @@ ROOMS = {
         "bench",
         "frontend",
     ),
+    "moeserve.frontend": (
+        "limits",
+        "text",
+        "wills",
+        "http",
+        "route",
+        "connections",
+        "keys",
+        "dialects",
+        "metrics",
+        "live",
+        "pages",
+        "middleware",
+        "admission",
+        "parsers",
+        "prepare",
+        "store",
+        "relay",
+        "services",
+        "exchange",
+        "jobs",
+        "routes",
+        "app",
+        "server",
+    ),
 }
-# The folders of the frontend, lowest first; files beside them may be below or above any.
-FRONTEND_FOLDERS = ("dialects", "parsers", "prepare", "store", "relay", "jobs", "routes")
 # Attributes of objects that other libraries define, by the file that sets them.
 FOREIGN_ATTRIBUTES = {
     "kernels/cpu/library.py": {"argtypes", "restype"},
@@ -106,34 +129,19 @@ def test_no_module_imports_itself_through_others():
 @pytest.mark.parametrize("package", ROOMS)
 def test_rooms_import_only_rooms_below_them(package):
     place = {room: number for number, room in enumerate(ROOMS[package])}
+    rooms = {module: module.removeprefix(f"{package}.").split(".")[0] for module in MODULES if is_in(module, package)}
     upwards = []
-    for module in MODULES:
-        parts = module.split(".")
-        if parts[0] != package:
-            continue
-        assert parts[1] in place, f"{parts[1]} has no place in ROOMS[{package!r}]"
-        for imported in imports_of(module):
-            other = imported.split(".")
-            if other[0] == package and place[other[1]] > place[parts[1]]:
+    for module, room in rooms.items():
+        assert room in place, f"{room} has no place in ROOMS[{package!r}]"
+        for imported in imports_of(module) & rooms.keys():
+            if place[rooms[imported]] > place[room]:
                 upwards.append(f"{module} imports {imported}")
     assert upwards == []
-    assert place.keys() == {module.split(".")[1] for module in MODULES if module.startswith(f"{package}.")}
+    assert place.keys() == set(rooms.values())
 
 
-def test_folders_of_the_frontend_import_only_folders_below_them() -> None:
-    def folder_of(module: str) -> str | None:
-        parts = module.split(".")
-        return parts[2] if parts[:2] == ["moeserve", "frontend"] and len(parts) > 3 else None
-
-    place = {folder: number for number, folder in enumerate(FRONTEND_FOLDERS)}
-    upwards = [
-        f"{module} imports {imported}"
-        for module in MODULES
-        if (folder := folder_of(module)) is not None
-        for imported in imports_of(module)
-        if (other := folder_of(imported)) is not None and place[other] > place[folder]
-    ]
-    assert upwards == []
+def is_in(module: str, package: str) -> bool:
+    return module.startswith(f"{package}.")
 
 
 def record_fields() -> set[str]:

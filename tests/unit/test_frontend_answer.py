@@ -8,11 +8,11 @@ from tokenizers import AddedToken
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.fields import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
+from moeserve.frontend.exchange import build_generates, derive_seed
 from moeserve.frontend.http import ApiError, longest_output
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts
 from moeserve.frontend.prepare.messages import Prepared
 from moeserve.frontend.relay.answer import Answer, OutputText
-from moeserve.frontend.relay.exchange import build_generates, derive_seed
 from moeserve.frontend.text import TextTokenizer, decode_prompt
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
 from moeserve.wire import Output, unpack_token_ids

@@ -54,7 +54,7 @@ class Server:
                 outer.lost.set()
 
         boundary = RequestBoundary(app, self.metrics, RouteTable(()))
-        protocol = partial(Noted, places=Places(most_connections, self.rejections))
+        protocol = partial(Noted, places=Places(most_connections, self.rejections, ("/health", "/ready")))
         config = uvicorn.Config(boundary, http=cast("type[asyncio.Protocol]", protocol), loop="uvloop", log_config=None)
         config.load()
         self.state = uvicorn.Server(config).server_state

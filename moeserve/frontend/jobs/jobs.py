@@ -12,6 +12,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
+from moeserve.frontend.exchange import EventWriter, completed
 from moeserve.frontend.http import ApiError, EventStream, unavailable
 from moeserve.frontend.jobs.journal import (
     Entry,
@@ -27,7 +28,6 @@ from moeserve.frontend.jobs.journal import (
 from moeserve.frontend.jobs.runner import Runner
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Kind, Prepared, pack_reply
-from moeserve.frontend.relay.exchange import EventWriter, completed
 from moeserve.frontend.relay.request_group import EngineGone
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs

@@ -17,9 +17,9 @@ import msgspec
 from moeserve import wire
 from moeserve.frontend.dialects.internal import Delta, Formatter
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
+from moeserve.frontend.exchange import FORMATTERS, answer_of
 from moeserve.frontend.http import ApiError
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect, unpack_reply
-from moeserve.frontend.relay.exchange import FORMATTERS, answer_of
 from moeserve.frontend.relay.request_group import Past
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import jobs

@@ -17,11 +17,11 @@ import structlog
 from moeserve.frontend import limits
 from moeserve.frontend.admission import terms_of
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
+from moeserve.frontend.exchange import Progress, completed, generates_of, submitted, tell_engine
 from moeserve.frontend.http import ApiError, internal_error
 from moeserve.frontend.jobs.journal import JobEnded, Journal, Replay, unpack_entries, unpack_record
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import pack_reply
-from moeserve.frontend.relay.exchange import Progress, completed, generates_of, submitted, tell_engine
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup
 from moeserve.frontend.services import Services, engine_unavailable
 from moeserve.frontend.store import jobs, responses

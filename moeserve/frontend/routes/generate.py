@@ -19,6 +19,18 @@ from moeserve.frontend.admission import Held, read_terms
 from moeserve.frontend.dialects import messages
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses import previous_id_of
+from moeserve.frontend.exchange import (
+    FORMATTERS,
+    TOKENS_AT_ONCE,
+    EventWriter,
+    Progress,
+    Turns,
+    answer_of,
+    completed,
+    generates_of,
+    submitted,
+    tell_engine,
+)
 from moeserve.frontend.http import (
     OVERLOADED,
     ApiError,
@@ -35,18 +47,6 @@ from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
 from moeserve.frontend.relay.answer import Answer, asks_for_report
-from moeserve.frontend.relay.exchange import (
-    FORMATTERS,
-    TOKENS_AT_ONCE,
-    EventWriter,
-    Progress,
-    Turns,
-    answer_of,
-    completed,
-    generates_of,
-    submitted,
-    tell_engine,
-)
 from moeserve.frontend.relay.request_group import EngineGone, RequestGroup
 from moeserve.frontend.services import Lend, Services, engine_unavailable
 from moeserve.frontend.store.jobs import Name, StoredJob

@@ -16,10 +16,10 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.config import VERSION
 from moeserve.frontend.dialects.internal import GenerateRequest
+from moeserve.frontend.exchange import thought_budgets
 from moeserve.frontend.http import ApiError, json_response, longest_output
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect
-from moeserve.frontend.relay.exchange import thought_budgets
 from moeserve.frontend.services import Services
 from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import EngineReady, Stats
