@@ -45,7 +45,6 @@ class LabTrace(RoutingTrace):
             ids=self.ids[:, tokens],
             requests=self.requests[tokens],
             token_ids=self.token_ids[tokens],
-            families=self.families[tokens],
             guesses=tuple(replace(guesses, logits=guesses.logits[:, tokens]) for guesses in self.guesses),
         )
 

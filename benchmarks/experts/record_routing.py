@@ -84,7 +84,6 @@ def _trace(num_experts: int, read: Sequence[TextRead], guesses: Sequence[_Guesse
         np.concatenate([np.stack([ids.numpy().astype(np.uint16) for ids in of_text.ids]) for of_text in read], axis=1),
         requests,
         np.concatenate([np.asarray(of_text.token_ids, np.int32) for of_text in read]),
-        requests,
         tuple(
             GateGuesses(tap, distance, np.concatenate([of_text[tap, distance] for of_text in guesses], axis=1))
             for tap, distance in guesses[0]

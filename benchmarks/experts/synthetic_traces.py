@@ -82,8 +82,7 @@ def synthetic_trace(spec: SyntheticSpec, num_requests: int, tokens_per_request: 
         ids[layer] = chosen.reshape(-1, spec.top_k)
         previous = chosen
     requests = np.repeat(np.arange(num_requests, dtype=np.int32), tokens_per_request)
-    families = np.repeat(topics[:, 0].astype(np.int32), tokens_per_request)
-    return LabTrace(spec.num_experts, ids, requests, token_ids.reshape(-1).astype(np.int32), families)
+    return LabTrace(spec.num_experts, ids, requests, token_ids.reshape(-1).astype(np.int32))
 
 
 def _topics(spec: SyntheticSpec, num_requests: int, num_tokens: int, random: np.random.Generator) -> NDArray[np.int64]:

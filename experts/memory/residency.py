@@ -188,7 +188,6 @@ class ResidencyControl:
     def _drop(self, transfer: Transfer) -> None:
         self._queue.remove(transfer)
         if transfer.slot is not None:
-            self.counters.num_cancelled += 1
             self.counters.cancelled_bytes += transfer.num_moved
             self._demand(transfer.layer, self.layers[transfer.layer].abandon(transfer.expert))
 
@@ -225,7 +224,6 @@ class ResidencyCounters:
     num_late: int = 0
     num_misses: int = 0
     num_evictions: int = 0
-    num_cancelled: int = 0
     demand_bytes: int = 0
     prefetch_bytes: int = 0
     useful_bytes: int = 0

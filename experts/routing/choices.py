@@ -88,8 +88,8 @@ class StatisticsSpec:
 
     half_life: tokens after which an observation counts half. max_distance: the most layers that a transition spans.
     max_rows_per_step: rows of a step that enter the transitions and the recent choices; a longer step enters as an even
-    sample, weighted up, but load counts every row. num_tokens: token ids whose first-layer experts are remembered.
-    num_recent: tokens whose whole routing is kept.
+    sample, weighted up, but load counts every row. num_tokens: token ids whose first-layer experts are remembered, 0
+    for none. num_recent: tokens whose whole routing is kept.
     """
 
     num_layers: int
@@ -104,7 +104,7 @@ class StatisticsSpec:
     def __post_init__(self) -> None:
         if not 1 <= self.top_k <= self.num_experts:
             raise ValueError(f"top_k is {self.top_k}, but there are {self.num_experts} experts")
-        for name in ("num_layers", "half_life", "max_rows_per_step", "num_tokens", "num_recent"):
+        for name in ("num_layers", "half_life", "max_rows_per_step", "num_recent"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}, but must be at least 1")
         if self.max_distance < 0:
@@ -179,7 +179,7 @@ class RoutingStatistics:
             sample = ids[:, chosen]
         self._count_pairs(sample, self._weight * num_rows / sample.shape[1])
         self._keep_recent(sample)
-        if token_ids is not None:
+        if token_ids is not None and spec.num_tokens:
             self._count_tokens(ids[0], token_ids)
 
     def load(self) -> Float:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import zlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
@@ -25,7 +25,7 @@ T = TypeVar("T")
 # In place of a token id that a trace leaves out.
 UNKNOWN_TOKEN = -1
 
-_COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32, "families": np.int32}
+_COLUMNS = {"ids": np.uint16, "requests": np.int32, "token_ids": np.int32}
 
 
 class Tap(Enum):
@@ -45,35 +45,19 @@ class RoutingTrace:
     """The routing of every token, in the order in which tokens were computed.
 
     ids: [L, T, k] uint16, distinct experts of a token, the gate's first choice first. requests: [T] int32.
-    token_ids: [T] int32. families: [T] int32; a family is the requests that begin alike (an agent and its system
-    prompt), which a scheduler that looks for cached prefixes sends to the same rank.
+    token_ids: [T] int32.
     """
 
     num_experts: int
     ids: NDArray[np.uint16]
     requests: NDArray[np.int32]
     token_ids: NDArray[np.int32]
-    families: NDArray[np.int32]
 
     def __post_init__(self) -> None:
         num_tokens = self.ids.shape[1] if self.ids.ndim == 3 else -1
-        for name in ("requests", "token_ids", "families"):
+        for name in ("requests", "token_ids"):
             if getattr(self, name).shape != (num_tokens,):
                 raise ValueError(f"ids are {list(self.ids.shape)}, {name} {list(getattr(self, name).shape)}")
-
-
-@dataclass(frozen=True, slots=True)
-class RequestRows:
-    """Neighbouring rows of a step that belong to one request.
-
-    start: the first row's position in the request. prefix: the place where the request's first tokens are cached;
-    requests that begin alike share it.
-    """
-
-    request: str
-    num_rows: int
-    start: int
-    prefix: Hashable
 
 
 class TraceRecorder:
@@ -90,29 +74,23 @@ class TraceRecorder:
         self._ids: list[NDArray[np.uint16]] = []
         self._token_ids: list[NDArray[np.int32]] = []
         self._requests: list[NDArray[np.int32]] = []
-        self._families: list[NDArray[np.int32]] = []
         self._number_of: dict[str, int] = {}
-        self._family_of_request: dict[str, int] = {}
-        self._family_of_prefix: dict[Hashable, int] = {}
 
     @property
     def is_full(self) -> bool:
         return self.num_tokens == self.max_tokens
 
-    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int], rows: Sequence[RequestRows]) -> None:
-        """Add one rank's step: ids [L, T, k], token_ids [T], and the requests of these rows, in order."""
+    def add(self, ids: NDArray[np.int16], token_ids: Sequence[int], rows: Sequence[tuple[str, int]]) -> None:
+        """Add one rank's step: ids [L, T, k], token_ids [T], and the requests with their numbers of rows, in order."""
         room = self.max_tokens - self.num_tokens
         if not room:
             return
-        counts = [part.num_rows for part in rows]
         num_layers = self._shape.num_layers - self._shape.last_is_sparse
         self._ids.append(ids[:num_layers, :room].astype(np.uint16))
         known = np.asarray(token_ids, np.int32) if self._with_token_ids else np.full(len(token_ids), UNKNOWN_TOKEN)
         self._token_ids.append(known[:room].astype(np.int32))
-        numbers = [self._number_of.setdefault(part.request, len(self._number_of)) for part in rows]
-        self._requests.append(np.repeat(np.asarray(numbers, np.int32), counts)[:room])
-        families = [self._family(part) for part in rows]
-        self._families.append(np.repeat(np.asarray(families, np.int32), counts)[:room])
+        numbers = [self._number_of.setdefault(request, len(self._number_of)) for request, _ in rows]
+        self._requests.append(np.repeat(np.asarray(numbers, np.int32), [count for _, count in rows])[:room])
         self.num_tokens += len(self._requests[-1])
 
     def trace(self) -> RoutingTrace | None:
@@ -124,18 +102,7 @@ class TraceRecorder:
             np.concatenate(self._ids, axis=1),
             np.concatenate(self._requests),
             np.concatenate(self._token_ids),
-            np.concatenate(self._families),
         )
-
-    def _family(self, rows: RequestRows) -> int:
-        """Return the request's family. A request that computes its first token founds one, others join a founder's."""
-        family = self._family_of_request.get(rows.request)
-        if family is None:
-            fresh = len(self._family_of_request)
-            family = fresh if rows.start == 0 else self._family_of_prefix.get(rows.prefix, fresh)
-            self._family_of_request[rows.request] = family
-            self._family_of_prefix[rows.prefix] = family
-        return family
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,7 +168,7 @@ class TraceError(Exception):
     """A trace file that cannot be read; the message is one sentence for the operator."""
 
 
-_TRACE_FILE = TensorFileKind("trace file", {"kind": "routing trace", "format": "1"}, TraceError)
+_TRACE_FILE = TensorFileKind("trace file", {"kind": "routing trace", "format": "2"}, TraceError)
 
 
 def save_trace(path: Path, trace: RoutingTrace, model: str = "") -> None:

@@ -27,7 +27,7 @@ def random_trace(num_tokens: int = 200) -> LabTrace:
     ids = (rng.random((NUM_LAYERS, num_tokens, NUM_EXPERTS)) * likes).argsort(axis=2)[:, :, -TOP_K:]
     requests = np.sort(rng.integers(0, 12, num_tokens)).astype(np.int32)
     zeros = np.zeros(num_tokens, np.int32)
-    return LabTrace(NUM_EXPERTS, ids.astype(np.uint16), requests, zeros, zeros)
+    return LabTrace(NUM_EXPERTS, ids.astype(np.uint16), requests, zeros)
 
 
 def new_control(policy: str) -> ResidencyControl:

@@ -32,7 +32,7 @@ def guessed_trace() -> LabTrace:
         truth = trace.ids[distance:].astype(np.int64)
         np.put_along_axis(logits, truth, np.take_along_axis(logits, truth, 2) + 1.5, 2)
         guesses.append(GateGuesses(Tap.EARLY, distance, logits.astype(np.float16)))
-    return LabTrace(10, trace.ids, trace.requests, trace.token_ids, trace.families, tuple(guesses))
+    return LabTrace(10, trace.ids, trace.requests, trace.token_ids, tuple(guesses))
 
 
 def counted_by_the_memory(control: ResidencyControl, num_slots: int, trace: LabTrace) -> ResidencyCounters:

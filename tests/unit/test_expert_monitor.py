@@ -11,7 +11,7 @@ from experts.memory.residency import ExpertMemoryStats, ResidencyCounters
 from experts.placement.placement import Placement, contiguous
 from experts.placement.rebalance import RebalanceStats
 from experts.routing.choices import RoutingShape, RoutingStatistics, StatisticsSpec
-from experts.routing.files import RequestRows, load_trace
+from experts.routing.files import load_trace
 from experts.routing.predictors import SourceRecall
 from moeserve.config import ServeConfig
 from moeserve.engine.experts.monitor import (
@@ -105,7 +105,7 @@ def test_a_trace_from_start_to_file(tmp_path: Path):
     operator = monitor(tmp_path, made)
     assert operator.command("start_expert_trace", {"max_tokens": 3, "token_ids": True}) == {"max_tokens": 3}
     assert made.trace is not None
-    made.trace.add(IDS, [5, 6, 7, 8], [RequestRows("a", 4, 0, 0)])
+    made.trace.add(IDS, [5, 6, 7, 8], [("a", 4)])
     assert operator.command("experts", {})["recording"]["trace"] == {"tokens": 3, "max_tokens": 3}
     with pytest.raises(ExpertCommandError, match="already"):
         operator.command("start_expert_trace", {})

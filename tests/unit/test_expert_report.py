@@ -21,7 +21,7 @@ def trace() -> RoutingTrace:
     random = np.random.default_rng(0)
     ids = random.random((4, 300, 8)).argsort(axis=2)[..., :2].astype(np.uint16)
     tokens = np.zeros(300, np.int32)
-    return RoutingTrace(8, ids, tokens, tokens, tokens)
+    return RoutingTrace(8, ids, tokens, tokens)
 
 
 def moeserve(*arguments: str | Path) -> Result:

@@ -25,7 +25,7 @@ def trace_of(*tokens, requests=None):
     ids = ids[..., None] if ids.ndim == 2 else ids
     number = np.zeros(len(tokens)) if requests is None else np.array(requests)
     none = np.zeros(len(tokens), np.int32)
-    return LabTrace(4, np.ascontiguousarray(ids.swapaxes(0, 1)), number.astype(np.int32), none, none)
+    return LabTrace(4, np.ascontiguousarray(ids.swapaxes(0, 1)), number.astype(np.int32), none)
 
 
 # Three layers, one expert per token.

@@ -9,7 +9,7 @@ from benchmarks.experts.lab_traces import remote_ranks
 from experts.placement.placement import contiguous
 from experts.placement.rebalance import RemoteRanks
 from experts.routing.choices import NOT_COMPUTED, RoutingShape, RoutingStatistics, StatisticsSpec
-from experts.routing.files import UNKNOWN_TOKEN, RequestRows, TraceRecorder, load_trace
+from experts.routing.files import UNKNOWN_TOKEN, TraceRecorder, load_trace
 from moeserve.engine.experts.observe import ExpertRecording, RecordingPlan
 
 LAYERS, EXPERTS, TOP_K = 3, 8, 2
@@ -21,10 +21,6 @@ def routing(num_tokens: int, seed: int = 0) -> np.ndarray:
     return random.random((LAYERS, num_tokens, EXPERTS)).argsort(axis=2)[..., :TOP_K].astype(np.int16)
 
 
-def rows(request: str, count: int, start: int = 0, prefix: int = 0) -> RequestRows:
-    return RequestRows(request, count, start, prefix)
-
-
 def recording(path: Path | None = None) -> ExpertRecording:
     statistics = RoutingStatistics(StatisticsSpec(LAYERS, EXPERTS, TOP_K))
     return ExpertRecording(RecordingPlan(SHAPE, statistics, "key", trace_path=path))
@@ -34,8 +30,8 @@ def test_a_trace_names_requests_and_leaves_the_last_layer_out():
     recorder = TraceRecorder(SHAPE, 100, with_token_ids=True)
     first, second = routing(5, 1), routing(2, 2)
     first[-1, :4] = NOT_COMPUTED
-    recorder.add(first, [10, 11, 12, 13, 14], [rows("a", 3), rows("b", 2)])
-    recorder.add(second, [15, 16], [rows("b", 1, 2), rows("a", 1, 3)])
+    recorder.add(first, [10, 11, 12, 13, 14], [("a", 3), ("b", 2)])
+    recorder.add(second, [15, 16], [("b", 1), ("a", 1)])
     trace = recorder.trace()
     assert trace is not None
     np.testing.assert_array_equal(trace.ids, np.concatenate((first, second), axis=1)[:-1])
@@ -45,7 +41,7 @@ def test_a_trace_names_requests_and_leaves_the_last_layer_out():
 
 def test_all_layers_are_kept_where_the_last_one_is_dense():
     recorder = TraceRecorder(RoutingShape(LAYERS, EXPERTS, TOP_K, last_is_sparse=False), 9, with_token_ids=False)
-    recorder.add(routing(2), [1, 2], [rows("a", 2)])
+    recorder.add(routing(2), [1, 2], [("a", 2)])
     trace = recorder.trace()
     assert trace is not None
     assert trace.ids.shape == (LAYERS, 2, TOP_K)
@@ -54,28 +50,17 @@ def test_all_layers_are_kept_where_the_last_one_is_dense():
 def test_tokens_are_not_told_unless_asked_for_and_no_more_are_kept_than_there_is_room_for():
     recorder = TraceRecorder(SHAPE, 4, with_token_ids=False)
     for step in range(3):
-        recorder.add(routing(3, step), [7, 8, 9], [rows("a", 3)])
+        recorder.add(routing(3, step), [7, 8, 9], [("a", 3)])
     trace = recorder.trace()
     assert trace is not None
     assert recorder.is_full
     assert trace.token_ids.tolist() == [UNKNOWN_TOKEN] * 4
 
 
-def test_a_request_that_finds_its_beginning_computed_joins_that_family():
-    recorder = TraceRecorder(SHAPE, 100, with_token_ids=False)
-    steps = [rows("a", 2, 0, 5), rows("b", 2, 0, 6), rows("c", 1, 2, 5), rows("d", 1, 2, 6), rows("e", 2, 0, 5)]
-    for part in (*steps, rows("c", 1, 3, 5), rows("f", 1, 2, 99)):
-        recorder.add(routing(part.num_rows), [1] * part.num_rows, [part])
-    trace = recorder.trace()
-    assert trace is not None
-    family_of = dict(zip(trace.requests.tolist(), trace.families.tolist(), strict=True))
-    assert family_of == {0: 0, 1: 1, 2: 0, 3: 1, 4: 4, 5: 5}
-
-
 def test_a_trace_of_nothing_is_none():
     assert TraceRecorder(SHAPE, 4, with_token_ids=False).trace() is None
     one_layer = TraceRecorder(RoutingShape(1, EXPERTS, TOP_K), 4, with_token_ids=False)
-    one_layer.add(routing(1)[:1], [1], [rows("a", 1)])
+    one_layer.add(routing(1)[:1], [1], [("a", 1)])
     assert one_layer.trace() is None
 
 
@@ -83,7 +68,7 @@ def test_a_trace_that_the_settings_name_begins_at_once_and_is_written_at_the_end
     path = tmp_path / "trace.safetensors"
     running = recording(path)
     assert running.trace is not None
-    running.trace.add(routing(3), [1, 2, 3], [rows("a", 3)])
+    running.trace.add(routing(3), [1, 2, 3], [("a", 3)])
     running.close()
     assert load_trace(path).requests.tolist() == [0, 0, 0]
     assert running.trace is None
@@ -93,7 +78,7 @@ def test_an_ended_trace_is_a_file_of_the_usual_format(tmp_path: Path):
     running = recording()
     started = running.start_trace(with_token_ids=True, max_tokens=10**12)
     assert started.max_tokens < 10**8
-    started.add(routing(3), [1, 2, 3], [rows("a", 3)])
+    started.add(routing(3), [1, 2, 3], [("a", 3)])
     assert running.end_trace(tmp_path / "t") == 3
     assert load_trace(tmp_path / "t").token_ids.tolist() == [1, 2, 3]
     assert running.end_trace(tmp_path / "t") == 0

@@ -31,7 +31,7 @@ def trace_of(*tokens, requests=None, num_experts=8):
     ids = np.array([tokens], np.uint16)
     requests = np.zeros(len(tokens)) if requests is None else np.array(requests)
     none = np.zeros(len(tokens), np.int32)
-    return LabTrace(num_experts, ids, requests.astype(np.int32), none, none)
+    return LabTrace(num_experts, ids, requests.astype(np.int32), none)
 
 
 @pytest.mark.parametrize("spec", [MIXTRAL_LIKE, SPARSE], ids=["mixtral", "sparse"])
@@ -92,7 +92,7 @@ def test_the_fitted_exponent_is_that_of_the_loads():
     random = np.random.default_rng(0)
     weights = 1 / np.arange(1, 9) ** 0.7
     ids = random.choice(8, (1, 50_000, 1), p=weights / weights.sum()).astype(np.uint16)
-    trace = LabTrace(8, ids, *[np.zeros(50_000, np.int32)] * 3)
+    trace = LabTrace(8, ids, *[np.zeros(50_000, np.int32)] * 2)
     assert load_exponent(trace) == pytest.approx(0.7, abs=0.02)
 
 
@@ -115,7 +115,7 @@ def test_a_trace_comes_back_from_its_file(tmp_path):
     again = load_lab_trace(tmp_path / "trace")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["trace", "trace.guesses"]
     assert again.num_experts == 8
-    for name in ("ids", "requests", "token_ids", "families"):
+    for name in ("ids", "requests", "token_ids"):
         assert (getattr(again, name) == getattr(trace, name)).all()
     assert (again.guesses[0].tap, again.guesses[0].distance) == (Tap.SHARED, 2)
     assert (again.guesses[0].logits == trace.guesses[0].logits).all()

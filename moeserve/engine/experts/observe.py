@@ -23,7 +23,6 @@ from experts.placement.rebalance import RemoteRanks
 from experts.routing.choices import RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
 from experts.routing.files import (
     UNKNOWN_TOKEN,
-    RequestRows,
     TraceRecorder,
     save_statistics,
     save_trace,
@@ -136,8 +135,7 @@ class ExpertRecording(RanksObserver):
                 self._num_rows += plan.num_tokens
             self._before[rank] = plan, result
         self._num_steps += 1
-        # A trace finds requests that begin alike by the block of their first tokens, which is valid while they run.
-        if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE or self.trace is not None:
+        if self._num_steps >= _STEPS_AT_ONCE or self._num_rows >= _ROWS_AT_ONCE:
             self.gather()
 
     def abandon(self, plans: Sequence[StepPlan]) -> None:
@@ -190,6 +188,7 @@ class ExpertRecording(RanksObserver):
 
         The function shares nothing with this recording, so any thread may call it. It may raise OSError.
         """
+        self.gather()
         recorder, self.trace = self.trace, None
         trace = None if recorder is None else recorder.trace()
         if trace is None:
@@ -229,11 +228,8 @@ class ExpertRecording(RanksObserver):
             ids, token_ids = _without_wrong_drafts(step, ids, token_ids)
         self.add(rank, ids, token_ids, step.placement)
         if self.trace is not None:
-            rows = [
-                RequestRows(chunk.request_id, count, chunk.start, (rank, chunk.block_table[0]))
-                for chunk, count in zip(plan.chunks, step.num_kept, strict=True)
-            ]
-            self.trace.add(ids, token_ids, rows)
+            requests = [chunk.request_id for chunk in plan.chunks]
+            self.trace.add(ids, token_ids, list(zip(requests, step.num_kept, strict=True)))
 
 
 def _num_kept(plan: StepPlan, result: StepResult) -> list[int]:
@@ -315,7 +311,8 @@ def routing_shape(spec: ModelSpec) -> RoutingShape | None:
 
 def first_statistics(shape: RoutingShape) -> RoutingStatistics:
     """Return the empty statistics that a service begins with."""
-    spec = StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k, max_rows_per_step=_PAIR_ROWS)
+    # Nobody asks which tokens chose which experts of the first layer.
+    spec = StatisticsSpec(shape.num_layers, shape.num_experts, shape.top_k, max_rows_per_step=_PAIR_ROWS, num_tokens=0)
     return RoutingStatistics(spec)
 
 
