@@ -47,8 +47,8 @@ def pack_experts(
     layout = expert_layout(shape)
     experts = layout.experts(num_experts)
     for e in range(num_experts):
-        biases = () if gate_up_bias is None or down_bias is None else (gate_up_bias[e], down_bias[e])
-        experts.put(e, layout.pack(gate_up[e], down[e], *biases))
+        biases = [None if bias is None else bias[e] for bias in (gate_up_bias, down_bias)]
+        experts.put(e, layout.pack((gate_up[e], down[e], biases[0], biases[1])))
     return experts
 
 

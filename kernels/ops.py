@@ -23,7 +23,7 @@ from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
 from kernels.moe import expert_layout, moe_experts
 from kernels.moe_gate import select_experts
 from kernels.norm import gated_norm, layer_norm, rms_norm, rms_norm_of_sum
-from kernels.packed_experts import ExpertShape, PackedExperts
+from kernels.packed_experts import ExpertMatrices, ExpertShape, PackedExperts
 from kernels.rope_kv import apply_rotary, rotate_and_store, write_kv
 from kernels.sampling import Draw, sample
 from kernels.short_conv import short_conv
@@ -31,8 +31,6 @@ from kernels.specs import GateSpec
 from kernels.state_rows import StateRows
 from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, widened
 
-# gate_up [2I, H] (gate rows first), down [H, I] and their biases [2I] and [H], if there are any.
-ExpertMatrices = tuple[Matrix, Matrix, Tensor | None, Tensor | None]
 # x [T, H, K] -> [T, H, N], with one projection per head.
 HeadLinear = Callable[[Tensor], Tensor]
 # x [T, H] -> [T, H], a dense gated feed-forward block.
@@ -284,7 +282,7 @@ class CpuOps:
         experts = layout.experts(num_experts)
         for expert in range(num_experts):
             packed = self._memory.take(layout.num_bytes)
-            layout.pack_into(packed, *matrices_of(expert))
+            layout.pack_into(packed, matrices_of(expert))
             experts.put(expert, packed)
         return experts
 

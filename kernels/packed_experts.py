@@ -18,6 +18,8 @@ from kernels.specs import Activation
 from kernels.weight_formats import Arithmetic, Matrix, WeightFormat
 
 PackingT = TypeVar("PackingT", bound="ExpertPacking", covariant=True)
+# gate_up [2I, H] (gate rows first; [I, H] without a gate), down [H, I] and their biases [2I] and [H], or None.
+ExpertMatrices = tuple[Matrix, Matrix, Tensor | None, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,32 +93,21 @@ class ExpertPacking(ABC):
     num_bytes: int
 
     @abstractmethod
-    def pack(
-        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
-    ) -> Tensor:
-        """Pack gate_up [2I, H] (gate rows first; [I, H] without a gate), down [H, I], biases [2I] and [H] into uint8
-        [num_bytes]. Numbers are rounded to the format; a matrix of another format is a ValueError."""
+    def pack(self, matrices: ExpertMatrices) -> Tensor:
+        """Pack an expert into uint8 [num_bytes]. Numbers are rounded to the format; a matrix of another format is a
+        ValueError."""
 
 
 class ExpertLayout(ExpertPacking):
     """A packing that a CPU computes with in place."""
 
     @abstractmethod
-    def pack_into(
-        self,
-        out: Tensor,
-        gate_up: Matrix,
-        down: Matrix,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> None:
+    def pack_into(self, out: Tensor, matrices: ExpertMatrices) -> None:
         """Do as `pack`, and write the bytes to `out`, uint8 [num_bytes]."""
 
-    def pack(
-        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
-    ) -> Tensor:
+    def pack(self, matrices: ExpertMatrices) -> Tensor:
         packed = torch.empty(self.num_bytes, dtype=torch.uint8)
-        self.pack_into(packed, gate_up, down, gate_up_bias, down_bias)
+        self.pack_into(packed, matrices)
         return packed
 
     @abstractmethod

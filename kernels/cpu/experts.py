@@ -27,7 +27,7 @@ from kernels.cpu.panels import (
 )
 from kernels.cpu.quantised import pack_rows, packed_bytes, quantise
 from kernels.linear import Linear, pack_linear
-from kernels.packed_experts import ExpertLayout, ExpertShape, SplitExperts
+from kernels.packed_experts import ExpertLayout, ExpertMatrices, ExpertShape, SplitExperts
 from kernels.specs import Activation, ActivationKind
 from kernels.weight_formats import Matrix, QuantizedRows, WeightFormat, widened
 
@@ -74,14 +74,8 @@ class PanelLayout(ExpertLayout):
         first, second = self.shape.formats
         return FIRST_FORMAT + first.number, FIRST_FORMAT + second.number
 
-    def pack_into(
-        self,
-        out: Tensor,
-        gate_up: Matrix,
-        down: Matrix,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> None:
+    def pack_into(self, out: Tensor, matrices: ExpertMatrices) -> None:
+        gate_up, down, gate_up_bias, down_bias = matrices
         if isinstance(gate_up, QuantizedRows) and isinstance(down, QuantizedRows) and down.order is not None:
             rows = torch.cat([down.order, down.order + down.depth])[: gate_up.shape[0]]
             gate_up, down = gate_up.rows(rows), QuantizedRows(down.format, down.data, down.depth)
@@ -251,16 +245,8 @@ class RowLayout(ExpertLayout):
         self._part_bytes = [torch.Size(size).numel() * dtype.itemsize for size, dtype in self._parts]
         self.num_bytes = sum(self._part_bytes)
 
-    def pack_into(
-        self,
-        out: Tensor,
-        gate_up: Matrix,
-        down: Matrix,
-        gate_up_bias: Tensor | None = None,
-        down_bias: Tensor | None = None,
-    ) -> None:
-        wide = [widened(part) for part in (gate_up, down)]
-        parts = wide + ([] if gate_up_bias is None or down_bias is None else [gate_up_bias, down_bias])
+    def pack_into(self, out: Tensor, matrices: ExpertMatrices) -> None:
+        parts = [widened(part) for part in matrices if part is not None]
         flat = [
             part.to(dtype).contiguous().view(torch.uint8).flatten()
             for part, (_, dtype) in zip(parts, self._parts, strict=True)

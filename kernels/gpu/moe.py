@@ -21,9 +21,9 @@ from kernels.gpu.moe_align import SortedPairs, max_row_tiles, num_chunks, padded
 from kernels.gpu.moe_config import MoeConfig, WeightStorage
 from kernels.gpu.moe_kernels import combine, down, gate_up
 from kernels.gpu.moe_weights import FORMAT_OF, GpuExperts, StoredMatrix, store_weights
-from kernels.packed_experts import ExpertPacking, ExpertShape
+from kernels.packed_experts import ExpertMatrices, ExpertPacking, ExpertShape
 from kernels.specs import Activation
-from kernels.weight_formats import Matrix, widened
+from kernels.weight_formats import widened
 
 # The bytes of shared memory of a program under Triton's interpreter: Hopper's.
 _INTERPRETED_SHARED_BYTES = 227 << 10
@@ -289,10 +289,9 @@ class SlotLayout(ExpertPacking):
         bias = None if bias is None else bias.to(self._shape.weight_dtype)[None]
         return store_weights(weights.to(self._shape.weight_dtype).contiguous(), self.storage, bias)
 
-    def pack(
-        self, gate_up: Matrix, down: Matrix, gate_up_bias: Tensor | None = None, down_bias: Tensor | None = None
-    ) -> Tensor:
+    def pack(self, matrices: ExpertMatrices) -> Tensor:
         """See `ExpertPacking.pack`. All on the CPU."""
+        gate_up, down, gate_up_bias, down_bias = matrices
         packed = torch.zeros(self.num_bytes, dtype=torch.uint8)
         first = 0
         for weights, bias in ((widened(gate_up), gate_up_bias), (widened(down), down_bias)):

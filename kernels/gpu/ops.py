@@ -22,8 +22,8 @@ from kernels.gpu.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from kernels.gpu.rope_kv import norm_rope_write_kv
 from kernels.gpu.sampling import greedy, sample
 from kernels.linear import Linear, TorchLinear
-from kernels.ops import ExpertMatrices, GatedBlock, HeadLinear, NormWeights, StepInputs
-from kernels.packed_experts import ExpertShape
+from kernels.ops import GatedBlock, HeadLinear, NormWeights, StepInputs
+from kernels.packed_experts import ExpertMatrices, ExpertShape
 from kernels.sampling import Draw
 from kernels.specs import GateSpec
 from kernels.transfer import to_device

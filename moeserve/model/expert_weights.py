@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertLayout, ExpertPacking, ExpertShape, LayerPackings
-from kernels.weight_formats import MXFP4, Matrix, QuantizedRows, WeightFormat, joined_rows
+from kernels.packed_experts import ExpertLayout, ExpertMatrices, ExpertPacking, ExpertShape, LayerPackings
+from kernels.weight_formats import MXFP4, QuantizedRows, WeightFormat, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -45,8 +45,8 @@ class LayerExperts(Protocol):
     def read(self, place: int) -> Tensor:
         """Return the packed bytes of the expert at a place, uint8 [layout.num_bytes], in memory of their own."""
 
-    def read_matrices(self, place: int) -> tuple[Matrix, Matrix, Tensor | None, Tensor | None]:
-        """Return gate_up [2I, H], down [H, I] and their biases [2I] and [H], or None, of the expert at a place."""
+    def read_matrices(self, place: int) -> ExpertMatrices:
+        """Return the matrices of the expert at a place."""
 
 
 class StoredExperts(Protocol):
@@ -119,9 +119,9 @@ class ExpertReader:
         self.layout = expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
-        return self.layout.pack(*self.read_matrices(place))
+        return self.layout.pack(self.read_matrices(place))
 
-    def read_matrices(self, place: int) -> tuple[Matrix, Matrix, Tensor | None, Tensor | None]:
+    def read_matrices(self, place: int) -> ExpertMatrices:
         if self._keeps_stored and self._plan.storage == "split":
             return *self._read_matrices(self._plan.tensors[place]), None, None
         if self._keeps_stored:
@@ -204,7 +204,7 @@ def packed_experts(
             experts = stored.layer(layer, None if owned is None else owned(layer), reader)
             padding = torch.zeros(packings.num_bytes - packing.num_bytes, dtype=torch.uint8)
             for place in range(len(experts.owned)):
-                packed = packing.pack(*experts.read_matrices(place))
+                packed = packing.pack(experts.read_matrices(place))
                 yield torch.cat([packed, padding]) if len(padding) else packed
 
 

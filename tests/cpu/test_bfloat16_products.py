@@ -89,7 +89,7 @@ def make_experts(activation: Activation) -> tuple[PackedExperts, Tensor, Tensor]
     layout = PanelLayout(shape, NATIVE)
     experts = layout.experts(NUM_EXPERTS)
     for e in range(NUM_EXPERTS):
-        experts.put(e, layout.pack(gate_up[e], down[e]))
+        experts.put(e, layout.pack((gate_up[e], down[e], None, None)))
     return experts, gate_up, down
 
 

@@ -123,7 +123,7 @@ def make_experts(weight_dtype: torch.dtype = torch.float32, activation: Activati
 def packed(layout: ExpertLayout, gate_up: Tensor, down: Tensor, *biases: Tensor) -> PackedExperts:
     experts = layout.experts(NUM_EXPERTS)
     for e in range(NUM_EXPERTS):
-        data = layout.pack(gate_up[e], down[e], *(bias[e] for bias in biases))
+        data = layout.pack((gate_up[e], down[e], *([bias[e] for bias in biases] or [None, None])))
         assert data.dtype == torch.uint8
         assert len(data) == layout.num_bytes
         experts.put(e, data)
@@ -233,5 +233,5 @@ def test_a_dropped_expert_is_missed_and_put_again_computes_the_same_bits(kind: s
     experts.drop(2)
     with pytest.raises(ValueError, match="expert 2 is not here"):
         moe_experts(x, ids, weights, experts, Activation())
-    experts.put(2, layout.pack(gate_up[2], down[2]))
+    experts.put(2, layout.pack((gate_up[2], down[2], None, None)))
     assert torch.equal(moe_experts(x, ids, weights, experts, Activation()), before)

@@ -245,7 +245,7 @@ def make_experts(
         )
         if has_order:
             pair = in_new_order(pair[0]), in_new_order(pair[1])
-        packed = layout.pack(*pair)
+        packed = layout.pack((*pair, None, None))
         assert packed.shape == (layout.num_bytes,)
         experts.put(number, packed)
         matrices.append(pair)

@@ -71,7 +71,12 @@ def experts_here(
     layout = expert_layout(ExpertShape(HIDDEN, INTERMEDIATE, dtype, dtype))
     packed = [
         layout.pack(
-            torch.randn(2 * INTERMEDIATE, HIDDEN).div(8).to(dtype), torch.randn(HIDDEN, INTERMEDIATE).div(8).to(dtype)
+            (
+                torch.randn(2 * INTERMEDIATE, HIDDEN).div(8).to(dtype),
+                torch.randn(HIDDEN, INTERMEDIATE).div(8).to(dtype),
+                None,
+                None,
+            )
         )
         for _ in range(NUM_EXPERTS)
     ]

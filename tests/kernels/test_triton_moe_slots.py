@@ -48,8 +48,8 @@ def pack_all(layout, has_bias=True):
         return (torch.randn(sizes, generator=random) * scale).half()
 
     for _ in range(NUM_EXPERTS):
-        biases = (normal(2 * WIDTH), normal(HIDDEN)) if has_bias else ()
-        yield layout.pack(normal(2 * WIDTH, HIDDEN, scale=0.1), normal(HIDDEN, WIDTH, scale=0.1), *biases)
+        biases = (normal(2 * WIDTH), normal(HIDDEN)) if has_bias else (None, None)
+        yield layout.pack((normal(2 * WIDTH, HIDDEN, scale=0.1), normal(HIDDEN, WIDTH, scale=0.1), *biases))
 
 
 def batch(device, num_experts=NUM_EXPERTS):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kernels.moe import expert_layout
-from kernels.packed_experts import ExpertLayout, ExpertShape
+from kernels.packed_experts import ExpertLayout, ExpertMatrices, ExpertShape
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.hf.spec import experts_by_layer, quantization_of
@@ -130,9 +130,9 @@ class ExpertParameters:
         return expert_layout(self.shape)
 
     def read(self, place: int) -> Tensor:
-        return self.layout.pack(*self.read_matrices(place))
+        return self.layout.pack(self.read_matrices(place))
 
-    def read_matrices(self, place: int) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    def read_matrices(self, place: int) -> ExpertMatrices:
         expert, module = self.owned[place], self._module
         gate_up, down = self._parameter(self._first, expert), self._parameter("down_proj", expert)
         if module.is_transposed:
