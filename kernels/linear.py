@@ -16,13 +16,13 @@ from torch.nn import functional
 
 from kernels.cpu.library import NativeKernels, native_kernels
 from kernels.cpu.panels import (
-    FIRST_FORMAT,
     MatrixRecord,
     PanelMatrix,
     empty_bytes,
     linear_kind,
     pack_panels,
     panel_elements,
+    quantised_kind,
 )
 from kernels.cpu.quantised import pack_rows, packed_bytes
 from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, widened
@@ -55,13 +55,13 @@ def pack_linear(
     It computes in `dtype`, by default the weight's. Weights of fewer bits may stay as they are: float32 products with
     bfloat16 weights are exact, and half as many bytes are read. Quantised weights are read in their own bits by float32
     products of compiled kernels, and `arithmetic` says how; others widen them. narrow_rows: round rows to bfloat16 for
-    float32 products with bfloat16 weights, on machines with dot products of bfloat16. take: makes the room
-    for the packed weight.
+    products in float32 with weights of bfloat16 or floats of 8 bits, on machines with dot products of
+    bfloat16. take: makes the room for the packed weight.
     """
     kernels = native_kernels()
     if isinstance(weight, QuantizedRows):
         if dtype in (None, torch.float32) and kernels is not None:
-            matrix = _pack_quantised(weight, bias, kernels, arithmetic, take)
+            matrix = _pack_quantised(weight, bias, kernels, arithmetic, narrow_rows, take)
             return PanelLinear([matrix], kernels, weight.order)
         weight = widened(weight)
     dtype = dtype or weight.dtype
@@ -101,12 +101,17 @@ def linear_reference(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> T
 
 
 def _pack_quantised(
-    rows: QuantizedRows, bias: Tensor | None, kernels: NativeKernels, arithmetic: Arithmetic, take: Take
+    rows: QuantizedRows,
+    bias: Tensor | None,
+    kernels: NativeKernels,
+    arithmetic: Arithmetic,
+    narrow_rows: bool,
+    take: Take,
 ) -> PanelMatrix:
     width, depth = rows.shape
     return PanelMatrix(
         pack_rows(rows, kernels, out=take(packed_bytes(rows.format, width, depth))),
-        FIRST_FORMAT + rows.format.number,
+        quantised_kind(rows.format, narrow_rows),
         depth,
         width,
         None if bias is None else bias.float().contiguous(),

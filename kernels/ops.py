@@ -17,6 +17,7 @@ from kernels.activation import Activation, sigmoid
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
 from kernels.cpu.memory import WeightMemory
+from kernels.cpu.side_by_side import results_in_order
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
 from kernels.linear import Linear, pack_linear
 from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan
@@ -280,10 +281,21 @@ class CpuOps:
     ) -> PackedExperts:
         layout = expert_layout(shape)
         experts = layout.experts(num_experts)
-        for expert in range(num_experts):
-            packed = self._memory.take(layout.num_bytes)
-            layout.pack_into(packed, matrices_of(expert))
-            experts.put(expert, packed)
+
+        def packing_of(expert: int) -> Callable[[], Tensor]:
+            room, matrices = self._memory.take(layout.num_bytes), matrices_of(expert)
+
+            def pack() -> Tensor:
+                layout.pack_into(room, matrices)
+                return room
+
+            return pack
+
+        packings = map(packing_of, range(num_experts))
+        # A single expert is packed by all threads together.
+        packed = results_in_order(packings) if num_experts > 1 else (pack() for pack in packings)
+        for expert, room in enumerate(packed):
+            experts.put(expert, room)
         return experts
 
     def norm(self, x: Tensor, norm: NormWeights, out: Tensor | None = None) -> Tensor:

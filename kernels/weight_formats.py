@@ -71,6 +71,7 @@ LARGEST_FP8_SCALE = 128.0  # Kernels multiply scales by 2^120.
 FP8 = WeightFormat("fp8_f32", 11, 32, 36, 36)
 # d float32, q[128] of the same.
 FP8_BLOCK = WeightFormat("fp8_128", 15, 128, 132, 132)
+FP8_FORMATS = (FP8, FP8_BLOCK)
 # d float32, e[4] floats of 8 bits (e4m3), q[32]: d e[i / 16] times the float that q encodes as in MXFP4, weight i.
 NVFP4 = WeightFormat("nvfp4_f32", 12, 64, 40, 40)
 

@@ -343,7 +343,10 @@ class ServeConfig:
         minimum=1,
     )
     expert_store_dir: str | None = setting(
-        None, "Folder for the file that experts are read from; by default in the model cache.", group="Expert memory"
+        None,
+        "Folder for the file that experts are read from; by default in the model cache, or none for a GGUF file whose "
+        "experts are read out of it.",
+        group="Expert memory",
     )
     expert_policy: str = setting(
         "lfru",

@@ -1,4 +1,4 @@
-"""Tiers that experts are loaded from, piece by piece: a file on disk, and page-locked host memory."""
+"""Tiers that experts are loaded from, piece by piece: an expert file, a checkpoint, and page-locked host memory."""
 
 from __future__ import annotations
 
@@ -14,6 +14,9 @@ from torch import Tensor
 
 from experts.errors import ExpertStoreError
 from experts.memory.file import PAGE_BYTES, REMEDY, ExpertFileHeader, read_header, round_to_page
+
+# The packed experts that `PackingTier` keeps until their last piece is read.
+_MOST_BEGUN = 4
 
 
 class ExpertTier(Protocol):
@@ -120,6 +123,32 @@ class DiskTier:
 
     def close(self) -> None:
         self.reads.close()
+
+
+class PackingTier:
+    """Packs an expert out of a checkpoint whenever it is read: nothing is stored a second time."""
+
+    def __init__(self, pack: Callable[[int, int], Tensor]) -> None:
+        """pack(layer, expert): returns the expert's bytes, uint8, and raises ExpertStoreError."""
+        self._pack = pack
+        # Experts of which some pieces are read and others are not; the ones that were begun first come first.
+        self._begun: dict[tuple[int, int], memoryview] = {}
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        key = layer, expert
+        if offset == 0 or key not in self._begun:
+            # Of experts whose reading is stopped the last pieces are never read.
+            while len(self._begun) >= _MOST_BEGUN:
+                del self._begun[next(iter(self._begun))]
+            self._begun[key] = self._pack(layer, expert).numpy().data
+        packed = self._begun[key]
+        piece = packed[offset : offset + len(out)]
+        out[: len(piece)] = piece
+        if offset + len(piece) == len(packed):
+            del self._begun[key]
+
+    def close(self) -> None:
+        """Do nothing: no file is open between two reads."""
 
 
 class HostTier:

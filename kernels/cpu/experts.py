@@ -17,13 +17,13 @@ from torch import Tensor
 from kernels.activation import activate
 from kernels.cpu.library import NativeKernels
 from kernels.cpu.panels import (
-    FIRST_FORMAT,
     LANES,
     PANEL_COLUMNS,
     gate_beside_up,
     linear_kind,
     pack_panels,
     panel_elements,
+    quantised_kind,
 )
 from kernels.cpu.quantised import pack_rows, packed_bytes, quantise
 from kernels.linear import Linear, pack_linear
@@ -72,7 +72,7 @@ class PanelLayout(ExpertLayout):
             kind = linear_kind(self._dtype == torch.bfloat16, self.shape.narrow_rows)
             return kind, kind
         first, second = self.shape.formats
-        return FIRST_FORMAT + first.number, FIRST_FORMAT + second.number
+        return quantised_kind(first, self.shape.narrow_rows), quantised_kind(second, self.shape.narrow_rows)
 
     def pack_into(self, out: Tensor, matrices: ExpertMatrices) -> None:
         gate_up, down, gate_up_bias, down_bias = matrices

@@ -23,15 +23,6 @@ struct Gate {
   int64_t num_experts() const { return product->width; }
 };
 
-inline Floats fma(Floats a, Floats b, Floats c) {
-  union {
-    Floats whole;
-    Part parts[kLanes / kPartLanes];
-  } x = {a}, y = {b}, z = {c};
-  for (int p = 0; p < kLanes / kPartLanes; ++p) z.parts[p] = fma_part(x.parts[p], y.parts[p], z.parts[p]);
-  return z.whole;
-}
-
 // e^x as torch's softmax has it; x is at most 0.
 inline Floats exp_of_softmax(Floats x) {
   const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.

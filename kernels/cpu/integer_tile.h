@@ -17,16 +17,6 @@ constexpr float kQueryReach = 32639.0f;   // 127 * 256 + 127.
 constexpr float kWeightReach = 16383.0f;  // 127 * 128 + 127.
 constexpr int kColumnsAtOnce = 2;         // Parts of 16 keys or channels whose sums stay in the registers.
 
-// a * b + c, rounded once.
-static inline Floats fma(Floats a, Floats b, Floats c) {
-  union {
-    Floats whole;
-    Part parts[kLanes / kPartLanes];
-  } x = {a}, y = {b}, z = {c};
-  for (int p = 0; p < kLanes / kPartLanes; ++p) z.parts[p] = fma_part(x.parts[p], y.parts[p], z.parts[p]);
-  return z.whole;
-}
-
 // Adds the products of the four bytes of `four`, each below 128, with the four signed bytes of each lane.
 static inline Ints dot_signed(Ints sums, int32_t four, Words codes) {
 #if defined(__AVX512VNNI__)

@@ -65,6 +65,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "mamba1_scan": (_P, _N, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _P),
     "mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _R, _R, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
+    "compute_alone": (),
 }
 
 
@@ -80,6 +81,7 @@ class NativeKernels:
         "attention_block",
         "choose_experts",
         "combine",
+        "compute_alone",
         "experts",
         "gated_delta_rule",
         "gated_norm",
@@ -113,6 +115,7 @@ class NativeKernels:
     mamba1_scan: Callable[..., None]
     mamba2_scan: Callable[..., None]
     gated_norm: Callable[..., None]
+    compute_alone: Callable[[], None]
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))

@@ -5,14 +5,14 @@
 
 namespace moeserve {
 
-// How a matrix is packed and multiplied. 0: float32; 1: bfloat16; 2: bfloat16, for which rows are rounded to bfloat16 if
-// the machine multiplies pairs; from 3 on: the formats of quantised.h.
+// How a matrix is packed and multiplied. 0: float32; 1: bfloat16; from 3 on: the formats of quantised.h. Rows are rounded
+// to bfloat16, if the machine multiplies pairs, for 2: bfloat16, and from 64 + 3 on: the formats of floats of 8 bits.
 struct Packing {
   int64_t number;
 
   bool is_quantised() const { return number >= 3; }
-  bool is_of_pairs() const { return number == 2 && kMultipliesPairs; }
-  Format format() const { return static_cast<Format>(number - 3); }
+  bool is_of_pairs() const { return kMultipliesPairs && (number == 2 || number >= 64); }
+  Format format() const { return static_cast<Format>(number % 64 - 3); }
   int64_t panel_bytes(int64_t depth) const {
     if (is_quantised()) return Quantised{format(), depth, false}.panel_bytes();
     return depth * kPanelColumns * (number ? 2 : 4);
@@ -59,6 +59,10 @@ void for_any_tiles(Packing packing, int64_t times, int64_t num_rows, const uint8
     if (packing.number) return for_tiles(num_rows, reinterpret_cast<const Bf16*>(panel), depth, floats_of, use);
     return for_tiles(num_rows, reinterpret_cast<const float*>(panel), depth, floats_of, use);
   }
+  if (packing.is_of_pairs())
+    return for_pair_tiles(
+        num_rows, {packing.format(), depth, false}, panel,
+        [&](int64_t r) { return reinterpret_cast<const Pair*>(rounded_of(r)); }, use);
   const Quantised weights = {packing.format(), depth, times == 0 || !takes_rounded(packing.format())};
   if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
   for_rounded_tiles(

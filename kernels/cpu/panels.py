@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from kernels.cpu.library import NativeKernels
+from kernels.weight_formats import FP8_FORMATS, WeightFormat
 
 LANES = 16
 PANEL_COLUMNS = 2 * LANES
-# The packing of the first format of quantised weights in matrix.h.
+# Numbers of packings in matrix.h: of the first format of quantised weights, and what is added to a format's if rows are
+# rounded to bfloat16.
 FIRST_FORMAT = 3
+_OF_PAIRS = 64
 
 
 class MatrixRecord(Structure):
@@ -53,6 +56,11 @@ class PanelMatrix:
 def linear_kind(is_bf16: bool, narrow_rows: bool) -> int:
     """Return the packing of numbers in matrix.h. narrow_rows: round rows to bfloat16 for weights of bfloat16."""
     return is_bf16 + (is_bf16 and narrow_rows)
+
+
+def quantised_kind(form: WeightFormat, narrow_rows: bool) -> int:
+    """Return the packing of a format in matrix.h. narrow_rows: round rows to bfloat16 for floats of 8 bits."""
+    return FIRST_FORMAT + form.number + (_OF_PAIRS if narrow_rows and form in FP8_FORMATS else 0)
 
 
 def empty_bytes(size: int) -> Tensor:

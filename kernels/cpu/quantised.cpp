@@ -237,6 +237,60 @@ void multiply_rounded(const Rounded* const* rows, const uint8_t* half, int64_t n
   for (int r = 0; r < Rows; ++r) out[r] = sums[r];
 }
 
+#if defined(__AVX512BF16__)
+// The weights of 16 columns at two depths: 32 floats of 8 bits, depth after depth. bfloat16 holds each of them, but a
+// product would take those that are subnormal there for zero: they are looked up.
+inline __m512bh pairs_of_e4m3(const uint8_t* from) {
+  typedef int16_t Halves __attribute__((vector_size(64)));
+  const Halves side_by_side = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                               8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const Halves small = {0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};  // 0 ... 7 times 2^-9.
+  const Halves bits = (Halves)_mm512_permutexvar_epi16((__m512i)side_by_side,
+                                                       _mm512_cvtepu8_epi16(_mm256_loadu_si256((const __m256i*)from)));
+  const Halves magnitude = bits & 0x7f, normal = (magnitude << 4) + (120 << 7);
+  const __mmask32 is_small = _mm512_cmplt_epu16_mask((__m512i)magnitude, _mm512_set1_epi16(8));
+  const __m512i value =
+      _mm512_mask_permutexvar_epi16((__m512i)normal, is_small, (__m512i)magnitude, (__m512i)small);
+  return (__m512bh)((Halves)value | ((bits << 8) & int16_t(0x8000)));
+}
+
+// Each block's products are summed from zero, and its scale multiplies the sum.
+template <Format F, int Rows>
+void multiply_pairs(const Pair* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
+  constexpr Traits format = traits_of(F);
+  constexpr bool scale_first = format.super_bytes() > 0;
+  const Pair* row[Rows];
+  Floats sums[Rows];
+  for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Floats{};
+  for (int64_t block = 0; block < num_blocks; ++block, half += format.block_bytes()) {
+    const uint8_t* codes = half + format.super_bytes();
+    const Floats scale = load(reinterpret_cast<const float*>(scale_first ? half : half + format.code_bytes()));
+    __m512 products[Rows];
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) products[r] = _mm512_setzero_ps();
+    for (int pair = 0; pair < format.depth() / 2; pair += 2) {
+      __builtin_prefetch(codes + 2 * pair * kLanes + kPrefetch);
+#pragma GCC unroll 2
+      for (int i = pair; i < pair + 2; ++i) {
+        const __m512bh weights = pairs_of_e4m3(codes + 2 * i * kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < Rows; ++r)
+          products[r] = _mm512_dpbf16_ps(products[r], weights, (__m512bh)_mm512_set1_epi32(row[r][i].bits));
+      }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+      sums[r] = moeserve::fma((Floats)products[r], scale, sums[r]);
+      row[r] += format.depth() / 2;
+    }
+  }
+  for (int r = 0; r < Rows; ++r) out[r] = sums[r];
+}
+#else
+template <Format, int Rows>
+void multiply_pairs(const Pair* const*, const uint8_t*, int64_t, Floats*) {}
+#endif
+
 template <Format F, int Rows>
 void multiply_wide(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
   Floats sums[Rows];
@@ -270,8 +324,15 @@ constexpr std::array<RoundedTile, kNumTileSizes> rounded_tiles(std::index_sequen
   return {};
 }
 
+template <Format F, size_t... Size>
+constexpr std::array<PairTile, kNumTileSizes> pair_tiles(std::index_sequence<Size...>) {
+  if constexpr (takes_pairs(F)) return {&multiply_pairs<F, kTileSizes[Size]>...};
+  return {};
+}
+
 struct Kernels {
   std::array<RoundedTile, kNumTileSizes> rounded;
+  std::array<PairTile, kNumTileSizes> of_pairs;
   std::array<WideTile, kWideRows> wide;
   Widen widen;
 };
@@ -279,6 +340,7 @@ struct Kernels {
 template <size_t... F>
 constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...>) {
   return {Kernels{rounded_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
+                  pair_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
                   {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,
                    &multiply_wide<Format(F), 4>},
                   &widen_half<Format(F)>}...};
@@ -288,10 +350,11 @@ constexpr auto kKernels = all_kernels(std::make_index_sequence<size_t(Format::kC
 
 }  // namespace
 
-RoundedTile rounded_tile(Format format, int num_rows) {
-  const int size = num_rows <= 4 ? num_rows - 1 : (num_rows + 1) / 2 + 1;
-  return kKernels[int(format)].rounded[size];
-}
+inline int place_of(int num_rows) { return num_rows <= 4 ? num_rows - 1 : (num_rows + 1) / 2 + 1; }
+
+RoundedTile rounded_tile(Format format, int num_rows) { return kKernels[int(format)].rounded[place_of(num_rows)]; }
+
+PairTile pair_tile(Format format, int num_rows) { return kKernels[int(format)].of_pairs[place_of(num_rows)]; }
 
 WideTile wide_tile(Format format, int num_rows) { return kKernels[int(format)].wide[num_rows - 1]; }
 

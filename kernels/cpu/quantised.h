@@ -74,6 +74,9 @@ constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; 
 // Whether rows can be rounded for products with weights of a format.
 constexpr bool takes_rounded(Format format) { return traits_of(format).code != Code::kE4m3; }
 
+// Whether rows can be rounded to bfloat16 for products with weights of a format, which are bfloat16 times a scale.
+constexpr bool takes_pairs(Format format) { return kMultipliesPairs && traits_of(format).code == Code::kE4m3; }
+
 // 32 numbers of a row, rounded to 8 bits: number i is about scale * codes[i].
 struct Rounded {
   int8_t codes[kGroup];
@@ -104,6 +107,7 @@ struct Quantised {
 
 // Computes products of up to kTileRows rows with one half of a panel.
 using RoundedTile = void (*)(const Rounded* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
+using PairTile = void (*)(const Pair* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
 using WideTile = void (*)(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
 // Writes the weights of one half of a panel, [depth, 16] of [depth, 32].
 using Widen = void (*)(const uint8_t* half, int64_t num_blocks, float* out);
@@ -111,6 +115,7 @@ using Widen = void (*)(const uint8_t* half, int64_t num_blocks, float* out);
 constexpr int kWideRows = 4;  // Up to so many rows multiply weights that are widened in registers.
 
 RoundedTile rounded_tile(Format format, int num_rows);
+PairTile pair_tile(Format format, int num_rows);
 WideTile wide_tile(Format format, int num_rows);
 Widen widen(Format format);
 float* widened_panel(const Quantised& weights, const uint8_t* panel);
@@ -137,6 +142,28 @@ static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights,
       sums[r] = parts == 1 ? Columns{low[r], high[r]}
                            : Columns{low[2 * r] + low[2 * r + 1], high[2 * r] + high[2 * r + 1]};
     use(first, rows_of_tile, sums);
+  }
+}
+
+// The same for rows of pairs.
+template <typename RowOf, typename Use>
+static inline void for_pair_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, RowOf row_of,
+                                  Use use) {
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
+  const int64_t num_blocks = weights.depth / traits_of(weights.format).depth();
+  Floats low[kTileRows + 1], high[kTileRows + 1];
+  Columns sums[kTileRows];
+  const Pair* rows[kTileRows + 1];
+  for (int64_t tile = 0; tile < num_tiles; ++tile) {
+    const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
+    const int count = int(last - first);
+    for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
+    rows[count] = rows[count - 1];  // As above.
+    const PairTile multiply = pair_tile(weights.format, count);
+    multiply(rows, panel, num_blocks, low);
+    multiply(rows, panel + weights.half_bytes(), num_blocks, high);
+    for (int r = 0; r < count; ++r) sums[r] = {low[r], high[r]};
+    use(first, count, sums);
   }
 }
 

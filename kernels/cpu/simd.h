@@ -73,6 +73,16 @@ static inline Part fma_part(Part a, Part b, Part c) {
 #endif
 }
 
+// The same for whole vectors.
+static inline Floats fma(Floats a, Floats b, Floats c) {
+  union {
+    Floats whole;
+    Part parts[kLanes / kPartLanes];
+  } x = {a}, y = {b}, z = {c};
+  for (int p = 0; p < kLanes / kPartLanes; ++p) z.parts[p] = fma_part(x.parts[p], y.parts[p], z.parts[p]);
+  return z.whole;
+}
+
 static inline Floats select(Ints condition, Floats yes, Floats no) {
   return (Floats)((condition & (Ints)yes) | (~condition & (Ints)no));
 }

@@ -174,9 +174,11 @@ Team& the_team() {
   return *team;
 }
 
+thread_local bool computes_alone = false;
+
 }  // namespace
 
-int64_t team_size() { return std::clamp(omp_get_max_threads(), 1, kMostThreads); }
+int64_t team_size() { return computes_alone ? 1 : std::clamp(omp_get_max_threads(), 1, kMostThreads); }
 
 void share_out(int64_t count, int64_t grain, WorkPart part, const void* body) {
   if (count <= 0) return;
@@ -188,3 +190,6 @@ void share_out(int64_t count, int64_t grain, WorkPart part, const void* body) {
 }
 
 }  // namespace moeserve
+
+// From now on the calling thread computes its calls alone: it is one of several that share work among themselves.
+extern "C" void moeserve_compute_alone() { moeserve::computes_alone = true; }

@@ -13,7 +13,8 @@ using WorkPart = void (*)(const void* body, int64_t first, int64_t last);
 // Calls part(body, first, last) for the parts of [0, count), `grain` items each, on all threads of the team.
 void share_out(int64_t count, int64_t grain, WorkPart part, const void* body);
 
-// The number of threads that share work of the calling thread (OpenMP's, as torch sets it).
+// The number of threads that share work of the calling thread: OpenMP's, as torch sets it, or 1 for a thread that
+// computes alone.
 int64_t team_size();
 
 // Calls use(i) for i in [0, count), `grain` of them at a time, in any order and on all threads. Returns when all are

@@ -57,13 +57,24 @@ class _Layer:
 class Products:
     """The products of all layers and the head; norms, attention and gates are left out."""
 
-    def __init__(self, shape: Shape, layers: int, form: WeightFormat | None, arithmetic: Arithmetic) -> None:
-        """form: of all weights, None for bfloat16. Raise ValueError where rows are not whole blocks of it."""
-        self._shape, self._form, self._ops = shape, form, CpuOps(arithmetic)
+    def __init__(
+        self, shape: Shape, layers: int, form: WeightFormat | None, arithmetic: Arithmetic, *, narrow_rows: bool = False
+    ) -> None:
+        """form: of all weights, None for bfloat16. narrow_rows: see `kernels.linear.pack_linear`.
+
+        Raise ValueError where rows are not whole blocks of `form`.
+        """
+        self._shape, self._form, self._ops = shape, form, CpuOps(arithmetic, narrow_rows=narrow_rows)
         formats = None if form is None else (form, form)
         kept = torch.bfloat16 if form is None else torch.float32
         self._expert = ExpertShape(
-            shape.hidden, shape.width, torch.float32, kept, formats=formats, arithmetic=arithmetic
+            shape.hidden,
+            shape.width,
+            torch.float32,
+            kept,
+            formats=formats,
+            arithmetic=arithmetic,
+            narrow_rows=narrow_rows,
         )
         self._layers = [self._layer() for _ in range(layers)]
         self._head = self._linear(shape.vocab, shape.hidden, "lm_head")
@@ -135,12 +146,14 @@ class Figure:
     operations_per_second: float
 
 
-def measure(shape: Shape, layers: int, names: tuple[str, ...], arithmetic: Arithmetic) -> Iterator[Figure]:
+def measure(
+    shape: Shape, layers: int, names: tuple[str, ...], arithmetic: Arithmetic, *, narrow_rows: bool = False
+) -> Iterator[Figure]:
     """Yield the figures of each format (`bfloat16` or a name of `FORMATS`) that the shape's rows fit."""
     generator = torch.Generator().manual_seed(0)
     for name in names:
         try:
-            products = Products(shape, layers, FORMATS.get(name), arithmetic)
+            products = Products(shape, layers, FORMATS.get(name), arithmetic, narrow_rows=narrow_rows)
         except ValueError as error:
             click.echo(f"{name} is left out: {error}.", err=True)
             continue
@@ -160,8 +173,11 @@ def measure(shape: Shape, layers: int, names: tuple[str, ...], arithmetic: Arith
     "--format", "formats", multiple=True, type=click.Choice(("bfloat16", *FORMATS)), help="Format of weights."
 )
 @click.option("--arithmetic", type=click.Choice(("int8", "exact")), default="int8", show_default=True)
+@click.option("--dtype", type=click.Choice(("float32", "bfloat16")), default="float32", show_default=True)
 @click.option("--threads", type=click.IntRange(min=1), help="Threads; all cores unless given.")
-def command(name: str, layers: int, formats: tuple[str, ...], arithmetic: Arithmetic, threads: int | None) -> None:
+def command(
+    name: str, layers: int, formats: tuple[str, ...], arithmetic: Arithmetic, dtype: str, threads: int | None
+) -> None:
     """Time the products of a step with random weights of a shape, for each format and number of rows."""
     if native_kernels() is None:
         raise click.ClickException("There are no compiled kernels on this machine.")
@@ -171,7 +187,8 @@ def command(name: str, layers: int, formats: tuple[str, ...], arithmetic: Arithm
     click.echo(f"{name}, {layers} layers and the head, {torch.get_num_threads()} threads, {arithmetic} arithmetic")
     click.echo(f"memory is read at {bandwidth / 1e9:.1f} GB/s\n")
     click.echo("| weights | rows | ms | rows/s | GB/s | of the memory | GOP/s |\n|---|---|---|---|---|---|---|")
-    for figure in measure(SHAPES[name], layers, formats or ("bfloat16", "q8_0", "q4_0", "q4_k", "q6_k"), arithmetic):
+    names = formats or ("bfloat16", "q8_0", "q4_0", "q4_k", "q6_k")
+    for figure in measure(SHAPES[name], layers, names, arithmetic, narrow_rows=dtype == "bfloat16"):
         cells = (
             figure.form,
             str(figure.num_rows),

@@ -292,13 +292,15 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
     """Return how a rank multiplies, for people: `float32`, or with `products of bfloat16` or `weights int4, activations
     int8 within products` behind it."""
     name, rounding = str(plan.dtype).removeprefix("torch."), plan.rounding
-    if rounding.narrow and (kernels := native_kernels()) is not None and kernels.multiplies_bfloat16:
+    kernels = native_kernels() if rounding.narrow else None
+    narrow = kernels is not None and kernels.multiplies_bfloat16
+    if narrow:
         name += ", products of bfloat16"
     if config.kv_cache_dtype not in ("auto", str(plan.dtype).removeprefix("torch.")):
         name += f", keys and values {config.kv_cache_dtype}"
     if rounding.is_none:
         return name
-    activations = "int8 within products" if rounding.rounds_rows else "exact"
+    activations = "int8 within products" if rounding.rounds_rows else "bfloat16 within products" if narrow else "exact"
     return f"{name}, weights {rounding.name}, activations {activations}"
 
 

@@ -32,6 +32,7 @@ from moeserve.engine.memory_plan import (
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, read_index
 from moeserve.model.expert_store import native_layouts
+from moeserve.model.expert_weights import NativeExperts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding
@@ -332,6 +333,8 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
         )
     fitting = _fitting(plan, config, flags, resident, speed)
     if plan.residency is None:
+        return fitting
+    if config.expert_store_dir is None and NativeExperts(model.index, spec, dtype, plan.rounding).lie_as_packed():
         return fitting
     return replace(fitting, expert_file_bytes=_expert_file_bytes(spec, plan.residency.layouts.num_bytes))
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertMatrices, ExpertPacking, ExpertShape, LayerPackings
-from kernels.weight_formats import MXFP4, QuantizedRows, WeightFormat, joined_rows
+from kernels.weight_formats import FORMATS, MXFP4, QuantizedRows, WeightFormat, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -93,6 +93,20 @@ class NativeExperts:
 
     def reader(self, total_bytes: int, progress: ReadProgress | None = None) -> TensorReader:
         return TensorReader(self.index, total_bytes, progress=progress)
+
+    def lie_as_packed(self) -> bool:
+        """Return whether all experts lie in GGUF files in the blocks in which they are kept: to pack one then takes
+        little longer than to read it packed."""
+        if not self._rounding.keeps_stored or self._rounding.experts is not None:
+            return False
+        tensors = (
+            self.index[tensor.name]
+            for plan in _expert_plans(plan_weights(self._spec, self.index))
+            for of_plan in plan.tensors
+            for key, tensor in of_plan.items()
+            if "bias" not in key
+        )
+        return all(info.gguf is not None and info.dtype.lower() in FORMATS for info in tensors)
 
     def layer(self, layer: int, owned: Sequence[int] | None, reader: TensorReader) -> ExpertReader:
         plan = plan_experts(self._spec, self.index, layer, owned)

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+import torch
 from torch import Tensor
 
-from kernels.cpu.library import native_kernels
+from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.cpu.quantised import packed_bytes, quantise
 from kernels.weight_formats import (
     FORMATS,
-    FP8,
-    FP8_BLOCK,
+    FP8_FORMATS,
     Q4_1,
     Q4_K,
     Q6_K,
@@ -23,6 +23,7 @@ from kernels.weight_formats import (
     WeightFormat,
 )
 from moeserve.model.checkpoint import StoredTensor
+from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import is_in_blocks
 
 # Matrices that stay as they are: they choose experts or scale a whole block, and are small.
@@ -54,7 +55,7 @@ class Width:
 
 
 # The names of the formats that multiply rows of floats in either arithmetic.
-FLOATS_OF_8_BITS = frozenset((FP8.name, FP8_BLOCK.name))
+FLOATS_OF_8_BITS = frozenset(form.name for form in FP8_FORMATS)
 INT8 = Width("int8", (Q8_0,), (Q8_0,))
 INT4 = Width("int4", (Q4_K, Q4_1), (Q6_K, Q8_0))
 _WIDTHS = {"none": None, INT8.name: INT8, INT4.name: INT4}
@@ -66,7 +67,8 @@ class Rounding:
 
     None keeps the numbers of the checkpoint, in its own bits where `keeps_stored` and no width is given. arithmetic: of
     all products with quantised weights. stored: the names of the checkpoint's own formats, for people. narrow: matrices
-    that are not quantised are kept in bfloat16, and rows are rounded to bfloat16 for their products; gates are not.
+    that are not quantised are kept in bfloat16, gates excepted, and rows are rounded to bfloat16 for their products and
+    those with floats of 8 bits.
     """
 
     matrices: Width | None = None
@@ -126,12 +128,25 @@ class Rounding:
         """Return whether a matrix outside experts is kept in bfloat16 whatever the checkpoint has."""
         return self.narrow and key not in _GATES
 
+    def check(self, dtype: torch.dtype) -> None:
+        """Raise CheckpointError if matrices that compute in `dtype` are to be rounded and cannot be here."""
+        if self.matrices is None and self.experts is None:
+            return
+        # Asked for only now: a GPU's service would compile the kernels for nothing.
+        absence = native_kernels_absence()
+        if absence is not None:
+            raise CheckpointError(f"Quantised weights need the compiled kernels. {absence}")
+        if dtype != torch.float32:
+            raise CheckpointError(f"Quantised weights compute in float32, not in {str(dtype).removeprefix('torch.')}.")
+
     def apply(self, matrix: Tensor, key: str) -> Matrix:
-        """Round a matrix [N, K] outside experts."""
+        """Round a matrix [N, K] outside experts; see `check`."""
         form = self.format_of(key, matrix.shape[1])
-        # Asked for only here: a GPU's service would compile them for nothing.
-        kernels = None if form is None else native_kernels()
-        return matrix if form is None or kernels is None else quantise(matrix, form, kernels)
+        if form is None:
+            return matrix
+        kernels = native_kernels()
+        assert kernels is not None
+        return quantise(matrix, form, kernels)
 
     def num_bytes(self, key: str, stored: StoredTensor) -> int | None:
         """Return the bytes of a quantised matrix outside experts in memory; None where it is kept in its numbers."""

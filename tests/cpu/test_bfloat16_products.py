@@ -16,6 +16,7 @@ from kernels.cpu.library import native_kernels
 from kernels.linear import pack_linear
 from kernels.moe import moe_experts_reference
 from kernels.packed_experts import ExpertShape, PackedExperts
+from kernels.weight_formats import FP8_BLOCK, FP8_FORMATS, WeightFormat, rows_of_fp8
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import arithmetic_of
 from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of, weights_bytes
@@ -30,11 +31,14 @@ from tests.support.llm_prompts import (
     in_any_batch,
     small_engine,
 )
-from tests.support.tiny_models import save
+from tests.support.quantised_files import deepseek, quantise_checkpoint
+from tests.support.quantised_rows import random_rows
+from tests.support.tiny_models import build, save
 
 NATIVE = native_kernels()
 pytestmark = pytest.mark.skipif(NATIVE is None, reason="There are no compiled kernels.")
 CONFIG = replace(BASE, dtype="bfloat16")
+FP8_MODEL = "mixtral in fp8"
 NUM_EXPERTS, HIDDEN, WIDTH = 6, 80, 40
 
 
@@ -81,6 +85,45 @@ def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
     assert torch.equal(found[[0, 1, 3, 4]], wanted[[0, 1, 3, 4]])
 
 
+@pytest.mark.parametrize("form", FP8_FORMATS, ids=lambda form: form.name)
+def test_floats_of_8_bits_multiply_rounded_rows_with_the_same_bits_in_any_batch(form: WeightFormat) -> None:
+    rows, bias, x = random_rows(form, 70, 256), torch.randn(70), torch.randn(150, 256)
+    linear = pack_linear(rows, bias, narrow_rows=True)
+    whole, wanted = linear(x), as_multiplied(x).double() @ rows.dequantise().double().T
+    assert ((whole - bias - wanted).abs().max() / wanted.std()).item() < 1e-5
+    for _ in range(300):
+        some = torch.randperm(150)[: int(torch.randint(1, 40, ()))]
+        assert torch.equal(linear(x[some]), whole[some])
+
+
+@pytest.mark.parametrize("form", FP8_FORMATS, ids=lambda form: form.name)
+def test_no_float_of_8_bits_changes_its_value(form: WeightFormat) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).where(torch.arange(256) & 127 != 127, 0)
+    rows = rows_of_fp8(codes.view(torch.float8_e4m3fn).repeat(32, 1), torch.rand(32, 2 if form is FP8_BLOCK else 8))
+    assert rows.format is form
+    assert torch.equal(pack_linear(rows, narrow_rows=True)(torch.eye(256)).T, rows.dequantise())
+
+
+def test_experts_of_floats_of_8_bits_multiply_rounded_rows_with_the_same_bits_in_any_batch() -> None:
+    assert NATIVE is not None
+    hidden, width, activation = 256, 128, Activation()
+    shape = ExpertShape(hidden, width, torch.float32, torch.float32, formats=(FP8_BLOCK, FP8_BLOCK), narrow_rows=True)
+    layout = PanelLayout(shape, NATIVE)
+    experts, matrices = layout.experts(NUM_EXPERTS), []
+    for e in range(NUM_EXPERTS):
+        matrices.append((random_rows(FP8_BLOCK, 2 * width, hidden), random_rows(FP8_BLOCK, hidden, width)))
+        experts.put(e, layout.pack((*matrices[-1], None, None)))
+    gate_up, down = (torch.stack([pair[i].dequantise() for pair in matrices]) for i in (0, 1))
+    x, weights = torch.randn(90, hidden) / 8, torch.rand(90, 3)
+    ids = torch.stack([torch.randperm(NUM_EXPERTS)[:3] for _ in x])
+    whole = experts(x, ids, weights, activation)
+    wanted = moe_experts_reference(as_multiplied(x).float(), ids, weights, gate_up, down, activation)
+    assert ((whole - wanted).abs().max() / wanted.std()).item() < 0.02
+    for _ in range(100):
+        rows = torch.randperm(90)[: int(torch.randint(1, 40, ()))]
+        assert torch.equal(experts(x[rows], ids[rows], weights[rows], activation), whole[rows])
+
+
 def make_experts(activation: Activation) -> tuple[PackedExperts, Tensor, Tensor]:
     gate_up = (torch.randn(NUM_EXPERTS, (1 + activation.is_gated) * WIDTH, HIDDEN) / 8).bfloat16()
     down = (torch.randn(NUM_EXPERTS, HIDDEN, WIDTH) / 8).bfloat16()
@@ -108,10 +151,14 @@ def test_experts_multiply_rounded_rows_with_the_same_bits_in_any_batch(activatio
         assert torch.equal(experts(x[rows], ids[rows], weights[rows], activation), whole[rows])
 
 
-@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "deepseek_v3-yarn", "qwen3_next"])
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss", "deepseek_v3-yarn", "qwen3_next", FP8_MODEL])
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory: Path = tmp_path_factory.mktemp(request.param)
-    save(request.param, directory)
+    if request.param == FP8_MODEL:
+        build("mixtral", intermediate_size=128).save_pretrained(directory)
+        quantise_checkpoint(directory, *deepseek(128, 128))
+    else:
+        save(request.param, directory)
     return directory
 
 

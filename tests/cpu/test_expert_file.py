@@ -8,10 +8,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
 
 from experts.errors import ExpertStoreError
 from experts.memory.file import PAGE_BYTES, read_header, round_to_page, write_expert_file
-from experts.memory.tiers import DiskTier
+from experts.memory.tiers import DiskTier, PackingTier
 
 SOURCE = bytes(range(32))
 EXPERT_BYTES = 2 * PAGE_BYTES + 100
@@ -132,3 +133,19 @@ def test_a_writer_that_is_given_the_wrong_experts_says_so(tmp_path):
         write(tmp_path / "short.bin", [b"abc"])
     with pytest.raises(ExpertStoreError, match="never finished"):
         read_header(tmp_path / "few.bin", SOURCE)
+
+
+def test_experts_are_packed_piece_by_piece_also_after_others_were_begun_and_left():
+    packed = {(layer, expert): os.urandom(2 * PAGE_BYTES + 10) for layer in range(3) for expert in range(8)}
+    tier = PackingTier(lambda layer, expert: torch.frombuffer(bytearray(packed[layer, expert]), dtype=torch.uint8))
+    first, second = (bytearray(3 * PAGE_BYTES) for _ in range(2))
+    tier.read(0, 0, 0, memoryview(first)[:PAGE_BYTES])
+    for layer, expert in packed:
+        if (layer, expert) != (0, 0):
+            tier.read(layer, expert, 0, memoryview(second)[:PAGE_BYTES])
+    tier.read(0, 0, PAGE_BYTES, memoryview(first)[PAGE_BYTES:])
+    tier.read(2, 7, PAGE_BYTES, memoryview(second)[PAGE_BYTES : 2 * PAGE_BYTES])
+    tier.read(2, 7, 2 * PAGE_BYTES, memoryview(second)[2 * PAGE_BYTES :])
+    size = len(packed[0, 0])
+    assert bytes(first[:size]) == packed[0, 0]
+    assert bytes(second[:size]) == packed[2, 7]

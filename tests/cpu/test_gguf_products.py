@@ -10,13 +10,15 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 from benchmarks.token_engine import TokenEngine
+from experts.errors import ExpertStoreError
 from experts.memory.file import round_to_page
 from kernels.ops import CpuOps
 from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.memory_plan import read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
-from moeserve.model.expert_store import layouts_in_store
+from moeserve.model.expert_packer import ExpertPacker
+from moeserve.model.expert_store import layouts_in_store, stored_experts
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.weights import load_decoder
@@ -84,7 +86,10 @@ def test_with_activations_of_8_bits_logits_are_close(folder: Path) -> None:
     assert 0 < (found - wide).std() <= 0.2 * wide.std()
 
 
-def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(folder: Path) -> None:
+def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
     prompts = [_TOKENS, _TOKENS[:7], _TOKENS[3:]]
     whole = [TokenEngine(folder, BASE).generate([prompt], sampling)[0] for prompt in prompts]
@@ -94,8 +99,33 @@ def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(fold
     assert spec.moe is not None
     layouts = layouts_in_store(folder, spec, dtype, rounding_of(BASE, spec, read_index(folder)))
     size = (spec.moe.gate.top_k + 1) * len(spec.moe_layers) * round_to_page(layouts.num_bytes)
-    few = TokenEngine(folder, replace(BASE, expert_memory=size)).generate(prompts, sampling)
-    assert [(c.token_ids, c.logprobs) for c in few] == [(c.token_ids, c.logprobs) for c in whole]
+    for store in (None, str(tmp_path / "store")):
+        few = TokenEngine(folder, replace(BASE, expert_memory=size, expert_store_dir=store))
+        found = few.generate(prompts, sampling)
+        assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in whole]
+        assert few.experts is not None
+        assert few.experts.stats().counters.num_misses > 0
+        few.close()
+    # Experts were packed out of the file, and out of an expert file only where one was asked for.
+    assert not (tmp_path / "cache" / "experts").exists()
+    assert list((tmp_path / "store").glob("*/experts.bin"))
+
+
+def test_a_file_that_changes_while_experts_are_read_from_it_gets_one_sentence(tmp_path: Path) -> None:
+    path = tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", build("mixtral"), lambda name, _: Kind.Q8_0 if "_exps" in name else Kind.F32)
+    folder = gguf_folder(path, tmp_path / "cache")
+    spec, dtype = read_spec(folder, BASE)
+    rounding = rounding_of(BASE, spec, read_index(folder))
+    layouts = layouts_in_store(folder, spec, dtype, rounding)
+    packer = ExpertPacker(stored_experts(folder, spec, dtype, rounding), layouts)
+    assert torch.equal(packer(0, 1), packer(0, 1))
+    path.touch()
+    with pytest.raises(ExpertStoreError, match=r"tiny.gguf was changed while it was in use\.$"):
+        packer(0, 1)
+    path.unlink()
+    with pytest.raises(ExpertStoreError, match="was changed while it was in use"):
+        packer(1, 2)
 
 
 def test_weights_take_the_bytes_of_the_file(folder: Path) -> None:

@@ -19,7 +19,7 @@ from moeserve.engine.memory_plan import read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.rounding import INT4, INT8, Rounding
-from moeserve.model.spec import ModelError
+from moeserve.model.spec import CheckpointError, ModelError
 from moeserve.model.weights import load_decoder
 from moeserve.plan import SamplingParams
 from tests.support.llm_prompts import (
@@ -169,6 +169,18 @@ def test_without_compiled_kernels_quantised_weights_are_refused(
     monkeypatch.setattr("moeserve.engine.memory_plan.native_kernels_absence", lambda: "There is no compiler.")
     with pytest.raises(ConfigError, match="There is no compiler"):
         rounding_of(replace(BASE, quantization="int4"), spec, {})
+
+
+def test_a_loader_refuses_to_round_where_it_cannot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    spec, _ = read_spec(tmp_path, BASE)
+    for rounding in (Rounding(INT8, INT8), Rounding(None, INT4)):
+        with pytest.raises(CheckpointError, match="compute in float32, not in float16"):
+            load_decoder(tmp_path, spec, dtype=torch.float16, rounding=rounding)
+        with monkeypatch.context() as without:
+            without.setattr("moeserve.model.rounding.native_kernels_absence", lambda: "There is no compiler.")
+            with pytest.raises(CheckpointError, match=r"need the compiled kernels. There is no compiler."):
+                load_decoder(tmp_path, spec, rounding=rounding)
 
 
 def test_experts_whose_rows_are_not_whole_groups_are_refused(tmp_path: Path) -> None:

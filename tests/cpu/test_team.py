@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
 
 from kernels.cpu.library import native_kernels
+from kernels.cpu.side_by_side import results_in_order
 from kernels.linear import pack_linear
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
@@ -38,3 +40,20 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
         os._exit(0 if torch.equal(linear(x), wanted) else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert torch.equal(linear(x), wanted)
+
+
+def test_tasks_of_one_thread_each_give_their_results_in_order_and_their_errors() -> None:
+    linear = pack_linear(torch.randn(256, 96))
+    inputs = [torch.randn(rows, 96) for rows in (1, 7, 40, 200)] * 10
+    wanted = [linear(x) for x in inputs]
+    with torch.inference_mode():
+        assert all(map(torch.equal, results_in_order(partial(linear, x) for x in inputs), wanted))
+
+    def fail() -> torch.Tensor:
+        raise ValueError("a task failed")
+
+    tasks = [partial(linear, inputs[0]), fail, *(partial(linear, x) for x in inputs)]
+    results = results_in_order(tasks)
+    assert torch.equal(next(results), wanted[0])
+    with pytest.raises(ValueError, match="a task failed"):
+        next(results)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from experts.errors import DeepNvmeError, ExpertStoreError
 from experts.memory.deep_nvme import DeepNvme, deep_nvme
@@ -15,14 +16,16 @@ from experts.memory.file import round_to_page
 from experts.memory.memory import ExpertMemory
 from experts.memory.resident_experts import ResidentExperts
 from experts.memory.slots import SlotArena
-from experts.memory.tiers import DiskTier, PositionedReads
+from experts.memory.tiers import DiskTier, ExpertTier, PackingTier, PositionedReads
 from experts.observer import AnyObserver
 from experts.placement.placement import Placement
 from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
 from moeserve.config import ServeConfig
 from moeserve.engine.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.engine.experts.settings import measured_load
+from moeserve.model.expert_packer import ExpertPacker
 from moeserve.model.expert_store import ensure_expert_store, layouts_in_store, stored_experts
+from moeserve.model.expert_weights import NativeExperts, StoredExperts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import ModelError, ModelSpec
 
@@ -81,25 +84,18 @@ def open_experts(
     report: Callable[[dict[str, Any]], None],
     observers: Sequence[AnyObserver] = (),
 ) -> CpuResidentModel:
-    """Build the expert file if it is missing, and allocate the slots. Raise ModelError.
+    """Open the tier below the slots, and allocate them. Raise ModelError.
 
-    observers: receive `arrived` for the rows that this rank computes.
+    The tier is the GGUF file of the model, or an expert file, which is built if it is missing. observers: receive
+    `arrived` for the rows that this rank computes.
     """
     moe, slots = experts_of(spec), plan.slots
-
-    def progress(stage: str, done: int, total: int) -> None:
-        report({"event": "loading", "done": done, "total": total, "stage": stage})
-
-    root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     stored = stored_experts(directory, spec, plan.dtype, plan.rounding)
-    store = ensure_expert_store(directory, stored, moe.num_experts, plan.layouts, root, progress)
-    nvme, obstacle = _deep_nvme(slots.num_bytes)
-    locked = None if nvme is None else nvme.locked_memory(slots.num_bytes)
-    open_reads = PositionedReads if nvme is None else nvme.open
-    try:
-        tier = DiskTier(store.path, store.source, open_reads)
-    except ExpertStoreError as error:
-        raise ModelError(str(error)) from error
+    if config.expert_store_dir is None and isinstance(stored, NativeExperts) and stored.lie_as_packed():
+        tier: ExpertTier = PackingTier(ExpertPacker(stored, plan.layouts))
+        locked, reads = None, {"read": "packed out of the GGUF file"}
+    else:
+        tier, locked, reads = _open_file(directory, stored, moe.num_experts, plan, config, report)
     load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
     arena = SlotArena(slots.num_slots, plan.layouts.num_bytes, locked)
 
@@ -108,11 +104,34 @@ def open_experts(
             memory, arena, number, _empty_experts(plan.layouts.layers[number], moe.num_experts), observers
         )
 
-    reads = {"store": str(store.path), "read": tier.reads.description}
-    if obstacle is not None:
-        reads["deep_nvme"] = obstacle
     policy = config.expert_policy
     return resident_model(spec, slots, policy, load, arena, tier, layer_of, tier_name="disk", reads=reads)
+
+
+def _open_file(
+    directory: Path,
+    stored: StoredExperts,
+    num_experts: int,
+    plan: ResidencyPlan,
+    config: ServeConfig,
+    report: Callable[[dict[str, Any]], None],
+) -> tuple[DiskTier, Tensor | None, dict[str, str]]:
+    """Return the tier of the expert file, memory for the slots that DeepNVMe locked, and how the file is read."""
+
+    def progress(stage: str, done: int, total: int) -> None:
+        report({"event": "loading", "done": done, "total": total, "stage": stage})
+
+    root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
+    store = ensure_expert_store(directory, stored, num_experts, plan.layouts, root, progress)
+    num_locked = plan.slots.num_bytes
+    nvme, obstacle = _deep_nvme(num_locked)
+    locked = None if nvme is None else nvme.locked_memory(num_locked)
+    try:
+        tier = DiskTier(store.path, store.source, PositionedReads if nvme is None else nvme.open)
+    except ExpertStoreError as error:
+        raise ModelError(str(error)) from error
+    reads = {"store": str(store.path), "read": tier.reads.description}
+    return tier, locked, reads if obstacle is None else {**reads, "deep_nvme": obstacle}
 
 
 def _deep_nvme(num_locked: int) -> tuple[DeepNvme | None, str | None]:
