@@ -120,6 +120,12 @@ class _CpuBody:
         self._plan = plan
         self._config = config
 
+    @property
+    def _is_compiled(self) -> bool:
+        """True if nothing prepares itself for a number of rows at its first product."""
+        plan = self._plan
+        return plan.dtype == torch.float32 and isinstance(plan.spec, DecoderSpec) and native_kernels() is not None
+
     def compute_of(self, layer: int) -> Compute[Any]:
         return moe_experts_partial if self.resident is None else self.resident.layers[layer].partial
 
@@ -149,7 +155,9 @@ class _CpuBody:
             if group is not None:
                 group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
 
-        measured = runner.warm_up(step_budget(self._config), begin_step)
+        # Each further token would load experts.
+        only_size = 1 if self.resident is not None and self._is_compiled and group is None else None
+        measured = runner.warm_up(step_budget(self._config), begin_step, only_size)
         kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
         row_bytes = state_row_bytes(states, plan.dtype)
         weights_bytes = plan.weights_bytes

@@ -85,13 +85,17 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(
-        self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None
+        self,
+        max_num_tokens: int,
+        begin_step: Callable[[int], None] = lambda _: None,
+        only_size: int | None = None,
     ) -> list[tuple[int, float]]:
         """Let the decoder settle, and compute a few steps of usual sizes, for which the matrix library prepares once.
 
         Return the tokens of each step, all of one prompt, and its seconds.
 
-        begin_step: receives each step's number of rows. Several ranks warm up together.
+        begin_step: receives each step's number of rows. Several ranks warm up together. only_size: the tokens of the
+        only step, where nothing prepares for a number of rows; it is no measure for others, and nothing is returned.
 
         Write into state slot 0 and into blocks from 0 on, as many as `max_num_tokens` tokens need or as exist; no
         request may hold them yet. Raise ModelError for a model that cannot be served. Raise CheckpointError if logits
@@ -104,7 +108,8 @@ class ModelRunner:
         capacity = num_blocks * pool.block_size
         largest = min(max_num_tokens, capacity, self._decoder.max_model_len)
         block_table = array("i", range(num_blocks))
-        for count in sorted({min(size, largest) for size in (*_WARM_UP_SIZES, largest)}):
+        sizes = (*_WARM_UP_SIZES, largest) if only_size is None else (only_size,)
+        for count in sorted({min(size, largest) for size in sizes}):
             # Spread tokens over the vocabulary, so that the gate spreads them over the experts.
             vocab_size = self._decoder.spec.vocab_size
             token_ids = array("i", (i * max(1, vocab_size // count) % vocab_size for i in range(count)))
@@ -118,4 +123,4 @@ class ModelRunner:
             measured.append((count, time.monotonic() - began))
         if not finite:
             raise CheckpointError(NO_NUMBERS)
-        return measured
+        return measured if only_size is None else []
