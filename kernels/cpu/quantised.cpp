@@ -254,41 +254,73 @@ inline __m512bh pairs_of_e4m3(const uint8_t* from) {
   return (__m512bh)((Halves)value | ((bits << 8) & int16_t(0x8000)));
 }
 
-// Each block's products are summed from zero, and its scale multiplies the sum.
-template <Format F, int Rows>
-void multiply_pairs(const Pair* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
+// Each block's products are summed from zero, and its scale multiplies the sum. pairs: the weights of both halves as
+// pairs_of_e4m3 returns them, by turns; only read where `Expanded`.
+template <Format F, int Rows, bool Expanded>
+void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const __m512bh* pairs, int64_t num_blocks,
+                    Columns* sums) {
   constexpr Traits format = traits_of(F);
-  constexpr bool scale_first = format.super_bytes() > 0;
+  constexpr int scale_at = format.super_bytes() ? 0 : format.code_bytes(), num_pairs = format.depth() / 2;
+  const uint8_t* halves[2] = {panel, panel + num_blocks * format.block_bytes()};
   const Pair* row[Rows];
-  Floats sums[Rows];
-  for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Floats{};
-  for (int64_t block = 0; block < num_blocks; ++block, half += format.block_bytes()) {
-    const uint8_t* codes = half + format.super_bytes();
-    const Floats scale = load(reinterpret_cast<const float*>(scale_first ? half : half + format.code_bytes()));
-    __m512 products[Rows];
+  for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Columns{};
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const uint8_t *low_codes = halves[0] + format.super_bytes(), *high_codes = halves[1] + format.super_bytes();
+    __m512 low[Rows], high[Rows];
 #pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) products[r] = _mm512_setzero_ps();
-    for (int pair = 0; pair < format.depth() / 2; pair += 2) {
-      __builtin_prefetch(codes + 2 * pair * kLanes + kPrefetch);
-#pragma GCC unroll 2
-      for (int i = pair; i < pair + 2; ++i) {
-        const __m512bh weights = pairs_of_e4m3(codes + 2 * i * kLanes);
+    for (int r = 0; r < Rows; ++r) low[r] = high[r] = _mm512_setzero_ps();
+    for (int i = 0; i < num_pairs; ++i) {
+      __m512bh left, right;
+      if constexpr (Expanded) {
+        left = *pairs++, right = *pairs++;
+      } else {
+        __builtin_prefetch(low_codes + 2 * i * kLanes + kPrefetch / 2);
+        __builtin_prefetch(high_codes + 2 * i * kLanes + kPrefetch / 2);
+        left = pairs_of_e4m3(low_codes + 2 * i * kLanes), right = pairs_of_e4m3(high_codes + 2 * i * kLanes);
+      }
 #pragma GCC unroll 12
-        for (int r = 0; r < Rows; ++r)
-          products[r] = _mm512_dpbf16_ps(products[r], weights, (__m512bh)_mm512_set1_epi32(row[r][i].bits));
+      for (int r = 0; r < Rows; ++r) {
+        const __m512bh x = (__m512bh)_mm512_set1_epi32(row[r][i].bits);
+        low[r] = _mm512_dpbf16_ps(low[r], left, x);
+        high[r] = _mm512_dpbf16_ps(high[r], right, x);
       }
     }
+    const Floats low_scale = load(reinterpret_cast<const float*>(halves[0] + scale_at));
+    const Floats high_scale = load(reinterpret_cast<const float*>(halves[1] + scale_at));
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
-      sums[r] = moeserve::fma((Floats)products[r], scale, sums[r]);
-      row[r] += format.depth() / 2;
+      sums[r].low = moeserve::fma((Floats)low[r], low_scale, sums[r].low);
+      sums[r].high = moeserve::fma((Floats)high[r], high_scale, sums[r].high);
+      row[r] += num_pairs;
     }
+    halves[0] += format.block_bytes(), halves[1] += format.block_bytes();
   }
-  for (int r = 0; r < Rows; ++r) out[r] = sums[r];
+}
+
+template <Format F, int Rows>
+void multiply_pairs(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
+                    Columns* sums) {
+  const auto* expanded = reinterpret_cast<const __m512bh*>(pairs);
+  (pairs ? multiply_pairs<F, Rows, true> : multiply_pairs<F, Rows, false>)(rows, panel, expanded, num_blocks, sums);
+}
+
+template <Format F>
+void expand_panel(const uint8_t* panel, int64_t num_blocks, uint8_t* out) {
+  constexpr Traits format = traits_of(F);
+  const int64_t half_bytes = num_blocks * format.block_bytes();
+  for (int64_t block = 0; block < num_blocks; ++block, panel += format.block_bytes())
+    for (int pair = 0; pair < format.depth() / 2; ++pair, out += 128) {
+      const uint8_t* codes = panel + format.super_bytes() + 2 * pair * kLanes;
+      const __m512bh both[] = {pairs_of_e4m3(codes), pairs_of_e4m3(codes + half_bytes)};
+      std::memcpy(out, both, sizeof(both));
+    }
 }
 #else
 template <Format, int Rows>
-void multiply_pairs(const Pair* const*, const uint8_t*, int64_t, Floats*) {}
+void multiply_pairs(const Pair* const*, const uint8_t*, const uint8_t*, int64_t, Columns*) {}
+
+template <Format>
+void expand_panel(const uint8_t*, int64_t, uint8_t*) {}
 #endif
 
 template <Format F, int Rows>
@@ -333,6 +365,7 @@ constexpr std::array<PairTile, kNumTileSizes> pair_tiles(std::index_sequence<Siz
 struct Kernels {
   std::array<RoundedTile, kNumTileSizes> rounded;
   std::array<PairTile, kNumTileSizes> of_pairs;
+  Expand expand;
   std::array<WideTile, kWideRows> wide;
   Widen widen;
 };
@@ -341,6 +374,7 @@ template <size_t... F>
 constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...>) {
   return {Kernels{rounded_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
                   pair_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
+                  &expand_panel<Format(F)>,
                   {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,
                    &multiply_wide<Format(F), 4>},
                   &widen_half<Format(F)>}...};
@@ -366,6 +400,17 @@ float* widened_panel(const Quantised& weights, const uint8_t* panel) {
   widen(panel, num_blocks, wide.data());
   widen(panel + weights.half_bytes(), num_blocks, wide.data() + kLanes);
   return wide.data();
+}
+
+const uint8_t* expanded_panel(const Quantised& weights, const uint8_t* panel) {
+  struct alignas(64) Line {
+    uint8_t bytes[64];
+  };
+  static thread_local std::vector<Line> lines;
+  const int64_t needed = weights.depth, num_blocks = weights.depth / traits_of(weights.format).depth();
+  if (int64_t(lines.size()) < needed) lines.resize(needed);
+  kKernels[int(weights.format)].expand(panel, num_blocks, lines.data()->bytes);
+  return lines.data()->bytes;
 }
 
 void round_row(const float* x, int64_t depth, Format format, Rounded* out) {

@@ -107,10 +107,14 @@ struct Quantised {
 
 // Computes products of up to kTileRows rows with one half of a panel.
 using RoundedTile = void (*)(const Rounded* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
-using PairTile = void (*)(const Pair* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
+// The same for a whole panel. pairs: its weights as `Expand` writes them, or null.
+using PairTile = void (*)(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
+                          Columns* sums);
 using WideTile = void (*)(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
 // Writes the weights of one half of a panel, [depth, 16] of [depth, 32].
 using Widen = void (*)(const uint8_t* half, int64_t num_blocks, float* out);
+// Writes the weights of a panel as pairs of bfloat16, without their scales.
+using Expand = void (*)(const uint8_t* panel, int64_t num_blocks, uint8_t* out);
 
 constexpr int kWideRows = 4;  // Up to so many rows multiply weights that are widened in registers.
 
@@ -119,6 +123,7 @@ PairTile pair_tile(Format format, int num_rows);
 WideTile wide_tile(Format format, int num_rows);
 Widen widen(Format format);
 float* widened_panel(const Quantised& weights, const uint8_t* panel);
+const uint8_t* expanded_panel(const Quantised& weights, const uint8_t* panel);
 
 // See for_tiles of panels.h: for rows that were rounded, `row_of(r)` is a row's first block of 32 numbers. parts: 2 for
 // rows that were rounded twice; the products of both are added.
@@ -151,18 +156,15 @@ static inline void for_pair_tiles(int64_t num_rows, const Quantised& weights, co
                                   Use use) {
   const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   const int64_t num_blocks = weights.depth / traits_of(weights.format).depth();
-  Floats low[kTileRows + 1], high[kTileRows + 1];
-  Columns sums[kTileRows];
+  const uint8_t* pairs = num_tiles > 1 ? expanded_panel(weights, panel) : nullptr;
+  Columns sums[kTileRows + 1];
   const Pair* rows[kTileRows + 1];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
     const int count = int(last - first);
     for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
     rows[count] = rows[count - 1];  // As above.
-    const PairTile multiply = pair_tile(weights.format, count);
-    multiply(rows, panel, num_blocks, low);
-    multiply(rows, panel + weights.half_bytes(), num_blocks, high);
-    for (int r = 0; r < count; ++r) sums[r] = {low[r], high[r]};
+    pair_tile(weights.format, count)(rows, panel, pairs, num_blocks, sums);
     use(first, count, sums);
   }
 }

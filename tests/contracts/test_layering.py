@@ -54,6 +54,7 @@ WITH_TORCH = {
     "moeserve.model.decoder",
     "moeserve.model.delta_net",
     "moeserve.model.demo_build",
+    "moeserve.model.expert_packer",
     "moeserve.model.expert_store",
     "moeserve.model.expert_weights",
     "moeserve.model.kv_pool",
