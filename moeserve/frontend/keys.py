@@ -66,11 +66,6 @@ class Identity:
     rights: Rights = DEFAULT_RIGHTS
 
     @property
-    def retention_share(self) -> float | None:
-        """The share of the KV blocks that may be retained for the key, None for the service's setting."""
-        return self.rights.retention
-
-    @property
     def is_admin(self) -> bool:
         """Return whether this is a key with the role `admin`. Without keys nobody is, though all routes are open."""
         return bool(self.digest) and ADMIN in self.grants

@@ -220,7 +220,7 @@ class Services:
             kind,
             self.check_serving(),
             owner=identity.digest,
-            retention_share=identity.retention_share,
+            retention_share=identity.rights.retention,
             tells_salts=identity.is_admin,
             reports=reports,
             coding=content_coding(scope["headers"]),

@@ -123,18 +123,18 @@ class Batches:
             reason = "The API key of this batch is not valid any more" if content is not None else "Its file is gone"
             await self._fail(batch, [{"code": "cannot_go_on", "message": reason}])
             return
-        jobs = await asyncio.to_thread(read_lines, content, batch.path)
-        if problems := [job.problem for job in jobs if job.problem is not None]:
+        lines = await asyncio.to_thread(read_lines, content, batch.path)
+        if problems := [line.problem for line in lines if line.problem is not None]:
             errors = [{"code": "invalid_line", "message": problem} for problem in problems[: limits.MAX_BATCH_ERRORS]]
             await self._fail(batch, errors)
             return
         begin = partial(
             batches.move, batch_id=batch.batch_id, before=("validating", "in_progress"), state="in_progress"
         )
-        if not await self._store.write(batch.caller, partial(begin, field="in_progress", total=len(jobs))):
+        if not await self._store.write(batch.caller, partial(begin, field="in_progress", total=len(lines))):
             return  # it was cancelled meanwhile
         done = await self._store.read(batch.caller, partial(batches.answered, batch_id=batch.batch_id))
-        left = iter([job for job in jobs if job.number not in done])
+        left = iter([line for line in lines if line.number not in done])
         ready = self._services.engine.ready
         at_once = min(limits.BATCH_AT_ONCE, ready.max_num_seqs if ready is not None else 1)
         try:
@@ -142,31 +142,31 @@ class Batches:
                 for _ in range(at_once):
                     group.create_task(self._answer_all(batch, left, identity))
         except TimeoutError:
-            await self._expire(batch, jobs)
+            await self._expire(batch, lines)
             return
         except BaseExceptionGroup as error_group:
             raise error_group.exceptions[0] from None
         await self._end(batch, "completed")
 
-    async def _answer_all(self, batch: StoredBatch, jobs: Iterator[BatchLine], identity: Identity) -> None:
-        for job in jobs:
+    async def _answer_all(self, batch: StoredBatch, lines: Iterator[BatchLine], identity: Identity) -> None:
+        for line in lines:
             wait_s = _FIRST_WAIT_S
             while True:
                 request_id = secrets.token_hex(12)
-                status, body = await self._ask(batch, job, identity, request_id)
+                status, body = await self._ask(batch, line, identity, request_id)
                 if status not in _NOT_NOW:
                     break
                 await asyncio.sleep(wait_s)
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
-            keep = partial(batches.add_result, batch_id=batch.batch_id, number=job.number)
-            line = result_line(job, response, None)
-            await self._store.write(batch.caller, partial(keep, line=line, failed=not 200 <= status < 300))
+            keep = partial(batches.add_result, batch_id=batch.batch_id, number=line.number)
+            answer = result_line(line, response, None)
+            await self._store.write(batch.caller, partial(keep, line=answer, failed=not 200 <= status < 300))
 
-    async def _ask(self, batch: StoredBatch, job: BatchLine, identity: Identity, request_id: str) -> tuple[int, bytes]:
+    async def _ask(self, batch: StoredBatch, line: BatchLine, identity: Identity, request_id: str) -> tuple[int, bytes]:
         """Return status and body of a route's answer."""
         status, parts = 500, [b""]
-        messages: list[Message] = [{"type": "http.request", "body": job.body, "more_body": False}]
+        messages: list[Message] = [{"type": "http.request", "body": line.body, "more_body": False}]
 
         async def receive() -> Message:
             if messages:
@@ -179,8 +179,8 @@ class Batches:
             parts.append(message.get("body", b""))
 
         try:
-            scope = _scope(job, identity, request_id, batches.line_name(batch.batch_id, job.number))
-            await self._routes[job.path](scope, receive, send)
+            scope = _scope(line, identity, request_id, batches.line_name(batch.batch_id, line.number))
+            await self._routes[line.path](scope, receive, send)
         except ApiError as error:
             return error.status, error.body()
         except Exception as error:  # A defect here is its line's alone.
@@ -188,14 +188,14 @@ class Batches:
             return 500, internal_error().body()
         return status, b"".join(parts)
 
-    async def _expire(self, batch: StoredBatch, jobs: list[BatchLine]) -> None:
+    async def _expire(self, batch: StoredBatch, lines: list[BatchLine]) -> None:
         """End a batch whose time is over; lines without an answer get an error."""
         error = {"code": "batch_expired", "message": "The batch's time was over before this request was answered"}
         done = await self._store.read(batch.caller, partial(batches.answered, batch_id=batch.batch_id))
-        for job in jobs:
-            if job.number not in done:
-                keep = partial(batches.add_result, batch_id=batch.batch_id, number=job.number)
-                await self._store.write(batch.caller, partial(keep, line=result_line(job, None, error), failed=True))
+        for line in lines:
+            if line.number not in done:
+                keep = partial(batches.add_result, batch_id=batch.batch_id, number=line.number)
+                await self._store.write(batch.caller, partial(keep, line=result_line(line, None, error), failed=True))
         await self._end(batch, "expired")
 
     async def _end(self, batch: StoredBatch, state: batches.BatchState) -> None:
@@ -208,26 +208,26 @@ class Batches:
 
 
 def read_lines(content: bytes, path: str) -> list[BatchLine]:
-    """Return the job of every line that is not blank; all must be for one route."""
+    """Return every line that is not blank as a request; all must be for one route."""
     seen: set[str] = set()
-    lines = enumerate(content.split(b"\n"), start=1)
-    jobs = [_checked(read_line(number, line, seen), path) for number, line in lines if line.strip()]
-    if not jobs:
+    numbered = enumerate(content.split(b"\n"), start=1)
+    lines = [_checked(read_line(number, written, seen), path) for number, written in numbered if written.strip()]
+    if not lines:
         return [BatchLine(0, problem="the file holds no request")]
-    if len(jobs) > limits.MAX_BATCH_LINES:
+    if len(lines) > limits.MAX_BATCH_LINES:
         return [BatchLine(0, problem=f"a batch takes at most {limits.MAX_BATCH_LINES} requests")]
-    return jobs
+    return lines
 
 
-def _checked(job: BatchLine, path: str) -> BatchLine:
-    if job.problem is None and job.path != path:
-        return BatchLine(job.number, problem=f"line {job.number}: `url` must be the batch's `endpoint`, {path}")
-    if job.problem is None and path == "/v1/responses" and msgspec.json.decode(job.body).get("background"):
-        return BatchLine(job.number, problem=f"line {job.number}: `background` is for one answer, not for a batch")
-    return job
+def _checked(line: BatchLine, path: str) -> BatchLine:
+    if line.problem is None and line.path != path:
+        return BatchLine(line.number, problem=f"line {line.number}: `url` must be the batch's `endpoint`, {path}")
+    if line.problem is None and path == "/v1/responses" and msgspec.json.decode(line.body).get("background"):
+        return BatchLine(line.number, problem=f"line {line.number}: `background` is for one answer, not for a batch")
+    return line
 
 
-def _scope(job: BatchLine, identity: Identity, request_id: str, name: bytes) -> Scope:
+def _scope(line: BatchLine, identity: Identity, request_id: str, name: bytes) -> Scope:
     """Return the scope of a request as the layers around the routes would have made it. name: of its job."""
     state: dict[str, Any] = {
         "identity": identity,
@@ -241,7 +241,7 @@ def _scope(job: BatchLine, identity: Identity, request_id: str, name: bytes) -> 
         "type": "http",
         "http_version": "1.1",
         "method": "POST",
-        "path": job.path,
+        "path": line.path,
         "headers": [(b"content-type", b"application/json")],
         "extensions": {},
         "state": state,

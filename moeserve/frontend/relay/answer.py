@@ -281,7 +281,6 @@ class OutputText:
         self.called: list[str] = []  # names of tools
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt, shown)
         self._matcher = StopMatcher(stops, includes=include_stop)
-        self._include_stop = include_stop
         self._parser = parser
         self._thought = thought
         self._min_tokens = min_tokens
@@ -348,11 +347,7 @@ class OutputText:
     def _show(self, text: str, may_stop: bool) -> str:
         """Return the part of newly decoded text that is shown now, and look for a stop string."""
         self._decoded += len(text)
-        shown = self._matcher.push(text) if may_stop else text
-        self._emitted += len(shown)
-        if self._matcher.matched is not None:
-            self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
-        return shown
+        return self._match(text, may_stop)
 
     def _parse(self, parser: OutputParser, text: str, may_stop: bool, delta: Delta, *, ended: bool = False) -> str:
         """Return the text that is shown now; add the reasoning and the calls of newly decoded text to `delta`."""
@@ -375,15 +370,14 @@ class OutputText:
         return "".join(pieces)
 
     def _match(self, text: str, may_stop: bool) -> str:
-        """Return the part of newly parsed text that is shown now, and look for a stop string."""
+        """Return the part of new text for the client that is shown now, and look for a stop string."""
         matcher = self._matcher
-        waiting = matcher.num_held + len(text)
+        begin = self._decoded - matcher.num_held - len(text)  # where the shown text begins
         shown = matcher.push(text) if may_stop else text
         self._emitted = self._decoded - matcher.num_held
         if matcher.matched is not None:
-            # Text that the parser holds back lies after the stop string, so the place may be a little late.
-            before = len(shown) - (len(matcher.matched) if self._include_stop else 0)
-            self._emitted = self._decoded - (waiting - before) + (len(shown) - before)
+            # Text that a parser holds back lies after the stop string, so the place may be a little late.
+            self._emitted = begin + len(shown)
             self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
         return shown
 
