@@ -80,7 +80,7 @@ def test_a_key_file_gives_keys_shares_of_their_own(tmp_path: Path) -> None:
     file.write_text("user:alice retention=0.25\nbob\nadmin:root   retention=1\n")
     keys = load_keys((), str(file))
     shares = {name: keys.find(name.encode()) for name in ("alice", "bob", "root")}
-    assert {name: found and found.retention_share for name, found in shares.items()} == {
+    assert {name: found and found.rights.retention for name, found in shares.items()} == {
         "alice": 0.25,
         "bob": None,
         "root": 1.0,

@@ -84,7 +84,6 @@ class EngineClient:
         self.lost = asyncio.Event()
         self.restart_seconds = 0.0
         self.num_restarts = 0
-        self.num_bad_frames = 0
         self.num_submitted = 0
         self.rest = Rest.AWAKE
         self._run = context
@@ -302,7 +301,6 @@ class EngineClient:
 
     def _on_unreadable(self, reason: str) -> None:
         """End all open requests: the frame may hold tokens of any of them, whose text would have a hole."""
-        self.num_bad_frames += 1
         log.error("engine_frame_unreadable", error=reason)
         self.fail_all("a message of the engine could not be read")
 
