@@ -1,4 +1,4 @@
-"""`python -m benchmarks.preemption`: what it costs to run requests in KV memory that does not hold them all.
+"""`python -m benchmarks.preemption`: the costs of running requests in KV memory that does not hold them all.
 
 Requests with prompts of their own run with room for all of them, then in smaller pools, where some are preempted and
 computed again, then with room once more. Their tokens must be the same. Some steps no scheduler can save: a request

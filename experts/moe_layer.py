@@ -24,7 +24,7 @@ LocalExperts = Callable[[Tensor, Tensor, Tensor, Experts, Activation], Tensor]
 
 
 class LoadingDispatch(ABC):
-    """A `Dispatch` to local experts, some of which may have to be loaded first."""
+    """A `Dispatch` to local experts. It may have to load some of them first."""
 
     @abstractmethod
     def partial(

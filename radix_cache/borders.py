@@ -1,4 +1,4 @@
-"""The boundaries up to which prefixes serve: any block's, or those with a complete window and a snapshot."""
+"""The boundaries up to which prefixes serve: any block's, or a block's with a complete window and a snapshot."""
 
 from __future__ import annotations
 

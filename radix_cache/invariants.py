@@ -45,17 +45,17 @@ def check_snapshots(tree: RadixTree, leases: Iterable[Lease]) -> None:
     tree.snapshots.check(found)
 
 
-def check_tree(tree: RadixTree, leases: Iterable[Lease], block_size: int) -> array[int]:
+def check_tree(tree: RadixTree, leases: Iterable[Lease]) -> array[int]:
     """Return the ids of all blocks in the tree. Raise InvariantError at the first contradiction."""
     num_refs: dict[int, int] = {}
     for lease in leases:
         num_refs[lease.node.serial] = num_refs.get(lease.node.serial, 0) + 1
-        _check_lease(tree, lease, block_size)
+        _check_lease(tree, lease)
     nodes = [node for root in tree.roots.values() for node in _descendants(root)]
     blocks: array[int] = array("i")
     num_pinned = 0
     for node in nodes:
-        _check_node(node, 4 * block_size)
+        _check_node(node, 4 * tree.block_size)
         require(node.refs == num_refs.pop(node.serial, 0), f"node {node.serial}: refs differ from the leases")
         blocks.extend(node.blocks)
         num_pinned += len(node.blocks) if node.pins else 0
@@ -137,7 +137,7 @@ def _check_ledger(tree: RadixTree, nodes: list[Node]) -> None:
     require((ledger.num_retentions, ledger.num_pins) == (len(retentions), pins), "retentions or pins are miscounted")
 
 
-def _check_lease(tree: RadixTree, lease: Lease, block_size: int) -> None:
+def _check_lease(tree: RadixTree, lease: Lease) -> None:
     runs: list[array[int]] = []
     node: Node | None = lease.node
     top = lease.node
@@ -147,5 +147,5 @@ def _check_lease(tree: RadixTree, lease: Lease, block_size: int) -> None:
     require(top in (tree.roots.get(lease.namespace), tree.roots.get(PUBLIC)), "a lease refers to another namespace")
     require(lease.node.namespace in (PUBLIC, lease.namespace), "a lease ends in another namespace")
     path = [block for run in reversed(runs) for block in run]
-    require(len(path) * block_size == lease.num_published_tokens, "a lease does not end where its node ends")
+    require(len(path) * tree.block_size == lease.num_published_tokens, "a lease does not end where its node ends")
     require(path == list(lease.block_ids[: len(path)]), "a lease and the tree disagree about its blocks")

@@ -57,9 +57,7 @@ class Listing:
 _Place = tuple[int, float, int, int, Node]
 
 
-def list_prefixes(
-    tree: RadixTree, block_size: int, namespaces: Collection[str] | None, limit: int
-) -> Generator[None, None, Listing]:
+def list_prefixes(tree: RadixTree, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
     """Return the prefixes of namespaces (None: of all) with the most tokens saved, the most recently used among equals.
 
     At most `MAX_VISITED_NODES` runs are visited, the newest first. It is a generator, so that the tree can be used
@@ -73,7 +71,7 @@ def list_prefixes(
     depths: dict[Node, int] = {}
     for number, (_, used_at, _, _, node) in enumerate(places):
         if node.parent is not None:
-            prefixes.append(_prefix(tree, node, _depth(node, depths), block_size, used_at))
+            prefixes.append(_prefix(tree, node, _depth(node, depths), used_at))
         if number % _LISTED_AT_ONCE == _LISTED_AT_ONCE - 1:
             yield
     return Listing(prefixes, len(visited), complete)
@@ -149,15 +147,15 @@ def _depth(node: Node, depths: dict[Node, int]) -> int:
     return depth
 
 
-def _prefix(tree: RadixTree, node: Node, depth: int, block_size: int, used_at: float) -> CachedPrefix:
+def _prefix(tree: RadixTree, node: Node, depth: int, used_at: float) -> CachedPrefix:
     retention, parent = node.retention, node.parent
     has_deadline = retention is not None and retention.until > 0
     return CachedPrefix(
         serial=node.serial,
         parent=None if parent is None or parent.parent is None else parent.serial,
         namespace=node.namespace,
-        num_prefix_tokens=depth * block_size,
-        num_tokens=len(node.blocks) * block_size,
+        num_prefix_tokens=depth * tree.block_size,
+        num_tokens=len(node.blocks) * tree.block_size,
         num_blocks=len(node.blocks),
         hits=node.hits,
         tokens_saved=node.saved_tokens,

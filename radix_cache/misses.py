@@ -70,7 +70,6 @@ def explain_miss(
     tree: RadixTree,
     lease: Lease,
     tokens: array[int],
-    block_size: int,
     lacking: MissReason = MissReason.NO_STATE,
     *,
     tells_salts: bool = False,
@@ -79,7 +78,7 @@ def explain_miss(
 
     lacking: the reason if the KV continues and something else is missing. tells_salts: whether OTHER_SALT may be it.
     """
-    matched = lease.num_published_tokens
+    matched, block_size = lease.num_published_tokens, tree.block_size
     if not lease.use_cache:
         return Miss(MissReason.BYPASSED, 0, 0)
     if lease.num_known_tokens > matched:

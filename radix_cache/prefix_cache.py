@@ -115,7 +115,6 @@ class PrefixCache:
             self._windows,
             self._borders,
             num_blocks=num_blocks,
-            block_size=block_size,
             retention_share=retention_share,
             pin_share=pin_share,
         )
@@ -126,9 +125,7 @@ class PrefixCache:
         self._copies = BlockCopies()
         self._disk: TreeOnDisk | None = None
         if stored is not None and caching:
-            self._disk = TreeOnDisk(
-                stored, self._copies, self._tree, block_size, self._windows, has_states=self._stateful
-            )
+            self._disk = TreeOnDisk(stored, self._copies, self._tree, self._windows, has_states=self._stateful)
 
     @property
     def num_free(self) -> int:
@@ -539,7 +536,7 @@ class PrefixCache:
         """Note that the cached prefix of `tokens` is next used in about `after_s` seconds.
 
         Until then it goes like prefixes that were last used as long ago. For `ttl` seconds, if it is not 0, it is
-        retained as by `retain`. Return the retention, for `end_retention`; None if there is none, or one before.
+        retained as by `retain`. Return the retention, for `Retentions.end`; None if there is none, or one before.
         """
         lease, before = self.match(tokens, namespace), len(self._tree.ledger.account(account_of(namespace)).retentions)
         if ttl > 0:
@@ -549,11 +546,6 @@ class PrefixCache:
         self._tree.demote(node, after_s)
         is_new = len(self._tree.ledger.account(account_of(namespace)).retentions) > before
         return node.retention if is_new else None
-
-    def end_retention(self, retention: Retention, ttl: float) -> None:
-        """End a retention of `expect_back` for `ttl` seconds, unless it has ended or a client has a part in it."""
-        if retention.node is not None and not retention.is_pinned and retention.ttl == ttl:
-            self._tree.end_retention(retention)
 
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
@@ -588,7 +580,7 @@ class PrefixCache:
 
     def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
         """Make a list of the cached prefixes of namespaces, or of all. See `list_prefixes`."""
-        return list_prefixes(self._tree, self.block_size, namespaces, limit)
+        return list_prefixes(self._tree, namespaces, limit)
 
     def take_facts(self) -> list[Fact]:
         """Return the publications and evictions since the last call, in order; none without `tells_facts`."""
@@ -617,7 +609,7 @@ class PrefixCache:
         self._check(lease)
         self._tree.evictions.begin(account_of(lease.namespace))
         lacking = MissReason.NO_STATE if self._stateful else MissReason.NO_WINDOW
-        return explain_miss(self._tree, lease, tokens, self.block_size, lacking, tells_salts=tells_salts)
+        return explain_miss(self._tree, lease, tokens, lacking, tells_salts=tells_salts)
 
     def _check(self, lease: Lease) -> None:
         if lease.owner is not self:
@@ -649,7 +641,7 @@ class PrefixCache:
         """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
         self.check_counts()
         self._allocator.check_invariants()
-        in_tree = check_tree(self._tree, self._leases.values(), self.block_size)
+        in_tree = check_tree(self._tree, self._leases.values())
         places: dict[str, Collection[int]] = {"in the tree": in_tree}
         num_private = 0
         for lease in self._leases.values():

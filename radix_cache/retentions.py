@@ -6,7 +6,7 @@ from array import array
 
 from radix_cache.borders import Borders
 from radix_cache.errors import BudgetError
-from radix_cache.nodes import Lease
+from radix_cache.nodes import Lease, Retention
 from radix_cache.retention import account_of, num_unpinned_blocks
 from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import RETAINED, WindowBlocks
@@ -16,7 +16,6 @@ class Retentions:
     """Retains and pins cached prefixes. Shares are of all blocks of the cache; see `PrefixCache`."""
 
     __slots__ = (
-        "_block_size",
         "_borders",
         "_granted",
         "_num_blocks",
@@ -33,7 +32,6 @@ class Retentions:
         borders: Borders,
         *,
         num_blocks: int,
-        block_size: int,
         retention_share: float,
         pin_share: float,
     ) -> None:
@@ -42,7 +40,6 @@ class Retentions:
         self._windows = windows
         self._borders = borders
         self._num_blocks = num_blocks
-        self._block_size = block_size
         self._retention_share = retention_share
         self._pin_share = pin_share
         # The accounts with a share of their own for pins. All others have a part in the cache's.
@@ -73,8 +70,8 @@ class Retentions:
 
     def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None) -> None:
         """Retain a part of a lease's published tokens. See `PrefixCache.retain`."""
-        num_published = lease.num_published_tokens // self._block_size
-        wanted = min(num_tokens // self._block_size, num_published)
+        num_published = lease.num_published_tokens // self._tree.block_size
+        wanted = min(num_tokens // self._tree.block_size, num_published)
         if wanted > 0 and ttl > 0:
             node = self._tree.node_at(lease.node, num_published, wanted)
             if node.namespace == lease.namespace:
@@ -92,7 +89,7 @@ class Retentions:
         nothing changed, if the account's pins would exceed its budget; its other retentions give way. share: as in
         `PrefixCache.retain`. pin_share: granted to the account for its pins; None for its part in the cache's.
         """
-        tree, size = self._tree, self._block_size
+        tree, size = self._tree, self._tree.block_size
         wanted = len(tokens) // size
         data = tokens[: wanted * size].tobytes()
         depth = tree.depth(namespace, data) if self._windows is None else self._borders.depth(namespace, data)
@@ -118,10 +115,15 @@ class Retentions:
             self._windows.retain(tree.path(node))
         return wanted * size
 
+    def end(self, retention: Retention, ttl: float) -> None:
+        """End a retention of `expect_back` for `ttl` seconds, unless it has ended or a client has a part in it."""
+        if retention.node is not None and not retention.is_pinned and retention.ttl == ttl:
+            self._tree.end_retention(retention)
+
     def unpin(self, tokens: array[int], namespace: str = "") -> bool:
         """End the pin of the whole blocks of `tokens`. Return False if there is none."""
-        num_blocks = len(tokens) // self._block_size
-        data = tokens[: num_blocks * self._block_size].tobytes()
+        num_blocks = len(tokens) // self._tree.block_size
+        data = tokens[: num_blocks * self._tree.block_size].tobytes()
         node, depth, num_cached = self._tree.locate(namespace, data)
         is_end = node is not None and depth == num_cached == num_blocks
         if node is None or not is_end or node.namespace != namespace:

@@ -50,6 +50,7 @@ class RadixTree:
         "_clock",
         "_serial",
         "_times",
+        "block_size",
         "branches",
         "evictions",
         "facts",
@@ -71,6 +72,7 @@ class RadixTree:
         facts: list[Fact] | None = None,
     ) -> None:
         """max_recorded_evictions: blocks, of all accounts together."""
+        self.block_size = block_size
         self._block_bytes = 4 * block_size
         self._clock = 0
         # (time, the last stamp at that time)

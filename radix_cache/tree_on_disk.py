@@ -29,7 +29,6 @@ class TreeOnDisk:
         stored: StoredBlocks,
         copies: BlockCopies,
         tree: RadixTree,
-        block_size: int,
         windows: WindowBlocks | None,
         *,
         has_states: bool,
@@ -39,7 +38,7 @@ class TreeOnDisk:
         self.borders = BorderCopies(windows, tree.snapshots)
         self._copies = copies
         self._tree = tree
-        self._size = block_size
+        self._size = tree.block_size
         self._windows = windows
         # Of the files beside a KV block's.
         self._kinds = (*((Kind.WINDOW,) if windows is not None else ()), *((Kind.STATE,) if has_states else ()))

@@ -22,7 +22,7 @@ _BASELINE = "one row per (token, expert), as DeepSpeed's AutoEP"
 # Counts go as one int64 per rank, and the tensor has one for the sending rank too.
 _SELF_BYTES = 8
 _WITNESS = "the logger's sizes hold the 8 bytes of a rank's count for itself; without them they are ours"
-# The sizes of the timed layer are those of the demo.
+# The timed layer has the demo's sizes.
 _TIMED_EXPERTS, _TIMED_HIDDEN, _TIMED_TOP_K = 8, 576, 2
 
 

@@ -34,7 +34,7 @@ class Chunks:
         self._rope_switch = rope_switch
 
     def plan_beams(self, leader: Request, draft: PlanDraft) -> list[Request]:
-        """Plan the beams that lack one token. Return those that lack more, having lost their memory."""
+        """Plan the beams that lack one token. Return the beams that lack more: they have lost their memory."""
         lacking = []
         for beam in leader.beams:
             self._beams.attach(beam)

@@ -17,7 +17,7 @@ _POSITIONS = 131072.0
 _RATE = 0.2
 # A delayed step (by the machine, a first compilation) counts as at most this many times the expected seconds.
 _MOST_TIMES_EXPECTED = 4.0
-# From so many observed steps on.
+# The number of observed steps from which on the model is trusted.
 _TRUSTED_FROM = 6
 
 

@@ -99,7 +99,7 @@ class KvOffers:
         return self._hold(self._office.issue(prompt, num_blocks, is_early=True), offer)
 
     def grow(self, now: float) -> None:
-        """Hold what was computed since the last call of the prompts with early tickets."""
+        """Extend the leases of prompts with early tickets by the tokens computed since the last call."""
         for ticket_id in [one for one, offer in self._offers.items() if offer.request is not None]:
             self._grow(ticket_id, now)
         self._keep_bound()

@@ -133,7 +133,7 @@ class ToolWaits:
         """Note that a request has ended. is_whole: its answer, which may have called tools."""
         wait = self._returned.pop(request.request_id, None)
         if wait is not None and wait.retention is not None:
-            self._caches[wait.rank].end_retention(wait.retention, wait.ttl)
+            self._caches[wait.rank].retentions.end(wait.retention, wait.ttl)
         if is_whole and request.session is not None:
             self._ended[request.request_id] = request
             if len(self._ended) > _MOST_ENDED:
@@ -220,7 +220,7 @@ class ToolWaits:
             other = next((one for one in others if one.retention is not None), None)
             if other is None or other.retention is None:
                 return False
-            cache.end_retention(other.retention, other.ttl)
+            cache.retentions.end(other.retention, other.ttl)
             other.retention = other.kept_until = None
 
     def _retain(self, wait: Wait, now: float, expected_s: float, seconds: float) -> None:

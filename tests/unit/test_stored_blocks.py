@@ -444,7 +444,7 @@ class History:
                     if retention is not None:
                         kept.append((retention, ttl))
                 case 8 if kept:
-                    life.cache.end_retention(*kept.pop(choices.randrange(len(kept))))
+                    life.cache.retentions.end(*kept.pop(choices.randrange(len(kept))))
                 case 9:
                     now += choices.choice([0.5, 3.0, 90.0])
                     life.scheduler.tell_time(now)
