@@ -1,8 +1,10 @@
 """`python -m benchmarks.drafts`: what draft tokens gain on this machine's CPU, by kind of text and number of streams.
 
 A model generates the same texts without drafts, with all drafts (`suffix`) and with drafts that are likely to pay
-(`auto`); the methods take turns at going first. One scheduler per method serves all texts, so `auto` learns as it does
-in a service. Prompts are computed before the clock runs. The tokens must be the same with every method.
+(`auto`), or with other methods; the methods take turns at going first. One scheduler per method serves all texts, so
+`auto` learns as it does in a service. Prompts are computed before the clock runs. The tokens must be the same with all
+methods. Of a random model, only kinds that do not depend on what a model has learnt mean something: an agent's second
+run and predicted edits. Texts for a GGUF file are encoded by the demo's tokenizer.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from benchmarks.constrained import SCHEMA
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import build_scheduler, load_rank
 from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.rank import Rank
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.grammars.masks import GrammarMasks
@@ -30,8 +33,9 @@ from moeserve.model.demo import ensure_demo
 from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import LocalExecutor, Steps
+from moeserve.settings.drafts import parse_speculative
 
-METHODS = ("none", "suffix", "auto")
+NONE = "none"
 ROOT = Path(__file__).parent.parent
 # Files of the repository whose text is edited, a stream each, over and over.
 _EDITED = sorted(Path(ROOT / "radix_cache").glob("*.py"))
@@ -106,6 +110,7 @@ def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
         "code edit": Kind(code_edit, greedy),
         "JSON echo": Kind(json_echo, greedy),
         "predicted edit": Kind(noise, greedy, is_predicted=True),
+        "agent's first run": Kind(lambda n: f"{_TRACE[n % 4]}\nStep {n}:", greedy),
         "agent's second run": Kind(lambda n: f"{_TRACE[n % 4]}\nStep {n}:", greedy, is_second_run=True),
         "forced JSON": Kind(lambda n: f"List the staff of hospital {n} as JSON.", forced),
         "unguessable": Kind(noise, random),
@@ -170,22 +175,27 @@ class Measured:
 
 
 class Bench:
-    """One model, and a service per method."""
+    """One model, with its MTP layer a second time where a method needs that, and a service per method."""
 
-    def __init__(self, folder: Path, most_streams: int) -> None:
-        self._tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        configs = {method: ServeConfig(max_num_seqs=2 * most_streams, speculative_config=method) for method in METHODS}
-        config = configs["none"]
-        rank = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
-        self.eos = tuple(rank.model.eos_token_ids)
-        executor = LocalExecutor(rank.runner)
+    def __init__(self, folder: Path, most_streams: int, methods: Sequence[str]) -> None:
+        self.methods = methods
+        tokenizer = (folder if folder.is_dir() else ensure_demo()) / "tokenizer.json"
+        self._tokenizer = Tokenizer.from_file(str(tokenizer))
+        ranks = dict[bool, Rank]()
         self._services, self._masks = {}, list[GrammarMasks]()
-        for method in METHODS:
-            scheduler, _ = build_scheduler(configs[method], rank.model.kv, rope_switch=rank.model.rope_switch)
-            most = scheduler.most_forced_drafts
-            masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self.eos, most_drafts=most)
+        for method in methods:
+            config = ServeConfig(max_num_seqs=2 * most_streams, speculative_config=method)
+            predicts = parse_speculative(method).method == "mtp"
+            if predicts not in ranks:
+                ranks[predicts] = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
+            rank = ranks[predicts]
+            scheduler, _ = build_scheduler(config, rank.model.kv, rope_switch=rank.model.rope_switch)
+            most, eos = scheduler.most_forced_drafts, tuple(rank.model.eos_token_ids)
+            masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=most)
             self._masks.append(masks)
-            self._services[method] = Service(scheduler, Steps(scheduler, executor, rank.depth, masks=masks))
+            steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth, masks=masks)
+            self._services[method] = Service(scheduler, steps)
+        self.eos = eos
 
     def close(self) -> None:
         for masks in self._masks:
@@ -197,10 +207,10 @@ class Bench:
         answers, predicted = [], None
         if kind.is_predicted:
             draw = Random(first)
-            before = self._services["none"].serve(prompts, kind.sampling, f"{namespace} before")
+            before = self._services[NONE].serve(prompts, kind.sampling, f"{namespace} before")
             predicted = [edited(answer, draw) for answer in before]
-        for turn in range(len(METHODS)):
-            method = METHODS[(first + turn) % len(METHODS)]
+        for turn in range(len(self.methods)):
+            method = self.methods[(first + turn) % len(self.methods)]
             service, measured = self._services[method], found[method]
             num_before = kind.sampling.max_tokens if kind.is_second_run else 1
             service.serve(prompts, replace(kind.sampling, max_tokens=num_before), namespace)
@@ -220,18 +230,27 @@ class Bench:
 @click.option("--streams", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="To generate in each stream.")
 @click.option("--text", "texts", multiple=True, help="A kind of text; all of them unless given.")
-@click.option("--model", type=click.Path(path_type=Path), help="A folder; the demo unless given.")
+@click.option("--model", type=click.Path(path_type=Path), help="A folder or GGUF file; the demo unless given.")
+@click.option("--method", "others", multiple=True, default=("suffix", "auto"), show_default=True, help="Beside none.")
 @click.option("--seconds", type=click.IntRange(1), default=360, show_default=True, help="No round begins after these.")
-def main(streams: tuple[int, ...], tokens: int, texts: tuple[str, ...], model: Path | None, seconds: int) -> None:
+def main(
+    streams: tuple[int, ...],
+    tokens: int,
+    texts: tuple[str, ...],
+    model: Path | None,
+    others: tuple[str, ...],
+    seconds: int,
+) -> None:
     """Print the tokens per second with drafts over the tokens per second without, and the share of right drafts."""
-    bench = Bench(model or ensure_demo(), max(streams))
+    methods = (NONE, *others)
+    bench = Bench(model or ensure_demo(), max(streams), methods)
     table = kinds(tokens, bench.eos)
     if missing := set(texts) - set(table):
         raise click.BadParameter(f"{', '.join(sorted(missing))}: the kinds are {', '.join(table)}")
     first, table = table["code edit"], {name: kind for name, kind in table.items() if not texts or name in texts}
-    found = {(name, count): {method: Measured() for method in METHODS} for name in table for count in streams}
+    found = {(name, count): {method: Measured() for method in methods} for name in table for count in streams}
     # The first round only lets caches, kernels and rates of the methods become warm.
-    bench.run(first, max(streams), "warm", 0, {method: Measured() for method in METHODS})
+    bench.run(first, max(streams), "warm", 0, {method: Measured() for method in methods})
     began, longest, number = time.monotonic(), 0.0, 0
     while not number or time.monotonic() - began + longest < seconds:
         round_began = time.monotonic()
@@ -241,11 +260,12 @@ def main(streams: tuple[int, ...], tokens: int, texts: tuple[str, ...], model: P
         click.echo(f"round {number}: {time.monotonic() - round_began:.0f} s", err=True)
     bench.close()
     click.echo(f"Medians of {number} rounds, {tokens} tokens in each stream.\n")
-    click.echo("| text | streams | tokens/s without | suffix | right | auto | right |\n|---|---|---|---|---|---|---|")
+    click.echo("| text | streams | tokens/s without | " + " | ".join(f"{method} | right" for method in others) + " |")
+    click.echo("|---" * (3 + 2 * len(others)) + "|")
     for (name, count), measured in found.items():
-        base = measured["none"].paces
+        base = measured[NONE].paces
         cells = [name, str(count), f"{statistics.median(base):.1f}"]
-        for method in METHODS[1:]:
+        for method in others:
             ratios = [pace / plain for pace, plain in zip(measured[method].paces, base, strict=True)]
             cells += [f"x{statistics.median(ratios):.2f}", measured[method].acceptance]
         click.echo("| " + " | ".join(cells) + " |")

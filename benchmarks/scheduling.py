@@ -10,22 +10,38 @@ from __future__ import annotations
 import time
 from array import array
 from collections import deque
+from random import Random
 from statistics import median
 
 from moeserve.engine.ranks.plan_link import PlanSender
-from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult
+from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepPlan, StepResult
+from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.scheduler import Scheduler
+from moeserve.settings.drafts import SpeculativeConfig
 from radix_cache import PrefixCache
 
 _NUM_STEPS = 14
+_NUM_FIRST_STEPS = 16  # that compute prompts of several ranks, too
+_ROW_SECONDS = 0.0025
 _NUM_ADDED = 200  # The last additions, whose median is reported.
 
 
-def _results(plans: list[StepPlan]) -> list[StepResult]:
+def _results(plans: list[StepPlan], draw: Random | None = None) -> list[StepResult]:
+    """Return results with token 7 for all, or with drawn tokens."""
     return [
-        StepResult(plan.step, [ChunkResult(7 if chunk.sampling else None) for chunk in plan.chunks]) for plan in plans
+        StepResult(plan.step, [_result(chunk, 7 if draw is None else draw.randrange(50_000)) for chunk in plan.chunks])
+        for plan in plans
     ]
+
+
+def _result(chunk: Chunk, token_id: int) -> ChunkResult:
+    num_right = next((i for i, token in enumerate(_drafts(chunk)) if token != token_id), chunk.num_drafts)
+    return ChunkResult(token_id if chunk.sampling else None, further=((token_id, None),) * num_right)
+
+
+def _drafts(chunk: Chunk) -> array[int]:
+    return chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :]
 
 
 def planning_ms(num_running: int, *, run_ahead: bool) -> float:
@@ -54,30 +70,38 @@ def planning_ms(num_running: int, *, run_ahead: bool) -> float:
     return 1000 * median(seconds[4:])
 
 
-def ranked_ms(num_ranks: int, num_running: int) -> tuple[float, float]:
-    """Return the milliseconds of planning a step of this number of decodes on each rank, and of encoding the plans."""
+def ranked_ms(num_ranks: int, num_running: int, text: str | None = None) -> list[float]:
+    """Return the milliseconds of planning a step of this number of decodes on each rank, of encoding and committing it.
+
+    text: None without drafts; else whether tokens `repeat` themselves or are `random`. A row costs in full: drafts do
+    not pay, once that has been found out.
+    """
     scheduler = Scheduler(
         [PrefixCache(20 * num_running, 16) for _ in range(num_ranks)],
         max_num_seqs=num_ranks * num_running,
-        max_num_batched_tokens=max(4096, num_running),
+        max_num_batched_tokens=num_ranks * num_running,
         max_num_queued_reqs=num_ranks * num_running,
         max_model_len=256,
+        drafting=None if text is None else Drafting(SpeculativeConfig("auto")),
     )
     for number in range(num_ranks * num_running):
-        prompt = array("i", [number + 1, number + 2, number + 3, number + 5] * 4)
+        prompt = array("i", [number + 1, number + 2])
         scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=200, temperature=0.0)))
-    senders, planning, encoding = [PlanSender() for _ in range(num_ranks)], [], []
-    for _ in range(_NUM_STEPS):
-        started = time.process_time()
+    senders, seconds, draw = [PlanSender() for _ in range(num_ranks)], list[list[float]](), Random(0)
+    for _ in range(_NUM_FIRST_STEPS + _NUM_STEPS):
+        times = [time.process_time()]
         plans = scheduler.schedule()
-        planned = time.process_time()
+        times.append(time.process_time())
         assert plans is not None
         for sender, plan in zip(senders, plans, strict=True):
             sender.encode(plan)
-        planning.append(planned - started)
-        encoding.append(time.process_time() - planned)
-        scheduler.commit(plans, _results(plans))
-    return 1000 * median(planning[4:]), 1000 * median(encoding[4:])
+        times.append(time.process_time())
+        results = _results(plans, draw if text == "random" else None)
+        begun = time.process_time()
+        scheduler.commit(plans, results)
+        seconds.append([times[1] - times[0], times[2] - times[1], time.process_time() - begun])
+        scheduler.count_step(_ROW_SECONDS * max(plan.num_tokens for plan in plans))
+    return [1000 * median(column) for column in zip(*seconds[_NUM_FIRST_STEPS:], strict=True)]
 
 
 def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
@@ -114,8 +138,10 @@ def main() -> None:
     for num_running in (64, 256, 1000):
         plain, ahead = (planning_ms(num_running, run_ahead=run_ahead) for run_ahead in (False, True))
         print(f"planning {num_running} decodes: {plain:.2f} ms, a step ahead {ahead:.2f} ms")
-    plan, encode = ranked_ms(8, 256)
-    print(f"8 ranks of 256 decodes: planning {plan:.2f} ms, encoding {encode:.2f} ms")
+    for text in (None, "repeat", "random"):
+        plan, encode, commit = ranked_ms(8, 256, text)
+        name = "without drafts" if text is None else f"with drafts, {text} tokens"
+        print(f"8 ranks of 256 decodes {name}: plan {plan:.2f} ms, encode {encode:.2f} ms, commit {commit:.2f} ms")
     for num_waiting in (256, 3000, 10_000):
         for num_shared in (0, 512):
             add, drop = adding_ms(num_waiting, num_shared)

@@ -228,7 +228,7 @@ class Request:
     offers_kv: bool = False
     ticket: KvTicket | None = None
     offered: KvTicket | None = None
-    _is_always_plain: bool = field(init=False)
+    is_always_plain: bool = field(init=False)
     mask: bytes | None = None
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: tuple[bytes, ...] = ()
@@ -250,7 +250,7 @@ class Request:
             self.token_ids = self.token_ids + earlier_output
             self.num_preemptions = 1
         sampling = self.sampling
-        self._is_always_plain = not (
+        self.is_always_plain = not (
             sampling.needs_history or sampling.min_tokens or sampling.prompt_logprobs is not None
         )
 
@@ -304,7 +304,7 @@ class Request:
     @property
     def is_plain(self) -> bool:
         """True if the request's next chunk needs nothing but its tokens, and its sampling nothing but the logits."""
-        if self._is_always_plain:
+        if self.is_always_plain:
             return True
         sampling = self.sampling
         is_banned = self.num_output_tokens < sampling.min_tokens

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from moeserve.plan import Request
 from moeserve.scheduling.beams import Beams
@@ -59,6 +59,28 @@ class Chunks:
         draft.add(request, count, state, memory.window_table(request), num_drafts)
         self._note_planned(request, count + num_drafts)
 
+    def plan_next(self, request: Request, draft: PlanDraft, num_drafts: Mapping[str, int]) -> bool:
+        """Plan the token that a request lacks if the request needs nothing else. Return whether it is planned.
+
+        So it is with most requests of a large step, which costs by their number. num_drafts: by request, where there
+        are any.
+        """
+        start = request.num_computed_tokens
+        if (
+            request.num_scheduled_tokens
+            or len(request.token_ids) - start != 1
+            or request.yields
+            or request.suspect_until
+            or not request.is_always_plain
+            or not self._memories[request.rank].holds_slot(request, start)
+            or draft.budgets[request.rank] <= 0
+            or request.request_id in num_drafts
+        ):
+            return False
+        draft.add_next(request, start)
+        self._tenants.charge(request, 1)
+        return True
+
     def plan(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
         """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.
 
@@ -68,11 +90,6 @@ class Chunks:
         """
         rank = request.rank
         memory = self._memories[rank]
-        if num_pending == 1 and draft.budgets[rank] > 0 and memory.has_room_for_next(request):
-            # As for most requests of a large step.
-            draft.add(request, 1, None, None)
-            self._note_planned(request, 1)
-            return
         limit = min(num_pending, draft.budgets[rank]) if num_pending == 1 else draft.claim(request, num_pending)
         if limit <= 0:
             return

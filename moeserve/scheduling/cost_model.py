@@ -12,9 +12,12 @@ from math import log2, sqrt
 
 # Knots of the curve: 1, 2, 4, ... rows.
 _NUM_KNOTS = 18
+_SLOPE = _NUM_KNOTS
 # The unit of attended positions: with it context and rows are learnt about equally fast.
 _POSITIONS = 131072.0
 _RATE = 0.2
+# A parameter of which more steps have told is taken to be known as well as after this number.
+_MOST_WEIGHT = 32.0
 # A delayed step (by the machine, a first compilation) counts as at most this many times the expected seconds.
 _MOST_TIMES_EXPECTED = 4.0
 # The number of observed steps from which on the model is trusted.
@@ -36,15 +39,17 @@ class StepSize:
 class CostModel:
     """Predicts the seconds of a step; `observe` follows measured ones by normalised least mean squares.
 
-    Between knots the curve is linear. Without measurements it follows the square root of the rows from the nearest
-    known knot: weights are read once for all rows, experts more often with more rows. Below the least known knot it
-    follows the known ones where these are flatter.
+    Between knots the curve is linear. A knot without measurements between two others lies on a power of the rows, and
+    outside of them on their square root: weights are read once for all rows, experts more often with more rows. Below
+    the least known knot it follows the known ones where these are flatter.
     """
 
     def __init__(self) -> None:
         self._knots: list[float | None] = [None] * _NUM_KNOTS
         self._per_positions = 0.0
         self._num_observed = 0
+        # How many steps have told of each knot, and of the slope.
+        self._weights = [0.0] * (_NUM_KNOTS + 1)
 
     def seconds(self, rows: int, attended: float) -> float:
         """Return the expected seconds of a step of `rows` tokens that attend to `attended` positions in total.
@@ -66,13 +71,17 @@ class CostModel:
         if self._knots[nearest] is None:
             apart = sqrt(2.0**nearest / rows)
             self._knots[nearest] = max(0.0, seconds - self._per_positions * attended / _POSITIONS) * apart
+            self._weights[nearest] += 1
             return
-        inputs = (1 - share, share, attended / _POSITIONS)
-        step = _RATE * (seconds - expected) / sum(value * value for value in inputs)
-        for index, value in ((low, inputs[0]), (low + 1, inputs[1])):
-            if value > 0:
-                self._knots[index] = max(0.0, self._knot(index) + step * value)
-        self._per_positions = max(0.0, self._per_positions + step * inputs[2])
+        inputs = ((low, 1 - share), (low + 1, share), (_SLOPE, attended / _POSITIONS))
+        # An error is that of parameters which few steps have told of, more than of the others.
+        gains = [value / min(1 + self._weights[index], _MOST_WEIGHT) for index, value in inputs]
+        step = _RATE * (seconds - expected) / sum(value * gain for (_, value), gain in zip(inputs, gains, strict=True))
+        for (index, value), gain in zip(inputs, gains, strict=True):
+            if index != _SLOPE and value > 0:
+                self._knots[index] = max(0.0, self._knot(index) + step * gain)
+            self._weights[index] += value
+        self._per_positions = max(0.0, self._per_positions + step * gains[2])
 
     def rows_within(self, seconds: float, most: int, step: StepSize, start: int = 0) -> int:
         """Return how many of the next `most` tokens of a prompt fit into a step that takes at most `seconds`.
@@ -87,16 +96,22 @@ class CostModel:
         known = self._knots[index]
         if known is not None:
             return known
-        others = [other for other, value in enumerate(self._knots) if value is not None]
-        if not others:
-            return 0.0
-        nearest = min(others, key=lambda other: (abs(other - index), other))
-        seconds, exponent = self._knots[nearest] or 0.0, 0.5
-        above = next((other for other in others if other > nearest), None)
-        if index < nearest and above is not None:
-            ratio = (self._knots[above] or 0.0) / max(seconds, 1e-9)
-            exponent = min(exponent, log2(max(1.0, ratio)) / (above - nearest))
-        return float(seconds * 2.0 ** (exponent * (index - nearest)))
+        below = next((other for other in range(index - 1, -1, -1) if self._knots[other] is not None), None)
+        above = next((other for other in range(index + 1, _NUM_KNOTS) if self._knots[other] is not None), None)
+        nearest, exponent = below, 0.5
+        if below is not None and above is not None:
+            exponent = self._exponent(below, above)
+        elif above is not None:
+            nearest = above
+            further = next((other for other in range(above + 1, _NUM_KNOTS) if self._knots[other] is not None), None)
+            if further is not None:
+                exponent = min(exponent, self._exponent(above, further))
+        return 0.0 if nearest is None else float((self._knots[nearest] or 0.0) * 2.0 ** (exponent * (index - nearest)))
+
+    def _exponent(self, low: int, high: int) -> float:
+        """Return the power of the rows that the seconds follow from one known knot to another."""
+        ratio = (self._knots[high] or 0.0) / max(self._knots[low] or 0.0, 1e-9)
+        return log2(max(1.0, ratio)) / (high - low)
 
 
 def _place(rows: int) -> tuple[int, float]:

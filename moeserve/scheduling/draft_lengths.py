@@ -7,8 +7,10 @@ the next token is known either way. So nothing is computed only to find out.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from heapq import heapify, heapreplace
+from itertools import count, takewhile
 
 # Guesses are counted by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -70,10 +72,12 @@ class Acceptance:
 
         chance: that of the guess before the first one. The list ends where it is less than LEAST_LIKELY.
         """
-        chances = list[float]()
+        chances, rate, last = list[float](), 1.0, -1
         for number in range(num_matched, num_matched + num_tokens):
-            expected = self._of_all.rate(source, number)
-            chance *= own.rate(source, number, expected, _WEIGHT_OF_SERVICE)
+            # Guesses of one class have one rate.
+            if last != (last := _match_class(number)):
+                rate = own.rate(source, number, self._of_all.rate(source, number), _WEIGHT_OF_SERVICE)
+            chance *= rate
             if chance < LEAST_LIKELY:
                 break
             chances.append(chance)
@@ -113,8 +117,18 @@ def best_lengths(
     return best
 
 
+def may_pay(num_rows: int, most: int, seconds: Callable[[int], float]) -> bool:
+    """Return whether a step could make more tokens per second with up to `most` drafts, were all of them right.
+
+    num_rows: at least one. seconds: as for `best_lengths`. Between powers of two it is linear, as that of a
+    `CostModel`, so the best number of rows is one of them or the last one.
+    """
+    base_s, last = seconds(num_rows), num_rows + most
+    if base_s <= 0:
+        return False
+    powers = takewhile(lambda rows: rows < last, (1 << exponent for exponent in count(num_rows.bit_length())))
+    return any(rows / max(seconds(rows), 1e-9) > _LEAST_GAIN * num_rows / base_s for rows in (*powers, last))
+
+
 def _match_class(num_matched: int) -> int:
-    for place, most in enumerate(_MATCHES):
-        if num_matched <= most:
-            return place
-    return len(_MATCHES)
+    return bisect_left(_MATCHES, num_matched)

@@ -67,14 +67,16 @@ class CachedText:
     """The cached text that continues a request's tokens, as an earlier request went on from here.
 
     All tokens of the request equal the cached text's. So the strength of a guess is the number of tokens in a row that
-    earlier guesses had right.
+    earlier guesses had right. Where the text ends, it is asked for again once the request has published another block.
     """
 
-    __slots__ = ("_last", "_num_followed")
+    __slots__ = ("_last", "_num_followed", "_num_published")
 
     def __init__(self) -> None:
         self._last: Guess | None = None
         self._num_followed = 0
+        # The number of tokens that the request had published when nothing continued them; -1 if something did.
+        self._num_published = -1
 
     def follow(self, new_tokens: Sequence[int]) -> None:
         """Receive the tokens that have followed the last guess."""
@@ -83,7 +85,12 @@ class CachedText:
 
     def guess(self, request: Request, memory: RequestMemory, most: int) -> Guess | None:
         """Return up to `most` tokens that are cached behind the request's tokens."""
+        assert request.lease is not None
+        num_published = request.lease.num_published_tokens
+        if num_published == self._num_published:
+            return None
         tokens = memory.continuation(request, most)
+        self._num_published = -1 if tokens else num_published
         self._last = Guess(CACHED_TEXT, self._num_followed, tokens) if tokens else None
         return self._last
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
-from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths
+from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths, may_pay
 from moeserve.scheduling.draft_sources import (
     FORCED,
     MTP,
@@ -55,12 +55,13 @@ class DraftCounters:
 class _Known:
     """The facts about one request that drafting keeps: its rates, its texts and its present guesses, the best first.
 
-    predicted: None where the client predicts no text.
+    predicted: None where the client predicts no text. num_read: the number of the request's tokens that they have seen.
 
     The last `num_forced` of its draft tokens are forced by its grammar, those before them are of the best guess.
     """
 
     rates: Rates
+    num_read: int
     own: OwnText = field(default_factory=OwnText)
     cached: CachedText = field(default_factory=CachedText)
     predicted: PredictedText | None = None
@@ -82,6 +83,8 @@ class Drafting:
         self._acceptance = Acceptance()
         self._cost = CostModel()
         self._allowance = 0
+        # By rank, whether the next step may have drafts.
+        self._pays = list[bool]()
         self.counters = DraftCounters()
 
     @property
@@ -94,9 +97,27 @@ class Drafting:
         """True if steps predict drafts by an MTP layer, which needs the token behind each chunk."""
         return self._config.num_predicted_tokens > 0
 
-    def begin_commit(self) -> None:
-        """Begin to receive the tokens of a step."""
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks on which the next step may have drafts."""
+        return [rank for rank, pays in enumerate(self._pays) if pays]
+
+    def begin_commit(self, draft: PlanDraft, budget: int) -> None:
+        """Begin to receive the tokens of a step. The number of its requests decides where the next one may draft.
+
+        On other ranks no text is read, which costs more than planning. budget: of a rank's step.
+        """
         self._allowance = _INDEXED_PER_STEP
+        self._pays = [
+            self._may_pay(len(plan.chunks), size, budget) for plan, size in zip(draft.plans, draft.sizes, strict=True)
+        ]
+
+    def _may_pay(self, num_requests: int, size: StepSize, budget: int) -> bool:
+        if self._config.method != "auto" or not num_requests:
+            return True
+        most = min(num_requests * self._config.num_speculative_tokens, _num_drafts(budget, num_requests))
+        attended = size.attended / max(1, size.rows)
+        return may_pay(num_requests, most, lambda rows: self._cost.seconds(rows, attended * rows))
 
     def read(
         self,
@@ -117,11 +138,18 @@ class Drafting:
         known = self._known.get(request.request_id)
         if known is None:
             text = PredictedText(request.predicted) if request.predicted else None
-            known = _Known(self._acceptance.of_request(), predicted=text)
+            known = _Known(self._acceptance.of_request(), request.num_prompt_tokens, predicted=text)
             self._known[request.request_id] = known
+        if not self._pays[request.rank] and not chunk.num_drafts:
+            known.num_forced, request.draft_masks = 0, ()
+            if request.draft_tokens:
+                request.draft_tokens = array("i")
+            return
         self._allowance -= known.own.extend(request.token_ids, self._allowance)
         if not new_tokens:
             return
+        # After steps that were not read these are the tokens of several.
+        new_tokens, known.num_read = request.token_ids[known.num_read :], len(request.token_ids)
         for guess in known.guesses:
             self._judge(known, guess, new_tokens)
             if guess.source == PREDICTED_TEXT and chunk.num_drafts:
@@ -130,8 +158,9 @@ class Drafting:
         known.cached.follow(new_tokens)
         if known.predicted is not None:
             known.predicted.follow(new_tokens, request.token_ids[-min(request.num_output_tokens, _TAIL) :])
-        guesses = self._guesses(request, known, memory, predicted)
-        known.guesses = sorted(guesses, key=lambda guess: self._worth(known, guess), reverse=True)
+        known.guesses = self._guesses(request, known, memory, predicted)
+        if len(known.guesses) > 1:
+            known.guesses.sort(key=lambda guess: self._worth(known, guess), reverse=True)
         known.num_forced, request.draft_masks = 0, ()
         request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
 
@@ -187,12 +216,14 @@ class Drafting:
         for request in requests:
             decodes[request.rank].append(request)
         for rank, own in enumerate(decodes):
+            guessed = [request for request in own if request.draft_tokens]
+            if not guessed:
+                continue
             rows = sum(map(_num_rows, own))
             size = StepSize(rows, float(sum(len(request.token_ids) * _num_rows(request) for request in own)))
-            # Half of the step's free rows are left to prompts.
-            most = max(0, draft.budgets[rank] - rows) // 2
-            lengths = self.lengths(own, room.of_rank(rank, own), size, most)
-            num_drafts |= {r.request_id: n for r, n in zip(own, lengths, strict=True) if n}
+            most = _num_drafts(draft.budgets[rank], rows)
+            lengths = self.lengths(guessed, room.of_rank(rank, guessed), size, most)
+            num_drafts |= {r.request_id: n for r, n in zip(guessed, lengths, strict=True) if n}
         return num_drafts
 
     def _judge(self, known: _Known, guess: Guess, new_tokens: Sequence[int]) -> None:
@@ -216,7 +247,7 @@ class Drafting:
         if config.method != "ngram":
             found.append(known.cached.guess(request, memory, most))
         found.append(Guess(MTP, 1, array("i", predicted)) if predicted else None)
-        kept = [replace(guess, tokens=self._until_stop(request, guess.tokens)) for guess in found if guess is not None]
+        kept = [self._until_stop(request, guess) for guess in found if guess is not None]
         return [guess for guess in kept if guess.tokens]
 
     def _worth(self, known: _Known, guess: Guess) -> float:
@@ -226,12 +257,13 @@ class Drafting:
     def _chances(self, known: _Known, guess: Guess, count: int) -> list[float]:
         return self._acceptance.chances(known.rates, guess.source, guess.num_matched, count)
 
-    def _until_stop(self, request: Request, guess: array[int]) -> array[int]:
+    def _until_stop(self, request: Request, guess: Guess) -> Guess:
         """Cut a guess before a token that ends the request: no row is needed after it."""
+        tokens = guess.tokens
         for stop in request.sampling.stop_token_ids:
-            if stop in guess:
-                guess = guess[: guess.index(stop)]
-        return guess
+            if stop in tokens:
+                tokens = tokens[: tokens.index(stop)]
+        return guess if tokens is guess.tokens else replace(guess, tokens=tokens)
 
 
 def _count_predicted(request: Request, guess: Guess, chunk: Chunk, num_accepted: int) -> None:
@@ -292,6 +324,11 @@ class DraftRoom:
 def _num_rows(request: Request) -> int:
     """Return how many tokens the request's next chunk has before its drafts."""
     return max(1, len(request.token_ids) - request.num_planned_tokens)
+
+
+def _num_drafts(budget: int, num_rows: int) -> int:
+    """Return the most drafts of a step with `num_rows` other rows: half of the free rows are left to prompts."""
+    return max(0, budget - num_rows) // 2
 
 
 def _within(wanted: list[int], most: int) -> list[int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
 
-from moeserve.plan import Request, Terms
+from moeserve.plan import DEFAULT_TERMS, Request, Terms
 from moeserve.scheduling.pacing import Backlog
 from moeserve.scheduling.token_sums import TokenSums
 
@@ -54,6 +54,9 @@ class Tenants:
         self._floor = 0.0
         # In the foreground, and in the background.
         self._num_waiting = [0, 0]
+        # The terms of the request that was asked for last, and its tenant.
+        self._latest_terms: Terms | None = None
+        self._latest = Tenant(DEFAULT_TERMS)
 
     @property
     def active(self) -> Sequence[Tenant]:
@@ -62,7 +65,11 @@ class Tenants:
 
     def of(self, request: Request) -> Tenant:
         """Return the tenant of a request that has entered."""
-        return self._tenants[request.terms.tenant, request.terms.background]
+        terms = request.terms
+        if terms is not self._latest_terms:
+            # Requests of one tenant often follow each other, and share their terms.
+            self._latest_terms, self._latest = terms, self._tenants[terms.tenant, terms.background]
+        return self._latest
 
     def enter(self, request: Request) -> None:
         """Count a new request. The terms of the newest request hold for its tenant.

@@ -30,6 +30,7 @@ class RequestMemory:
         self._states = states
         self._block_size = cache.block_size
         self._windows = cache.windows
+        self._needs_slots_alone = states is None and cache.windows is None
 
     def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
         """Count the blocks that the request could get now. See `grow` for `sparing`.
@@ -222,12 +223,10 @@ class RequestMemory:
         if self._states is not None:
             self._states.commit(request, chunk, keep=keep)
 
-    def has_room_for_next(self, request: Request) -> bool:
-        """Return whether the chunk of the request's next token needs nothing but a slot that the request holds."""
+    def holds_slot(self, request: Request, position: int) -> bool:
+        """Return whether the chunk of the token at `position` needs nothing but a slot that the request holds."""
         lease = request.lease
-        if lease is None or self._states is not None or self._windows is not None:
-            return False
-        return request.num_computed_tokens + request.num_scheduled_tokens < len(lease.block_ids) * self._block_size
+        return lease is not None and self._needs_slots_alone and position < len(lease.block_ids) * self._block_size
 
     def grow(self, request: Request, count: int, *, sparing: bool) -> Sequence[int] | None:
         """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short.

@@ -304,7 +304,7 @@ class Scheduler:
         num_drafts = self._num_drafts(draft)
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running.requests:
-            if not self._may_go_on(request):
+            if self._chunks.plan_next(request, draft, num_drafts) or not self._may_go_on(request):
                 continue
             num_pending = request.num_pending_tokens
             if request.beams and not num_pending:
@@ -355,7 +355,7 @@ class Scheduler:
         for rank, blocks in draft.duplicates:
             self._memories[rank].free(blocks)
         if self._drafting is not None:
-            self._drafting.begin_commit()
+            self._drafting.begin_commit(draft, self._max_num_batched_tokens)
         outputs: list[RequestOutput] = []
         for request in draft.requests:
             outputs += self._commit_chunk(request, *next(rows[request.rank]))
@@ -565,9 +565,10 @@ class Scheduler:
         A request whose token the previous plan will sample is among them if it should wait for that token, because its
         drafts can only follow it.
         """
-        if self._drafting is None:
+        running, ranks = self._running.requests, () if self._drafting is None else self._drafting.ranks
+        if self._drafting is None or not ranks or not any(request.draft_tokens for request in running):
             return {}
-        ready = (r for r in self._running.requests if r.beam_params is None and self._may_go_on(r))
+        ready = (r for r in running if r.rank in ranks and r.beam_params is None and self._may_go_on(r))
         decodes = [r for r in ready if 0 <= r.num_pending_tokens - r.num_lost_tokens <= 1]
         num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._running.num_taken))
         room = DraftRoom(self._memories, self.num_running, num_coming, self._rope_switch)

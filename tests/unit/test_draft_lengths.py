@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate
+from operator import mul
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moeserve.scheduling.draft_lengths import Acceptance, best_lengths
+from moeserve.scheduling.cost_model import CostModel
+from moeserve.scheduling.draft_lengths import Acceptance, best_lengths, may_pay
 from moeserve.scheduling.suffix_index import LEAST_MATCH, LONGEST_MATCH, SuffixIndex
 from moeserve.settings.drafts import SpeculativeConfig, parse_speculative
 
@@ -79,3 +82,30 @@ def test_the_setting_is_vllms_json_or_a_method() -> None:
     ]:
         with pytest.raises(ValueError, match=word):
             parse_speculative(text)
+
+
+@given(
+    st.lists(st.lists(st.floats(0.05, 1.0), max_size=8), min_size=1, max_size=12),
+    st.integers(0, 12),
+    st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 1.0)), max_size=6),
+)
+def test_where_no_drafts_can_pay_none_are_verified(
+    chances: list[list[float]], num_more: int, measured: list[tuple[int, float]]
+) -> None:
+    cost, num_rows = CostModel(), len(chances) + num_more
+    for rows, seconds in measured:
+        cost.observe(rows, 100.0 * rows, seconds)
+
+    def seconds_of(rows: int) -> float:
+        return cost.seconds(rows, 100.0 * rows)
+
+    falling = [list(accumulate(own, mul)) for own in chances]
+    most = sum(map(len, falling))
+    if any(best_lengths(falling, num_rows, most, seconds_of)):
+        assert may_pay(num_rows, most, seconds_of)
+
+
+def test_drafts_may_pay_where_further_rows_cost_less_and_not_where_costs_are_not_known() -> None:
+    assert may_pay(4, 16, lambda rows: 1.0 + 0.2 * rows)
+    assert not may_pay(200, 800, lambda rows: 1.0 + 0.2 * rows)
+    assert not may_pay(4, 16, lambda rows: 0.0)

@@ -41,8 +41,8 @@ class KnowingDrafting(Drafting):
             banned = sampling.stop_token_ids if is_banned else ()
             token = draw(tokens, sampling.seed, VOCAB_SIZE, banned)
             tokens.append(token if self._random.random() < self._share_right else (token + 1) % VOCAB_SIZE)
-        guess = self._until_stop(request, tokens[num_known:])
-        return [Guess("own", 9, guess)] if guess else []
+        guess = self._until_stop(request, Guess("own", 9, tokens[num_known:]))
+        return [guess] if guess.tokens else []
 
 
 @pytest.mark.parametrize("half", first(1, [0, 1]))
@@ -299,3 +299,32 @@ def test_right_tokens_of_a_prediction_take_fewer_steps_and_are_counted_with_wron
     assert judged["edited"][0] > 25
     assert judged["edited"][1] > 0
     assert judged["wrong"][0] < 10
+
+
+def test_no_text_is_read_while_no_drafts_can_pay_and_all_of_it_once_they_can() -> None:
+    scheduler = Scheduler(
+        [PrefixCache(64, 4)],
+        max_num_seqs=8,
+        max_num_batched_tokens=200,
+        max_num_queued_reqs=9,
+        max_model_len=64,
+        drafting=Drafting(SpeculativeConfig("auto", MOST_DRAFTS)),
+    )
+    predicted = array("i", range(100, 140))
+    for number in range(8):
+        sampling = SamplingParams(max_tokens=30 if number == 0 else 12)
+        scheduler.add(Request(f"{number}", array("i", [number, 2, 3]), sampling, predicted=predicted))
+    drafts = list[tuple[int, int]]()
+    while (plans := scheduler.schedule()) is not None:
+        chunks, results = plans[0].chunks, []
+        for chunk in chunks:
+            done = chunk.start + len(chunk.token_ids) - chunk.num_drafts - 3
+            token, *further = predicted[done : done + 1 + chunk.num_drafts]
+            results.append(ChunkResult(token, further=tuple((each, None) for each in further)))
+        drafts.append((len(chunks), sum(chunk.num_drafts for chunk in chunks)))
+        scheduler.commit(plans, [StepResult(plans[0].step, results)])
+        # The first eight rows of a step cost as much as one, each further row as much as these.
+        scheduler.count_step(float(max(1, plans[0].num_tokens - 7)))
+    # The first step with drafts finds out that they do not pay.
+    assert not any(number for streams, number in drafts[4:] if streams == 8)
+    assert max(number for streams, number in drafts if streams == 1) == MOST_DRAFTS

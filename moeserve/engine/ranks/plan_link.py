@@ -16,6 +16,7 @@ Pure: no sockets, no clock.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,11 +73,15 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
-    """`number` counts the plans of a sender. `forgotten`: the numbers of requests to forget before reading `chunks`."""
+    """`number` counts the plans of a sender. `forgotten`: the numbers of requests to forget before reading `chunks`.
+
+    Bytes among `chunks` are consecutive chunks of one token, for which nothing else has changed: each is three int32,
+    the request's number, the token and its position.
+    """
 
     number: int
     step: int
-    chunks: list[_WireChunk]
+    chunks: list[_WireChunk | bytes]
     forgotten: list[int] = []
     zeroed_blocks: bytes = b""
     zeroed_windows: bytes = b""
@@ -113,7 +118,7 @@ class PlanSender:
     def encode(self, plan: StepPlan) -> bytes:
         """Return the bytes of the next plan; later changes of its block tables do not affect them."""
         forgotten = self._forget()
-        chunks = [self._describe(chunk) for chunk in plan.chunks]
+        chunks = self._describe_all(plan.chunks)
         zeroed = plan.zeroed_blocks.tobytes(), plan.zeroed_windows.tobytes()
         copied = [plan.copied_blocks.tobytes(), plan.copied_windows.tobytes()] if plan.copied_blocks else []
         data = pack([self._num_plans, plan.step, chunks, forgotten, *zeroed, *copied])
@@ -127,6 +132,22 @@ class PlanSender:
         forgotten = [self._sent.pop(request_id).number for request_id in old]
         self._free += forgotten
         return forgotten
+
+    def _describe_all(self, chunks: Sequence[Chunk]) -> list[Any]:
+        described, run, sent_of = list[Any](), array("i"), self._sent.get
+        for chunk in chunks:
+            sent = sent_of(chunk.request_id)
+            if sent is not None and _is_next_token(chunk, sent):  # As most chunks of a large step are.
+                sent.named_at = self._num_plans
+                run.extend((sent.number, chunk.token_ids[0], chunk.start))
+                continue
+            if run:
+                described.append(run.tobytes())
+                run = array("i")
+            described.append(self._describe(chunk))
+        if run:
+            described.append(run.tobytes())
+        return described
 
     def _describe(self, chunk: Chunk) -> list[Any]:
         """Return the fields of a `_WireChunk`, and record the facts that the receiver then has."""
@@ -142,11 +163,6 @@ class PlanSender:
                 sampling = True
             sent.sampling = chunk.sampling
         before, sent.block_table = sent.block_table, chunk.block_table.tobytes()
-        if not is_new and _is_plain(chunk):  # As most chunks of a large step are.
-            first = [sent.number, chunk.token_ids.tobytes(), chunk.start, sampling]
-            if sent.block_table == before:
-                return first if sampling is not None else first[:3]
-            return [*first, _difference(before, sent.block_table)]
         state = chunk.state
         return _shortened(
             [
@@ -167,16 +183,19 @@ class PlanSender:
         )
 
 
-def _is_plain(chunk: Chunk) -> bool:
-    """Return True if the fields after the block table are at their defaults."""
+def _is_next_token(chunk: Chunk, sent: _Sent) -> bool:
+    """Return True if the receiver knows all of a chunk but its token and its position."""
     return (
-        chunk.drawn_by is None
+        chunk.sampling is sent.sampling is not None
         and chunk.extras is None
+        and chunk.drawn_by is None
         and chunk.state is None
         and chunk.window is None
+        and chunk.following is None
         and not chunk.first_angle
         and not chunk.num_drafts
-        and chunk.following is None
+        and len(chunk.token_ids) == 1
+        and chunk.block_table.tobytes() == sent.block_table
     )
 
 
@@ -279,17 +298,35 @@ class PlanReceiver:
             raise DecodeError(f"plan {wire.number} of the link came, but plan {expected} was expected")
         for number in wire.forgotten:
             self._received.pop(number, None)
-        chunks = [self._chunk(chunk) for chunk in wire.chunks]
+        chunks = list[Chunk]()
+        for one in wire.chunks:
+            if isinstance(one, bytes):
+                chunks += self._next_tokens(one)
+            else:
+                chunks.append(self._chunk(one))
         self._next = wire.number + 1
         blocks = wire.zeroed_blocks, wire.zeroed_windows, wire.copied_blocks, wire.copied_windows
         return StepPlan(wire.step, chunks, *map(unpack_token_ids, blocks))
 
+    def _next_tokens(self, data: bytes) -> Iterator[Chunk]:
+        values = unpack_token_ids(data)
+        if len(values) % 3:
+            raise DecodeError("a run of chunks is torn")
+        for place in range(0, len(values), 3):
+            known = self._known(values[place])
+            token = values[place + 1 : place + 2]
+            yield Chunk(known.request_id, token, values[place + 2], known.block_table, known.sampling)
+
+    def _known(self, number: int) -> _Received:
+        known = self._received.get(number)
+        if known is None:
+            raise DecodeError(f"request {number} of the link is not known")
+        return known
+
     def _chunk(self, wire: _WireChunk) -> Chunk:
         if wire.request_id is not None:
             self._received[wire.request] = _Received(wire.request_id)
-        known = self._received.get(wire.request)
-        if known is None:
-            raise DecodeError(f"request {wire.request} of the link is not known")
+        known = self._known(wire.request)
         if isinstance(wire.sampling, SamplingParams):
             known.sampling = wire.sampling
         # Another array unless it grows: a plan in flight may still name the former table.
