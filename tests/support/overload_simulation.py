@@ -194,6 +194,9 @@ class OverloadSimulation:
             self._tell()
             assert not self._open, "requests are open and nothing runs"
             self.now = max(self.now, self._events[0][0]) if self._events else self.now
+            # An idle engine turns several times a second.
+            scheduler.tell_time(self.now)
+            scheduler.schedule()
             return
         (plan,) = plans
         self.plans.append(plan)
