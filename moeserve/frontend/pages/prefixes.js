@@ -3,7 +3,6 @@
 import { count, el, find, milliseconds } from "./dom.js";
 
 const MAX_ROWS = 40;
-const MAX_INDENT = 8;
 
 /** Prefixes in the order of a tree, each with its depth; those whose parent is not told are at the top. */
 export function inTreeOrder(prefixes) {
@@ -50,7 +49,7 @@ export class PrefixPanel {
     const text = prefix.preview;
     const shown = el("span", { class: "text", title: text }, text.replace(/\s+/g, " ").trim() || "(spaces)");
     const begins = el("div", { class: "begins" }, shown, tags(prefix));
-    begins.style.paddingLeft = `${Math.min(depth, MAX_INDENT) * 1.1}rem`;
+    begins.style.setProperty("--depth", depth);
     const bar = el("span", { class: "bar" }, el("span"));
     bar.firstChild.style.width = `${(100 * prefix.tokens_saved) / most}%`;
     const number = (value, ...more) => el("td", { class: "number" }, count(value), more);
