@@ -6,7 +6,7 @@ Torch-free: `read_index` lists the tensors of the files, `plan_weights` finds th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -99,13 +99,6 @@ class ExpertsPlan:
 class LayerPlan:
     tensors: Mapping[str, StoredTensor]
     experts: ExpertsPlan | None
-
-    @property
-    def stored(self) -> Iterator[StoredTensor]:
-        """All tensors of the layer."""
-        yield from self.tensors.values()
-        if self.experts is not None:
-            yield from (tensor for tensors in self.experts.tensors for tensor in tensors.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -101,15 +101,6 @@ class TensorReader:
             rows = read_packed(info.gguf, expert)
         self._advance(stored.num_bytes if expert is None else stored.num_bytes // stored.shape[0])
         return rows
-
-    def drop_pages(self, tensors: Iterable[StoredTensor]) -> None:
-        """Drop tensors of GGUF files, all of which were read, from the page cache."""
-        for stored in tensors:
-            part = self._index[stored.name].gguf
-            if part is not None:
-                from moeserve.model.gguf.tensors import drop_pages  # As below.
-
-                drop_pages(part)
 
     def read_optional(self, tensors: Mapping[str, StoredTensor], key: str, dtype: torch.dtype) -> Tensor | None:
         """Return the tensor of a key, or None if the checkpoint has none."""

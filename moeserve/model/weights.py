@@ -17,7 +17,6 @@ from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear, side_by_side
 from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
 from kernels.weight_formats import Matrix, QuantizedRows, joined_rows
-from moeserve.device import available_bytes
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
     ExpertsPlan,
@@ -68,14 +67,7 @@ def load_decoder(
     with TensorReader(index, plan.num_bytes, progress=progress) as reader:
         loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding)
         embedding = loader.embedding(plan.outer["embedding"])
-        # Where file and weights do not fit together, read pages make room: the kernel finds room page by page, hardly
-        # ever a huge one, from which weights are read 1.7 times as fast.
-        makes_room = owned_experts is None and available_bytes() < 2 * plan.num_bytes
-        layers = []
-        for number, layer in enumerate(plan.layers):
-            layers.append(loader.layer(layer, number))
-            if makes_room:
-                reader.drop_pages(layer.stored)
+        layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return Decoder(
             spec,
             ops,

@@ -6,7 +6,6 @@ Matrices keep their blocks: rows are taken and ordered without unpacking them.
 from __future__ import annotations
 
 import mmap
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,16 +56,6 @@ def read_packed(part: GgufPart, expert: int | None = None) -> QuantizedRows:
     assert rows is not None, "parts of several kinds are read as numbers"
     order = _order(part)
     return rows if order is None else rows.rows(order)
-
-
-def drop_pages(part: GgufPart) -> None:
-    """Drop the pages of a tensor that was read from the page cache, unless they are mapped still."""
-    for source in part.sources:
-        try:
-            with source.file.open("rb", 0) as file:
-                os.posix_fadvise(file.fileno(), source.offset, source.num_bytes, os.POSIX_FADV_DONTNEED)
-        except OSError:
-            continue  # The pages stay.
 
 
 def _order(part: GgufPart) -> Tensor | None:
