@@ -35,7 +35,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
@@ -68,7 +68,12 @@ quick: lint
 	  $(RUN) -m pytest -m 'not slow and not long' tests/cpu/test_rank*.py $(GENERATION) & \
 	  $(RUN) -m pytest $(UNIT) -m 'not slow and not long' tests/unit tests/contracts; unit=$$?; wait $$! && exit $$unit )
 
-test: lint unit cpu kernels e2e
+# mypy computes where unit tests wait for processes.
+checks: venv
+	@$(MAKE) --no-print-directory lint & \
+	  $(MAKE) --no-print-directory unit; unit=$$?; wait $$! && exit $$unit
+
+test: checks cpu kernels e2e
 	@$(RUN) -m tests.support.checked_kernels --record
 
 lint: venv

@@ -15,6 +15,7 @@ from kernels.attention import paged_attention, paged_attention_reference
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.cpu.attention import AttentionTiles, torch_attention
 from kernels.rope_kv import write_kv
+from tests.support.parameters import pairs
 
 BLOCK_SIZE = 8
 Attend = Callable[..., Tensor]
@@ -68,15 +69,18 @@ def pools(kv_heads: int, dim: int, num_blocks: int = 64) -> tuple[Tensor, Tensor
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "dim"),
-    [(4, 4, 16), (9, 3, 64), (8, 1, 32), (16, 2, 128), (2, 1, 80), (5, 1, 24), (112, 1, 16)],
+    ("sizes", "window", "with_sinks", "body"),
+    pairs(
+        [(4, 4, 16), (9, 3, 64), (8, 1, 32), (16, 2, 128), (2, 1, 80), (5, 1, 24), (112, 1, 16)],
+        [None, 1, 5, 8, 19],
+        [False, True],
+        list(BODIES),
+    ),
 )
-@pytest.mark.parametrize("window", [None, 1, 5, 8, 19])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@every_body
 def test_chunks_of_all_kinds_attend_as_the_reference_does(
-    heads: int, kv_heads: int, dim: int, window: int | None, with_sinks: bool, body: Attend
+    sizes: tuple[int, int, int], window: int | None, with_sinks: bool, body: str
 ) -> None:
+    heads, kv_heads, dim = sizes
     keys, values = pools(kv_heads, dim)
     chunks = [
         ChunkSpan(1, 0, array("i", [3])),
@@ -89,7 +93,7 @@ def test_chunks_of_all_kinds_attend_as_the_reference_does(
     plan = AttentionPlan(chunks, BLOCK_SIZE)
     q = torch.randn(plan.num_rows, heads, dim)
     sinks = torch.randn(heads) if with_sinks else None
-    out = body(q, keys, values, plan, scale=dim**-0.5, window=window, sinks=sinks)
+    out = BODIES[body](q, keys, values, plan, scale=dim**-0.5, window=window, sinks=sinks)
     expected = reference(q, keys, values, plan, scale=dim**-0.5, window=window, sinks=sinks)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-5)
 
@@ -107,10 +111,8 @@ def test_long_contexts_match_the_reference(window: int | None, with_sinks: bool)
     torch.testing.assert_close(out, expected, atol=2e-6, rtol=2e-5)
 
 
-@pytest.mark.parametrize("group", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("with_sinks", [False, True])
-@every_body
-def test_a_row_has_the_same_bits_in_any_batch_chunking_and_place(group: int, with_sinks: bool, body: Attend) -> None:
+@pytest.mark.parametrize(("group", "with_sinks", "body"), pairs([1, 2, 3, 4, 8], [False, True], list(BODIES)))
+def test_a_row_has_the_same_bits_in_any_batch_chunking_and_place(group: int, with_sinks: bool, body: str) -> None:
     kv_heads, dim, length = 2, 64, 61
     keys, values = pools(kv_heads, dim)
     run = array("i", range(8, 16))
@@ -125,7 +127,8 @@ def test_a_row_has_the_same_bits_in_any_batch_chunking_and_place(group: int, wit
         others = [ChunkSpan(1, 30, array("i", [60, 61, 62, 63])), ChunkSpan(1, 40, blocks[:5] + array("i", [60]))]
         chunks = [ChunkSpan(last - first, first, blocks), *(others * beside)[:beside]]
         rows = torch.cat([q[first:last], torch.randn(beside, *q.shape[1:])])
-        return body(rows, keys, values, AttentionPlan(chunks, BLOCK_SIZE), scale=0.125, sinks=sinks)[: last - first]
+        plan = AttentionPlan(chunks, BLOCK_SIZE)
+        return BODIES[body](rows, keys, values, plan, scale=0.125, sinks=sinks)[: last - first]
 
     whole = attend(0, length, run)
     for first, last in [(0, 1), (0, 7), (3, 20), (20, 61), (59, 60), (60, 61)]:

@@ -426,6 +426,7 @@ def scores(folder: Path, texts: list[list[int]]) -> list[torch.Tensor]:
         return [model(torch.tensor([text])).logits[0] for text in texts]
 
 
+@pytest.mark.long
 def test_greedy_answers_equal_the_dense_models(tmp_path: Path) -> None:
     demo = ensure_demo()
     verify(demo)

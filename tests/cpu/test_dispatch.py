@@ -26,10 +26,10 @@ def test_a_service_of_one_rank_loads_nothing_of_this() -> None:
 @pytest.mark.parametrize(
     ("num_ranks", "num_redundant", "dtype", "combine"),
     [
-        (2, 0, "float32", "float32"),
+        pytest.param(2, 0, "float32", "float32", marks=pytest.mark.long),
         (3, 0, "bfloat16", "float32"),
         (2, 4, "bfloat16", "bfloat16"),
-        (3, 6, "float32", "bfloat16"),
+        pytest.param(3, 6, "float32", "bfloat16", marks=pytest.mark.long),
         (4, 4, "float32", "float32"),
     ],
 )

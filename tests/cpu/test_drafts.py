@@ -27,7 +27,7 @@ from tests.support.tiny_models import build
 from tests.support.tiny_mtp import save_with_mtp
 from tests.support.tiny_transformers import save_tiny
 
-NUM_REQUESTS = 96
+NUM_REQUESTS = 48
 # With six settings that is more than 10,000 requests.
 NUM_IN_LONG_SUITE = 1_700
 TOGETHER = 12
@@ -109,18 +109,23 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
     [
         ("grammars", "suffix", {}),
         ("grammars", "auto", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
-        ("grammars", "ngram", {"enable_prefix_caching": False}),
+        pytest.param("grammars", "ngram", {"enable_prefix_caching": False}, marks=pytest.mark.long),
         ("short of memory", "suffix", {"kv_cache_memory": 80 * 2**10}),
         ("gpt_oss", "suffix", {}),
         ("deepseek_v3-yarn", "suffix", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
         ("qwen3_next", "suffix", {}),
-        ("qwen3_next", "ngram", {"max_num_batched_tokens": 24, "max_num_seqs": 14, "kv_cache_memory": 260 * 2**10}),
-        ("qwen3_5_moe", "suffix", {"max_num_seqs": 30}),
+        pytest.param(
+            "qwen3_next",
+            "ngram",
+            {"max_num_batched_tokens": 24, "max_num_seqs": 14, "kv_cache_memory": 260 * 2**10},
+            marks=pytest.mark.long,
+        ),
+        pytest.param("qwen3_5_moe", "suffix", {"max_num_seqs": 30}, marks=pytest.mark.long),
         *(
             pytest.param(f"transformers {kind}", "suffix", {"max_num_seqs": 30}, marks=pytest.mark.long)
             for kind in ("kimi_linear", "jamba", "lfm2_moe")
         ),
-        ("mtp glm4_moe", "mtp", {}),
+        pytest.param("mtp glm4_moe", "mtp", {}, marks=pytest.mark.long),
         ("mtp glm4_moe", '{"method": "mtp", "num_speculative_tokens": 3}', {"kv_cache_memory": 280 * 2**10}),
         ("mtp qwen3_next", '{"method": "mtp", "num_speculative_tokens": 4}', {"max_num_seqs": 30}),
     ],

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.token_engine import TokenEngine
+from benchmarks.token_engine import Completion, TokenEngine
 from kernels.specs import Activation
 from moeserve.config import ConfigError
 from moeserve.engine.memory_plan import plan_model
@@ -47,14 +47,19 @@ def test_tokens_equal_those_of_our_own_code(case: str, tmp_path: Path) -> None:
     llm.scheduler.check_idle()
 
 
+@pytest.fixture(scope="module", params=["mixtral", "gpt_oss"])
+def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Completion]]:
+    folder = tmp_path_factory.mktemp(request.param)
+    save(request.param, folder)
+    return folder, complete_alone(folder, config=THEIRS)
+
+
 @in_any_batch
-@pytest.mark.parametrize("case", ["mixtral", "gpt_oss"])
 def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
-    case: str, tmp_path: Path, changes: dict[str, object]
+    alone: tuple[Path, list[Completion]], changes: dict[str, object]
 ) -> None:
-    save(case, tmp_path)
-    alone = complete_alone(tmp_path, config=THEIRS)
-    assert_same_cold_and_cached(TokenEngine(tmp_path, replace(THEIRS, **changes)), alone)  # type: ignore[arg-type]
+    folder, completions = alone
+    assert_same_cold_and_cached(TokenEngine(folder, replace(THEIRS, **changes)), completions)  # type: ignore[arg-type]
 
 
 def test_latent_attention_gives_a_row_alone_the_bits_that_it_has_among_others(tmp_path: Path) -> None:

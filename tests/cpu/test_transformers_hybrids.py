@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.token_engine import TokenEngine
+from benchmarks.token_engine import Completion, TokenEngine
 from kernels.ops import CpuOps
 from moeserve.model.hf.check import choose_ways
 from moeserve.model.hf.loading import load_transformers_decoder
@@ -43,9 +43,15 @@ def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
+@pytest.fixture(scope="module")
+def alone(model_dir: Path) -> list[Completion]:
+    return complete_alone(model_dir)
+
+
 @pytest.mark.parametrize("changes", [{"max_num_seqs": 3, "max_num_batched_tokens": 5}, {"max_num_batched_tokens": 256}])
-def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(model_dir: Path, changes: dict[str, int]) -> None:
-    alone = complete_alone(model_dir)
+def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+    model_dir: Path, alone: list[Completion], changes: dict[str, int]
+) -> None:
     llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
     assert_same_cold_and_cached(llm, alone)
     assert llm.scheduler.counters.prefix_hit_tokens > 100

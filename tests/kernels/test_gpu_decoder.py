@@ -13,11 +13,13 @@ from tests.support.gpu_logits import MAX_LEN, MAX_TOKENS, difference, gpu_logits
 from tests.support.tiny_models import CASES, save
 
 # Between them all kinds of attention, norms, rotation, gates and activations.
-MARKS = dict.fromkeys(("qwen3_moe", "gpt_oss", "deepseek_v3-yarn", "olmoe"), ())
-MARKS |= {"qwen3_next-recurrent-end": pytest.mark.kernel_change}
+DUE = {"qwen3_moe", "gpt_oss", "deepseek_v3-yarn", "olmoe", "qwen3_next-recurrent-end"}
 
 
-@pytest.mark.parametrize("case", [pytest.param(case, marks=MARKS.get(case, pytest.mark.long)) for case in CASES])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.kernel_change if case in DUE else pytest.mark.long) for case in CASES],
+)
 def test_logits_equal_those_of_transformers(case: str, device: torch.device, tmp_path: Path) -> None:
     model = save(case, tmp_path)
     requests = two_requests()

@@ -7,6 +7,8 @@ import kernels.moe_gate as on_cpu
 from kernels.gpu.moe_gate import select_experts
 from kernels.specs import GateSpec
 
+pytestmark = pytest.mark.kernel_change
+
 SPECS = {
     "softmax": GateSpec(2),
     "softmax of chosen": GateSpec(4, softmax_after_top_k=True),

@@ -16,6 +16,8 @@ from kernels.norm import gated_norm_reference
 from kernels.short_conv import short_conv_reference
 from kernels.state_rows import StateRows
 
+pytestmark = pytest.mark.kernel_change
+
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 # (slot, rows) of the chunks of a step; slot -1 pads.
 STEPS = (((2, 7), (-1, 1), (0, 1)), ((0, 2), (2, 1), (-1, 3)), ((2, 9),), ((0, 2), (2, 2)))

@@ -27,11 +27,10 @@ RANDOM = SamplingParams(max_tokens=12, temperature=1.3, top_p=0.95, seed=5, pres
 in_any_batch = pytest.mark.parametrize(
     "changes",
     [
-        {"max_num_seqs": 3, "max_num_batched_tokens": 5},
-        {"max_num_batched_tokens": 64},
-        {"max_num_batched_tokens": 256},
+        pytest.param({"max_num_seqs": 3, "max_num_batched_tokens": 5}, id="tiny chunks"),
+        pytest.param({"max_num_batched_tokens": 64}, id="middle chunks", marks=pytest.mark.long),
+        pytest.param({"max_num_batched_tokens": 256}, id="one batch"),
     ],
-    ids=["tiny chunks", "middle chunks", "one batch"],
 )
 
 

@@ -237,9 +237,12 @@ def check(bench: Bench, wanted: dict[str, tuple[array[int], BeamParams | None, S
     ("block_size", "depth", "kind"),
     pairs([1, 3, 4, 16], [0, 1], ["plain", "windows", "ranks", "apart", "ahead"]),
 )
-def test_searches_beside_other_requests_find_what_they_find_alone(block_size: int, depth: int, kind: str) -> None:
+@pytest.mark.parametrize("num_seeds", [4, pytest.param(12, marks=pytest.mark.long)])
+def test_searches_beside_other_requests_find_what_they_find_alone(
+    block_size: int, depth: int, kind: str, num_seeds: int
+) -> None:
     num_preemptions = num_copies = 0
-    for seed in range(12):
+    for seed in range(num_seeds):
         random = Random(f"{block_size} {depth} {kind} {seed}")
         # The widest search has 5 beams of 25 + 13 tokens, which share the full blocks of the prompt.
         num_shared = 0 if kind == "apart" else 25 // block_size
@@ -272,8 +275,10 @@ def test_searches_beside_other_requests_find_what_they_find_alone(block_size: in
         for cache in caches:
             cache.reset()
             assert cache.num_free == cache.num_blocks
-    assert num_preemptions > 0
-    assert (num_copies > 0) == (block_size > 1 or kind == "apart")
+    # In few searches there may be none.
+    assert num_preemptions > 0 or num_seeds < 12
+    assert (num_copies > 0) <= (block_size > 1 or kind == "apart")
+    assert num_copies > 0 or block_size == 1 or num_seeds < 12
 
 
 def test_a_beam_that_fails_ends_its_search_alone() -> None:

@@ -18,6 +18,8 @@ TTFT_S = 2.0
 # What the scripted engine serves of these requests, per second.
 CAPACITY = 6.0
 SECONDS = 30.0
+# Of the crowds in overload, those that are tried every time.
+CROWDS = {(2.0, "impatient"), (4.0, "patient"), (5.0, "retrying")}
 A, B = Terms("a"), Terms("b")
 
 
@@ -43,8 +45,14 @@ def good_at_capacity(kind: str) -> int:
     return num_good(asked)
 
 
-@pytest.mark.parametrize("kind", ["patient", "impatient", "retrying"])
-@pytest.mark.parametrize("load", [2.0, 4.0, 5.0])
+@pytest.mark.parametrize(
+    ("load", "kind"),
+    [
+        pytest.param(load, kind, marks=() if (load, kind) in CROWDS else pytest.mark.long)
+        for load in (2.0, 4.0, 5.0)
+        for kind in ("patient", "impatient", "retrying")
+    ],
+)
 def test_goodput_in_overload_is_that_at_capacity(load: float, kind: str) -> None:
     asked = crowd(load, kind)
     simulation = OverloadSimulation()
