@@ -128,27 +128,38 @@ class DiskTier:
 class PackingTier:
     """Packs an expert out of a checkpoint whenever it is read: nothing is stored a second time."""
 
-    def __init__(self, pack: Callable[[int, int], Tensor]) -> None:
-        """pack(layer, expert): returns the expert's bytes, uint8, and raises ExpertStoreError."""
-        self._pack = pack
+    def __init__(self, pack: Callable[[int, int, Tensor], None], expert_bytes: int) -> None:
+        """pack(layer, expert, out): writes the expert to `out`, uint8 [expert_bytes]; raises ExpertStoreError."""
+        self._pack, self._expert_bytes = pack, expert_bytes
         # Experts of which some pieces are read and others are not; the ones that were begun first come first.
-        self._begun: dict[tuple[int, int], memoryview] = {}
+        self._begun: dict[tuple[int, int], Tensor] = {}
+        # Memory of experts that were read whole: fresh memory would be cleared each time.
+        self._free: list[Tensor] = []
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
         key = layer, expert
         if offset == 0 or key not in self._begun:
-            # Of experts whose reading is stopped the last pieces are never read.
-            while len(self._begun) >= _MOST_BEGUN:
-                del self._begun[next(iter(self._begun))]
-            self._begun[key] = self._pack(layer, expert).numpy().data
-        packed = self._begun[key]
+            room = self._take_room(key)
+            self._pack(layer, expert, room)
+            self._begun[key] = room
+        packed = self._begun[key].numpy().data
         piece = packed[offset : offset + len(out)]
         out[: len(piece)] = piece
         if offset + len(piece) == len(packed):
-            del self._begun[key]
+            self._free.append(self._begun.pop(key))
 
     def close(self) -> None:
         """Do nothing: no file is open between two reads."""
+
+    def _take_room(self, key: tuple[int, int]) -> Tensor:
+        if key in self._begun:
+            return self._begun.pop(key)
+        if self._free:
+            return self._free.pop()
+        if len(self._begun) < _MOST_BEGUN:
+            return torch.empty(self._expert_bytes, dtype=torch.uint8)
+        # Of experts whose reading is stopped the last pieces are never read.
+        return self._begun.pop(next(iter(self._begun)))
 
 
 class HostTier:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from experts.errors import ExpertStoreError
@@ -23,8 +22,8 @@ class ExpertPacker:
         self._reader = stored.reader(0)
         self._layers: dict[int, LayerExperts] = {}
 
-    def __call__(self, layer: int, expert: int) -> Tensor:
-        """Return an expert's bytes, uint8 [layouts.num_bytes]. Raise ExpertStoreError for a file that has changed."""
+    def __call__(self, layer: int, expert: int, out: Tensor) -> None:
+        """Write an expert to `out`, uint8 [layouts.num_bytes]. Raise ExpertStoreError for a file that has changed."""
         for file, state in self._files.items():
             if _state_of(file) != state:
                 raise ExpertStoreError(f"{file} was changed while it was in use.")
@@ -35,11 +34,9 @@ class ExpertPacker:
             if experts is None:
                 experts = self._layers[layer] = self._stored.layer(self._stored.layers[layer], None, self._reader)
             layout = self._layouts.layers[layer]
-            packed = torch.empty(self._layouts.num_bytes, dtype=torch.uint8)
-            layout.pack_into(packed[: layout.num_bytes], experts.read_matrices(expert))
+            layout.pack_into(out[: layout.num_bytes], experts.read_matrices(expert))
         except CheckpointError as error:
             raise ExpertStoreError(str(error)) from error
-        return packed
 
 
 def _state_of(file: Path) -> tuple[int, int, int] | None:

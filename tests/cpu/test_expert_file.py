@@ -137,7 +137,11 @@ def test_a_writer_that_is_given_the_wrong_experts_says_so(tmp_path):
 
 def test_experts_are_packed_piece_by_piece_also_after_others_were_begun_and_left():
     packed = {(layer, expert): os.urandom(2 * PAGE_BYTES + 10) for layer in range(3) for expert in range(8)}
-    tier = PackingTier(lambda layer, expert: torch.frombuffer(bytearray(packed[layer, expert]), dtype=torch.uint8))
+
+    def pack(layer, expert, out):
+        out[:] = torch.frombuffer(bytearray(packed[layer, expert]), dtype=torch.uint8)
+
+    tier = PackingTier(pack, 2 * PAGE_BYTES + 10)
     first, second = (bytearray(3 * PAGE_BYTES) for _ in range(2))
     tier.read(0, 0, 0, memoryview(first)[:PAGE_BYTES])
     for layer, expert in packed:

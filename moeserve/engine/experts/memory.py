@@ -92,7 +92,7 @@ def open_experts(
     moe, slots = experts_of(spec), plan.slots
     stored = stored_experts(directory, spec, plan.dtype, plan.rounding)
     if config.expert_store_dir is None and isinstance(stored, NativeExperts) and stored.lie_as_packed():
-        tier: ExpertTier = PackingTier(ExpertPacker(stored, plan.layouts))
+        tier: ExpertTier = PackingTier(ExpertPacker(stored, plan.layouts), plan.layouts.num_bytes)
         locked, reads = None, {"read": "packed out of the GGUF file"}
     else:
         tier, locked, reads = _open_file(directory, stored, moe.num_experts, plan, config, report)
