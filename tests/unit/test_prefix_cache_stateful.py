@@ -610,16 +610,17 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
     return world.log
 
 
+# These runs together take more than a hundred thousand steps.
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_seeded_run_agrees_with_model(seed: int) -> None:
-    drive(seed, steps=6000, check_every=10)
+    drive(seed, steps=20_000, check_every=40)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(50, 53))
 def test_seeded_run_with_retention_agrees_with_model(seed: int) -> None:
-    drive(seed, steps=4000, check_every=10, retaining=True)
+    drive(seed, steps=14_000, check_every=40, retaining=True)
 
 
 def test_seeded_run_without_caching_agrees_with_model() -> None:
@@ -630,7 +631,8 @@ def test_two_runs_of_the_same_calls_yield_the_same_ids() -> None:
     assert drive(7, steps=800, check_every=800) == drive(7, steps=800, check_every=800)
 
 
+# A million steps.
 @pytest.mark.long
 @pytest.mark.parametrize("seed", range(100, 140))
 def test_long_seeded_run_agrees_with_model(seed: int) -> None:
-    drive(seed, steps=10_000, check_every=7, retaining=seed % 2 == 0)
+    drive(seed, steps=25_000, check_every=7, retaining=seed % 2 == 0)
