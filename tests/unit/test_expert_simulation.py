@@ -124,7 +124,6 @@ def test_a_demand_overtakes_between_chunks_and_the_prefetch_that_nobody_wants_an
     assert result.counters == ResidencyCounters(
         num_events=1,
         num_misses=1,
-        num_cancelled=1,
         demand_bytes=100,
         prefetch_bytes=50,
         cancelled_bytes=50,
