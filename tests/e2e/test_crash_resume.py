@@ -73,9 +73,10 @@ def is_ready(running: Service) -> bool:
 
 def assert_nothing_is_left(running: Service) -> None:
     """No block is leased, and of the engines that are gone there is neither a process nor a socket."""
+    # The process that holds the model may not be started again yet.
+    wait_until(lambda: len(children_of(running.process.pid)) == 2)
     wait_until(lambda: is_ready(running))
     wait_until(lambda: 'moeserve_kv_blocks{state="leased"} 0.0' in running.http.get("/metrics").text)
-    assert len(children_of(running.process.pid)) == 2
     [run_dir] = running.run_root.iterdir()
     assert len(list(run_dir.glob("engine.*"))) == len(list(run_dir.glob("heartbeat.*"))) == 1
 

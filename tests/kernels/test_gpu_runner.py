@@ -60,6 +60,7 @@ class Served:
         """By request and place among its tokens: the token and its experts in all layers but the last."""
         assert self.recording is not None
         assert self.recording.trace is not None
+        self.recording.gather()
         trace = self.recording.trace.trace()
         assert trace is not None
         found: dict[tuple[int, int], tuple[int, list[object]]] = {}

@@ -172,7 +172,8 @@ class ExpertRecording(RanksObserver):
         return self.recorder.statistics()
 
     def start_trace(self, *, with_token_ids: bool, max_tokens: int | None = None) -> TraceRecorder:
-        """Begin a trace of at most MAX_TRACE_BYTES. Drop the trace that is being recorded, if there is one."""
+        """Begin a trace of at most MAX_TRACE_BYTES with the next step. Drop the one that is being recorded, if any."""
+        self.gather()
         room = MAX_TRACE_BYTES // (2 * self.shape.num_layers * self.shape.top_k + 12)
         self.trace = TraceRecorder(self.shape, min(max_tokens or room, room), with_token_ids=with_token_ids)
         return self.trace
