@@ -114,8 +114,11 @@ def test_only_the_key_that_sent_a_prompt_finds_out_that_it_is_cached(
         running = tier(stack, model, tmp_path, prime)
         read = figure(running, 'moeserve_kv_disk_copied_bytes_total{direction="read"}')
         found = separates(traces(running, prober, numbers), [number in sent for number in numbers])
-        assert found == (1.0 if prober == "victim" else 0.5)
-        if prober == "attacker":
+        if prober == "victim":
+            # From disk the first prefix is read; a later one is computed where that is expected to be sooner.
+            assert found == 1.0 if tier is in_memory else found > 0.5
+        else:
+            assert found == 0.5
             # No file of another key was even opened, and no answer of one was taken.
             assert figure(running, 'moeserve_kv_disk_copied_bytes_total{direction="read"}') == read
             ids = {ask(running, key, prompt_of(0), **{"idempotency-key": "the victim's 0"})["id"] for key in KEYS}
