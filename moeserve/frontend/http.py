@@ -1,4 +1,4 @@
-"""What HTTP handlers share: errors as a client sees them, bodies, forms and lists, clients that leave, event streams.
+"""HTTP for all handlers: errors as a client sees them, bodies, forms and lists, clients that leave, event streams.
 
 Errors come from a fixed set of kinds and never show a traceback or other internals. Their shape is OpenAI's but where
 the routes of another API have an `ErrorBody` of their own.
