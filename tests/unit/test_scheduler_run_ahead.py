@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from moeserve.plan import SamplingParams
+from tests.support.line_counts import num_lines
 from tests.support.scheduler_simulation import Simulation
 
 PROMPT = [7, 8, 9, 10, 11]
@@ -140,3 +141,26 @@ def test_short_of_memory_the_plain_path_preempts_and_all_end() -> None:
     run.run()
     run.check_all_done()
     assert run.scheduler.counters.preemptions > 0
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(max_tokens=20), SamplingParams(max_tokens=20, min_tokens=20)])
+def test_the_work_of_planning_ahead_grows_with_the_requests_and_not_faster(sampling: SamplingParams) -> None:
+    lines = []
+    for num_requests in (32, 256):
+        run = Simulation(
+            num_blocks=8 * num_requests,
+            block_size=4,
+            budget=8 * num_requests,
+            max_num_seqs=num_requests,
+            depth=1,
+            run_ahead=True,
+        )
+        for number in range(num_requests):
+            run.add(f"r{number}", PROMPT, sampling)
+        for _ in range(3):
+            run.step()
+        plans = []
+        lines.append(num_lines(lambda: plans.extend(run.scheduler.schedule())) / num_requests)  # noqa: B023
+        assert [len(plan.chunks) for plan in plans] == [num_requests]
+        assert all(chunk.drawn_by is not None for chunk in plans[0].chunks)
+    assert lines[1] < 1.1 * lines[0]
