@@ -35,7 +35,7 @@ FEW_THREADS := OMP_NUM_THREADS=2 GOMP_SPINCOUNT=0
 export PYTHONDONTWRITEBYTECODE :=
 TIMED := TIMEFORMAT='-- took %0R s'; time
 
-.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long test-long kernels-long deep-nvme gpu gpu-test gpu-bench gpu-decode clean
+.PHONY: serve venv quick test checks lint unit cpu kernels behaviour e2e pictures test-clients test-routers openapi openapi-long test-long kernels-long gpu gpu-test gpu-bench gpu-decode clean
 
 serve: venv
 	@exec $(VENV)/bin/moeserve serve $(if $(DEMO),demo-$(DEMO),$(MODEL)) $(ARGS)
@@ -135,15 +135,9 @@ openapi: venv
 openapi-long: venv
 	@export EXAMPLES=1000; $(TIMED) $(RUN) -m tests.clients --only schemathesis
 
-test-long: venv kernels-long deep-nvme openapi-long
+test-long: venv kernels-long openapi-long
 	@$(TIMED) $(RUN) -m pytest $(UNIT) --hypothesis-profile=thorough tests/unit
 	@$(TIMED) $(RUN) -m pytest -m long --ignore tests/routers tests
-
-# Compiles for minutes where libaio is and that was not done.
-deep-nvme: venv
-	@echo "-- DeepNVMe"
-	@$(RUN) -m launcher.cli experts deepnvme || echo "its tests are skipped"
-	@$(RUN) -m pytest tests/cpu/test_deep_nvme.py
 
 # These need torch, Triton, numpy, safetensors, transformers, msgpack and pytest alone. Each ends within ten minutes: for
 # machines that are lent for as long. What is measured by then is written.

@@ -7,7 +7,3 @@ class CollectiveError(RuntimeError):
 
 class ExpertStoreError(RuntimeError):
     """Weights of experts cannot be read from their store; the message is one sentence for the user."""
-
-
-class DeepNvmeError(Exception):
-    """DeepNVMe cannot be used or compiled; the message is one sentence."""

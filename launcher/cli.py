@@ -86,7 +86,6 @@ def bench() -> None:
     entries={
         "trace": ("launcher.experts_commands:trace", "Record a routing trace of a running server."),
         "fit": ("launcher.experts_commands:fit", "Fit gates to a model, to load its experts ahead by."),
-        "deepnvme": ("moeserve.engine.experts.deepnvme:deepnvme", "Compile the faster reader of experts."),
         "report": ("launcher.experts_commands:report", "Draw load, affinity and balance from a file."),
     },
 )

@@ -47,13 +47,12 @@ class SlotArena:
     # A demand load waits for at most one piece of a prefetch.
     piece_bytes = 2**20
 
-    def __init__(self, num_slots: Sequence[int], expert_bytes: int, memory: Tensor | None = None) -> None:
-        """num_slots: the slots of each layer. memory: uint8, for all slots, from the start of a page on; by default
-        pages are allocated when a slot is first filled."""
+    def __init__(self, num_slots: Sequence[int], expert_bytes: int) -> None:
+        """num_slots: the slots of each layer. Pages are allocated when a slot is first filled."""
         self.slot_bytes = round_to_page(expert_bytes)
         self._expert_bytes = expert_bytes
         self._first = [0, *accumulate(num_slots)]
-        self._memory = _fresh_memory(self._first[-1] * self.slot_bytes) if memory is None else memory
+        self._memory = _fresh_memory(self._first[-1] * self.slot_bytes)
         self._view = self._memory.numpy().data
 
     def fill(self, tier: ExpertTier, layer: int, expert: int, slot: int, start: int, end: int) -> tuple[int, float]:

@@ -32,19 +32,8 @@ class ExpertTier(Protocol):
     def close(self) -> None: ...
 
 
-class FileReads(Protocol):
-    """Reads of one file. description: for the log."""
-
-    description: str
-
-    def read(self, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` on. Raises ExpertStoreError."""
-
-    def close(self) -> None: ...
-
-
 class PositionedReads:
-    """Reads with preadv, past the page cache if the file system allows that.
+    """Reads with preadv, past the page cache if the file system allows that. description: for the log.
 
     Otherwise the kernel is told to drop the pages, so that slots and page cache do not hold the same bytes twice.
     """
@@ -61,6 +50,7 @@ class PositionedReads:
             self.description = "preadv through the page cache"
 
     def read(self, offset: int, out: memoryview) -> None:
+        """Fill `out` from `offset` on. Raises ExpertStoreError."""
         done = 0
         while done < len(out):
             try:
@@ -111,10 +101,10 @@ class PieceChecksums:
 class DiskTier:
     """Reads an expert file (`experts.memory.file`)."""
 
-    def __init__(self, path: Path, source: bytes, open_reads: Callable[[Path], FileReads] = PositionedReads) -> None:
+    def __init__(self, path: Path, source: bytes) -> None:
         """Raises ExpertStoreError as `read_header` does."""
         self.header = read_header(path, source)
-        self.reads = open_reads(path)
+        self.reads = PositionedReads(path)
         self._checksums = PieceChecksums(self.header, path)
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:

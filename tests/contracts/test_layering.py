@@ -22,7 +22,6 @@ MAY_IMPORT = {
 WITH_TORCH = {
     "kernels.*",
     "experts.moe_layer",
-    "experts.memory.deep_nvme",
     "experts.memory.memory",
     "experts.memory.resident_experts",
     "experts.memory.slots",
@@ -43,7 +42,6 @@ WITH_TORCH = {
     "moeserve.engine.memory_plan",
     "moeserve.engine.ranked_service",
     "moeserve.engine.service",
-    "moeserve.engine.experts.deepnvme",
     "moeserve.engine.experts.fit",
     "moeserve.engine.experts.gpu_memory",
     "moeserve.engine.experts.memory",

@@ -8,15 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from experts.errors import DeepNvmeError, ExpertStoreError
-from experts.memory.deep_nvme import DeepNvme, deep_nvme
+from experts.errors import ExpertStoreError
 from experts.memory.file import round_to_page
 from experts.memory.memory import ExpertMemory
 from experts.memory.resident_experts import ResidentExperts
 from experts.memory.slots import SlotArena
-from experts.memory.tiers import DiskTier, ExpertTier, PackingTier, PositionedReads
+from experts.memory.tiers import DiskTier, ExpertTier, PackingTier
 from experts.observer import AnyObserver
 from experts.placement.placement import Placement
 from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
@@ -93,11 +91,11 @@ def open_experts(
     stored = stored_experts(directory, spec, plan.dtype, plan.rounding)
     if config.expert_store_dir is None and isinstance(stored, NativeExperts) and stored.lie_as_packed():
         tier: ExpertTier = PackingTier(ExpertPacker(stored, plan.layouts), plan.layouts.num_bytes)
-        locked, reads = None, {"read": "packed out of the GGUF file"}
+        reads = {"read": "packed out of the GGUF file"}
     else:
-        tier, locked, reads = _open_file(directory, stored, moe.num_experts, plan, config, report)
+        tier, reads = _open_file(directory, stored, moe.num_experts, plan, config, report)
     load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
-    arena = SlotArena(slots.num_slots, plan.layouts.num_bytes, locked)
+    arena = SlotArena(slots.num_slots, plan.layouts.num_bytes)
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
         return ResidentExperts(
@@ -115,31 +113,19 @@ def _open_file(
     plan: ResidencyPlan,
     config: ServeConfig,
     report: Callable[[dict[str, Any]], None],
-) -> tuple[DiskTier, Tensor | None, dict[str, str]]:
-    """Return the tier of the expert file, memory for the slots that DeepNVMe locked, and how the file is read."""
+) -> tuple[DiskTier, dict[str, str]]:
+    """Return the tier of the expert file, and how the file is read."""
 
     def progress(stage: str, done: int, total: int) -> None:
         report({"event": "loading", "done": done, "total": total, "stage": stage})
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, stored, num_experts, plan.layouts, root, progress)
-    num_locked = plan.slots.num_bytes
-    nvme, obstacle = _deep_nvme(num_locked)
-    locked = None if nvme is None else nvme.locked_memory(num_locked)
     try:
-        tier = DiskTier(store.path, store.source, PositionedReads if nvme is None else nvme.open)
+        tier = DiskTier(store.path, store.source)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    reads = {"store": str(store.path), "read": tier.reads.description}
-    return tier, locked, reads if obstacle is None else {**reads, "deep_nvme": obstacle}
-
-
-def _deep_nvme(num_locked: int) -> tuple[DeepNvme | None, str | None]:
-    """Return DeepNVMe's operator, or else a sentence that says why plain reads take its place."""
-    try:
-        return deep_nvme(num_locked), None
-    except DeepNvmeError as error:
-        return None, str(error)
+    return tier, {"store": str(store.path), "read": tier.reads.description}
 
 
 def _empty_experts(layout: ExpertLayout, num_experts: int) -> SplitExperts:
