@@ -16,8 +16,7 @@ from torch import Tensor
 from kernels.activation import Activation, sigmoid
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan
-from kernels.cpu.memory import WeightMemory
-from kernels.cpu.side_by_side import results_in_order
+from kernels.cpu.packing import WeightMemory, results_in_order
 from kernels.gated_delta_rule import DeltaHeads, gated_delta_rule
 from kernels.linear import Linear, pack_linear
 from kernels.mamba import MambaHeads, mamba1_scan, mamba2_scan

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kernels.activation import Activation
 from kernels.cpu.library import native_kernels
-from kernels.cpu.memory import WeightMemory
+from kernels.cpu.packing import WeightMemory
 from kernels.linear import Linear
 from kernels.moe import expert_layout
 from kernels.ops import CpuOps

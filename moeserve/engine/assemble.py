@@ -16,7 +16,6 @@ from torch import Tensor
 
 from experts.memory.residency import ExpertMemoryStats
 from experts.observer import AnyObserver
-from experts.parallel.shape_choice import ShapeChoice
 from experts.placement.rebalance import ExpertMigrator
 from experts.prediction.prefetcher import PrefetchObserver
 from experts.routing.gates import FittedGatesError
@@ -32,7 +31,7 @@ from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetchin
 from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype, no_experts, owned_experts, state_demand
 from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
-from moeserve.engine.ranks.together import GroupSteps, StepRows
+from moeserve.engine.ranks.together import GroupSteps, ShapeChoice, StepRows
 from moeserve.kv_transfer import TicketOffice
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder

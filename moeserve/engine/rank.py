@@ -21,11 +21,10 @@ if TYPE_CHECKING:
     from experts.memory.residency import ExpertMemoryStats
     from experts.parallel.collectives import Collectives
     from experts.parallel.dispatch import ExpertParallel
-    from experts.parallel.shape_choice import ShapeChoice
     from experts.placement.rebalance import ExpertMigrator
     from experts.prediction.prefetcher import PrefetchObserver
     from kernels.cpu.library import NativeKernels
-    from moeserve.engine.ranks.together import GroupSteps, StepRows
+    from moeserve.engine.ranks.together import GroupSteps, ShapeChoice, StepRows
     from moeserve.model.families import GenerationDefaults
     from moeserve.model.kv_pool import KVPool
     from moeserve.model.spec import ModelSpec

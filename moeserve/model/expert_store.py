@@ -1,4 +1,5 @@
-"""The expert file of a checkpoint: built once with one expert in memory at a time, and checked at every start."""
+"""Where experts lie that are not in memory: an expert file, built with one expert in memory at a time and checked at
+every start, or the GGUF file itself, out of which single experts are packed when they are wanted."""
 
 from __future__ import annotations
 
@@ -8,16 +9,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from experts.errors import ExpertStoreError
 from experts.memory.file import VERSION, round_to_page, write_expert_file
+from kernels.cpu.library import native_kernels
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertPacking, LayerPackings
 from moeserve.config import cache_root
 from moeserve.model.cache import ensure_built
 from moeserve.model.checkpoint import read_index
-from moeserve.model.expert_weights import NativeExperts, StoredExperts, packed_experts
+from moeserve.model.expert_weights import LayerExperts, NativeExperts, StoredExperts, packed_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
-from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec, Progress
+from moeserve.model.spec import CheckpointError, DecoderSpec, ModelError, ModelSpec, Progress
 from moeserve.model.stored import TensorInfo
 
 _FILE_NAME = "experts.bin"
@@ -111,3 +115,38 @@ def _source(directory: Path, index: Mapping[str, TensorInfo], packings: LayerPac
         stat = file.stat()
         digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return digest.digest()
+
+
+class ExpertPacker:
+    """Packs one expert at a time, on the one thread that calls it. Layers are counted among those with experts."""
+
+    def __init__(self, stored: StoredExperts, layouts: LayerPackings[ExpertLayout]) -> None:
+        self._stored, self._layouts = stored, layouts
+        self._files = {file: _state_of(file) for file in {info.file for info in stored.index.values()}}
+        self._reader = stored.reader(0)
+        self._layers: dict[int, LayerExperts] = {}
+
+    def __call__(self, layer: int, expert: int, out: Tensor) -> None:
+        """Write an expert to `out`, uint8 [layouts.num_bytes]. Raise ExpertStoreError for a file that has changed."""
+        for file, state in self._files.items():
+            if _state_of(file) != state:
+                raise ExpertStoreError(f"{file} was changed while it was in use.")
+        if (kernels := native_kernels()) is not None:
+            kernels.compute_alone()  # The others compute a step meanwhile.
+        try:
+            experts = self._layers.get(layer)
+            if experts is None:
+                experts = self._layers[layer] = self._stored.layer(self._stored.layers[layer], None, self._reader)
+            layout = self._layouts.layers[layer]
+            layout.pack_into(out[: layout.num_bytes], experts.read_matrices(expert))
+        except CheckpointError as error:
+            raise ExpertStoreError(str(error)) from error
+
+
+def _state_of(file: Path) -> tuple[int, int, int] | None:
+    """Return what changes with the contents of a file, None if it is gone."""
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_ino, found.st_size, found.st_mtime_ns

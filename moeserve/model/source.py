@@ -4,11 +4,14 @@ Of a hub model only configs, tokenizers, templates and safetensors weights are f
 cache: never code, never pickles.
 """
 
+from __future__ import annotations
+
 import errno
+import hashlib
 import os
 import shutil
 import threading
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
@@ -17,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moeserve.model.cache import is_recorded, verify
-from moeserve.model.checksums import check_sums
 from moeserve.model.demo import SPLIT_NAME, ensure_demo, ensure_split_demo
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
@@ -27,6 +29,7 @@ from moeserve.settings.quantities import show_size
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
+    from huggingface_hub.hf_api import RepoSibling
 
 _INDEX_NAME = "model.safetensors.index.json"
 _PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
@@ -308,7 +311,7 @@ def pull_model(model: str, *, revision: str | None = None, progress: Progress = 
 
 
 def _fetch_missing(
-    name: str, kind: str | None, revision: str | None, info: "ModelInfo", cache: Path, report: Progress
+    name: str, kind: str | None, revision: str | None, info: ModelInfo, cache: Path, report: Progress
 ) -> tuple[Path, list[str]]:
     """Return the folder and the names of the model's files, which lie there now."""
     sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
@@ -319,7 +322,7 @@ def _fetch_missing(
     return _fetch(name, revision, cache, bars, None if kind is None else files), files
 
 
-def _look_up(model: str, revision: str | None) -> tuple["ModelInfo | None", str]:
+def _look_up(model: str, revision: str | None) -> tuple[ModelInfo | None, str]:
     """Return the hub's list of files, or None and the reason why the hub cannot be reached."""
     import httpx2
     from huggingface_hub import HfApi
@@ -352,7 +355,7 @@ def _files_of(model: str, names: Collection[str]) -> list[str]:
     return wanted
 
 
-def _missing_bytes(model: str, sizes: Mapping[str, int], info: "ModelInfo", cache: Path) -> int:
+def _missing_bytes(model: str, sizes: Mapping[str, int], info: ModelInfo, cache: Path) -> int:
     from huggingface_hub import try_to_load_from_cache
 
     return sum(
@@ -477,3 +480,35 @@ def _progress_bar_class(report: Progress, total: int) -> type:
                 report("download", min(max(arrived.values()), total), total)
 
     return Bar
+
+
+_PIECE_BYTES = 2**22  # read at a time
+
+
+def check_sums(folder: Path, files: Sequence[RepoSibling], report: Progress) -> None:
+    """Compare files in a folder of the hub library's cache with their checksums.
+
+    Large files have a sha256, others the sha1 that git gives them. Remove files that differ, with the copies that the
+    cache's links lead to, and raise ModelError.
+    """
+    total, done, damaged = sum(file.size or 0 for file in files), 0, []
+    for file in files:
+        path, expected = folder / file.rfilename, file.blob_id
+        if file.lfs is not None:
+            expected, digest = file.lfs.sha256, hashlib.sha256()
+        else:
+            digest = hashlib.sha1(b"blob %d\0" % path.stat().st_size, usedforsecurity=False)
+        with path.open("rb") as content:
+            while piece := content.read(_PIECE_BYTES):
+                digest.update(piece)
+                done += len(piece)
+                report("verify", min(done, total), total)
+        if expected is not None and digest.hexdigest() != expected:
+            damaged.append(file.rfilename)
+            path.resolve().unlink()
+            path.unlink(missing_ok=True)
+    if damaged:
+        raise ModelError(
+            f"{len(damaged)} of {len(files)} files differ from the hub's checksums, the first is {damaged[0]}: they "
+            "are removed, pull again to fetch them anew."
+        )

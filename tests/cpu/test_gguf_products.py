@@ -17,8 +17,7 @@ from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.memory_plan import read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
-from moeserve.model.expert_packer import ExpertPacker
-from moeserve.model.expert_store import layouts_in_store, stored_experts
+from moeserve.model.expert_store import ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.weights import load_decoder

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, cast
 
-from experts.parallel.shape_choice import ShapeChoice
-from moeserve.engine.ranks.together import GroupSteps, StepRows
+from moeserve.engine.ranks.together import GroupSteps, ShapeChoice, StepRows
 from moeserve.model.step_arrays import StepShape
 
 

@@ -25,8 +25,7 @@ from moeserve.grammars import masks as grammar_masks
 from moeserve.grammars import threads as grammar_threads
 from moeserve.grammars.compiler import compile_grammar, load_tokens
 from moeserve.grammars.masks import GrammarMasks, MadeMask
-from moeserve.model.sampler import adjusted_logits
-from moeserve.model.token_masks import masks_of
+from moeserve.model.sampler import adjusted_logits, masks_of
 from moeserve.plan import GRAMMAR_FAILED, Chunk, ChunkExtras, FinishReason, Request, SamplingParams, Terms
 from moeserve.scheduling.steps import Steps
 from moeserve.thoughts import Marker, ThoughtBudget, ThoughtForm

@@ -15,7 +15,7 @@ from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.cpu import library
 from kernels.cpu.library import KernelBuildError, build_library, native_kernels, native_kernels_absence
-from kernels.cpu.memory import WeightMemory
+from kernels.cpu.packing import WeightMemory
 from kernels.linear import pack_linear
 from kernels.norm import rms_norm
 from kernels.rope_kv import rotate_and_store, rotate_and_store_reference

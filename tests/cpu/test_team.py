@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.cpu.library import native_kernels
-from kernels.cpu.side_by_side import results_in_order
+from kernels.cpu.packing import results_in_order
 from kernels.linear import pack_linear
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")

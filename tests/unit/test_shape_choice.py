@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from experts.parallel.shape_choice import ShapeChoice
+from moeserve.engine.ranks.together import ShapeChoice
 
 SECONDS = st.floats(1e-6, 1.0)
 TIMES = st.fixed_dictionaries({"allgather": SECONDS, "alltoall": SECONDS})

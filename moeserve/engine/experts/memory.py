@@ -21,8 +21,7 @@ from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
 from moeserve.config import ServeConfig
 from moeserve.engine.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.engine.experts.settings import measured_load
-from moeserve.model.expert_packer import ExpertPacker
-from moeserve.model.expert_store import ensure_expert_store, layouts_in_store, stored_experts
+from moeserve.model.expert_store import ExpertPacker, ensure_expert_store, layouts_in_store, stored_experts
 from moeserve.model.expert_weights import NativeExperts, StoredExperts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import ModelError, ModelSpec
