@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     if options.interpret:
         # Triton reads it when a kernel is defined.
         os.environ["TRITON_INTERPRET"] = "1"
-        from kernels.gpu.interpreter import mend_interpreter
+        from benchmarks.kernels.interpreter import mend_interpreter
 
         mend_interpreter()
     import torch

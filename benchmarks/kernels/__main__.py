@@ -47,7 +47,7 @@ def _check_interpreted() -> int:
     os.environ["TRITON_INTERPRET"] = "1"
     import torch
 
-    from kernels.gpu.interpreter import mend_interpreter
+    from benchmarks.kernels.interpreter import mend_interpreter
 
     mend_interpreter()
     from benchmarks.kernels.checks import checks

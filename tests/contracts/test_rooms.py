@@ -69,14 +69,6 @@ ROOMS = {
 # Attributes of objects that other libraries define, by the file that sets them.
 FOREIGN_ATTRIBUTES = {
     "kernels/cpu/library.py": {"argtypes", "restype"},
-    "kernels/gpu/interpreter.py": {
-        "_patch_lang_tensor",
-        "binary_op",
-        "cast_impl",
-        "create_dot",
-        "create_fp_to_fp",
-        "dtype",
-    },
     "launcher/child.py": {"argv"},
     "launcher/torchrun_worker.py": {"environ"},
     "moeserve/frontend/app.py": {"redirect_slashes"},

@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is defined: before any test module imports one.
     os.environ["TRITON_INTERPRET"] = "1"
     torch.set_num_threads(1)
-    from kernels.gpu.interpreter import mend_interpreter
+    from benchmarks.kernels.interpreter import mend_interpreter
 
     mend_interpreter()
 

@@ -5,7 +5,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.gpu import interpreter
+from benchmarks.kernels import interpreter
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: nothing is interpreted")
 
@@ -42,7 +42,7 @@ def bits(values):
 
 @pytest.mark.parametrize("name", [*interpreter.PATCHED])
 def test_what_is_patched_exists_and_is_ours(name):
-    assert getattr(interpreter.InterpreterBuilder, name).__module__ == "kernels.gpu.interpreter"
+    assert getattr(interpreter.InterpreterBuilder, name).__module__ == "benchmarks.kernels.interpreter"
 
 
 def test_patching_twice_patches_once():

@@ -21,7 +21,7 @@ import torch.distributed
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
-    from kernels.gpu.interpreter import mend_interpreter
+    from benchmarks.kernels.interpreter import mend_interpreter
 
     mend_interpreter()
 

@@ -17,7 +17,7 @@ os.environ |= {"TRITON_INTERPRET": "1", "DS_ACCELERATOR": "cpu"}
 def interpreted() -> "torch.device":
     import torch
 
-    from kernels.gpu.interpreter import mend_interpreter
+    from benchmarks.kernels.interpreter import mend_interpreter
 
     mend_interpreter()
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Prints the tables of settings in docs/configuration.md: `python -m launcher.settings_table`."""
+"""Prints the tables of settings in docs/configuration.md: `python -m tests.support.settings_table`."""
 
 from __future__ import annotations
 
