@@ -62,8 +62,6 @@ class RoutedExperts:
     experts. place: the layer's number among the layers with experts.
     """
 
-    __slots__ = ("_activation", "_dispatch", "_loading", "_observers", "_place", "experts")
-
     def __init__(
         self,
         experts: Experts,
@@ -113,19 +111,6 @@ class MoeLayer:
     if all experts are local; a rank that holds only some passes a dispatch that reaches all. place: the layer's number
     among the layers with experts, for observers.
     """
-
-    __slots__ = (
-        "_choose",
-        "_correction_bias",
-        "_gate",
-        "_gate_dtype",
-        "_gate_spec",
-        "_ops",
-        "_routed",
-        "_serves_others",
-        "_shared",
-        "_shared_gate",
-    )
 
     def __init__(
         self,

@@ -56,8 +56,6 @@ class _Gate(Structure):
 class NativeChoice:
     """Chooses experts for rows x [T, H] float32 with the bits of `select_experts` on the gate's logits."""
 
-    __slots__ = ("_address", "_correction_bias", "_gate", "_record", "_top_k")
-
     def __init__(self, gate: PanelLinear, spec: GateSpec, correction_bias: Tensor | None) -> None:
         self._gate, self._correction_bias, self._top_k = gate, correction_bias, spec.top_k
         of_chosen = softmax_of_chosen(spec, correction_bias is not None)

@@ -82,16 +82,8 @@ class Ops(Protocol):
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         """Pack weight [H, N, K], on the device, for inputs of `dtype`."""
 
-    def pack_gated(
-        self,
-        gate_up: Matrix,
-        down: Matrix,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: Activation,
-        dtype: torch.dtype,
-    ) -> GatedBlock:
-        """Pack gate_up [2I, H] (gate rows first) and down [H, I], on the device."""
+    def pack_gated(self, matrices: ExpertMatrices, activation: Activation, dtype: torch.dtype) -> GatedBlock:
+        """Pack a dense block, whose matrices are on the device."""
 
     def pack_experts(
         self, shape: ExpertShape, num_experts: int, matrices_of: Callable[[int], ExpertMatrices]
@@ -243,15 +235,8 @@ class CpuOps:
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         return _LinearPerHead([pack_linear(head.contiguous(), dtype=dtype) for head in weight])
 
-    def pack_gated(
-        self,
-        gate_up: Matrix,
-        down: Matrix,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: Activation,
-        dtype: torch.dtype,
-    ) -> GatedBlock:
+    def pack_gated(self, matrices: ExpertMatrices, activation: Activation, dtype: torch.dtype) -> GatedBlock:
+        gate_up, down, gate_up_bias, down_bias = matrices
         (hidden_size, width), rows = down.shape, gate_up.shape[0]
         formats, has_order = None, False
         if isinstance(gate_up, QuantizedRows) and isinstance(down, QuantizedRows):
@@ -378,8 +363,6 @@ class CpuOps:
 class _LinearPerHead:
     """One packed product per head, because the rows of a batched product would depend on their number."""
 
-    __slots__ = ("_linears",)
-
     def __init__(self, linears: list[Linear]) -> None:
         self._linears = tuple(linears)
 
@@ -390,8 +373,6 @@ class _LinearPerHead:
 
 class _OneExpert:
     """A dense block as an expert that every row chooses with weight 1."""
-
-    __slots__ = ("_activation", "_expert")
 
     def __init__(self, expert: PackedExperts, activation: Activation) -> None:
         self._expert, self._activation = expert, activation

@@ -22,8 +22,6 @@ _HEAP_SLACK = 64  # the heap is rebuilt once it has more entries than twice the 
 class BlockAllocator:
     """Free block ids ``0 .. num_blocks - 1``. Memory is bounded by the number of extents."""
 
-    __slots__ = ("_end_of", "_largest", "_num_free", "_start_of", "_used", "num_blocks")
-
     def __init__(self, num_blocks: int) -> None:
         if num_blocks <= 0:
             raise ValueError(f"num_blocks must be positive, got {num_blocks}")

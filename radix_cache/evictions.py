@@ -27,8 +27,6 @@ class EvictionRecord:
     If there are more, the record ends whose account asked longest ago. Time is the caller's (`tell_time`).
     """
 
-    __slots__ = ("_block_bytes", "_evicted", "_incomplete", "_limit", "_now", "_num_recorded", "_read_at")
-
     def __init__(self, block_bytes: int, limit: int) -> None:
         self._block_bytes = block_bytes
         self._limit = limit

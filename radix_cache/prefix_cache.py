@@ -59,24 +59,6 @@ class PrefixCache:
     released or belongs to another cache. All decisions are deterministic: the same calls yield the same ids.
     """
 
-    __slots__ = (
-        "_allocator",
-        "_borders",
-        "_caching",
-        "_copies",
-        "_disk",
-        "_duplicates",
-        "_leases",
-        "_next_number",
-        "_num_private_blocks",
-        "_stateful",
-        "_tree",
-        "_windows",
-        "block_size",
-        "num_blocks",
-        "retentions",
-    )
-
     def __init__(
         self,
         num_blocks: int,

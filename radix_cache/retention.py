@@ -52,17 +52,6 @@ class RetentionLedger:
     since the start.
     """
 
-    __slots__ = (
-        "_accounts",
-        "_deadlines",
-        "_num_refreshes",
-        "_number",
-        "num_blocks",
-        "num_lost_blocks",
-        "num_pins",
-        "num_retentions",
-    )
-
     def __init__(self) -> None:
         self._accounts: dict[str, Account] = {}
         # (deadline, number, retention): one entry for each retention with a deadline, at or before its deadline.

@@ -15,16 +15,6 @@ from radix_cache.window_blocks import RETAINED, WindowBlocks
 class Retentions:
     """Retains and pins cached prefixes. Shares are of all blocks of the cache; see `PrefixCache`."""
 
-    __slots__ = (
-        "_borders",
-        "_granted",
-        "_num_blocks",
-        "_pin_share",
-        "_retention_share",
-        "_tree",
-        "_windows",
-    )
-
     def __init__(
         self,
         tree: RadixTree,

@@ -29,18 +29,6 @@ class SnapshotTable:
     neither happens, because its user also holds a lease on its prefix. Gains and depths are in blocks.
     """
 
-    __slots__ = (
-        "_free",
-        "_lent",
-        "_queue",
-        "_written",
-        "num_cached",
-        "num_evicted",
-        "num_placed",
-        "num_used",
-        "rows",
-    )
-
     def __init__(self, rows: range, excess: Callable[[str, int], float]) -> None:
         """rows: the numbers of the rows, empty if states are not kept. excess: as for `WorthQueue`."""
         self.rows = rows

@@ -45,25 +45,6 @@ class RadixTree:
     and removals, until a reader takes them out of the list; None without a reader.
     """
 
-    __slots__ = (
-        "_block_bytes",
-        "_clock",
-        "_serial",
-        "_times",
-        "block_size",
-        "branches",
-        "evictions",
-        "facts",
-        "ledger",
-        "now",
-        "num_blocks",
-        "num_nodes",
-        "num_pinned_blocks",
-        "roots",
-        "snapshots",
-        "victims",
-    )
-
     def __init__(
         self,
         block_size: int,

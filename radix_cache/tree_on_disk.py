@@ -22,8 +22,6 @@ from radix_cache.window_blocks import WindowBlocks
 class TreeOnDisk:
     """Has the blocks of leases written to disk as they enter the tree. It moves no block within memory."""
 
-    __slots__ = ("_copies", "_kinds", "_size", "_tree", "_windows", "borders", "stored")
-
     def __init__(
         self,
         stored: StoredBlocks,

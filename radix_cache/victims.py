@@ -125,8 +125,6 @@ class Taker:
 class Victims:
     """The holdings of the accounts that have blocks. It removes no node from the tree."""
 
-    __slots__ = ("_entries", "_holdings", "_next_entry", "_orders", "_terms", "_touched", "now")
-
     def __init__(self) -> None:
         self._holdings: dict[str, Holding] = {}
         # By the rank of their next victims, the accounts that have one: (excess with its sign turned, stamp and serial

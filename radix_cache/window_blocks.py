@@ -49,20 +49,6 @@ class WindowBlocks:
     request needs to be computed step by step.
     """
 
-    __slots__ = (
-        "_account",
-        "_allocator",
-        "_block_size",
-        "_holds",
-        "_lent",
-        "_of",
-        "_queue",
-        "num_evicted",
-        "num_held",
-        "num_needed",
-        "span",
-    )
-
     def __init__(
         self,
         num_blocks: int,

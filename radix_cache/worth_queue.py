@@ -44,8 +44,6 @@ class WorthQueue(Generic[Row]):
     may be further ahead than it belongs, never behind: the first one is put right until it is where it belongs.
     """
 
-    __slots__ = ("_entries", "_excess", "_holdings", "_next_entry", "_order", "_worthless", "age")
-
     def __init__(self, excess: Callable[[str, int], float]) -> None:
         """excess: measures an account's holding of a number of rows (`Victims.excess_of`); -inf if the account is
         nobody's, and so the last. For the same number it may fall at any time; when it rises `reorder` is to be

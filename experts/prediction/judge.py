@@ -42,8 +42,6 @@ class PrefetchJudge:
     nor a growing context counts for or against prefetching.
     """
 
-    __slots__ = ("_current", "_kinds", "_rules")
-
     def __init__(self, rules: JudgeRules = JudgeRules()) -> None:
         self._rules = rules
         self._kinds: dict[tuple[int, bool], _Kind] = {}

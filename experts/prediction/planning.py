@@ -56,8 +56,6 @@ class PrefetchPlanner:
     taken can still be on time is optimal for such jobs (the greedy rule of a scheduling matroid).
     """
 
-    __slots__ = ("_control", "_expert_bytes", "_predictor", "_rated", "rules")
-
     def __init__(
         self,
         predictor: Predictor,
@@ -149,8 +147,6 @@ class LookaheadPlanner:
     Every second layer looks ahead, at two layers, so each layer is predicted once with half as many looks. The first
     layer looks at all near layers.
     """
-
-    __slots__ = ("_control", "_experts_here", "_max_distance", "_top_k")
 
     def __init__(
         self,

@@ -123,20 +123,6 @@ class RoutingStatistics:
     weight is large. Only `update` mutates.
     """
 
-    __slots__ = (
-        "_load",
-        "_num_recent",
-        "_recent",
-        "_recent_at",
-        "_token_counts",
-        "_token_ids",
-        "_token_row",
-        "_token_seen",
-        "_transitions",
-        "_weight",
-        "spec",
-    )
-
     def __init__(self, spec: StatisticsSpec) -> None:
         layers, experts = spec.num_layers, spec.num_experts
         self.spec = spec
@@ -325,8 +311,6 @@ class Affinity:
     estimate is the mean of a Dirichlet posterior whose prior is the popularity of j, so a rare pair is estimated by
     popularity.
     """
-
-    __slots__ = ("_conditional", "_popularity", "_prior", "_tokens")
 
     def __init__(
         self,

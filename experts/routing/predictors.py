@@ -60,8 +60,6 @@ class LearntAffinity:
     `step_done`.
     """
 
-    __slots__ = ("_affinity", "_due_in", "_interval", "_lifts", "_refresh_steps", "statistics")
-
     def __init__(self, statistics: RoutingStatistics, refresh_steps: int = 512) -> None:
         self.statistics = statistics
         self._refresh_steps = refresh_steps
@@ -161,18 +159,6 @@ class AffinityPredictor:
     sample stands for all tokens.
     """
 
-    __slots__ = (
-        "_chosen",
-        "_experts_here",
-        "_learnt",
-        "_max_rows",
-        "_num_experts",
-        "_num_rows",
-        "_recall",
-        "_rows",
-        "_token_ids",
-    )
-
     def __init__(
         self,
         learnt: LearntAffinity,
@@ -265,8 +251,6 @@ class RecallSample:
     Sources of predictions are identified by name. If a source ranks a layer twice from the same distance, the last
     ranking counts. Another thread may call `counts`.
     """
-
-    __slots__ = ("_counts", "_interval", "_max_rows", "_num_rows", "_num_steps", "_ranked", "_sampled")
 
     def __init__(self, interval: int = 64, max_rows: int = 8) -> None:
         self._interval = interval

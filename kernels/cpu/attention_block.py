@@ -101,8 +101,6 @@ class _PreparedRows:
 class AttentionBlock:
     """The attention of one layer."""
 
-    __slots__ = ("_address", "_pools", "_record", "_run", "_weights", "_width")
-
     def __init__(self, weights: AttentionWeights, qkv: PanelLinear, out: PanelLinear) -> None:
         def pointers(norms: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
             return (None, None) if norms is None else (norms[0].data_ptr(), norms[1].data_ptr())

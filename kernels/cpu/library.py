@@ -75,29 +75,6 @@ class NativeKernels:
     multiplies_bfloat16: the machine has dot products of bfloat16.
     """
 
-    __slots__ = (
-        "_progress",
-        "attention",
-        "attention_block",
-        "choose_experts",
-        "combine",
-        "compute_alone",
-        "experts",
-        "gated_delta_rule",
-        "gated_norm",
-        "linear",
-        "mamba1_scan",
-        "mamba2_scan",
-        "multiplies_bfloat16",
-        "norm_of_sum",
-        "pack_panels",
-        "pack_quantised",
-        "quantise",
-        "rms_norm",
-        "rotate_and_store",
-        "short_conv",
-    )
-
     linear: Callable[..., None]
     pack_panels: Callable[..., None]
     pack_quantised: Callable[..., None]

@@ -312,8 +312,6 @@ def _reduce(
 class AttentionArguments:
     """Sizes, strides and constants of a launch. Raises ValueError for tensors that the kernels would misread."""
 
-    __slots__ = ("_values_in_keys", "block_size", "group", "key_dim", "kv_heads", "num_heads", "value_dim")
-
     def __init__(self, q: Tensor, context: PagedContext) -> None:
         keys_pool, values_pool, block_size = context.keys, context.values, context.block_size
         self.num_heads, self.key_dim = q.shape[1:]

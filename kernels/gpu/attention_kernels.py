@@ -640,19 +640,6 @@ class SplitWork:
     planner; Ye et al., 2025).
     """
 
-    __slots__ = (
-        "_slots",
-        "capacity",
-        "chunk",
-        "config",
-        "fixed_chunk",
-        "max_seqs",
-        "offsets",
-        "sequences",
-        "tokens_per_tile",
-        "window",
-    )
-
     def __init__(
         self,
         max_seqs: int,

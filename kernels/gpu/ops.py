@@ -80,15 +80,8 @@ class GpuOps:
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:
         return _BatchedHeads(weight.to(dtype).transpose(1, 2).contiguous())
 
-    def pack_gated(
-        self,
-        gate_up: Matrix,
-        down: Matrix,
-        gate_up_bias: Tensor | None,
-        down_bias: Tensor | None,
-        activation: Activation,
-        dtype: torch.dtype,
-    ) -> GatedBlock:
+    def pack_gated(self, matrices: ExpertMatrices, activation: Activation, dtype: torch.dtype) -> GatedBlock:
+        gate_up, down, gate_up_bias, down_bias = matrices
         return _TwoLinears(
             self.pack_linear(gate_up, gate_up_bias, dtype), self.pack_linear(down, down_bias, dtype), activation
         )
@@ -258,8 +251,6 @@ def store_expert(
 class _BatchedHeads:
     """weight [H, K, N], all heads in one product."""
 
-    __slots__ = ("_weight",)
-
     def __init__(self, weight: Tensor) -> None:
         self._weight = weight
 
@@ -269,8 +260,6 @@ class _BatchedHeads:
 
 class _TwoLinears:
     """A dense block by the vendor's matrix library."""
-
-    __slots__ = ("_activation", "_down", "_gate_up")
 
     def __init__(self, gate_up: Linear, down: Linear, activation: Activation) -> None:
         self._gate_up, self._down, self._activation = gate_up, down, activation

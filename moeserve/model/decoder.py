@@ -35,22 +35,6 @@ class GqaAttention:
     ``flat`` norms. sinks: [H].
     """
 
-    __slots__ = (
-        "_block",
-        "_eps",
-        "_flat_norms",
-        "_head_norms",
-        "_interleaved",
-        "_num_heads",
-        "_o",
-        "_ops",
-        "_qkv",
-        "_sinks",
-        "_spec",
-        "_width",
-        "_window",
-    )
-
     def __init__(
         self,
         spec: AttentionSpec,
@@ -131,20 +115,6 @@ class MlaAttention:
     down: packed projection of the hidden state to [queries or their low-rank form; latent; rotated key]. q_b: from the
     low-rank form to the queries. to_latent: per head, nope_dim -> kv_lora_rank. from_latent: kv_lora_rank -> value_dim.
     """
-
-    __slots__ = (
-        "_down",
-        "_from_latent",
-        "_interleaved",
-        "_kv_norm",
-        "_o",
-        "_ops",
-        "_q_b",
-        "_q_norm",
-        "_spec",
-        "_to_latent",
-        "_widths",
-    )
 
     def __init__(
         self,
@@ -265,8 +235,6 @@ class RopeTable:
     The rows after them are the angles of all positions of extended contexts.
     """
 
-    __slots__ = ("_cos", "_sin")
-
     def __init__(
         self, rope: RopeSpec, max_model_len: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> None:
@@ -312,8 +280,6 @@ class MtpLayer:
     projection: from both, each behind its norm, side by side, to one state. norm: before the output projection, None
     without one. returns_normed: the state for one token more is the one after that norm.
     """
-
-    __slots__ = ("_embedding_norm", "_hidden_norm", "_layer", "_norm", "_ops", "_projection", "_returns_normed")
 
     def __init__(
         self,

@@ -21,8 +21,6 @@ class GatedDeltaNet:
     value head. conv: [W, C]. norm: over the channels of a value head.
     """
 
-    __slots__ = ("_conv", "_heads", "_norm", "_ops", "_out", "_projections", "_widths")
-
     def __init__(
         self,
         spec: DeltaNetSpec,

@@ -256,14 +256,8 @@ class _Loader:
 
     def _pack_gated(self, tensors: Tensors, keys: tuple[str, str, str], gate_up: Matrix, down: Matrix) -> GatedBlock:
         """keys: of gate, up and down."""
-        return self._ops.pack_gated(
-            gate_up,
-            down,
-            self._biases(tensors, keys[:2], self._dtype),
-            self._biases(tensors, keys[2:], self._dtype),
-            self._spec.activation,
-            self._dtype,
-        )
+        up_bias, down_bias = (self._biases(tensors, of, self._dtype) for of in (keys[:2], keys[2:]))
+        return self._ops.pack_gated((gate_up, down, up_bias, down_bias), self._spec.activation, self._dtype)
 
     def _moe(self, tensors: Tensors, plan: ExpertsPlan, number: int) -> MoeLayer:
         """Load the block of experts of layer ``number``."""

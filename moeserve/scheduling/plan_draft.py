@@ -21,21 +21,6 @@ class PlanDraft:
     (rank, block ids) that this plan may be the last to read.
     """
 
-    __slots__ = (
-        "_cost",
-        "_has_all_decodes",
-        "_least",
-        "_limits",
-        "_sampled",
-        "_tells_following",
-        "budgets",
-        "duplicates",
-        "plans",
-        "prompts",
-        "requests",
-        "sizes",
-    )
-
     def __init__(self, step: int, budget: int, num_ranks: int, *, tells_following: bool = False) -> None:
         """tells_following: chunks that are not sampled have the token behind them."""
         self._tells_following = tells_following

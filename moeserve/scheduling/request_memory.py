@@ -375,17 +375,6 @@ class RankLoads:
     It places a request where its prompt is cached or being computed, unless that rank has much more to do.
     """
 
-    __slots__ = (
-        "_awaited",
-        "_memories",
-        "_num_of_tenant",
-        "_num_promised_blocks",
-        "_num_promised_windows",
-        "_priorities",
-        "_prompts",
-        "_work",
-    )
-
     def __init__(self, memories: Sequence[RequestMemory], running: Iterable[Request]) -> None:
         self._memories = memories
         self._work = [0] * len(memories)

@@ -117,7 +117,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_the_table_in_the_docs_is_the_dataclass():
     document = (ROOT / "docs" / "configuration.md").read_text()
-    assert settings_table() in document, "paste the output of `python -m tests.support.settings_table` into the document"
+    assert settings_table() in document, "paste the output of `python -m tests.support.settings_table`"
 
 
 def test_the_example_file_sets_known_settings_to_valid_values():

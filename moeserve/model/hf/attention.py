@@ -31,8 +31,6 @@ _LEAST_ROWS = 4
 class PagedAttention:
     """Computes the attention of one module over the pools of its layer."""
 
-    __slots__ = ("_has_sinks", "_memory", "_module", "_step", "_takes_kernel")
-
     def __init__(self, module: nn.Module, memory: LayerMemory, step: Step) -> None:
         self._module: Any = module
         self._step = step

@@ -32,18 +32,6 @@ from moeserve.model.hf.step import RowMask, Step
 class FusedAttention:
     """Stands in for the forward of an attention module; calls of other forms go to the module's own forward."""
 
-    __slots__ = (
-        "_eps",
-        "_forward",
-        "_head_dim",
-        "_memory",
-        "_norms",
-        "_out",
-        "_project",
-        "_scale",
-        "_step",
-    )
-
     def __init__(self, module: Any, memory: LayerMemory, step: Step, norms: tuple[Norm, Norm] | None) -> None:
         """norms: the norms of query heads and of key heads, None without."""
         self._forward, self._step = module.forward, step

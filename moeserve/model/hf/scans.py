@@ -31,8 +31,6 @@ _CONVOLUTION, _STATE = "conv_states.0", "recurrent_states.0"
 class ScannedMixer:
     """Stands in for the forward of a mixer while a step runs."""
 
-    __slots__ = ("_forward", "_scan", "_step")
-
     def __init__(self, module: nn.Module, step: Step, functions: Mapping[str, Callable[..., Any]]) -> None:
         """functions: replacements for global names in its forward."""
         self._step, self._forward = step, module.forward
@@ -97,8 +95,6 @@ class _Functions:
     They take the arguments that these packages take, and change the states of one layer. They raise NotImplementedError
     for cases that they do not know.
     """
-
-    __slots__ = ("_number", "_ops", "_rate", "_step", "_weight")
 
     def __init__(self, number: int, step: Step, ops: Ops) -> None:
         self._number, self._step, self._ops = number, step, ops
