@@ -12,9 +12,16 @@ from tokenizers import AddedToken, Tokenizer
 
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool, ToolChoice
 from moeserve.frontend.http import ApiError
-from moeserve.frontend.parsers.families import CALLS, REASONING, OutputShape
+from moeserve.frontend.parsers.families import (
+    ANSWER,
+    CALLS,
+    GRAMMARS,
+    REASONING,
+    OutputShape,
+    arguments_schema,
+    call_grammar,
+)
 from moeserve.frontend.parsers.feed import CallIds, Parsed
-from moeserve.frontend.parsers.grammars import ANSWER, FAMILIES, arguments_schema, call_grammar
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import BOS, byte_tokenizer
@@ -34,7 +41,7 @@ TOOLS = (
     Tool("send", parameters={"type": "object", "properties": {"to": {"type": "boolean"}}}, strict=True),
 )
 # Whether the markers are tokens differs between models of a family; harmony's always are.
-FORMS = [*((family, special) for family in FAMILIES for special in (False, True)), ("harmony", True)]
+FORMS = [*((family, special) for family in GRAMMARS for special in (False, True)), ("harmony", True)]
 # Not `<|end|>`, which is one of harmony's markers.
 _EOS = BOS
 _TEXT_TAGS = ("<function", "</function", "<invoke", "</invoke", "<parameter", "</parameter")
