@@ -27,9 +27,16 @@ from moeserve.frontend.routes.batches import BatchRoutes, FileRoutes
 from moeserve.frontend.routes.cache import CacheRoutes, load_public_prefixes, publish_prefixes
 from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
 from moeserve.frontend.routes.openapi import DescriptionRoutes
-from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
 from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
-from moeserve.frontend.routes.service import ExpertRoutes, LiveRoutes, ServiceRoutes, SleepRoutes, TokenRoutes
+from moeserve.frontend.routes.service import (
+    ExpertRoutes,
+    LiveRoutes,
+    RenderRoute,
+    ReplicaRoutes,
+    ServiceRoutes,
+    SleepRoutes,
+    TokenRoutes,
+)
 from moeserve.frontend.routes.table import BATCH_ROUTES, ROUTES, Endpoints
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.file import Owner

@@ -14,18 +14,18 @@ from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.exchange import EventWriter, completed
 from moeserve.frontend.http import ApiError, EventStream, unavailable
-from moeserve.frontend.jobs.journal import (
+from moeserve.frontend.jobs.runner import (
     Entry,
     JobRecord,
     Journal,
     Replay,
+    Runner,
     formatter_of,
     unpack_entries,
     unpack_failure,
     unpack_prepared,
     unpack_record,
 )
-from moeserve.frontend.jobs.runner import Runner
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Kind, Prepared, pack_reply
 from moeserve.frontend.relay.request_group import EngineGone

@@ -16,7 +16,7 @@ from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesF
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier, Named, listed_item
 from moeserve.frontend.http import ApiError, content_coding, invalid, json_bytes, list_of, page_of, receive_body
 from moeserve.frontend.jobs.jobs import Jobs, JobView
-from moeserve.frontend.jobs.journal import unpack_record
+from moeserve.frontend.jobs.runner import unpack_record
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events

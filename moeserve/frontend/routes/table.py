@@ -27,11 +27,12 @@ from moeserve.frontend.routes.batches import BatchBody, BatchRoutes, FileRoutes
 from moeserve.frontend.routes.cache import CacheRoutes
 from moeserve.frontend.routes.generate import GenerateRoute
 from moeserve.frontend.routes.openapi import DescriptionRoutes
-from moeserve.frontend.routes.replicas import RenderRoute, ReplicaRoutes
 from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
 from moeserve.frontend.routes.service import (
     ExpertRoutes,
     LiveRoutes,
+    RenderRoute,
+    ReplicaRoutes,
     ServiceRoutes,
     SleepRoutes,
     TokenRoutes,
