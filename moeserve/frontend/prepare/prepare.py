@@ -23,7 +23,7 @@ from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, prompts, responses
+from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
 from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls, subschemas
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
@@ -176,7 +176,7 @@ READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
     "chat": chat.parse,
     "completions": completions.parse,
     "messages": messages.parse,
-    "warm": prompts.parse_warm,
+    "warm": chat.parse_warm,
 }
 
 Encode = Callable[[ChatPrompt], Sequence[int]]
@@ -233,7 +233,7 @@ class Preparer:
             case "tokenize":
                 return self._tokenize(ask, body)
             case "detokenize":
-                token_ids = prompts.parse_detokenize(body, facts)
+                token_ids = chat.parse_detokenize(body, facts)
                 self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
                 return _json({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
             case "count_message":
@@ -324,20 +324,20 @@ class Preparer:
         return decode_prompt(self._tokenizer, token_ids)
 
     def _prefix(self, ask: Ask, body: bytes) -> Prefix:
-        kind = prompts.PrefixBody if ask.kind == "prefix" else prompts.UnpinBody
+        kind = chat.PrefixBody if ask.kind == "prefix" else chat.UnpinBody
         read, ignored = bodies.decode_json(body, kind)
         salt = fields.read_cache_salt(read.cache_salt)
-        if isinstance(read, prompts.UnpinBody) and read.id is not None:
+        if isinstance(read, chat.UnpinBody) and read.id is not None:
             if read.prompt is not None or read.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return Prefix(None, read.id, salt, ignored)
-        prompts.check_prefix(read, prompts.PIN_FIELDS)
-        prompt = prompts.read_prefix(read, ask.model)
+        chat.check_prefix(read, chat.PIN_FIELDS)
+        prompt = chat.read_prefix(read, ask.model)
         return Prefix(self._encode(prompt, ask.model, _owner(ask, salt)), None, salt, ignored)
 
     def _tokenize(self, ask: Ask, body: bytes) -> Body:
         facts = ask.model
-        asked = prompts.parse_tokenize(body, facts)
+        asked = chat.parse_tokenize(body, facts)
         if isinstance(asked, ChatPrompt):
             token_ids = self._encode(asked, facts, ask.owner)
         else:
