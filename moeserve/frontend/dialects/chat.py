@@ -1,7 +1,7 @@
 """The dialect of `/v1/chat/completions`: reads its requests into internal ones, writes internal answers as its own.
 
-The bodies of routes that generate no answer have the fields of a chat's prompt: prefixes for the prompt cache, texts and
-tokens to convert. Warming is a generation of one token, with a formatter of its own."""
+The bodies of routes that generate no answer have the fields of a chat's prompt: prefixes for the prompt cache, texts
+and tokens to convert. Warming is a generation of one token, with a formatter of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which job a text process does next: a pure decision, fair by key."""
+"""The text processes of one HTTP process: they get jobs fair by key, and are ended where a job takes too long."""
 
 from __future__ import annotations
 
