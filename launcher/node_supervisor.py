@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 
+from launcher.life import RestartPolicy
 from launcher.processes import (
     Child,
     Computing,
@@ -25,7 +26,6 @@ from launcher.processes import (
     default_threads,
     describe_end,
 )
-from launcher.restarts import RestartPolicy
 from launcher.supervisor import GROUP_MODULE, handled_signals
 from moeserve.wire import RunContext
 

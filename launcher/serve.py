@@ -21,7 +21,6 @@ from rich.console import Console
 from rich.markup import escape
 
 from launcher.console import ProgressDisplay, ready_banner
-from launcher.listener import is_loopback, open_listener, reachable_address, url
 from launcher.logs import LogStream
 from launcher.node_supervisor import NodeSupervisor
 from launcher.preflight import (
@@ -33,6 +32,10 @@ from launcher.preflight import (
     fewer_connections,
     frontends_for,
     gpu_names,
+    is_loopback,
+    open_listener,
+    reachable_address,
+    url,
     usable_cores,
 )
 from launcher.processes import Loading, Ready

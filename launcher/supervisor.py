@@ -18,9 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from launcher.causes import MemoryKills, is_from_outside
 from launcher.idleness import Idleness
-from launcher.life import Life
+from launcher.life import Life, MemoryKills, RestartPolicy, is_from_outside
 from launcher.processes import (
     Child,
     Ended,
@@ -34,7 +33,6 @@ from launcher.processes import (
     default_threads,
     describe_end,
 )
-from launcher.restarts import RestartPolicy
 from launcher.watches import Vitals, any_is_stopped, wait_for_hang, wait_for_silence, wait_for_stop
 from launcher.wills import WillKeeper, allow_wills, wills_within
 from moeserve.engine.crashes.judgement import suspicion_after

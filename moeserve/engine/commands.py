@@ -1,19 +1,62 @@
-"""Commands to the engine, carried out in slices beside the steps: one slice a turn, so that no step waits long."""
+"""Commands to the engine: they wait fair by key, and are carried out one slice a turn, so that no step waits long."""
 
 from __future__ import annotations
 
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Generic, TypeVar
 
 from moeserve.engine.cache_commands import CacheCommandError, CacheCommands, Job
-from moeserve.engine.command_queue import CommandQueue
 from moeserve.engine.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.engine.file_writer import FileJob, FileWriter
 from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.scheduling.kv_transfer import KvTransfer
 from moeserve.wire import Control, ControlResult, FeatureSamples
 from radix_cache import PrefixCache
+
+MAX_WAITING_OF_KEY = 16  # commands of one key, from all HTTP processes together
+MAX_WAITING = 256  # commands of all keys; beyond it a key may have one
+
+T = TypeVar("T")
+
+
+class CommandQueue(Generic[T]):
+    """Commands by key. Keys take turns, and a key's commands follow each other."""
+
+    def __init__(self) -> None:
+        # The key whose turn is next comes first. No key is here without a command.
+        self._of_key: OrderedDict[str, deque[T]] = OrderedDict()
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return self._num_waiting
+
+    def put(self, key: str, command: T) -> bool:
+        """Queue a command. Return False if the key has too many, or all together and this key has one."""
+        own = self._of_key.get(key)
+        if own is not None and (len(own) >= MAX_WAITING_OF_KEY or self._num_waiting >= MAX_WAITING):
+            return False
+        self._of_key.setdefault(key, deque()).append(command)
+        self._num_waiting += 1
+        return True
+
+    def first(self) -> T:
+        """Return the oldest command of the key whose turn it is."""
+        return next(iter(self._of_key.values()))[0]
+
+    def end_turn(self, *, done: bool) -> None:
+        """Let the next key have its turn. done: the first command is carried out and leaves the queue."""
+        key, own = next(iter(self._of_key.items()))
+        if done:
+            own.popleft()
+            self._num_waiting -= 1
+        if own:
+            self._of_key.move_to_end(key)
+        else:
+            del self._of_key[key]
+
 
 _LAST_WRITE_SECONDS = 1.0  # that an ending engine waits for a file that is being written
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from moeserve.engine.cache_commands import CacheCommands
-from moeserve.engine.command_queue import MAX_WAITING, MAX_WAITING_OF_KEY, CommandQueue
-from moeserve.engine.commands import Commands
+from moeserve.engine.commands import MAX_WAITING, MAX_WAITING_OF_KEY, CommandQueue, Commands
 from moeserve.wire import Control, ControlResult
 from radix_cache import PUBLIC, PrefixCache
 from radix_cache.listing import MAX_VISITED_NODES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.causes import MemoryKills, is_from_outside
+from launcher.life import MemoryKills, is_from_outside
 from moeserve.engine.crashes import record as record_module
 from moeserve.engine.crashes.judgement import LastWork, suspicion_after
 from moeserve.engine.crashes.record import WorkRecord, read_record

@@ -10,7 +10,7 @@ import msgpack
 from hypothesis import given, settings
 
 from moeserve.engine.kv_events.blocks import BlockRemoved, BlockStored, KvBlocks, block_hash
-from moeserve.engine.kv_events.frames import pack_batch
+from moeserve.engine.kv_events.publisher import pack_batch
 from radix_cache import APART, PUBLIC, Lease, PrefixCache
 from tests.support.examples import examples
 from tests.support.kv_consumer import EventConsumer

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from moeserve.engine.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored
-from moeserve.engine.kv_events.frames import END_OF_REPLAY, pack_batch, pack_number
+from moeserve.engine.kv_events.publisher import END_OF_REPLAY, pack_batch, pack_number
 
 GOLDEN = Path(__file__).parents[1] / "support" / "golden"
 EVENTS = [

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from launcher.rank_lives import RankLives
+from launcher.rank_group import RankLives
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 Report = dict[str, Any]

@@ -1,6 +1,6 @@
 """Whether and when a process is started again."""
 
-from launcher.restarts import SOUND_SECONDS, RestartPolicy
+from launcher.life import SOUND_SECONDS, RestartPolicy
 
 
 def test_a_process_that_served_is_started_again_at_once_up_to_the_limit() -> None:

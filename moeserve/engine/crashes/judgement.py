@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from moeserve.wire import Suspicion
 
 # Work that ended engines is refused for 90 s: an engine that has served for a minute begins a new count of restarts
-# (`launcher.restarts`), which a repeated request cannot use up then.
+# (`launcher.life`), which a repeated request cannot use up then.
 _CULPRIT_SECONDS = 90.0
 _MAX_CULPRITS = 16
 

@@ -8,7 +8,8 @@ replay endpoint, a ROUTER for subscribers that missed batches:
 - `["", "snapshot"]` is answered with a snapshot: events that lead from anything to the present blocks, each message
   with the number of the next batch.
 
-An answer is `["", topic, number, payload]` per batch, and `["", "", -1, ""]` at its end.
+An answer is `["", topic, number, payload]` per batch, and `["", "", -1, ""]` at its end. Events are written as vLLM
+writes them: MessagePack, maps with a `type`, or arrays as before its 0.26.
 """
 
 from __future__ import annotations
@@ -16,19 +17,60 @@ from __future__ import annotations
 import os
 import threading
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgpack
 import structlog
 import zmq
 
 from moeserve.config import ConfigError
-from moeserve.engine.kv_events.blocks import AllBlocksCleared, Event, KvBlocks
-from moeserve.engine.kv_events.frames import END_OF_REPLAY, pack_batch, pack_number
+from moeserve.engine.kv_events.blocks import AllBlocksCleared, BlockRemoved, BlockStored, Event, KvBlocks
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of
 from radix_cache import Fact, PrefixCache, Published
+
+# Where the blocks are: the first tier, from which a request goes on without a copy, whatever the device.
+_FIRST_TIER = "GPU"
+# The number in the frame that ends a replay.
+END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
+
+
+def pack_batch(seconds: float, events: Sequence[Event], rank: int, block_size: int, *, as_maps: bool) -> bytes:
+    """Return the payload of a message: `[seconds of the Unix time, events, rank]`."""
+    shown = [_as_map(event, block_size) for event in events]
+    packed: bytes = msgpack.packb([seconds, shown if as_maps else [list(one.values()) for one in shown], rank])
+    return packed
+
+
+def pack_number(number: int) -> bytes:
+    """Return the frame with the number of a batch."""
+    return number.to_bytes(8, "big")
+
+
+def _as_map(event: Event, block_size: int) -> dict[str, Any]:
+    match event:
+        case BlockStored(hashes, parent, token_ids, salt):
+            stored: dict[str, Any] = {
+                "type": "BlockStored",
+                "block_hashes": hashes,
+                "parent_block_hash": parent,
+                "token_ids": array("i", token_ids).tolist(),
+                "block_size": block_size,
+                "lora_id": None,
+                "medium": _FIRST_TIER,
+                "lora_name": None,
+            }
+            if salt is not None:
+                stored["extra_keys"] = [[salt], *[None] * (len(hashes) - 1)]
+            return stored
+        case BlockRemoved(hashes):
+            return {"type": "BlockRemoved", "block_hashes": hashes, "medium": _FIRST_TIER}
+        case _:
+            return {"type": "AllBlocksCleared"}
+
 
 _SNAPSHOT = b"snapshot"
 _BLOCKS_OF_SNAPSHOT = 1000  # blocks in one message of a snapshot

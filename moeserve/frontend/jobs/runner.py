@@ -1,7 +1,8 @@
-"""Runs the jobs that this process owns, and takes over jobs whose owner has died.
+"""Runs the jobs that this process owns, takes over jobs whose owner has died, and writes and reads their journals.
 
 A job goes to the engine like any request. Its outputs go into the journal before anybody sees them, so an output that
-was seen is never computed again; where the engine, or the process, dies, the next one goes on from there.
+was seen is never computed again; where the engine, or the process, dies, the next one goes on from there. A journal
+makes the same deltas, events and body whenever and wherever it is read.
 """
 
 from __future__ import annotations

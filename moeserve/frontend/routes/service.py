@@ -1,4 +1,8 @@
-"""The routes beside generation: models, health, metrics, live figures, tokens, sleep, and an operator's commands."""
+"""The routes beside generation: models, health, metrics, live figures, tokens, sleep, and an operator's commands.
+
+By some of them routers get to know a replica: what it is, what it holds and does, and a request's tokens. Their paths
+and fields are the ones that routers for vLLM and SGLang read.
+"""
 
 from __future__ import annotations
 

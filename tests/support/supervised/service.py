@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from launcher.listener import open_listener
+from launcher.preflight import open_listener
 from launcher.run_directory import run_directory
 from launcher.supervisor import Grace, Listeners, Supervisor
 from moeserve.config import ServeConfig
