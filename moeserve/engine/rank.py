@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,7 @@ from moeserve.device import KvBudget
 from moeserve.model.rope import rope_switch
 from moeserve.model.spec import DecoderSpec
 from moeserve.plan import Pending, StepPlan, StepResult
-from moeserve.scheduling.steps import Runner
+from moeserve.scheduling.steps import Runner, abandoned_if_it_fails
 
 if TYPE_CHECKING:
     import torch
@@ -70,23 +69,15 @@ class ObservedRunner:
         self._observers = observers
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
-        for observer in self._observers:
-            observer.begin(plan)
-        with _abandoned_if_it_fails(plan, self._observers):
+        begun: list[StepObserver[StepPlan, StepResult]] = []
+        with abandoned_if_it_fails(plan, begun):
+            for observer in self._observers:
+                begun.append(observer)
+                observer.begin(plan)
             step = self._runner.launch(plan)
             for observer in self._observers:
                 observer.launched()
         return _ObservedStep(plan, step, self._observers)
-
-
-@contextmanager
-def _abandoned_if_it_fails(plan: StepPlan, observers: Observers) -> Iterator[None]:
-    try:
-        yield
-    except Exception:
-        for observer in observers:
-            observer.abandon(plan)
-        raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +91,11 @@ class _ObservedStep:
         return self.step.done
 
     def result(self) -> StepResult:
-        with _abandoned_if_it_fails(self.plan, self.observers):
+        left = list(self.observers)
+        with abandoned_if_it_fails(self.plan, left):
             result = self.step.result()
-        for observer in self.observers:
-            observer.end(self.plan, result)
+            while left:
+                left.pop(0).end(self.plan, result)
         return result
 
 

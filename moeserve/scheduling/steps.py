@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from moeserve.plan import GRAMMAR_FAILED, Pending, StepPlan, StepResult
 from moeserve.scheduling.outcomes import RequestOutput
@@ -81,6 +81,18 @@ class RanksObserver:
         """Observe, in place of `end`, that a step that had begun has failed."""
 
 
+@contextmanager
+def abandoned_if_it_fails(step: object, observers: Sequence[Any]) -> Iterator[None]:
+    """Have the observers of a step abandon it if the block fails: those that `observers` holds then. The block enters
+    them as they begin, or removes them as they end."""
+    try:
+        yield
+    except Exception:
+        for observer in observers:
+            observer.abandon(step)
+        raise
+
+
 class Steps:
     """Plans, launches and commits one step after another.
 
@@ -115,9 +127,11 @@ class Steps:
         failed = self._provide_masks()
         plans = self._scheduler.schedule()
         if plans is not None:
-            for observer in self._observers:
-                observer.begin(plans)
-            with self._abandoned_if_it_fails(plans):
+            begun: list[RanksObserver] = []
+            with abandoned_if_it_fails(plans, begun):
+                for observer in self._observers:
+                    begun.append(observer)
+                    observer.begin(plans)
                 self._in_flight.append((plans, self._executor.launch(plans)))
             if len(self._in_flight) <= self._depth:
                 return failed
@@ -132,21 +146,13 @@ class Steps:
         """Raise the error that would make the next step fail. The engine calls this now and then while it idles."""
         self._executor.check()
 
-    @contextmanager
-    def _abandoned_if_it_fails(self, plans: Sequence[StepPlan]) -> Iterator[None]:
-        try:
-            yield
-        except Exception:
-            for observer in self._observers:
-                observer.abandon(plans)
-            raise
-
     def _commit(self) -> list[RequestOutput]:
         plans, pending = self._in_flight.popleft()
-        with self._abandoned_if_it_fails(plans):
+        left = list(self._observers)
+        with abandoned_if_it_fails(plans, left):
             results = pending.result()
-        for observer in self._observers:
-            observer.end(plans, results)
+            while left:
+                left.pop(0).end(plans, results)
         outputs = self._scheduler.commit(plans, results)
         self.step = plans[0].step
         if self._masks is not None:

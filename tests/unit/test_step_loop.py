@@ -182,3 +182,37 @@ def test_observers_hear_that_a_step_has_failed_in_place_of_its_end(fails: str) -
     with pytest.raises(RuntimeError):
         steps.advance()
     assert [line.split()[0] for line in device.log if not line.startswith("launch")] == ["begin", "abandon"]
+
+
+class _Faulty(RanksObserver):
+    """Fails as it observes a beginning, or an end."""
+
+    def __init__(self, fails: str) -> None:
+        self._fails = fails
+
+    def begin(self, plans: Sequence[StepPlan]) -> None:
+        if self._fails == "begin":
+            raise RuntimeError("no begin")
+
+    def end(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> None:
+        if self._fails == "end":
+            raise RuntimeError("no end")
+
+
+@pytest.mark.parametrize(
+    ("fails", "first_heard", "last_heard"),
+    [("begin", ["begin", "abandon"], []), ("end", ["begin", "end"], ["begin", "abandon"])],
+)
+def test_a_step_that_an_observer_fails_is_abandoned_by_those_that_have_begun_and_not_ended_it(
+    fails: str, first_heard: list[str], last_heard: list[str]
+) -> None:
+    first, last = _Failing("never"), _Failing("never")
+    scheduler = Scheduler(
+        [PrefixCache(8, 4)], max_num_seqs=1, max_num_batched_tokens=8, max_num_queued_reqs=1, max_model_len=16
+    )
+    steps = Steps(scheduler, CountingDevice(), 0, [first, _Faulty(fails), last])
+    scheduler.add(Request("r", array("i", [1, 2]), SamplingParams(max_tokens=2)))
+    with pytest.raises(RuntimeError):
+        steps.advance()
+    assert [line.split()[0] for line in first.log] == first_heard
+    assert [line.split()[0] for line in last.log] == last_heard
