@@ -40,11 +40,7 @@ def short_conv(
         weight.shape[0],
         weight.shape[1],
         activates,
-        states.data_ptr(),
-        states.stride(0),
-        rows.first_rows.data_ptr(),
-        rows.slots.data_ptr(),
-        len(rows.slots),
+        *rows.places_of(states),
         out.data_ptr(),
     )
     return out

@@ -25,3 +25,8 @@ class StateRows:
         bounds = self.first_rows.tolist()
         for first, end, slot in zip(bounds, bounds[1:], self.slots.tolist(), strict=False):
             yield slice(first, end), slot
+
+    def places_of(self, states: Tensor) -> tuple[int, int, int, int, int]:
+        """Return the arguments of the compiled kernels: where states [num_slots, ...] and the chunks lie in memory."""
+        slots = self.slots
+        return states.data_ptr(), states.stride(0), self.first_rows.data_ptr(), slots.data_ptr(), len(slots)

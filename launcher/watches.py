@@ -36,7 +36,6 @@ class ProgressWatch:
         self._last_check = now
 
     def observe(self, heartbeat: Heartbeat, now: float) -> None:
-        """Note a heartbeat."""
         self._last_beat = now
         if heartbeat.progress != self._progress:
             self._last_progress = now

@@ -114,7 +114,6 @@ class Thought:
 
     @property
     def is_open(self) -> bool:
-        """True inside a thought."""
         return self._stage is _Stage.INSIDE
 
     @property

@@ -68,7 +68,6 @@ class DecodeError(ValueError):
 
 
 def encode(message: msgspec.Struct, incarnation: int) -> bytes:
-    """Return the frame of a message."""
     return pack([incarnation, message])
 
 
@@ -117,7 +116,6 @@ def _unpack(data: bytes, convert: Callable[[Any], _T], max_bytes: int) -> _T:
 
 
 def pack_token_ids(token_ids: list[int] | array[int]) -> bytes:
-    """Return the int32 bytes of token ids."""
     return array("i", token_ids).tobytes()
 
 
@@ -375,7 +373,6 @@ class _WireResult(msgspec.Struct, array_like=True, frozen=True):
 
 
 def encode_result(result: StepResult) -> bytes:
-    """Return the bytes of a result."""
     routing = None if result.routing is None else bytes(result.routing)
     return pack(_WireResult(result.step, [_pack_result(chunk) for chunk in result.chunks], routing, result.sent))
 

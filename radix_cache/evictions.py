@@ -102,7 +102,6 @@ class EvictionRecord:
         return len(data) // size
 
     def end_digest(self, node: Node) -> int:
-        """Return the digest of the prefix that ends with `node`."""
         return self.digests(node)[-1] if node.parent is not None else hash(node.namespace)
 
     def digests(self, node: Node) -> array[int]:

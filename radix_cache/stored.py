@@ -53,7 +53,6 @@ class StoredBlock:
 
     @property
     def is_kv(self) -> bool:
-        """True for a KV block."""
         return len(self.name) == NAME_BYTES
 
     @property

@@ -106,11 +106,9 @@ class WindowBlocks:
         return self._allocator.num_free + self.num_cached
 
     def of(self, blocks: Iterable[int]) -> array[int]:
-        """Return the window blocks of KV blocks that have one."""
         return array("i", map(self._of.__getitem__, blocks))
 
     def has(self, block: int) -> bool:
-        """Return whether a KV block has a window block."""
         return self._of[block] != _NONE
 
     def last_border(self, blocks: Sequence[int], limit: int) -> int:

@@ -534,7 +534,6 @@ class TransferQueue:
         return any(not transfer.active for transfer in self._transfers.values())
 
     def has_waiting_before(self, priority: Priority) -> bool:
-        """Return True if a transfer of higher priority waits."""
         return any(transfer.priority < priority and not transfer.active for transfer in self._transfers.values())
 
 

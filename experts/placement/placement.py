@@ -51,7 +51,6 @@ class Placement:
         return sum(map(len, self.ranks[layer])) // self.num_ranks
 
     def experts_on(self, layer: int, rank: int) -> tuple[int, ...]:
-        """Return the experts of the layer on the rank, ascending."""
         return tuple(expert for expert, ranks in enumerate(self.ranks[layer]) if rank in ranks)
 
     def first_ranks(self) -> NDArray[np.int64]:

@@ -109,7 +109,6 @@ def part_of(plan: StepPlan, chunks: list[Chunk]) -> StepPlan:
 
 
 def _blocks_of(chunks: Sequence[Chunk]) -> tuple[set[int], set[int]]:
-    """Return the blocks of chunks, and their window blocks."""
     windows = {block for chunk in chunks if chunk.window is not None for block in chunk.window.blocks}
     return {block for chunk in chunks for block in chunk.block_table}, windows
 

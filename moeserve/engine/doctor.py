@@ -113,7 +113,6 @@ class Sizes:
     window: int = 0
 
     def context_bytes(self, num_tokens: int) -> int:
-        """Return the KV bytes of a request with `num_tokens` tokens."""
         return (self.kv_bytes or 0) * num_tokens + self.window_kv_bytes * min(num_tokens, self.window)
 
 

@@ -183,7 +183,6 @@ def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report
 def _serve_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedMember, report: Report
 ) -> None:
-    """Run rank 0 with the engine."""
     # Read now: an earlier life may have saved more than was there when the model was loaded.
     recording = plan_recording(context.config, Path(context.model_dir), member.spec)
     meeting = meet_as_first(context)

@@ -428,7 +428,6 @@ class EventStream:
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, events: bytes, *, last: bool = False) -> None:
-        """Send events."""
         if last:
             self._will.revoke()
         else:

@@ -130,7 +130,6 @@ class Metrics(Collector):
         self._responses.labels(route, str(status)).inc()
 
     def count_ended(self, reason: str, count: int = 1) -> None:
-        """Count choices that ended."""
         self._ended.labels(reason).inc(count)
 
     def count_disconnect(self) -> None:

@@ -76,7 +76,6 @@ class TextTokenizer:
 
     @property
     def special_texts(self) -> Collection[str]:
-        """The texts of all special tokens."""
         return self._special_ids.keys()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

@@ -205,7 +205,6 @@ class GrammarMasks:
             self._compiling[held.grammar] = self._compile(held)
 
     def _compile(self, held: _Held) -> _Compilation:
-        """Have a grammar compiled for a request."""
         text = held.grammar
 
         def compiled(job: Job) -> None:

@@ -48,7 +48,6 @@ def _read_gguf(directory: Path) -> dict[str, TensorInfo]:
 
 
 def has_weights(directory: Path) -> bool:
-    """Return whether there is any file of weights."""
     return is_gguf_folder(directory) or any(directory.glob("*.safetensors"))
 
 

@@ -112,7 +112,6 @@ def window_demand(
 
 
 def windowed(layers: Sequence[KvLayerSpec]) -> list[KvLayerSpec]:
-    """Return the layers with a window."""
     return [layer for layer in layers if layer.window is not None]
 
 

@@ -128,7 +128,6 @@ class DiskTier:
 
     @property
     def stored(self) -> StoredBlocks:
-        """The blocks on disk."""
         return self._stored
 
     def num_stored(self, request: Request) -> int:
@@ -146,7 +145,6 @@ class DiskTier:
 
     @property
     def waiting(self) -> Collection[Request]:
-        """The requests that wait for their prefixes."""
         return self._of_request.keys()
 
     def seeks(self, request: Request) -> bool:

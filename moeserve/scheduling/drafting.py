@@ -177,7 +177,6 @@ class Drafting:
             request.draft_tokens, request.draft_masks = draft_tokens, tuple(draft_masks)
 
     def forget(self, request: Request) -> None:
-        """Forget a request that has ended."""
         self._known.pop(request.request_id, None)
 
     def count_step(self, size: StepSize, seconds: float) -> None:

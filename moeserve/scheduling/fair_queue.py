@@ -64,7 +64,6 @@ class Tenants:
         return self._active
 
     def of(self, request: Request) -> Tenant:
-        """Return the tenant of a request that has entered."""
         terms = request.terms
         if terms is not self._latest_terms:
             # Requests of one tenant often follow each other, and share their terms.

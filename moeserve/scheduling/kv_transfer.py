@@ -226,7 +226,6 @@ class KvFetches:
 
     @property
     def waiting(self) -> Collection[Request]:
-        """The requests that wait for their blocks."""
         return self._of_request.keys()
 
     def check(self, request: Request) -> None:
@@ -296,7 +295,6 @@ class KvFetches:
         return overdue
 
     def take_jobs(self) -> list[FetchJob]:
-        """Return the jobs that are to begin."""
         jobs, self._new_jobs = self._new_jobs, []
         return jobs
 

@@ -247,7 +247,6 @@ class BlockBuffer:
 
 
 def block_bytes(memory: BlockMemory) -> int:
-    """Return the bytes of one block."""
     return sum(int(array.shape[0] * array.shape[2]) for array in memory)
 
 

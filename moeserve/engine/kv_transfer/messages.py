@@ -21,7 +21,6 @@ _NUMBER = struct.Struct("<I")
 
 
 def pack_number(number: int) -> bytes:
-    """Return the frame of a number."""
     return _NUMBER.pack(number)
 
 

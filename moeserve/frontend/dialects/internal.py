@@ -229,7 +229,6 @@ class GenerateRequest:
 
     @property
     def prompt_field(self) -> str:
-        """The request field of the prompts."""
         prompt = self.prompts[0]
         return prompt.request_field if isinstance(prompt, ChatPrompt) else "prompt"
 

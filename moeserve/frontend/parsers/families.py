@@ -68,7 +68,6 @@ class Rules:
         return marker in self._ids
 
     def marker(self, text: str) -> str:
-        """Return the expression for a marker."""
         return f"<[{self._ids[text]}]>" if text in self._ids else literal(text)
 
     def until(self, marker: str) -> str:
@@ -78,12 +77,10 @@ class Rules:
         return self.add(_ANY_TEXT, f"[suffix={literal(marker)}]")
 
     def source(self, start: str) -> str:
-        """Return the text of the grammar."""
         return "\n".join([f"start: {start}", *self._lines]) + "\n"
 
 
 def literal(text: str) -> str:
-    """Return the expression for a text."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -275,7 +275,6 @@ class Sink:
         self._text.border()
 
     def open_call(self, name: str, call_id: str = "") -> None:
-        """Begin a call."""
         if self._text.is_empty:
             self._text.border()
         self._is_open, self._has_arguments = True, False
@@ -303,7 +302,6 @@ class Sink:
         self._is_open = False
 
     def tell(self, name: str, arguments: str, call_id: str = "") -> None:
-        """Tell a whole call."""
         self.open_call(name, call_id)
         self.arguments(arguments)
         self.close_call()

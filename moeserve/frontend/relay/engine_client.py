@@ -119,7 +119,6 @@ class EngineClient:
 
     @property
     def num_requests(self) -> int:
-        """Requests that have not ended."""
         return len(self._groups)
 
     @asynccontextmanager

@@ -216,12 +216,10 @@ def is_open(shelf: Shelf, job_id: str) -> bool:
 
 
 def owners(shelf: Shelf) -> set[str]:
-    """Return the owners of all open jobs."""
     return {owner for (owner,) in shelf.db.execute("SELECT DISTINCT owner FROM jobs WHERE state = 'open'")}
 
 
 def open_of(shelf: Shelf, owner: str) -> set[str]:
-    """Return the open jobs of an owner."""
     found = shelf.db.execute("SELECT id FROM jobs WHERE state = 'open' AND owner = ?", (owner,))
     return {job_id for (job_id,) in found}
 
