@@ -28,7 +28,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job as the store has it. record: `moeserve.frontend.jobs.journal`."""
+    """A job as the store has it. record: `moeserve.frontend.jobs.runner`."""
 
     job_id: str
     caller: bytes
