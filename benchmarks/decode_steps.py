@@ -85,7 +85,7 @@ class DecodeBench:
     def run(self, load: Load) -> Throughput:
         """Run a load in KV memory of its own."""
         if self._device.type == "cuda":
-            # What the load before has left.
+            # Free the memory that the load before has left.
             torch.cuda.empty_cache()
         if self._decoder is None:
             self._decoder = self._make_decoder()

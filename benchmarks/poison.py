@@ -240,7 +240,7 @@ def play(watched: Watched, poison: Poison, copies: int, pause: float) -> Round:
     with ThreadPoolExecutor(copies) as pool:
         asked = [pool.submit(ask, watched.port, b"POST", poison.path, poison.body) for _ in range(copies)]
         statuses = Counter(answer.result() for answer in asked)
-    # What freeing memory takes, and threads that go on, belong to it.
+    # The time that freeing memory and remaining threads take belongs to it.
     time.sleep(0.1)
     memory, helpers = watched.memory.peaks()
     return Round(poison.name, copies, quiet_from, start, time.perf_counter(), statuses, memory, helpers)

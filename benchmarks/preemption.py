@@ -104,7 +104,7 @@ class Bench:
         self._executor = LocalExecutor(rank.runner)
         self._depth = rank.depth
         self._load = load
-        # What steps take, learnt in all runs.
+        # The duration of steps, learnt in all runs.
         self.cost = CostModel()
 
     def run(self, pool: int) -> Run:
@@ -152,7 +152,7 @@ def report(load: Load, pool: int, roomy: Run, tight: Run, cost: CostModel, room_
     """Return a row of the table, in multiples of the run with room, which takes `room_s`."""
     least_steps = max(-(-load.held // pool), roomy.num_steps)
     least_s = least_steps * cost.seconds(round(roomy.num_rows / least_steps), 0)
-    # What steps take is learnt as a curve: with room it has an error as well.
+    # The duration of steps is learnt as a curve: with room it has an error as well.
     least_s *= room_s / (roomy.num_steps * cost.seconds(round(roomy.num_rows / roomy.num_steps), 0))
     figures = [f"{pool / load.need:.2f}", f"{pool}", f"{tight.num_preemptions}"]
     figures += [f"{tight.num_rows / roomy.num_rows:.2f}", f"{tight.num_steps / roomy.num_steps:.2f}"]

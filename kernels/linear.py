@@ -27,7 +27,7 @@ from kernels.cpu.panels import (
 from kernels.cpu.quantised import pack_rows, packed_bytes
 from kernels.weight_formats import Arithmetic, Matrix, QuantizedRows, widened
 
-# Returns room for so many packed bytes, uint8 [size].
+# Takes a number of bytes and returns room for them, uint8 [size].
 Take = Callable[[int], Tensor]
 
 

@@ -16,7 +16,7 @@ from kernels.specs import GateSpec as GateSpec
 _Top = Callable[[Tensor, int], tuple[Tensor, Tensor]]
 # The order of `Score` in gate.cpp.
 _SCORES = ("softmax of chosen", "softmax", "sigmoid")
-# Experts of a token: gate.cpp adds up to so many weights in torch's order.
+# The most experts of a token whose weights gate.cpp adds up in torch's order.
 _MOST_CHOSEN = 31
 
 

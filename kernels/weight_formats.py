@@ -85,8 +85,8 @@ class QuantizedRows:
 
     data: uint8 [N, format.row_bytes(depth)], of any strides between rows; or several such, one below the other, which
     stay where they are. order: int64 [depth], the column of the matrix that each weight of a row belongs to; None if
-    they are in order. is_fine: where rows that it multiplies are rounded, what is left of them is rounded once more, to
-    15 bits in all. Raise ValueError for data of another shape or dtype.
+    they are in order. is_fine: where rows that it multiplies are rounded, the rest of a row is rounded once more, to 15
+    bits in all. Raise ValueError for data of another shape or dtype.
     """
 
     __slots__ = ("depth", "format", "is_fine", "order", "pieces")
@@ -202,7 +202,7 @@ def rows_of_fp8(codes: Tensor, scales: Tensor) -> QuantizedRows:
 
 
 def fp8_format(depth: int, group: int) -> WeightFormat:
-    """Return the format of rows of `depth` floats of 8 bits of which each `group` share a scale."""
+    """Return the format of rows of `depth` floats of 8 bits, where each `group` of them shares a scale."""
     return FP8 if depth % FP8_BLOCK.block or group % FP8_BLOCK.block else FP8_BLOCK
 
 

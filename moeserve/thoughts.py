@@ -150,7 +150,7 @@ class Thought:
             if self._stage is _Stage.INSIDE:
                 self.num_tokens -= len(self._searches[place].pending)
             self._enter(_Stage.OVER if form.only_first else _Stage.BEFORE, (form.opening,))
-            # What ends one part may begin the next.
+            # The token that ends one part may begin the next.
             self._searches[0].push(token_id)
 
     def _enter(self, stage: _Stage, markers: Iterable[Marker]) -> None:

@@ -54,7 +54,7 @@ class WriteQueue(Generic[Owner]):
     def __init__(self) -> None:
         self._waiting: OrderedDict[Owner, BlockCopy] = OrderedDict()
         self._written: dict[bytes, BlockCopy] = {}
-        # Of all these copies.
+        # The names of all these copies.
         self._names: set[bytes] = set()
         # The names of copies that are being written and are not to stay on disk.
         self._revoked: set[bytes] = set()

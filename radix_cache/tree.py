@@ -153,7 +153,7 @@ class RadixTree:
         newest = islice(reversed(node.children.values()), _NEWEST_CHILDREN)
         seen = (child for child in newest if child.namespace in (node.namespace, namespace))
         fitting = (child for child in seen if child.tokens.startswith(data[: len(child.tokens)]))
-        # Of equals the newest comes first, and stays.
+        # Among equals the newest comes first, and stays.
         return max(fitting, key=lambda child: child.last_used, default=None)
 
     def insert(self, start: Node, data: bytes, blocks: array[int], namespace: str) -> tuple[Node, array[int]]:

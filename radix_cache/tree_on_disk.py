@@ -38,7 +38,7 @@ class TreeOnDisk:
         self._tree = tree
         self._size = tree.block_size
         self._windows = windows
-        # Of the files beside a KV block's.
+        # The kinds of the files beside a KV block's file.
         self._kinds = (*((Kind.WINDOW,) if windows is not None else ()), *((Kind.STATE,) if has_states else ()))
 
     @property

@@ -127,7 +127,7 @@ class WorthQueue(Generic[Row]):
         level = self._excess(taker, 1 if taking is None else taking.num_rows + 1)
         found: Row | None = None
         first: tuple[bool, float, int, int] | None = None
-        # Of the other accounts the one with the largest excess comes first, for every taker.
+        # Among the other accounts the one with the largest excess comes first, for every taker.
         for account in (self._first_account(), taker, PUBLIC):
             holding = None if account is None else self._holdings.get(account)
             if account is None or holding is None or (head := self._head(holding)) is None:

@@ -72,7 +72,7 @@ def main() -> None:
     collectives = Collectives(rank, num_ranks)
     collectives.open(rendezvous, timeout=120)
     parallel = ExpertParallel(collectives, placement, [0], last_layer=1, compute=moe_experts_partial)
-    # Of steps of decodes.
+    # The times of the fewest rows, which steps of decodes have.
     seconds = min(parallel.measure(job["timed_hidden"], job["timed_top_k"], torch.float32).items())[1]
     comm.configure(enabled=True, prof_all=True)
     parallel.use("alltoall")

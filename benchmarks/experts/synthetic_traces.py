@@ -11,7 +11,7 @@ from benchmarks.experts.lab_traces import LabTrace
 
 Float = NDArray[np.float32]
 
-# Of synthetic traces.
+# The sizes of synthetic traces.
 _TOKENS_PER_CLASS = 16
 _BIAS_TOKENS = 2048
 _BIAS_ROUNDS = 15

@@ -26,7 +26,7 @@ from kernels.gpu.attention_kernels import SplitWork
 
 # Prompts are bound by their products, so that they need not be quite so cold.
 _MAX_PREFILL_SETS = 8
-# What computes it: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
+# The kernel: a decode has one new token per sequence, an extend few, packed into tiles with the query heads of a
 # KV head, and a prefill as many as fill tiles of one head.
 AnyConfig = SplitConfig | ExtendConfig | PrefillConfig
 # X

@@ -121,7 +121,7 @@ class PackingTier:
     def __init__(self, pack: Callable[[int, int, Tensor], None], expert_bytes: int) -> None:
         """pack(layer, expert, out): writes the expert to `out`, uint8 [expert_bytes]; raises ExpertStoreError."""
         self._pack, self._expert_bytes = pack, expert_bytes
-        # Experts of which some pieces are read and others are not; the ones that were begun first come first.
+        # Experts that are read in part, in the order in which they were begun.
         self._begun: dict[tuple[int, int], Tensor] = {}
         # Memory of experts that were read whole: fresh memory would be cleared each time.
         self._free: list[Tensor] = []
@@ -148,7 +148,7 @@ class PackingTier:
             return self._free.pop()
         if len(self._begun) < _MOST_BEGUN:
             return torch.empty(self._expert_bytes, dtype=torch.uint8)
-        # Of experts whose reading is stopped the last pieces are never read.
+        # If the reading of an expert is stopped its last pieces are never read.
         return self._begun.pop(next(iter(self._begun)))
 
 

@@ -61,7 +61,7 @@ class Prefetcher(PrefetchObserver):
         self._recorder = RoutingRecorder(learnt.statistics)
         self._token_ids: NDArray[np.int64] = np.empty(0, np.int64)
         self._ids: NDArray[np.int16] = np.empty((0, 0, 0), np.int16)
-        # Of the rank's own rows, by the gate of the layer that is computed.
+        # The choices for the rank's own rows by the gate of the layer that is computed.
         self._own_ids = torch.empty((0, 0), dtype=torch.int64)
 
     def begin(self, plan: PlannedStep) -> None:

@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_double, c_int64, c_void_p
 from pathlib import Path
 
-# Those that take the compiler longest come first.
+# The sources that take the compiler longest come first.
 _SOURCES = (
     "quantised.cpp",
     "experts.cpp",

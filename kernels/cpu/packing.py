@@ -54,7 +54,7 @@ ResultT = TypeVar("ResultT")
 
 
 def results_in_order(tasks: Iterable[Callable[[], ResultT]]) -> Iterator[ResultT]:
-    """Yield the results of `tasks`, several of which are computed at once, on one thread each.
+    """Yield the results of `tasks` in order. Several are computed at once, on one thread each.
 
     The caller's thread takes the next tasks out of the iterable meanwhile, at most two ahead for each thread.
     """

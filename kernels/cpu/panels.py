@@ -13,8 +13,8 @@ from kernels.weight_formats import FP8_FORMATS, WeightFormat
 
 LANES = 16
 PANEL_COLUMNS = 2 * LANES
-# Numbers of packings in matrix.h: of the first format of quantised weights, and what is added to a format's if rows are
-# rounded to bfloat16.
+# Numbers of packings in matrix.h: that of the first format of quantised weights, and the number that is added to a
+# format's if rows are rounded to bfloat16.
 FIRST_FORMAT = 3
 _OF_PAIRS = 64
 

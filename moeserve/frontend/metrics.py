@@ -271,8 +271,8 @@ def _engine_metrics(stats: Stats) -> Iterator[Metric]:
 
 
 _COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
-# The metrics of features by name in `Stats.features`: kind, documentation and labels. Layers are numbered among those
-# that have experts. A metric that the engine leaves out is not exported: a zero would say that the feature is in use.
+# The metrics of features by name in `Stats.features`: kind, documentation and labels. Layers are numbered among the
+# layers that have experts. A metric that the engine leaves out is not exported: a zero would mean that it is in use.
 _FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, Sequence[str]]] = {
     "moeserve_kv_retained_blocks": (_GAUGE, "KV blocks that clients have retained or pinned", ()),
     "moeserve_kv_pinned_prefixes": (_GAUGE, "Pinned prefixes", ()),

@@ -1,5 +1,5 @@
 """Where experts lie that are not in memory: an expert file, built with one expert in memory at a time and checked at
-every start, or the GGUF file itself, out of which single experts are packed when they are wanted."""
+every start, or the GGUF file itself, whose experts are packed one by one when they are wanted."""
 
 from __future__ import annotations
 

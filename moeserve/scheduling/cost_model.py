@@ -16,7 +16,7 @@ _SLOPE = _NUM_KNOTS
 # The unit of attended positions: with it context and rows are learnt about equally fast.
 _POSITIONS = 131072.0
 _RATE = 0.2
-# A parameter of which more steps have told is taken to be known as well as after this number.
+# The weight of a parameter grows with the steps that have told about it, up to this number of steps.
 _MOST_WEIGHT = 32.0
 # A delayed step (by the machine, a first compilation) counts as at most this many times the expected seconds.
 _MOST_TIMES_EXPECTED = 4.0
@@ -48,7 +48,7 @@ class CostModel:
         self._knots: list[float | None] = [None] * _NUM_KNOTS
         self._per_positions = 0.0
         self._num_observed = 0
-        # How many steps have told of each knot, and of the slope.
+        # By knot, and last for the slope: the number of steps that it was learnt from.
         self._weights = [0.0] * (_NUM_KNOTS + 1)
 
     def seconds(self, rows: int, attended: float) -> float:
@@ -74,7 +74,7 @@ class CostModel:
             self._weights[nearest] += 1
             return
         inputs = ((low, 1 - share), (low + 1, share), (_SLOPE, attended / _POSITIONS))
-        # An error is that of parameters which few steps have told of, more than of the others.
+        # Parameters that were learnt from few steps take the larger part of an error.
         gains = [value / min(1 + self._weights[index], _MOST_WEIGHT) for index, value in inputs]
         step = _RATE * (seconds - expected) / sum(value * gain for (_, value), gain in zip(inputs, gains, strict=True))
         for (index, value), gain in zip(inputs, gains, strict=True):

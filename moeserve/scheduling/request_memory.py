@@ -289,7 +289,7 @@ class RequestMemory:
         """Return the tokens with which any longer prompt of the namespace awaits what `request` awaits."""
         lease = request.lease
         assert lease is not None
-        # Of two that wait for a snapshot each may want another one, unless their prompts are equal.
+        # Two requests that wait for a snapshot may want different ones, unless their prompts are equal.
         end = lease.num_published_tokens + self._block_size if self._states is None else len(request.token_ids) - 1
         return request.token_ids[:end]
 

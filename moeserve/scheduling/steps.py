@@ -83,8 +83,8 @@ class RanksObserver:
 
 @contextmanager
 def abandoned_if_it_fails(step: object, observers: Sequence[Any]) -> Iterator[None]:
-    """Have the observers of a step abandon it if the block fails: those that `observers` holds then. The block enters
-    them as they begin, or removes them as they end."""
+    """Have the observers of a step abandon it if the block fails: the ones in `observers` at that time. The block adds
+    an observer as it begins, or removes it as it ends."""
     try:
         yield
     except Exception:

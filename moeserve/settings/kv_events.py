@@ -16,7 +16,7 @@ _MAX_PORT = 65535
 _TCP = re.compile(r"tcp://(\[[0-9a-fA-F:.]*\]|[^:/\[\]]+):(\*|\d{1,5})")
 _LOOPBACK = re.compile(r"(127(\.\d{1,3}){3}|localhost|\[::1\])")
 _FORMATS = ("map", "array")
-# What vllm-router asks of a source that it finds by itself; it passes over others without a word.
+# The schema that vllm-router asks of a source that it finds by itself; it passes over others without a word.
 _MAP_SCHEMA = {"encoding": "msgpack", "schema_version": 1}
 
 

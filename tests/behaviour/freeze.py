@@ -130,7 +130,7 @@ def differences(frozen: dict[str, Any], found: dict[str, Any], parts: Sequence[s
             continue
         exact = same_machine and other_weights.isdisjoint(case.split("/"))
         if not exact and case.endswith("/bfloat16"):
-            # What 16 bits round to depends on the order of sums, and tokens follow.
+            # The rounding to 16 bits depends on the order of sums, and tokens follow.
             continue
         line = first_difference(expected[case], found["cases"][case], exact)
         if line is not None:

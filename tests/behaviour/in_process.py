@@ -1,4 +1,4 @@
-"""What the engine computes in this process, for `freeze`: plans, and tiny models and the demo on a CPU.
+"""The results of the engine in this process, for `freeze`: plans, and tiny models and the demo on a CPU.
 
 `python -m tests.behaviour.in_process FOLDER [--models MODEL ...] [--parts PART ...]` saves the models into `FOLDER`.
 Its first line of JSON tells the machine and the models' weights; then comes a line for each part.

@@ -1,4 +1,4 @@
-"""What the service computes is what it computed when `frozen.json` was recorded; see `freeze`."""
+"""The service computes the same as when `frozen.json` was recorded; see `freeze`."""
 
 from __future__ import annotations
 

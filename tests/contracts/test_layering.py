@@ -69,7 +69,7 @@ WITH_TORCH = {
     "moeserve.model.gpu.*",
     "moeserve.model.hf.*",
 }
-# Of those folders, what others import to decide.
+# The modules of these folders that others import to decide.
 WITHOUT_TORCH = {"kernels.cpu.library", "kernels.gpu.moe_config", "kernels.specs"}
 
 

@@ -287,7 +287,7 @@ def test_transformers_classes_say_of_our_own_types_what_we_say(case: str, tmp_pa
     assert parameters_of(theirs) == parameters_of(ours)
     if theirs.keeps_snapshots:  # Not of a rotary embedding that looks at the tokens.
         assert kv_block_bytes(theirs.kv_layers, 1, torch.float32) == kv_block_bytes(ours.kv_layers, 1, torch.float32)
-        # Of the short convolution theirs keeps one token more; the other state is larger.
+        # Their short convolution keeps one token more; the other state is larger.
         matrices = ([max(prod(state.shape) for state in layer) for layer in s.state_layers] for s in (ours, theirs))
         assert next(matrices) == next(matrices)
     if not ours.state_layers:  # These have a name of their own in ours.

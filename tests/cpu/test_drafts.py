@@ -156,7 +156,7 @@ def test_random_requests_have_the_same_bits_with_drafts_and_without(
         assert counters.tokens > sum(counters.accepted) > count / 4
     num_accepted = sum(counters.accepted)
     if kind == "grammars" and method == "suffix" and count == NUM_REQUESTS:
-        # What followed these prompts is cached now, and makes further drafts.
+        # The tokens that followed these prompts are cached now, and makes further drafts.
         assert answers(complete(engine, requests)) == answers(expected)
         assert sum(counters.accepted) - num_accepted > 1.5 * num_accepted
     if kind == "short of memory":

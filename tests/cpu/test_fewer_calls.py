@@ -102,7 +102,7 @@ def test_attention_in_one_call_has_the_bits_of_its_parts(
     own = [pool.clone() for pool in pools]
     x, cos, sin = torch.randn(num_rows, HIDDEN), torch.randn(num_rows, DIM // 2), torch.randn(num_rows, DIM // 2)
     rest = x, cos, sin, torch.tensor(slots), AttentionPlan(spans, BLOCK)
-    for _ in range(2):  # The second time with what is kept of the first.
+    for _ in range(2):  # The second time with the values that the first one kept.
         assert torch.equal(block(*rest, *own), one_by_one(of, *rest, pools))
         assert all(map(torch.equal, own, pools))
 

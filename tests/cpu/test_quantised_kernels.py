@@ -105,7 +105,7 @@ def test_int8_products_sum_rounded_rows_times_the_weights(form: WeightFormat, is
             assert ((values - x).abs().amax(1) / x.abs().amax(1)).max() < 2e-4
     wanted = values.double() @ rows.dequantise().double().T
     got = pack_quantized_linear(rows, None, "int8")(x)
-    # What is left of a number may be rounded to either of two codes.
+    # The rest of a number may be rounded to either of two codes.
     assert ((got - wanted).abs().max() / wanted.std()).item() < (1e-4 if is_fine else 1e-5)
 
 

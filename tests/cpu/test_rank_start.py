@@ -85,7 +85,7 @@ def test_a_rank_loads_for_any_time_while_it_shows_life_and_is_named_once_it_does
 
 
 class SlowStart:
-    """The lives of two ranks in threads, of which rank 1 needs longer to start than ranks wait in a step."""
+    """The lives of two ranks in threads; rank 1 needs longer to start than ranks wait in a step."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []

@@ -143,7 +143,7 @@ def test_a_step_is_announced_before_the_results_of_the_one_before_have_come(grou
     steps = [group.link.receive() for _ in range(2)]
     plans = PlanReceiver()
     assert [plans.decode(step.plan).step for step in steps] == [1, 2]
-    # Of several ranks one may be a step ahead of another's message.
+    # One of several ranks may be a step ahead of another's message.
     for step, token in ((2, 8), (1, 7)):
         group.link.send(RankResult(1, encode_result(StepResult(step, [ChunkResult(), ChunkResult(token)]))))
     assert [pending[step].result()[1].chunks[1].token_id for step in range(2)] == [7, 8]

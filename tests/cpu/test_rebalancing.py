@@ -69,7 +69,7 @@ class Rank:
         return f"expert {expert}"
 
     def wait(self) -> Outcome:
-        """What its reader says once it has ended."""
+        """The outcome of its reader once it has ended."""
         while (outcome := self.migrator.outcome()) is None:
             reading = self.migrator._reading
             assert reading is not None
@@ -91,7 +91,7 @@ class Service:
 
     @property
     def version(self) -> int:
-        """Of rank 0, which its steps name."""
+        """The version of rank 0, which its steps name."""
         return self.ranks[0].migrator.version
 
     def tell(self, message: ToRank) -> None:

@@ -96,7 +96,7 @@ def experts_here(
 
 
 def rows(num_rows: int, dtype: torch.dtype, here: set[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Of several ranks: -1 for experts that are not among `here`."""
+    """Where there are several ranks: -1 for experts that are not among `here`."""
     weights, ids = torch.rand(num_rows, NUM_EXPERTS).topk(TOP_K)
     is_here = torch.isin(ids, torch.tensor(sorted(here)))
     return torch.randn(num_rows, HIDDEN).to(dtype), ids.where(is_here, -1), weights

@@ -31,7 +31,7 @@ _ALWAYS = (
     "dbrx",
     "qwen3_vl_moe",
 )
-# Of these the bits are compared every time: windows, an indexer, two forms of states.
+# The models whose bits are compared every time: windows, an indexer, two forms of states.
 _BITS = ("gemma4", "glm_moe_dsa", "kimi_linear", "nemotron_h")
 # Their own experts and grouped products multiply by weights in torch; minimax adds up a state once per chunk.
 _VARIES = frozenset(

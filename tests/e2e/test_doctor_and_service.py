@@ -34,7 +34,7 @@ def test_a_service_takes_what_the_doctor_says(tmp_path: Path) -> None:
 
 
 def doctor(*arguments: object) -> Any:
-    """What `moeserve doctor --json` says."""
+    """Return the JSON of `moeserve doctor --json`."""
     command = [sys.executable, "-m", "launcher.cli", "doctor", *map(str, arguments)]
     with popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
         said, _ = program.communicate()

@@ -57,7 +57,7 @@ def complete_all(running: Service) -> list[str]:
 
 @pytest.fixture
 def expected(model: Path, tmp_path: Path) -> Iterator[list[str]]:
-    """What one rank on the CPU says."""
+    """Return the answers of one rank on the CPU."""
     (tmp_path / "one").mkdir()
     with service(model, tmp_path / "one", *SMALL) as one:
         yield complete_all(one)

@@ -25,7 +25,7 @@ def of_ranks(running: Service, name: str, before: str = "", after: str = "") -> 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[str]]:
-    """What a rank says that holds all experts; it is what several say that do (`test_expert_parallel.py`)."""
+    """The answers of a rank that holds all experts; several such ranks give the same (`test_expert_parallel.py`)."""
 
     @cache
     def texts(case: str) -> list[str]:

@@ -17,7 +17,7 @@ from tests.support.service import Service, children_of, service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 AT_ONCE = 350
-# An answer of the flood and a token of the stream after it, so many times.
+# The number of times that an answer of the flood and a token of the stream follow each other.
 TURNS = 6
 PREFIXES = 1024
 REFUSED = {(429, "key_commands_full"), (503, "overloaded"), (503, "queue_full")}

@@ -176,7 +176,7 @@ def test_a_failure_of_one_request_is_its_own(server: Frontend) -> None:
 
 
 def raw(server: Frontend, data: bytes) -> bytes:
-    """What the server answers to bytes on a connection until it closes it."""
+    """Return the server's answer to bytes on a connection until it closes it."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(data)
         answer = b""

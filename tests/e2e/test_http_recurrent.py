@@ -29,7 +29,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[str]:
-    """What transformers generates."""
+    """The tokens that transformers generates."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [tokenizer.decode(tokens) for tokens in generated(folder, PROMPTS, MAX_TOKENS)]
 

@@ -24,7 +24,7 @@ MESSAGE = "So."
 THINKING_TEMPLATE = TEMPLATE.replace("<|assistant|>{% endif", "<|assistant|><think>\n{% endif")
 SETTINGS = ("--max-model-len", "1024", "--max-restarts", "1000", "--reasoning-effort-budgets", '{"low": 6, "high": 11}')
 TOOL = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-# Of the thousand requests some are sent every time.
+# Some of the thousand requests are sent every time.
 PARTS = [range(40), pytest.param(range(40, 1000), marks=pytest.mark.long)]
 FAMILIES = {
     "plain": ("--speculative-config", "suffix"),

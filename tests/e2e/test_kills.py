@@ -21,7 +21,7 @@ from tests.support.service import Service, children_of, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
-# What the short suite has of the matrix, beside the tests of single processes.
+# The part of the matrix that is in the short suite, beside the tests of single processes.
 SHORT = {("engine", "prefill"), ("engine", "drain"), ("rank", "migration")}
 # On a busy machine too every request is to be answered, and a drain to last until it is.
 SLOW = ("--slo", "ttft:100s", "--shutdown-timeout", "100")

@@ -116,7 +116,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def answers_are(
     expected: list[list[float]], model: Path, tmp_path: Path, kv: Path, damage: Callable[[Path], Any]
 ) -> None:
-    """Kill one of two services, damage what is on disk; the other one, and the first one's next life, answer right."""
+    """Kill one of two services, damage its files; the other one, and the first one's next life, answer right."""
     settings = ("--kv-disk-path", str(kv), "--response-store", str(tmp_path / "store"))
     for name in "abc":
         (tmp_path / name).mkdir()

@@ -286,7 +286,7 @@ def test_with_early_tickets_a_prompt_is_fetched_while_it_is_computed(model: Path
             answer = post(pair.decodes, completion(prompt) | {"kv_transfer_params": params})
             assert (bits(answer), cached(answer)) == (expected, 1184)
         assert figure(early, "moeserve_kv_transfer_early_total") == 4
-        # A prompt of one step, and one of which tokens are wanted, are answered as ever.
+        # A prompt of one step, and a request that wants tokens, are answered as ever.
         assert prefill(early, completion(PROMPT[:40]))["is_early"] is False
         assert len(bits(post(early, completion(LONG, max_tokens=3, kv_transfer_params=ASKS)))) == 3
         # The prompt that nobody fetches ends when the service that was to fetch it says so.

@@ -54,7 +54,7 @@ REPLICAS: dict[str, dict[str, Any]] = {
 
 
 def said_by_ranks(cases: Mapping[str, Mapping[str, Any]], folder: Path) -> dict[str, Said]:
-    """What both ranks say in each case. folder: of the models, by name."""
+    """The results of both ranks in each case. folder: of the models, by name."""
     asked = [{**case, "model": str(folder / case["model"])} for case in cases.values()]
     arguments = ["2", str(folder / f"meeting-{len(cases)}"), json.dumps(asked)]
     ranks = [

@@ -203,7 +203,7 @@ def test_a_grammar_holds_beside_requests_without_one(model_dir: Path, device: to
 
     spec, eos = spec_of(model_dir), 127
     tokenizer_json = write_model_dir(tmp_path) / "tokenizer.json"
-    # Of the model's 128 logits one ends the output; the tokenizer has more tokens than there are logits.
+    # One of the model's 128 logits ends the output; the tokenizer has more tokens than there are logits.
     runner = make(model_dir, device, enforce_eager=False)
     masks = GrammarMasks(tokenizer_json, spec.vocab_size, [eos])
     bound = SamplingParams(max_tokens=9, temperature=1.5, stop_token_ids=(eos,), grammar='start: "ab" /[0-9]/')

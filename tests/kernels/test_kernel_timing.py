@@ -85,7 +85,7 @@ def gpu(monkeypatch):
 
 
 def replays(device):
-    """What the replays were of."""
+    """Return the names of the calls that were replayed."""
     names, parts = [], " ".join(device.order).split("replay")
     for part in parts[1:]:
         names.append("".join(dict.fromkeys(part.split())))

@@ -199,7 +199,7 @@ def test_vllm_router_sends_prompts_to_the_replica_that_has_them(model: Path, tmp
         wait_until(lambda: cached(ask(router, prompt_of(NUM_PROMPTS - 1, 1))) == PREFIX)
         found = [cached(ask(router, prompt_of(number, 2))) for number in range(NUM_PROMPTS)]
         assert found == [PREFIX] * NUM_PROMPTS
-        # What one of them has dropped and the other one then has is looked for there.
+        # A block that one of them has dropped is looked for in the other one.
         assert both[0].http.delete("/v1/cache").status_code == 200
         for number in range(0, NUM_PROMPTS, 2):
             ask(both[1].http, prompt_of(number))

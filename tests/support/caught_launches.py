@@ -11,7 +11,7 @@ from triton.runtime.jit import JITFunction
 
 
 class AbsentGpu(CudaDriver):  # type: ignore[misc]  # triton has no types
-    """What Triton asks of a driver before it compiles."""
+    """The calls that Triton makes to a driver before it compiles."""
 
     def __init__(self) -> None:
         """Loads no CUDA library, unlike the driver of a GPU that is there."""

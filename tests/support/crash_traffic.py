@@ -68,7 +68,7 @@ UNSEEDED = {"message"}
 
 @dataclass
 class Answered:
-    """What came of one request: its status and its body, or events, without ids, times and cache counts.
+    """The outcome of one request: its status and its body, or events, without ids, times and cache counts.
 
     error: of a connection that was cut. ended_at: on `time.monotonic`. resumed: the answer says that another engine
     went on with it.

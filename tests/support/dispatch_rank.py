@@ -36,7 +36,7 @@ def make_inputs(step: int, rank: int, num_rows: int, dtype: torch.dtype) -> tupl
 
 
 def make_placement(num_ranks: int, num_redundant: int) -> Placement:
-    """Of two layers."""
+    """Return the placement of two layers."""
     if not num_redundant:
         return contiguous(2, NUM_EXPERTS, num_ranks)
     load = np.random.default_rng(0).random((2, NUM_EXPERTS)) ** 3
@@ -75,7 +75,7 @@ def main() -> None:
     collectives = Collectives(rank, num_ranks)
     collectives.open(Path(sys.argv[6]), timeout=30)
     assert gloo_policies() == {os.SCHED_BATCH}
-    # What a GPU does, with tensors that are on the CPU.
+    # The operations of a GPU, with tensors that are on the CPU.
     ways = {
         for_devices: ExpertParallel(
             collectives,

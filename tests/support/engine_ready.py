@@ -1,4 +1,4 @@
-"""What an engine that is made up says of itself."""
+"""The `EngineReady` of an engine that is made up."""
 
 from __future__ import annotations
 

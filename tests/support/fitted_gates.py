@@ -10,7 +10,7 @@ from moeserve.model.spec import DecoderSpec
 
 
 def some_gates(spec: DecoderSpec) -> FittedGates:
-    """Of both taps and two distances, fitted to nothing."""
+    """Return gates of both taps and two distances, fitted to nothing."""
     assert spec.moe is not None
     generator, num_layers = np.random.default_rng(4), len(spec.moe_layers)
     shape = (spec.moe.num_experts, spec.hidden_size + 1)

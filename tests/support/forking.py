@@ -228,7 +228,7 @@ def _run(module: str, arguments: list[str]) -> None:
     if "PROMETHEUS_MULTIPROC_DIR" in os.environ and "prometheus_client.values" in sys.modules:
         importlib.reload(sys.modules["prometheus_client.values"])
     if "sitecustomize" in sys.modules:
-        # What it puts into the environment was the server's.
+        # The environment that it changes was the server's.
         importlib.reload(sys.modules["sitecustomize"])
     subprocess.Popen._execute_child = _execute_or_fork  # type: ignore[attr-defined]
     # A module that the server has imported is to run once more, as a program.

@@ -1,4 +1,4 @@
-"""What a service and its clients must look like after one of its processes was killed, stopped or told to end."""
+"""The state of a service and its clients after one of its processes was killed, stopped or told to end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ import httpx2
 from tests.support.crash_traffic import Answered, Traffic, choice_of, errors_in
 from tests.support.service import Service, children_of, descendants, is_alive, read_of_process, wait_until
 
-# Within which clients hear of a failure that was found, and nothing is left of a service whose supervisor was killed.
+# Seconds: clients hear of a failure that was found, and nothing is left of a service whose supervisor was killed.
 SECONDS_TO_TELL = 2.0
 SECONDS_TO_VANISH = 5.0
 # Files that each life of the engine has anew, with its number behind the last dot.
@@ -164,7 +164,7 @@ def outcome(answer: Answered, expected: Answered) -> str:
 
 
 def assert_begins_alike(answer: Answered, expected: Answered) -> None:
-    """What came of a stream before its end is what would have come."""
+    """A stream that ended early has the beginning of the whole answer."""
     if isinstance(answer.content, list):
         whole = _by_choice(expected.content)
         for choice, events in _by_choice(answer.content).items():
@@ -211,7 +211,7 @@ def assert_whole(running: Service, seen: set[int]) -> None:
     # A second signal may come just now: the service is ready until it is noticed.
     wait_until(lambda: len(_lives(run_dir)) == 1)
     names = [path.name for path in run_dir.iterdir()]
-    # Of the life before, the context alone, which a frontend may yet read.
+    # The context of the life before, and no other file of it, which a frontend may yet read.
     assert len([name for name in names if name.endswith(".json")]) <= 2, names
     assert shared_memory(processes_of(running)) == set()
 

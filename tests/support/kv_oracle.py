@@ -58,7 +58,7 @@ def mask_of(output: array[int]) -> bytes:
 def undisturbed(
     prompt: list[int], sampling: SamplingParams, vocab_size: int, budget: ThoughtBudget | None = None
 ) -> tuple[list[int], FinishReason]:
-    """What a request yields that runs alone, in a plain loop without any scheduler."""
+    """The output of a request that runs alone, in a plain loop without any scheduler."""
     tokens = array("i", prompt)
     output: list[int] = []
     while True:

@@ -1,4 +1,4 @@
-"""What Triton would compile while serving, counted by the keys of its cache without compiling or launching anything.
+"""The kernels that a service would have Triton compile, counted by the keys of its cache; nothing is launched.
 
 `python -m tests.support.launch_keys CASE...` prints, for every case and way of serving, how many keys starting up
 reaches and, one per line, the kernels that serving steps of all kinds reach besides. A case is a name of `tiny_models`,
@@ -44,8 +44,7 @@ from tests.support.caught_launches import launches_go_to
 from tests.support.gpu_decoder import build_gpu_decoder
 from tests.support.tiny_models import save
 
-# What configurations are chosen for.
-# Of an H200: bytes of shared memory that a program may have, and multiprocessors.
+# The device that configurations are chosen for: an H200's shared memory for a program, in bytes, and multiprocessors.
 HOPPER_SHARED_BYTES, HOPPER_SMS = 227 << 10, 132
 CPU, DTYPE = torch.device("cpu"), torch.bfloat16
 BLOCK_SIZE, NUM_BLOCKS, MAX_LEN, MAX_SEQS, MAX_TOKENS = 16, 64, 256, 70, 1100

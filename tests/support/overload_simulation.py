@@ -25,7 +25,7 @@ USUAL = Slo(2.0, None, 10.0)
 _STATS_S = 0.5
 # The seconds until a client that is gone is noticed.
 _NOTICED_S = 0.2
-# A first step after the start takes so many times the seconds of later ones.
+# The seconds of the first step after the start, as a multiple of later steps' seconds.
 _COLD = 8.0
 # Rows and milliseconds of a step, roughly as the demo takes them on two cores.
 _COSTS = ((0, 0), (1, 43), (4, 81), (16, 97), (64, 158), (512, 716))

@@ -103,7 +103,7 @@ def make_batch(
 
 
 def guarded(call: Callable[[Tensor], object], batch: Batch) -> Tensor:
-    """What `call` writes into an output of NaN, having written nothing before and behind it."""
+    """The values that `call` writes into an output of NaN, having written nothing before and behind it."""
     shape = (batch.q.shape[0] + 2, batch.q.shape[1], batch.values.shape[2])
     outer = torch.full(shape, CANARY, dtype=batch.q.dtype, device=batch.q.device)
     outer[1:-1] = math.nan

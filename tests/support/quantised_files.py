@@ -88,7 +88,7 @@ def awq(group: int) -> tuple[dict[str, Any], Quantise]:
     def quantise(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
         groups = np.arange(weight.shape[1]) // group
         scales, zeros, codes = _asymmetric(weight, groups, 4, np.float16)
-        # Of eight columns, the one whose code is in bits 4 i ... 4 i + 3 of the word.
+        # The one of eight columns whose code is in bits 4 i ... 4 i + 3 of the word.
         order = [0, 2, 4, 6, 1, 3, 5, 7]
         words = [
             _pack(part.T.reshape(part.shape[1], -1, 8)[..., order].reshape(part.shape[1], -1), 4, 1)

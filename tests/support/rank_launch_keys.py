@@ -1,4 +1,4 @@
-"""What Triton would compile while one rank of several serves, counted as `tests.support.launch_keys` counts it.
+"""Kernels that Triton would compile while one rank of several serves, counted as `tests.support.launch_keys` counts it.
 
 `python -m tests.support.rank_launch_keys CASE...` prints the same for every case and way: decodes replayed, all-to-all
 throughout, and fewer slots than the rank has experts. The other rank is made up: its steps are drawn, and it sends back
@@ -113,7 +113,7 @@ def slot_bytes(spec: DecoderSpec, storage: WeightStorage) -> int:
 
 
 def start(loaded: LoadedRank, spec: DecoderSpec, storage: WeightStorage, kv: str) -> Rank:
-    """What a start does on a GPU."""
+    """The steps of a start on a GPU."""
     rank = loaded.start()
     limits = AttentionLimits(spec, BLOCK_SIZE, MAX_LEN, DTYPE, CPU, kv_dtype=kv_dtype_of(kv))
     steps = StepLimits(MAX_TOKENS, MAX_SEQS, MAX_LEN)
@@ -132,7 +132,7 @@ def start(loaded: LoadedRank, spec: DecoderSpec, storage: WeightStorage, kv: str
 
 
 def steps_of_two(generator: random.Random) -> Iterator[list[StepPlan]]:
-    """Of this rank and the other: alike or not, one of them idle or not."""
+    """Yield the plans of this rank and the other: alike or not, one of them idle or not."""
     own = list(plans(generator))
     decodes, mixed = own[:MAX_SEQS], own[MAX_SEQS:]
     idle = StepPlan(0, [])

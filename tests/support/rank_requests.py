@@ -31,7 +31,7 @@ ARRIVALS = {
     2: [[27, 18], [3, 14, 15, 92, 65, 35, 89, 7]],
     4: [[41, 42, 43, 44, 45, 46]],
 }
-# Of each request: its tokens, each with its log probability.
+# By request: its tokens, each with its log probability.
 Said = list[list[tuple[int, float]]]
 
 
@@ -87,7 +87,7 @@ class RankCase:
 
 
 def serve(case: RankCase, kv: KvBudget, num_ranks: int, executor: Executor, depth: int | None = None) -> Said:
-    """What the requests are told by ranks with this much memory each. depth: as the case says if None."""
+    """The answers to the requests by ranks with this much memory each. depth: as the case says if None."""
     depth = int(case.ahead) if depth is None else depth
     scheduler = Scheduler(
         [

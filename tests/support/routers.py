@@ -60,7 +60,7 @@ def _answers(http: httpx2.Client, path: str, process: subprocess.Popen[bytes], l
 
 
 def transfer_settings(folder: Path, *, early: bool) -> tuple[str, ...]:
-    """Return the settings of services of which one computes prompts for another. early: in several steps each."""
+    """Return the settings of two services: one computes prompts for the other. early: in several steps each."""
     key = folder / "kv.key"
     create_keys(key)
     config = ("--kv-transfer-config", json.dumps({"key_file": str(key), "early": early}))

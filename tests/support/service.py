@@ -21,7 +21,7 @@ import httpx2
 
 from tests.support.forking import popen
 
-_LISTEN = "0A"  # Of the states in /proc/net/tcp.
+_LISTEN = "0A"  # A state in /proc/net/tcp.
 ROOT = Path(__file__).resolve().parents[2]
 
 

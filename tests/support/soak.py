@@ -29,7 +29,7 @@ from moeserve.model.demo import ensure_demo
 from tests.support.service import Service, children_of, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
-# What differs from answer to answer, or by what the cache holds.
+# The fields that differ from answer to answer, or by what the cache holds.
 _OWN = {
     "id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "cached_tokens", "input_tokens",
     "cache_read_input_tokens", "cache_creation_input_tokens",
@@ -44,7 +44,7 @@ _PERSON = {
 _TOOL = {"type": "function", "function": {"name": "describe", "parameters": _PERSON}}
 _LETTERS = {str(token): 100.0 for token in b"abcdefgh "}
 _TIMEOUT_S = 120.0
-_GIVEN_UP = 0.5  # Of the requests; a part of these is answered before.
+_GIVEN_UP = 0.5  # The share of the requests that is given up; a part of these is answered before.
 
 
 @dataclass(slots=True)
@@ -219,7 +219,7 @@ class Soak:
         self._endpoint = Endpoint.parse(str(self.service.http.base_url))
         pids = children_of(self.service.process.pid)
         self._frontend = pids["frontend"]
-        # Of the process that computes: a copy of the one that has loaded the model.
+        # The pid of the process that computes: a copy of the one that has loaded the model.
         self._engine = max(descendants(pids["worker"]), default=pids["worker"])
 
     async def answer_alone(self) -> None:

@@ -38,7 +38,7 @@ class Asked:
 
 @dataclass(slots=True)
 class Played:
-    """What became of the requests of some traces."""
+    """The outcomes of the requests of some traces."""
 
     traces: int = 0
     requests: int = 0
@@ -151,7 +151,7 @@ def _play(llm: TokenEngine, arriving: dict[str, tuple[int, _Open]]) -> None:
                 entry.ends.append(FinishReason.STOP)
         if outputs is None and not waiting:
             scheduler.take_started()
-            # Of every block there is one holder, or it is free or cached.
+            # Every block has one holder, or it is free or cached.
             scheduler.check_idle()
             return
     raise AssertionError("a trace has no end")

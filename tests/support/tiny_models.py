@@ -249,7 +249,7 @@ def build(case: str, **further: Any) -> Any:
         tensors += [pair for pair in model.named_buffers() if "correction_bias" in pair[0]]
         for name, tensor in tensors:
             if "norm" in name and tensor.dim() == 1 and "bias" not in name:
-                # Of about one, or of about zero where the norm adds one to it.
+                # Return weights of about one, or of about zero where the norm adds one to it.
                 tensor += torch.empty_like(tensor).uniform_(-0.5, 0.5)
             else:
                 tensor.normal_(0, 0.15)

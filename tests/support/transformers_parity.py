@@ -37,7 +37,7 @@ DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 TOLERANCE = 1e-4
 _BLOCK = 4
 _PROMPTS, _MORE = (21, 10, 5, 30, 14), 5
-# What each request computes in each step; requests join later, and others finish earlier.
+# The tokens that each request computes in each step; requests join later, and others finish earlier.
 _SHARED = 8  # Tokens of the first request whose blocks and state a later one takes over.
 
 

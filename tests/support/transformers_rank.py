@@ -28,7 +28,7 @@ from moeserve.engine.ranks.together import StepRows
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan, wanted_logits
 
 NUM_TOKENS, BLOCK_SIZE = 5, 4
-# Of each rank. In the last steps rank 1 has nothing to do, and then neither.
+# The requests of each rank. In the last steps rank 1 has nothing to do, and then neither.
 PROMPTS = ([[3 + 7 * n % 101 for n in range(19)], [5, 99, 17]], [[11 + 3 * n % 97 for n in range(6)]])
 CONFIG = ServeConfig(
     kv_cache_memory=2**20,

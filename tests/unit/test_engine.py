@@ -55,7 +55,7 @@ from tests.support.engine_ready import engine_ready
 from tests.support.service import wait_until
 
 INCARNATION = 7
-# Of steps that may be made; each is counted one by one.
+# The number of steps that may be made; each is counted one by one.
 PLENTY = 1000
 FATAL = [9, 9, 9]  # the prompt of a request that ended engines before
 READY = engine_ready(model_hash="abc", max_num_seqs=2, max_num_queued_reqs=1, block_size=4)

@@ -166,7 +166,7 @@ def test_rows_are_counted_by_the_placement_with_which_their_step_began():
 
 
 class Hearing:
-    """A listener that keeps the tokens it is told of."""
+    """A listener that keeps the tokens it hears."""
 
     def __init__(self, heard: list[list[int]]) -> None:
         self._heard = heard

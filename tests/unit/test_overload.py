@@ -18,7 +18,7 @@ TTFT_S = 2.0
 # What the scripted engine serves of these requests, per second.
 CAPACITY = 6.0
 SECONDS = 30.0
-# Of the crowds in overload, those that are tried every time.
+# The crowds in overload that are tried every time.
 CROWDS = {(2.0, "impatient"), (4.0, "patient"), (5.0, "retrying")}
 A, B = Terms("a"), Terms("b")
 

@@ -75,7 +75,7 @@ def test_the_next_turn_finds_what_was_generated_though_many_others_came_between(
         simulation.run()
     second = simulation.add("second", [*first.history, 1, 2, 3], SamplingParams(max_tokens=2))
     simulation.run()
-    # What lies inside the others' runs gave way, and not the ends.
+    # The blocks inside the others' runs gave way, and not the ends.
     assert second.request.num_cached_tokens == 48
     simulation.check_all_done()
 

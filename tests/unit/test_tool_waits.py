@@ -19,7 +19,7 @@ SIZE = 4
 def test_kv_is_kept_while_that_costs_less_than_to_have_it_again() -> None:
     assert best_keep_s([1.0, 2.0, 3.0], lost_s=10.0, rent=0.1) == pytest.approx(3.3)
     assert best_keep_s([1.0, 2.0, 3.0], lost_s=0.1, rent=0.1) == 0.0
-    # Of four the last one takes too long to wait for.
+    # The last one of four takes too long to wait for.
     assert best_keep_s([1.0, 1.0, 1.0, 500.0], lost_s=4.0, rent=0.5) == pytest.approx(1.1)
 
 

@@ -14,7 +14,7 @@ from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.route import Route, RouteTable
 
 FLOOD = 350
-# Those that were waiting, and as many that had not come yet.
+# The requests that were waiting, and as many that had not come yet.
 MOST_IN_A_TURN = 16
 ROUTES: list[Route[Any]] = [
     Route(method="POST", path="/work", role="user", summary="", endpoint=lambda _: None),

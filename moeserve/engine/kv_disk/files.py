@@ -60,7 +60,7 @@ def open_root(root: Path) -> bytes:
         file.write(secrets.token_bytes(32))
         file.flush()
         os.fsync(file.fileno())
-    # Of two services that start together the first one's secret stays.
+    # If two services start together the first one's secret stays.
     with suppress(FileExistsError):
         os.link(scratch, path)
     scratch.unlink()

@@ -109,7 +109,7 @@ def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
         config.model_impl,
         config.quantization,
         config.expert_quantization,
-        # Of several ranks each sums the outputs of its own experts first.
+        # Where there are several ranks, each sums the outputs of its own experts first.
         None if rank.group is None else rank.group.experts.placement.ranks,
         "torch" if native_kernels() is None else build_library().name,
         version("torch"),

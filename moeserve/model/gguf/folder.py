@@ -20,13 +20,13 @@ from moeserve.model.gguf.parts import GgufPart, parts_of
 from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import ModelError, Progress, silent
 
-# Of the files in the folder: a change of their content makes new folders.
+# The version of the files in the folder: raise it when their content changes, and new folders are made.
 _VERSION = 1
 _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class _Pointer(msgspec.Struct, frozen=True):
-    """A file of weights, and what tells it from another one at its path. mtime: in nanoseconds."""
+    """A file of weights; size and mtime tell it from another one at its path. mtime: in nanoseconds."""
 
     path: str
     size: int

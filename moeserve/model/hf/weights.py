@@ -89,7 +89,7 @@ def map_weights(code: ModellingCode, directory: Path, experts: Sequence[str]) ->
         if target not in state and name in state:
             target, pattern = name, None
         if target not in state and pattern is None:
-            continue  # Of a tower that texts do not pass, or of layers that predict further tokens.
+            continue  # It belongs to a tower that texts do not pass, or to layers that predict further tokens.
         part = expert_sources if target.rpartition(".")[0] in experts else sources
         source = part.setdefault(target, Source(of_pattern[pattern] if pattern else None))
         source.tensors.setdefault(pattern or name, []).append(name)
