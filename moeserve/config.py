@@ -305,7 +305,7 @@ class ServeConfig:
     )
     max_queue_seconds: float = setting(
         10.0,
-        "How long requests of a burst may wait; an overload that lasts longer is held to --slo, with 0 every one is.",
+        "How long a burst may last and its requests wait; a longer overload is held to --slo, with 0 every one is.",
         group="Memory and scheduling",
         minimum=0,
     )

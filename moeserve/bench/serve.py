@@ -12,7 +12,7 @@ from datetime import datetime
 from itertools import groupby
 from math import inf
 from pathlib import Path
-from time import process_time
+from time import monotonic, process_time
 from typing import Any
 
 import click
@@ -35,6 +35,7 @@ _NAMED_URL = re.compile(r"([\w.-]+)=(https?://.+)")
 _COUNT = click.IntRange(min=1)
 _USUAL = Shape()
 _WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 4
+_READY_POLL_S = 0.5
 # Statuses with which servers refuse a field that they do not know.
 _FIELD_REFUSED = (400, 422)
 # A chat template's own text may be cached in a fresh prompt, but it is a small part of a prompt.
@@ -139,6 +140,13 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
 @click.option("--prefix-repetitions", type=_COUNT, default=_USUAL.prefix_repetitions, help="Prefixes of prefix-ttft.")
 @click.option("--output-tokens", type=_COUNT, help="Tokens per answer.  [default: as usual for the workload]")
 @click.option("--honour-eos", is_flag=True, help="Let answers end where the model ends them.")
+@click.option(
+    "--wait",
+    "wait_s",
+    type=click.FloatRange(min=0),
+    default=300.0,
+    help="Seconds to wait for a server that is there and not ready: one whose GET /ready answers 503.",
+)
 @click.option("--warm-up", type=_COUNT, default=1, help="Short requests, sent at once, before anything is measured.")
 @click.option(
     "--timeout", "timeout_s", type=click.FloatRange(min=0, min_open=True), default=600.0, help="Seconds per request."
@@ -181,7 +189,7 @@ async def _measure(targets: list[Target], settings: Settings) -> tuple[list[Read
         for target in targets:
             status.update(f"warming up {target.name}")
             try:
-                ready.append(await prepare(target, settings))
+                ready.append(await prepare(target, settings, progress.print))
             except RequestFailed as error:
                 raise click.ClickException(f"{target.url}: {error}") from error
         return ready, await measure(ready, settings, status.update)
@@ -213,10 +221,11 @@ def _draw_goodput(targets: list[Target], settings: Settings, environment: Enviro
 
 async def _measure_curves(targets: list[Target], settings: Settings, crowd: Crowd, slo: Slo) -> dict[str, list[Point]]:
     curves = {}
-    with Console(stderr=True).status("warming up") as status:
+    progress = Console(stderr=True)
+    with progress.status("warming up") as status:
         for target in targets:
             try:
-                ready = await prepare(target, settings)
+                ready = await prepare(target, settings, progress.print)
                 curves[target.name] = await measure_curve(ready.client, crowd, slo, status.update)
             except RequestFailed as error:
                 raise click.ClickException(f"{target.url}: {error}") from error
@@ -251,6 +260,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         repeat=options["repeat"],
         slo=options["slo"],
         warm_up=options["warm_up"],
+        wait_s=options["wait_s"],
     )
 
 
@@ -306,7 +316,10 @@ class ReadyTarget:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Workload names, lengths, seed, number of runs, objectives, and warm-up requests per server."""
+    """Workload names, lengths, seed, number of runs, objectives, and warm-up requests per server.
+
+    wait_s: the longest wait for a server that is not ready.
+    """
 
     workloads: tuple[str, ...]
     shape: Shape
@@ -314,6 +327,7 @@ class Settings:
     repeat: int
     slo: Slo | None
     warm_up: int
+    wait_s: float
 
 
 @dataclass(slots=True)
@@ -325,12 +339,14 @@ class Findings:
     errors: dict[str, int] = field(default_factory=dict)
 
 
-async def prepare(target: Target, settings: Settings) -> ReadyTarget:
+async def prepare(target: Target, settings: Settings, say: Callable[[str], None]) -> ReadyTarget:
     """Find the model and the version, and warm the server up. Raises RequestFailed.
 
-    A server that refuses `ignore_eos` is asked again, and measured, without it.
+    A server that is not ready is waited for, and `say` gets a sentence about that. A server that refuses `ignore_eos`
+    is asked again, and measured, without it.
     """
     client = target.client
+    await _wait_until_ready(target, settings.wait_s, say)
     version = await client.version()
     if not client.model:
         client = client.with_model(await client.first_model())
@@ -398,6 +414,28 @@ def _records_by_variant(records: list[RequestRecord]) -> dict[str, list[RequestR
     for record in records:
         groups.setdefault(record.variant, []).append(record)
     return groups
+
+
+async def _wait_until_ready(target: Target, wait_s: float, say: Callable[[str], None]) -> None:
+    """Wait while the server answers 503 at `/ready`. Raises RequestFailed if it still does after `wait_s`.
+
+    A server without that route is taken as ready.
+    """
+    until = monotonic() + wait_s
+    said = False
+    while True:
+        try:
+            await target.client.get("/ready")
+            return
+        except RequestFailed as error:
+            if error.status != 503:
+                return
+            if monotonic() >= until:
+                raise RequestFailed(f"not ready after {wait_s:g} s: {error}", error.status) from error
+            if not said:
+                say(f"{target.url} is not ready, waiting for at most {wait_s:g} s: {error}")
+                said = True
+        await asyncio.sleep(_READY_POLL_S)
 
 
 async def _warm_up(client: ChatClient, settings: Settings) -> None:

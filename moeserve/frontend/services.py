@@ -30,6 +30,7 @@ from moeserve.frontend.relay.engine_client import EngineClient
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.text import TextTokenizer
 from moeserve.scheduling.pacing import service_slo
+from moeserve.settings.generation import parse_effort_budgets
 from moeserve.wire import ControlResult, Rest, RunContext, Stats, Tick
 
 _RETRY_WHILE_LOADING_S = 5.0
@@ -153,6 +154,7 @@ class Services:
                 drafts=ready.drafts,
                 default_max_tokens=ready.default_max_tokens,
                 longest_answer=ready.longest_answer,
+                mapped_efforts=tuple(parse_effort_budgets(self.run.config.reasoning_effort_budgets)),
             )
         return self._facts
 

@@ -140,16 +140,16 @@ class Tenants:
         """True if a background request runs."""
         return any(tenant.terms.background and tenant.num_running for tenant in self._active)
 
-    def backlogs(self, own: int | None = None) -> dict[str, Backlog]:
+    def backlogs(self, own: int | None, most: int) -> dict[str, Backlog]:
         """Return the open work of tenants in the foreground, by their names, as a new request would find it.
 
-        own: the uncached tokens of its prompt; None for a typical request of each tenant. It does not wait for all of a
-        prompt of its own tenant that lacks far more tokens.
+        own: the uncached tokens of its prompt; None for a typical request of each tenant, of `most` tokens at most. It
+        does not wait for all of a prompt of its own tenant that lacks far more tokens.
         """
         found = {}
         for tenant in self._active:
             if not tenant.terms.background:
-                typical, waiting = round(tenant.request_tokens), tenant.waiting
+                typical, waiting = min(round(tenant.request_tokens), most), tenant.waiting
                 size = own or typical
                 tokens = waiting.bounded(FAR_SHORTER * size) if size else waiting.total
                 found[tenant.terms.tenant] = Backlog(
@@ -177,17 +177,22 @@ class WaitingQueue:
         tenants: Tenants,
         is_late: Callable[[Request], bool] = lambda _: False,
         is_bounded: Callable[[Request], bool] = lambda _: False,
+        tells_overload: Callable[[Request], bool] = lambda _: False,
     ) -> None:
-        """tenants: the tenants of all its requests. is_bounded:
-        tells whether a request's wait is bounded, which does not change while it waits."""
+        """tenants: the tenants of all its requests. is_bounded: tells whether a request's wait is bounded, which does
+        not change while it waits. tells_overload: tells, as a request comes, whether a long wait of it tells of an
+        overload."""
         self._tenants = tenants
         self._is_late = is_late
         self._is_bounded = is_bounded
+        self._tells_overload = tells_overload
         # By priority and tenant, in the order of arrival.
         self._lines: dict[int, dict[Tenant, list[Request]]] = {}
         self._num_requests = 0
-        # The times of arrival of requests whose wait is bounded, ascending.
+        self._num_bounded = 0
+        # The times of arrival of requests that tell of an overload if they wait for long: ascending, and by id.
         self._arrivals: list[float] = []
+        self._telling: dict[str, float] = {}
 
     def __len__(self) -> int:
         return self._num_requests
@@ -197,16 +202,24 @@ class WaitingQueue:
         return chain.from_iterable(line for lines in self._lines.values() for line in lines.values())
 
     @property
-    def bounded_since(self) -> float | None:
-        """The first time of arrival of a request whose wait is bounded, None without such a request."""
-        return self._arrivals[0] if self._arrivals else None
+    def is_awaited(self) -> bool:
+        """Whether a request with a bounded wait is here."""
+        return self._num_bounded > 0
+
+    @property
+    def telling(self) -> tuple[float, float] | None:
+        """The first and the last arrival of requests that tell of an overload if they wait for long, None without
+        one."""
+        return (self._arrivals[0], self._arrivals[-1]) if self._arrivals else None
 
     def add(self, request: Request) -> None:
         lines = self._lines.setdefault(request.priority, {})
         insort(lines.setdefault(self._tenants.of(request), []), request, key=_queue_key)
         self._num_requests += 1
-        if self._is_bounded(request):
+        self._num_bounded += self._is_bounded(request)
+        if self._tells_overload(request):
             insort(self._arrivals, request.arrived_at)
+            self._telling[request.request_id] = request.arrived_at
 
     def remove(self, request: Request) -> None:
         """Remove a request. Raise ValueError if it does not wait."""
@@ -222,8 +235,9 @@ class WaitingQueue:
             del lines[tenant]
             if not lines:
                 del self._lines[request.priority]
-        if self._is_bounded(request):
-            del self._arrivals[bisect_left(self._arrivals, request.arrived_at)]
+        self._num_bounded -= self._is_bounded(request)
+        if (arrived_at := self._telling.pop(request.request_id, None)) is not None:
+            del self._arrivals[bisect_left(self._arrivals, arrived_at)]
 
     def candidates(self) -> Iterator[Request]:
         """Return the requests that wait now, to be tried in this order."""

@@ -19,6 +19,8 @@ from moeserve.settings.quantities import parse_limits
 
 # A request may always wait for this share of its time to the first token, however long its own prompt takes.
 _LEAST_SHARE = 0.25
+# A request is refused once its predicted wait exceeds its limit by this factor.
+_BENEFIT_OF_DOUBT = 1.5
 # A step has room for at least this number of prompt tokens, whatever pace the running requests need.
 LEAST_PROMPT_TOKENS = 16
 _SMOOTHING = 0.1
@@ -49,9 +51,10 @@ _REMEMBERED = 8
 class Slo:
     """The service's objectives: the time to the first token, and the time per output token (None: unbounded).
 
-    `burst_s`: the longest wait in a burst. In a lasting overload (`Patience`) `ttft_s` bounds the wait instead: a burst
-    is served late, a lasting overload is refused. The idea is that of controlled delay (Nichols and Jacobson,
-    "Controlling Queue Delay", 2012; Maurer, "Fail at Scale", 2015).
+    `burst_s`: how long a burst may last, and the longest wait that it is taken in with, of an engine that can keep the
+    objective. In a lasting overload (`Patience`) `ttft_s` bounds the wait instead: a burst is served late, a lasting
+    overload is refused. The idea is that of controlled delay (Nichols and Jacobson, "Controlling Queue Delay", 2012;
+    Maurer, "Fail at Scale", 2015).
     """
 
     ttft_s: float
@@ -73,30 +76,49 @@ def allowance(ttft_s: float, prefill_s: float) -> float:
 class Patience:
     """Tells bursts from lasting overload, and so bounds the wait of a request without terms of its own.
 
-    An overload is lasting once the queue has not been empty for `burst_s`. It ends when no request has waited for long
-    within the last `burst_s`: while requests are refused, the queue is empty now and then.
+    An overload is lasting once requests wait that came when the queue had not been empty for the time of a burst. It
+    ends when no request has waited for long within as long a time: while requests are refused, the queue is empty now
+    and then.
+
+    The time of a burst is `burst_s` where a step takes at most its share of the objective, and longer in proportion
+    where it takes more: the same requests are a burst on a slow machine.
     """
 
     def __init__(self, slo: Slo) -> None:
         self._slo = slo
         self._empty_at: float | None = None
         self._pressed_at = 0.0
-        self._is_lasting = False
+        self._burst_s = slo.burst_s
+        # Without time for bursts every overload is.
+        self.is_lasting = not slo.burst_s
 
-    def note(self, now: float, longest_wait: float | None) -> None:
-        """Note the wait of the oldest waiting request, None if none waits. To be called every step."""
-        burst_s = self._slo.burst_s
-        if longest_wait is None or self._empty_at is None:
+    def note(self, now: float, waiting: tuple[float, float] | None, step_s: float) -> None:
+        """Note the first and the last arrival of requests that wait, None if none waits. To be called every step.
+
+        step_s: of a full step.
+        """
+        if not self._slo.burst_s:
+            return
+        self._burst_s = self._slo.burst_s * max(1.0, step_s / (_STEP_SHARE * self._slo.ttft_s))
+        if waiting is None or self._empty_at is None:
             self._empty_at = now
-        if longest_wait is not None and longest_wait > _LEAST_SHARE * self._slo.ttft_s:
+        if waiting is not None and now - waiting[0] > _LEAST_SHARE * self._slo.ttft_s:
             self._pressed_at = now
-        since = self._pressed_at if self._is_lasting else self._empty_at
-        self._is_lasting = now - since < burst_s if self._is_lasting else now - since >= burst_s
+        if self.is_lasting:
+            self.is_lasting = now - self._pressed_at < self._burst_s
+        elif waiting is not None:
+            self.is_lasting = waiting[1] - self._empty_at >= self._burst_s
 
-    def limit(self, prefill_s: float) -> float:
-        """Return the longest wait of a request whose own prompt takes `prefill_s`."""
-        bound = allowance(self._slo.ttft_s, prefill_s)
-        return bound if self._is_lasting else max(bound, self._slo.burst_s)
+    def limit(self, prefill_s: float, step_s: float = 0.0) -> float:
+        """Return the longest wait for which a request is taken in whose own prompt takes `prefill_s`.
+
+        step_s: of the step under way, for which its first token waits too. A request whose own prompt takes longer than
+        the objective is never in time. It may wait in proportion to that, at any load, as a request of the objective's
+        length in a burst.
+        """
+        slo = self._slo
+        of_long = slo.burst_s * prefill_s / slo.ttft_s if prefill_s > slo.ttft_s else 0.0
+        return max(allowance(slo.ttft_s, step_s + prefill_s), of_long, 0.0 if self.is_lasting else self._burst_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,11 +304,15 @@ class Pace:
         """
         return self._places
 
-    def note_waiting(self, since: float | None) -> None:
-        """Note since when a request with a bounded wait has waited that still waits after a step; None for none."""
-        self._is_awaited = since is not None
+    def note_waiting(self, telling: tuple[float, float] | None, *, is_awaited: bool) -> None:
+        """Note the requests that still wait after a step.
+
+        telling: the first and the last arrival of requests that tell of an overload (`tells_overload`), None without
+        one. is_awaited: any has a bounded wait.
+        """
+        self._is_awaited = is_awaited
         if self._patience is not None:
-            self._patience.note(self.now, None if since is None else self.now - since)
+            self._patience.note(self.now, telling, self._full_step_s)
         if self._num_new_ends and self._slo is not None:
             grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH * min(1, self._num_new_ends / self._places))
             self._deadline_s = min(grown_s, self._best_deadline(self._slo))
@@ -297,14 +323,40 @@ class Pace:
         """Return whether a request may be refused or dropped because of its wait."""
         return not request.keeps_its_turn and (self._slo is not None or request.terms.ttft_s is not None)
 
+    def tells_overload(self, request: Request) -> bool:
+        """Return whether a request that waits for long tells of an overload: its wait is bounded, and its prompt is not
+        longer than one that can be in time."""
+        return self.is_bounded(request) and not self._is_long(request)
+
+    def _is_long(self, request: Request) -> bool:
+        """Return whether a request's own prompt takes several steps, and longer than the objective."""
+        own = request.num_uncached_tokens
+        ttft_s = inf if self._slo is None else self._slo.ttft_s
+        return own > self._max_num_batched_tokens and self._prefill_s(own) > ttft_s
+
     def limit(self, request: Request) -> float:
-        """Return how long a request may wait for its first step."""
+        """Return how long a request may wait for its first step.
+
+        In a burst all that were taken in wait for their turn, but those with long prompts, which others pass.
+        """
         if not self.is_bounded(request):
             return inf
         prefill_s = self._prefill_s(request.num_uncached_tokens)
         if request.terms.ttft_s is not None or self._patience is None:
             return allowance(request.terms.ttft_s or inf, prefill_s)
-        return min(self._patience.limit(prefill_s), self._longest_for_whole_s)
+        is_limited = self._patience.is_lasting or self._is_long(request)
+        return min(self._patience.limit(prefill_s) if is_limited else inf, self._longest_for_whole_s)
+
+    def admits(self, request: Request, wait_s: float) -> bool:
+        """Return whether a request that would wait `wait_s` from now on is taken in.
+
+        Frontends refuse at the bound itself, and sooner, since this refusal comes only after a step.
+        """
+        limit_s, waited_s = self.limit(request), self.now - request.arrived_at
+        if limit_s == inf and self._patience is not None and self.is_bounded(request):
+            # In a burst a step may have been long, while the request waited to be looked at.
+            limit_s, waited_s = self._patience.limit(self._prefill_s(request.num_uncached_tokens)), 0.0
+        return waited_s + wait_s <= _BENEFIT_OF_DOUBT * limit_s
 
     def is_late(self, request: Request) -> bool:
         """Return whether a waiting request's first token will be late, or its answer whole only after its client
@@ -332,7 +384,7 @@ class Pace:
         places = max(1, num_running) if lacks_memory else self.num_places()
         return Load(
             at=self.now,
-            limit_s=inf if self._patience is None else min(self._patience.limit(2 * self._full_step_s), self._spare_s),
+            limit_s=self._limit_of_one_step_s,
             step_s=self._full_step_s,
             step_tokens=max(LEAST_PROMPT_TOKENS, self._num_ranks * self._max_num_batched_tokens - num_running),
             places=places,
@@ -340,6 +392,12 @@ class Pace:
             request_tokens=round(self._request_tokens.value),
             tenants=tenants,
         )
+
+    @property
+    def _limit_of_one_step_s(self) -> float:
+        """The longest wait, in seconds, for which frontends take in a request whose prompt needs one step."""
+        step_s = self._full_step_s
+        return inf if self._patience is None else min(self._patience.limit(step_s, step_s), self._spare_s)
 
     def _keep_deadline(self, slo: Slo) -> None:
         """Set the number of running requests and the longest wait with which answers are whole by the deadline."""

@@ -43,7 +43,6 @@ from radix_cache import APART, PrefixCache
 
 # A round of admissions ends once this number of prompts was found to wait for other prompts, each for another one.
 _MAX_FOLLOWERS_TRIED = 64
-_BENEFIT_OF_DOUBT = 1.5
 
 
 class Scheduler:
@@ -334,7 +333,7 @@ class Scheduler:
             self._admit(draft, takewhile(lambda request: self._tenants.goes_before(request, patient[0]), candidates))
             self._schedule_prompts(patient, draft)
         self._admit(draft)
-        self._pace.note_waiting(self.waiting.queue.bounded_since)
+        self._pace.note_waiting(self.waiting.queue.telling, is_awaited=self.waiting.queue.is_awaited)
         self._num_tried = self._num_arrivals
         if not draft.requests:
             return None
@@ -433,8 +432,12 @@ class Scheduler:
             self._committed = None
 
     def load(self, num_tokens: int | None = None) -> Load:
-        """Return the load that a request would find now. num_tokens: its uncached prompt's; None for a typical one."""
-        backlogs = self._tenants.backlogs(num_tokens)
+        """Return the load that a request would find now.
+
+        num_tokens: its uncached prompt's; None for a typical one, of one step at most: it may be a short one among long
+        ones.
+        """
+        backlogs = self._tenants.backlogs(num_tokens, self._max_num_batched_tokens)
         is_awaited = any(backlog.waiting for backlog in backlogs.values())
         return self._pace.load(backlogs, bool(self._lacking) and is_awaited and not self._tenants.background_runs)
 
@@ -458,17 +461,14 @@ class Scheduler:
             raise QueueFullError(f"{self.num_waiting} requests wait already")
 
     def _check_wait(self, request: Request) -> None:
-        """Raise TooLateError if the request would wait much longer than it may.
-
-        Frontends refuse at the bound itself, and sooner, since this error comes only after a step.
-        """
+        """Raise TooLateError if the request would wait much longer than it may."""
         if not self._pace.is_bounded(request):
             return
         request.num_uncached_tokens = len(request.token_ids) - self._num_cached_soon(request)
         if not len(self.waiting.queue):
             return
         wait_s = self.load(request.num_uncached_tokens).wait_s(request.terms.tenant, request.terms.weight)
-        if self._pace.now - request.arrived_at + wait_s > _BENEFIT_OF_DOUBT * self._pace.limit(request):
+        if not self._pace.admits(request, wait_s):
             raise TooLateError(f"the request would wait {wait_s:.1f} s for its first step")
 
     def _schedule_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:

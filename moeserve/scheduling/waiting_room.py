@@ -41,7 +41,7 @@ class WaitingRoom:
         disk: DiskTier | None,
         transfer: KvTransfer | None,
     ) -> None:
-        self.queue = WaitingQueue(tenants, pace.is_late, pace.is_bounded)
+        self.queue = WaitingQueue(tenants, pace.is_late, pace.is_bounded, pace.tells_overload)
         self._memories = memories
         self._running = running
         self._pace = pace

@@ -72,6 +72,29 @@ def test_its_events_are_taken_up_again_after_any_of_them(client: OpenAI) -> None
     assert client.responses.retrieve(name) == events[-1].response
 
 
+def test_behind_the_last_event_of_a_response_that_has_ended_there_is_nothing_and_beyond_it_an_error(
+    server: Frontend, client: OpenAI
+) -> None:
+    events = list(create(client, stream=True))
+    path, last = f"/v1/responses/{events[0].response.id}", events[-1].sequence_number
+    end = server.http.get(path, params={"stream": "true", "starting_after": last})
+    assert (end.status_code, end.text) == (200, f": the response has ended with event {last}\n\n")
+    beyond = server.http.get(path, params={"stream": "true", "starting_after": last + 1})
+    assert (beyond.status_code, beyond.json()["error"]["code"]) == (400, "no_such_event")
+    assert f"ended with event {last}" in beyond.json()["error"]["message"]
+
+
+def test_a_client_ahead_of_a_running_response_hears_of_its_end(server: Frontend, client: OpenAI) -> None:
+    server.engine.script = trickle("Hel")
+    made = create(client)
+    (generate,) = server.engine.wait_for(Generate)
+    with client.responses.retrieve(made.id, stream=True, starting_after=99) as ahead:
+        server.engine.output(generate, list(b"lo"), finish_reason=FinishReason.STOP, num_output_tokens=5)
+        (error,) = ahead
+    assert (error.type, error.param, error.code) == ("error", "starting_after", "no_such_event")
+    assert ended(client, made.id).output_text == "Hello"
+
+
 def test_a_client_that_left_takes_up_the_rest_while_it_comes(server: Frontend, client: OpenAI) -> None:
     server.engine.script = trickle("Hel")
     stream = create(client, stream=True)

@@ -14,7 +14,7 @@ class ScriptedServer:
     """Answers each chat request with `tokens_per_event` tokens in each event; remembers which prompts it has seen.
 
     `failure(request)` may return (status, body), or with headers behind them, to refuse a request. `stalls()`: whether
-    requests wait. `broken`: closes the connection in mid-stream.
+    requests wait. `broken`: closes the connection in mid-stream. `unready`: how often `/ready` answers 503 before 200.
     """
 
     def __init__(self) -> None:
@@ -23,6 +23,7 @@ class ScriptedServer:
         self.tokens_per_event = 1
         self.failure: Any = lambda request: None
         self.broken = False
+        self.unready = 0
         self.stalls: Any = lambda: False
         self.error_event = False
         self.gives_usage = True
@@ -41,6 +42,9 @@ class ScriptedServer:
             self._send(writer, 200, b'{"data": [{"id": "scripted"}]}')
         elif head.startswith("GET /version"):
             self._send(writer, 200, b'{"version": "1.2.3"}')
+        elif head.startswith("GET /ready") and self.unready:
+            self.unready -= 1
+            self._send(writer, 503, b'{"error": {"message": "The model is still loading"}}')
         elif head.startswith("POST /v1/chat/completions"):
             await self._chat(json.loads(body), writer)
         else:

@@ -95,16 +95,20 @@ class Queue:
             if tenant.terms.background:
                 continue
             mine = [r for r in self.requests() if scheduler._tenants.of(r) is tenant]
-            typical = round(tenant.request_tokens)
+            typical = min(round(tenant.request_tokens), scheduler._max_num_batched_tokens)
             tokens = sum(
                 min(r.num_uncached_tokens, FAR_SHORTER * (own or typical or r.num_uncached_tokens)) for r in mine
             )
             name = tenant.terms.tenant
             backlogs[name] = Backlog(tenant.terms.weight, running[name], len(mine), tokens, typical)
-        assert scheduler._tenants.backlogs(own) == backlogs
+        assert scheduler._tenants.backlogs(own, scheduler._max_num_batched_tokens) == backlogs
         assert scheduler._tenants.background_runs == any(r.terms.background for r in scheduler._running.requests)
-        bounded = [r.arrived_at for r in scheduler.waiting.queue if scheduler._pace.is_bounded(r)]
-        assert scheduler.waiting.queue.bounded_since == min(bounded, default=None)
+        bounded = {r.request_id: r.arrived_at for r in scheduler.waiting.queue if scheduler._pace.is_bounded(r)}
+        telling = scheduler.waiting.queue._telling
+        assert scheduler.waiting.queue.is_awaited == bool(bounded)
+        assert telling.items() <= bounded.items()
+        times = telling.values()
+        assert scheduler.waiting.queue.telling == ((min(times), max(times)) if times else None)
         candidates = list(scheduler.waiting.queue.candidates())
         assert sorted(r.request_id for r in candidates) == sorted(r.request_id for r in scheduler.waiting.queue)
         firsts: dict[int, Request] = {}

@@ -70,9 +70,12 @@ HARMLESS = frozenset(
         "store",
         "user",
         "verbosity",
-        # These have no effect on a model that does not think.
+        # These have no effect on a model that does not think, or whose template does not ask for them.
         *BUDGETS,
         "thinking.budget_tokens",
+        "output_config.effort",
+        "reasoning.effort",
+        "reasoning_effort",
     }
 )
 

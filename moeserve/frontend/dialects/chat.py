@@ -153,12 +153,14 @@ def read_chat_prompt(chat: ChatBody) -> ChatPrompt:
         )
     if continues and messages[-1]["role"] != "assistant":
         raise invalid("`continue_final_message` needs an assistant's message at the end", "continue_final_message")
+    variables, switches = _variables(chat)
     return ChatPrompt(
         messages=messages,
         add_generation_prompt=chat.add_generation_prompt is not False and not continues,
-        variables=_variables(chat),
+        variables=variables,
         tools=_tools(chat),
         continue_final=continues,
+        switches=switches,
     )
 
 
@@ -229,13 +231,15 @@ def _name_in(function: Any, where: str) -> str:
     return name
 
 
-def _variables(chat: ChatBody) -> dict[str, Any]:
-    """Return the variables for the template: switches, numbers and texts under any name that is not taken."""
+def _variables(chat: ChatBody) -> tuple[dict[str, Any], dict[str, tuple[str, ...]]]:
+    """Return the variables for the template, switches, numbers and texts under any name that is not taken, and the
+    fields that set them (`ChatPrompt.switches`)."""
     asked = chat.chat_template_kwargs or {}
     if len(asked) > limits.MAX_TEMPLATE_VARIABLES:
         most = limits.MAX_TEMPLATE_VARIABLES
         raise invalid(f"`chat_template_kwargs` takes at most {most} entries", "chat_template_kwargs")
-    variables = {}
+    variables: dict[str, Any] = {}
+    switches: dict[str, tuple[str, ...]] = {}
     for name, value in asked.items():
         param = f"chat_template_kwargs.{name[:60]}"
         if name in _RESERVED_VARIABLES or not name.isidentifier():
@@ -246,13 +250,13 @@ def _variables(chat: ChatBody) -> dict[str, Any]:
             raise invalid(f"`{param}` takes at most {limits.MAX_TEMPLATE_VARIABLE_CHARS} characters", param)
         if value is not None:
             variables[name] = value
+            switches[param] = (name,)
     if (effort := fields.read_effort("reasoning_effort", chat.reasoning_effort)) is not None:
-        variables.setdefault("reasoning_effort", effort)
-        if chat.reasoning_effort == "none":
-            # Templates of models that can answer without reasoning know one of these two switches.
-            variables.setdefault("enable_thinking", False)
-            variables.setdefault("thinking", False)
-    return variables
+        # Templates of models that can answer without reasoning know one of these two switches.
+        wanted = {fields.EFFORT: effort} | ({"enable_thinking": False, "thinking": False} if effort == "none" else {})
+        variables = {**wanted, **variables}
+        switches["reasoning_effort"] = tuple(wanted)
+    return variables, switches
 
 
 def _logprobs(chat: ChatBody, model: ModelFacts) -> int | None:

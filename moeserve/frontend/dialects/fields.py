@@ -32,6 +32,7 @@ _OPTIONS_SECONDS = 1800
 RETENTION_SECONDS = {"in_memory": _IN_MEMORY_SECONDS, "in-memory": _IN_MEMORY_SECONDS, "24h": 86_400}
 _UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
+EFFORT = "reasoning_effort"  # the variable of chat templates
 EFFORTS = frozenset({"none", "minimal", "low", "medium", "high", "xhigh"})
 
 _LEAST_LOGPROB = -9999.0

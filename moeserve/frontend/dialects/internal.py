@@ -18,6 +18,7 @@ class ModelFacts:
     keeps_states: prompts are resumed from snapshots of recurrent states. moves_kv: services compute prompts for each
     other. drafts: draft tokens are made, so a predicted text makes answers faster. default_max_tokens: the longest
     answer to a request that sets no bound, longest_answer: to any request; None for all that the context leaves.
+    mapped_efforts: the efforts of reasoning for which the service sets a budget of thought.
     """
 
     names: tuple[str, ...]
@@ -31,6 +32,7 @@ class ModelFacts:
     drafts: bool = False
     default_max_tokens: int | None = None
     longest_answer: int | None = None
+    mapped_efforts: tuple[str, ...] = ()
 
     def bound_of(self, max_tokens: int | None) -> int | None:
         """Return the service's own bound for an answer, None without one. max_tokens: as the request asks."""
@@ -105,7 +107,8 @@ class ChatPrompt:
     may have `reasoning_content`, and `tool_calls`: `[{"id", "type": "function", "function": {"name", "arguments"}}]`
     with arguments as an object, so that templates render them alike however the client spelled them. A tool's has
     `tool_call_id` and perhaps `name`. continue_final: the answer continues the last message's text. `request_field` is
-    the field of the request that errors name.
+    the field of the request that errors name. switches: the fields of the request that set variables, with the names of
+    these: without effect where the template reads none of them.
     """
 
     messages: list[dict[str, Any]]
@@ -114,6 +117,7 @@ class ChatPrompt:
     tools: tuple[Tool, ...] = ()
     continue_final: bool = False
     request_field: str = field(default="messages", compare=False)
+    switches: dict[str, tuple[str, ...]] = field(default_factory=dict, compare=False)
 
     @property
     def continued(self) -> str | None:

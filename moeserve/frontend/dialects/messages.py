@@ -247,7 +247,9 @@ def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[st
             raise invalid(f"`messages[{index}].role` must be one of {names}", f"messages[{index}].role")
         breakpoints += _marks(len(messages), [mark for _, message in turn for mark in _controls(message.content)])
     tools, dropped = _tools(asked.tools or [])
-    return ChatPrompt(messages=messages, variables=_variables(asked), tools=tools), breakpoints, dropped
+    variables = _variables(asked)
+    switches = {"output_config.effort": (fields.EFFORT,)} if fields.EFFORT in variables else {}
+    return ChatPrompt(messages=messages, variables=variables, tools=tools, switches=switches), breakpoints, dropped
 
 
 def _refuse_what_is_not_served(asked: MessagesBody) -> None:
@@ -423,7 +425,7 @@ def _variables(asked: MessagesBody) -> dict[str, Any]:
             budget = bounded("thinking.budget_tokens", thinking.budget_tokens, 1, limits.MAX_TOKENS)
             variables["thinking_budget"] = int(budget)
     if asked.output_config and asked.output_config.effort:
-        variables["reasoning_effort"] = asked.output_config.effort
+        variables[fields.EFFORT] = asked.output_config.effort
     return variables
 
 

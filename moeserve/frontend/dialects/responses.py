@@ -185,9 +185,10 @@ def _prompt(asked: ResponsesBody, items: list[Item], tools: ToolSet, earlier: Ea
     effort = fields.read_effort("reasoning.effort", asked.reasoning.effort if asked.reasoning else None)
     return ChatPrompt(
         messages=_read_messages(asked, items, earlier),
-        variables={} if effort is None else {"reasoning_effort": effort},
+        variables={} if effort is None else {fields.EFFORT: effort},
         tools=tuple(tools.tools),
         request_field="input",
+        switches={} if effort is None else {"reasoning.effort": (fields.EFFORT,)},
     )
 
 

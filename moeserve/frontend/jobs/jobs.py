@@ -208,36 +208,37 @@ class JobView:
         """Write the events behind that of number `after` as they come, up to the last one.
 
         cut: returns the event that ends a stream whose job goes on where this process cannot see it; it is none of the
-        job's. Raises ApiError, with nothing written, for a job that cannot be shown, and for one that fails before its
-        status is due.
+        job's. Raises ApiError, with nothing written, for a job that cannot be shown, for one that fails before its
+        status is due, and for one that has ended and had no event of that number.
         """
         replay = self._replay()
         formatter = replay.formatter()
         writer, behind = EventWriter(formatter), _Behind(after)
-        begun = False
-        if self.record.is_detached:
+        detached = self.record.is_detached
+        events = b""
+        if detached:
             assert isinstance(formatter, ResponsesFormatter)
-            await stream.start()
-            await stream.write(behind.cut(formatter.queued()))
-            begun = True
+            events = behind.cut(formatter.queued())
+        # A stream whose events may all be known to its client begins only once that is clear.
+        begun = detached and (bool(events) or (await self._jobs.status(self._job)).state == "open")
         try:
+            if begun:
+                await stream.start()
+                await stream.write(events)
             async for found in self._jobs.follow(self._job):
-                if not begun:
-                    if isinstance(found, Status) and found.failure is not None:
-                        raise unpack_failure(found.failure)
+                if isinstance(found, Status) and found.failure is not None and not (begun or detached):
+                    raise unpack_failure(found.failure)
+                if found is None:
+                    events = formatter.ping()
+                elif isinstance(found, Status):
+                    events = behind.cut(_end(found, replay, formatter)) or behind.end()
+                else:
+                    events = b"".join(behind.cut(_events(entry, replay, writer)) for entry in found)
+                if not begun and (events or not detached):
                     await stream.start()
                     begun = True
-                if found is None:
-                    await stream.write(formatter.ping())
-                elif isinstance(found, Status):
-                    await stream.write(behind.cut(_end(found, replay, formatter)), last=True)
-                else:
-                    for entry in found:
-                        events = RESUMED if entry is None else b""
-                        deltas = replay.take(entry)
-                        events += b"".join(writer.events(delta, replay.answer.usage) for delta in deltas)
-                        if events := behind.cut(events):
-                            await stream.write(events)
+                if events:
+                    await stream.write(events, last=isinstance(found, Status))
         except ApiError as error:
             if not begun:
                 raise
@@ -289,6 +290,13 @@ class JobView:
         return Replay(self._services, self.record)
 
 
+def _events(entry: Entry, replay: Replay, writer: EventWriter) -> bytes:
+    """Return the events of an entry of a journal."""
+    deltas = replay.take(entry)
+    events = b"".join(writer.events(delta, replay.answer.usage) for delta in deltas)
+    return RESUMED + events if entry is None else events
+
+
 def _end(status: Status, replay: Replay, formatter: Formatter) -> bytes:
     """Return the last events of a job."""
     if status.failure is not None:
@@ -312,7 +320,16 @@ class _Behind:
     """Leaves out the events of a stream up to that of a number. Events are numbered from 0; comments are none."""
 
     def __init__(self, number: int) -> None:
+        self._number = number
         self._left = number + 1
+
+    def end(self) -> bytes:
+        """Return the words at the end of a stream that lacks no event. Raises ApiError where it had not so many."""
+        if self._left:
+            last = self._number - self._left
+            message = f"The response has ended with event {last}: there is none of number {self._number}"
+            raise ApiError(400, message, param="starting_after", code="no_such_event")
+        return b": the response has ended with event %d\n\n" % self._number
 
     def cut(self, events: bytes) -> bytes:
         """Return the events that the client lacks."""

@@ -260,7 +260,7 @@ def for_answer(request: GenerateRequest) -> GenerateRequest:
     for prompt in request.prompts:
         if isinstance(prompt, ChatPrompt):
             last = [{"content": prompt.messages[-1]["content"]}] if prompt.continue_final else []
-            prompts.append(replace(prompt, messages=last, tools=(), variables={}))
+            prompts.append(replace(prompt, messages=last, tools=(), variables={}, switches={}))
         elif isinstance(prompt, str):
             prompts.append(prompt if request.echo else "")
         else:

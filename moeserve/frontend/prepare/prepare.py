@@ -263,8 +263,8 @@ class Preparer:
             # One that does not fit is refused before the others are read.
             longest_output(len(prompts[-1]), facts.max_model_len, request.prompt_field)
         request = self._with_starts(request, prompts)
-        if request.thought.fields and not self._shape.thinks(request):
-            request = replace(request, ignored=tuple(sorted({*request.ignored, *request.thought.fields})))
+        if idle := self._without_effect(request, facts):
+            request = replace(request, ignored=tuple(sorted({*request.ignored, *idle})))
         constraint = self._constraint(request, prompts[0])
         if constraint is not None:
             if request.beams is not None:
@@ -288,6 +288,19 @@ class Preparer:
             request = replace(request, prediction="", ignored=tuple(sorted({*request.ignored, "prediction"})))
         prediction = self._predicted(request, facts)
         return Prepared(for_answer(request), prompts, wishes, texts, prediction)
+
+    def _without_effect(self, request: GenerateRequest, facts: ModelFacts) -> list[str]:
+        """Return the fields that change nothing: budgets of thoughts that the model does not have, and switches that
+        its template does not read."""
+        thinks, prompt = self._shape.thinks(request), request.prompts[0]
+        found = [] if thinks else list(request.thought.fields)
+        template = None if self._programs is None else self._programs.template
+        if isinstance(prompt, ChatPrompt) and template is not None:
+            has_budget = thinks and request.thought.effort in facts.mapped_efforts
+            for path, variables in prompt.switches.items():
+                if not any(map(template.may_read, variables)) and not (has_budget and fields.EFFORT in variables):
+                    found.append(path)
+        return found
 
     def _with_starts(self, request: GenerateRequest, prompts: list[array[int]]) -> GenerateRequest:
         """Return a request for texts with the places where these leave off. A form of the answer has no thoughts."""

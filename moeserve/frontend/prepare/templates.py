@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
@@ -84,10 +85,15 @@ class ChatTemplate:
         self._with_tools = self._plain if tool_source is None else _Compiled(environment, tool_source)
         self._special_tokens = dict(special_tokens or {})
         self._sources = "\n".join([source, tool_source or "", *self._special_tokens.values()])
+        self._words = frozenset(re.findall(r"\w+", f"{source} {tool_source}"))
 
     def may_write(self, text: str) -> bool:
         """Return whether the source or the variables of the template spell out a text."""
         return text in self._sources
+
+    def may_read(self, variable: str) -> bool:
+        """Return whether the source has a variable's name in it."""
+        return variable in self._words
 
     def render(
         self,

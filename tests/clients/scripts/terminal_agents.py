@@ -24,7 +24,7 @@ def write(path, content):
 def qwen_code(text, model):
     # All its tools make a first prompt of 18,000 tokens.
     write(HOME / ".qwen/settings.json", {"tools": {"core": ["run_shell_command"]}})
-    variables = {**OPENAI, "OPENAI_MODEL": model, "QWEN_STREAM_IDLE_TIMEOUT_MS": "900000"}
+    variables = {**OPENAI, "OPENAI_MODEL": model, "QWEN_STREAM_IDLE_TIMEOUT_MS": "2300000"}
     return ["qwen", "--auth-type", "openai", "--yolo", "-p", text], variables
 
 
