@@ -248,7 +248,9 @@ def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[st
         breakpoints += _marks(len(messages), [mark for _, message in turn for mark in _controls(message.content)])
     tools, dropped = _tools(asked.tools or [])
     variables = _variables(asked)
-    switches = {"output_config.effort": (fields.EFFORT,)} if fields.EFFORT in variables else {}
+    switches: dict[str, tuple[str, ...]] = {}
+    if fields.EFFORT in variables:
+        switches["output_config.effort"] = (fields.EFFORT,)
     return ChatPrompt(messages=messages, variables=variables, tools=tools, switches=switches), breakpoints, dropped
 
 
