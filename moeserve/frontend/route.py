@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
@@ -25,7 +25,7 @@ Role = Literal["public", "user", "metrics", "admin"]
 _E = TypeVar("_E")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Route(Generic[_E]):
     """A method of a path. It has no role by default.
 
@@ -41,6 +41,7 @@ class Route(Generic[_E]):
     role: Role
     summary: str
     endpoint: Callable[[_E], Any]
+    _: KW_ONLY
     error_body: ErrorBody = openai_error_body
     body: type[msgspec.Struct] | None = None
     required: tuple[str, ...] = ()
