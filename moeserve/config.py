@@ -13,6 +13,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args, get_type_hints
@@ -64,431 +65,342 @@ def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     return field(default=default, metadata=metadata)
 
 
+_model, _nodes, _memory, _experts, _expert_memory, _http, _operation = (
+    partial(setting, group=heading)
+    for heading in ("Model", "Several nodes", "Memory and scheduling", "Experts", "Expert memory", "HTTP", "Operation")
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class ServeConfig:
     """Every setting of `moeserve serve`."""
 
-    model: str | None = setting(None, "Local directory, hub id or `demo-split`; the demo if left out.", group="Model")
-    served_model_name: tuple[str, ...] = setting((), "Name under which clients ask for the model.", group="Model")
-    revision: str | None = setting(None, "Branch, tag or commit of the hub model.", group="Model")
-    offline: bool = setting(False, "Use only files that are already on disk.", group="Model")
-    device: str = setting(
+    model: str | None = _model(None, "Local directory, hub id or `demo-split`; the demo if left out.")
+    served_model_name: tuple[str, ...] = _model((), "Name under which clients ask for the model.")
+    revision: str | None = _model(None, "Branch, tag or commit of the hub model.")
+    offline: bool = _model(False, "Use only files that are already on disk.")
+    device: str = _model(
         "auto",
         "Where the model runs; auto is the CPU until requests have been answered on a GPU.",
-        group="Model",
         choices=("auto", "cpu", "cuda"),
     )
-    dtype: str = setting(
+    dtype: str = _model(
         "auto",
         "Weights and activations; auto is float32 on a CPU and bfloat16 on a GPU. On a CPU bfloat16 is for products "
         "alone.",
-        group="Model",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
-    model_impl: str = setting(
+    model_impl: str = _model(
         "auto",
         "Code that computes the model: our own (native), or transformers' over our memory, attention and experts; auto "
         "is native where a type has it.",
-        group="Model",
         choices=("auto", "native", "transformers"),
     )
-    quantization: str = setting(
+    quantization: str = _model(
         "none",
         "How all weights are kept on a CPU, rounded in groups of 32 while they are loaded; none is as in the "
         "checkpoint. With int4 some matrices have 6 or 8 bits.",
-        group="Model",
         choices=("none", "int8", "int4"),
     )
-    arithmetic: str = setting(
+    arithmetic: str = _model(
         "auto",
         "How quantised weights multiply on a CPU: int8 rounds activations to 8 bits, exact keeps them in float32; auto "
         "is int8.",
-        group="Model",
         choices=("auto", "int8", "exact"),
     )
-    expert_quantization: str = setting(
+    expert_quantization: str = _model(
         "none",
         "How the weights of the experts are kept, rounded while they are loaded: none is --quantization, or --dtype on "
         "a GPU; fp8 is for a GPU.",
-        group="Model",
         choices=("none", "int8", "fp8", "int4"),
     )
-    threads: int = setting(
-        0, "Threads of each rank; 0 shares out all cores this process may use.", group="Model", minimum=0
-    )
-    max_model_len: int | None = setting(None, "Longest prompt plus output, in tokens.", group="Model", minimum=1)
-    default_max_tokens: int | None = setting(
+    threads: int = _model(0, "Threads of each rank; 0 shares out all cores this process may use.", minimum=0)
+    max_model_len: int | None = _model(None, "Longest prompt plus output, in tokens.", minimum=1)
+    default_max_tokens: int | None = _model(
         None,
         "Most tokens of an answer whose request sets no bound; 0 is all that the context leaves. By default "
         "`max_new_tokens` of the model's generation_config.json, 1024 for the demo, and else no bound.",
-        group="Model",
         minimum=0,
     )
-    override_generation_config: str = setting(
+    override_generation_config: str = _model(
         "{}",
         "JSON object of values that go before the model's generation_config.json, as vLLM means it: temperature, "
         'top_p, top_k, min_p, repetition_penalty; {"max_new_tokens": N} bounds every answer, whatever its request asks '
         "for.",
-        group="Model",
         kind="generation",
         metavar="JSON",
     )
-    seed: int = setting(0, "Base of the seeds drawn for requests that bring none.", group="Model", minimum=0)
-    expert_parallel_size: int = setting(
-        1, "Ranks (processes) that share the experts and the requests.", group="Experts", minimum=1, maximum=64
+    seed: int = _model(0, "Base of the seeds drawn for requests that bring none.", minimum=0)
+    expert_parallel_size: int = _experts(
+        1, "Ranks (processes) that share the experts and the requests.", minimum=1, maximum=64
     )
-    bind_cores: bool = setting(
-        True, "Give each rank cores of its own, where the ranks fill the machine.", group="Experts"
-    )
-    dispatch: str = setting(
+    bind_cores: bool = _experts(True, "Give each rank cores of its own, where the ranks fill the machine.")
+    dispatch: str = _experts(
         "auto",
         "How rows reach the experts of other ranks; auto measures all at start-up.",
-        group="Experts",
         choices=("auto", "allgather", "alltoall", "fixed"),
     )
-    combine_dtype: str = setting(
+    combine_dtype: str = _experts(
         "float32",
         "Of a row's parts on their way home from other ranks; bfloat16 halves these bytes and rounds the parts, which "
         "are added in float32.",
-        group="Experts",
         choices=("float32", "bfloat16"),
     )
-    placement: str = setting(
+    placement: str = _experts(
         "contiguous",
         "Which ranks hold which experts; the last two learn it from the statistics.",
-        group="Experts",
         choices=("contiguous", "round-robin", "balanced", "coactivation"),
     )
-    num_redundant_experts: int = setting(
-        0, "Replicas per layer, of its busiest experts; each rank holds equally many.", group="Experts", minimum=0
+    num_redundant_experts: int = _experts(
+        0, "Replicas per layer, of its busiest experts; each rank holds equally many.", minimum=0
     )
-    record_experts: bool = setting(
-        True, "Gather which experts tokens choose, for `/v1/experts` and for placement.", group="Experts"
+    record_experts: bool = _experts(True, "Gather which experts tokens choose, for `/v1/experts` and for placement.")
+    expert_statistics: str | None = _experts(
+        None, "File that these statistics begin with, if it is there, and are saved to."
     )
-    expert_statistics: str | None = setting(
-        None, "File that these statistics begin with, if it is there, and are saved to.", group="Experts"
+    expert_trace: str | None = _experts(
+        None, "File for a trace of the routing from the start on, bounded, without token ids."
     )
-    expert_trace: str | None = setting(
-        None, "File for a trace of the routing from the start on, bounded, without token ids.", group="Experts"
+    rebalance_interval: int = _experts(
+        0, "Steps between decisions to place a layer anew while serving; 0 leaves all where it is.", minimum=0
     )
-    rebalance_interval: int = setting(
-        0,
-        "Steps between decisions to place a layer anew while serving; 0 leaves all where it is.",
-        group="Experts",
-        minimum=0,
-    )
-    rebalance_threshold: float = setting(
+    rebalance_threshold: float = _experts(
         0.05,
         "Gain in balancedness (mean over maximum of the ranks' load) from which a layer is placed anew.",
-        group="Experts",
         minimum=0,
         maximum=1,
         metavar="SHARE",
     )
-    nnodes: int = setting(1, "Machines (nodes) that share the ranks equally.", group="Several nodes", minimum=1)
-    node_rank: int = setting(0, "Number of this node; node 0 serves HTTP.", group="Several nodes", minimum=0)
-    rdzv_endpoint: str | None = setting(
-        None, "Where the nodes meet: HOST:PORT, HOST being an address of node 0.", group="Several nodes"
+    nnodes: int = _nodes(1, "Machines (nodes) that share the ranks equally.", minimum=1)
+    node_rank: int = _nodes(0, "Number of this node; node 0 serves HTTP.", minimum=0)
+    rdzv_endpoint: str | None = _nodes(None, "Where the nodes meet: HOST:PORT, HOST being an address of node 0.")
+    curve_key_file: str | None = _nodes(None, "Key that all nodes share (moeserve curve-key FILE makes one).")
+    block_size: int = _memory(16, "Tokens per KV block.", minimum=1, maximum=1024)
+    kv_cache_memory: int | None = _memory(
+        None, "Memory of each rank for KV blocks; by default a share of the free memory.", kind="size", minimum=1
     )
-    curve_key_file: str | None = setting(
-        None, "Key that all nodes share (moeserve curve-key FILE makes one).", group="Several nodes"
-    )
-    block_size: int = setting(16, "Tokens per KV block.", group="Memory and scheduling", minimum=1, maximum=1024)
-    kv_cache_memory: int | None = setting(
-        None,
-        "Memory of each rank for KV blocks; by default a share of the free memory.",
-        group="Memory and scheduling",
-        kind="size",
-        minimum=1,
-    )
-    state_cache_memory: int | None = setting(
+    state_cache_memory: int | None = _memory(
         None,
         "Memory of each rank for snapshots of recurrent states; by default a quarter of the KV memory.",
-        group="Memory and scheduling",
         kind="size",
         minimum=1,
     )
-    kv_cache_dtype: str = setting(
+    kv_cache_dtype: str = _memory(
         "auto",
         "Dtype of keys and values: float32, bfloat16 or int8 on a CPU, fp8_e4m3 on a GPU; auto: as activations.",
-        group="Memory and scheduling",
         choices=("auto", "float32", "bfloat16", "int8", "fp8_e4m3"),
     )
-    gpu_memory_utilization: float = setting(
+    gpu_memory_utilization: float = _memory(
         0.9,
         "Share of the GPU's memory to use; KV takes what weights and steps leave of it.",
-        group="Memory and scheduling",
         minimum=0.1,
         maximum=1,
         metavar="SHARE",
     )
-    enforce_eager: bool = setting(
-        False, "Do not capture decode steps on a GPU as CUDA graphs.", group="Memory and scheduling"
-    )
-    enable_prefix_caching: bool = setting(
-        True, "Keep the KV of computed prefixes for later requests.", group="Memory and scheduling"
-    )
-    cache_retention_share: float = setting(
+    enforce_eager: bool = _memory(False, "Do not capture decode steps on a GPU as CUDA graphs.")
+    enable_prefix_caching: bool = _memory(True, "Keep the KV of computed prefixes for later requests.")
+    cache_retention_share: float = _memory(
         0.5,
         "Share of the KV blocks that each API key may have retained; a key file can give a key its own.",
-        group="Memory and scheduling",
         minimum=0,
         maximum=1,
         metavar="SHARE",
     )
-    cache_pin_share: float = setting(
+    cache_pin_share: float = _memory(
         0.25,
         "Share of the KV blocks that all API keys together may have pinned, each at most half of it; a key file can "
         "give a key its own.",
-        group="Memory and scheduling",
         minimum=0,
         maximum=1,
         metavar="SHARE",
     )
-    kv_host_memory: int | None = setting(
+    kv_host_memory: int | None = _memory(
         None,
         "Memory of the host for KV that a GPU evicts. No such tier is there yet, and on a CPU all KV is in the host's "
         "memory anyway (--kv-cache-memory), so a value is refused.",
-        group="Memory and scheduling",
         kind="size",
         minimum=1,
     )
-    kv_disk_path: str | None = setting(
+    kv_disk_path: str | None = _memory(
         None,
         "Folder where cached KV is kept too, so that prefixes outlive a restart or a crash; see prompt-cache.md.",
-        group="Memory and scheduling",
         metavar="DIR",
     )
-    kv_disk_size: int = setting(
+    kv_disk_size: int = _memory(
         20 * 10**9,
         "Most bytes of files in --kv-disk-path; beyond it the files used longest ago are removed.",
-        group="Memory and scheduling",
         kind="size",
         minimum=1,
     )
-    kv_disk_age: float = setting(
-        7.0,
-        "Days after its last use when cached KV is removed from --kv-disk-path.",
-        group="Memory and scheduling",
-        minimum=0,
-        metavar="DAYS",
+    kv_disk_age: float = _memory(
+        7.0, "Days after its last use when cached KV is removed from --kv-disk-path.", minimum=0, metavar="DAYS"
     )
-    kv_overflow: str = setting(
+    kv_overflow: str = _memory(
         "auto",
         "How preempted requests get KV back that had to leave memory: recompute, swap (read it from --kv-disk-path), "
         "or auto, which takes the faster way by its measurements; without a folder all is computed again.",
-        group="Memory and scheduling",
         choices=("auto", "recompute", "swap"),
     )
-    public_prefixes: str | None = setting(
-        None,
-        "JSON file of prompts whose cached beginnings all API keys share; see prompt-cache.md.",
-        group="Memory and scheduling",
+    public_prefixes: str | None = _memory(
+        None, "JSON file of prompts whose cached beginnings all API keys share; see prompt-cache.md."
     )
-    max_num_seqs: int = setting(64, "Requests that run at once.", group="Memory and scheduling", minimum=1)
-    max_num_batched_tokens: int | None = setting(
-        None,
-        "Tokens per step and rank; unless given 256 on a CPU, 4096 on a GPU.",
-        group="Memory and scheduling",
-        minimum=1,
+    max_num_seqs: int = _memory(64, "Requests that run at once.", minimum=1)
+    max_num_batched_tokens: int | None = _memory(
+        None, "Tokens per step and rank; unless given 256 on a CPU, 4096 on a GPU.", minimum=1
     )
-    max_num_queued_reqs: int = setting(
-        256, "Requests that may wait; one more is refused with 503.", group="Memory and scheduling", minimum=0
-    )
-    slo: str = setting(
+    max_num_queued_reqs: int = _memory(256, "Requests that may wait; one more is refused with 503.", minimum=0)
+    slo: str = _memory(
         "ttft:2s",
         "Times that the service aims at, to the first token and per output token (ttft:2s,tpot:100ms): in a lasting "
         "overload, requests that would begin later are refused, and prompts leave running streams their pace.",
-        group="Memory and scheduling",
         kind="limits",
         metavar="LIMITS",
     )
-    max_queue_seconds: float = setting(
+    max_queue_seconds: float = _memory(
         10.0,
         "How long a burst may last and its requests wait; a longer overload is held to --slo, with 0 every one is.",
-        group="Memory and scheduling",
         minimum=0,
     )
-    speculative_config: str = setting(
+    speculative_config: str = _memory(
         "auto",
         "Draft tokens that steps verify, in vLLM's JSON or a method alone: none, ngram and suffix (guesses out of "
         "known text, verified whenever there are some), mtp (these, and those of the checkpoint's MTP layer), auto (as "
         "many as are likely to pay); see drafts.md.",
-        group="Memory and scheduling",
         kind="drafts",
         metavar="JSON",
     )
-    kv_events_config: str | None = setting(
+    kv_events_config: str | None = _memory(
         None,
         "JSON object that has the cached KV blocks published for routers, with the fields that vLLM's has; see "
         "replicas.md.",
-        group="Memory and scheduling",
         kind="kv_events",
         metavar="JSON",
     )
-    kv_transfer_config: str | None = setting(
+    kv_transfer_config: str | None = _memory(
         None,
         "JSON object that lets services compute prompts for each other: key_file, kv_ip, kv_port, lease_seconds; see "
         "replicas.md.",
-        group="Memory and scheduling",
         kind="kv_transfer",
         metavar="JSON",
     )
-    expert_memory: int | None = setting(
+    expert_memory: int | None = _expert_memory(
         None,
         "Most bytes of expert weights in the memory of each rank, or of its GPU; other experts are loaded when needed, "
         "from disk or from the GPU's host. All experts when left out.",
-        group="Expert memory",
         kind="size",
         minimum=1,
     )
-    expert_store_dir: str | None = setting(
+    expert_store_dir: str | None = _expert_memory(
         None,
         "Folder for the file that experts are read from; by default in the model cache, or none for a GGUF file whose "
         "experts are read out of it.",
-        group="Expert memory",
     )
-    expert_policy: str = setting(
+    expert_policy: str = _expert_memory(
         "lfru",
         "Which expert is evicted: least recently used, least frequently used, both weighed, least loaded in the file "
         "of --expert-statistics, or least expected by the affinity that --expert-prefetch learns.",
-        group="Expert memory",
         choices=("lru", "lfu", "lfru", "static", "affinity"),
     )
-    expert_prefetch: str = setting(
+    expert_prefetch: str = _expert_memory(
         "auto",
         "What predicts the experts to load ahead: off, gate (later gates, applied early), fitted (later gates as "
         "`moeserve experts fit` predicts them), auto (fitted or else gate, off where that does not pay), or affinity "
         "(which experts followed the chosen ones so far, learnt while serving).",
-        group="Expert memory",
         choices=("off", "auto", "gate", "fitted", "affinity"),
     )
-    host: str = setting("127.0.0.1", "Address to listen on.", group="HTTP")
-    port: int = setting(8000, "Port to listen on; 0 takes a free one.", group="HTTP", minimum=0, maximum=65535)
-    api_key: tuple[str, ...] = setting((), "Key that clients must send.", group="HTTP", secret=True)
-    api_key_file: str | None = setting(
-        None, "File of keys, one `role:key` or `key` per line; roles user, metrics, admin.", group="HTTP"
+    host: str = _http("127.0.0.1", "Address to listen on.")
+    port: int = _http(8000, "Port to listen on; 0 takes a free one.", minimum=0, maximum=65535)
+    api_key: tuple[str, ...] = _http((), "Key that clients must send.", secret=True)
+    api_key_file: str | None = _http(
+        None, "File of keys, one `role:key` or `key` per line; roles user, metrics, admin."
     )
-    cors_allow_origin: tuple[str, ...] = setting(
-        (), "Origin whose pages may call the server from a browser; * for any.", group="HTTP"
+    cors_allow_origin: tuple[str, ...] = _http((), "Origin whose pages may call the server from a browser; * for any.")
+    allowed_host: tuple[str, ...] = _http(
+        (), "Name by which clients may call a server without keys, beside addresses and local names; * for any."
     )
-    allowed_host: tuple[str, ...] = setting(
-        (),
-        "Name by which clients may call a server without keys, beside addresses and local names; * for any.",
-        group="HTTP",
-    )
-    tool_call_parser: str = setting(
+    tool_call_parser: str = _http(
         "auto",
         "Form in which the model writes tool calls; auto goes by the chat template and the model's type.",
-        group="HTTP",
         choices=TOOL_CALL_PARSERS,
     )
-    reasoning_parser: str = setting(
+    reasoning_parser: str = _http(
         "auto",
         "Form in which the model writes reasoning; auto goes by the chat template and the model's type.",
-        group="HTTP",
         choices=REASONING_PARSERS,
     )
-    reasoning_budget: int = setting(
+    reasoning_budget: int = _http(
         -1,
         "Most tokens of an answer's thoughts where the request does not say; -1 is no bound, 0 ends each at once.",
-        group="HTTP",
         minimum=-1,
     )
-    reasoning_budget_message: str | None = setting(
+    reasoning_budget_message: str | None = _http(
         None,
         "Text that is put before the end of the first thought whose budget is spent.",
-        group="HTTP",
         kind="prose",
         metavar="TEXT",
     )
-    reasoning_effort_budgets: str = setting(
+    reasoning_effort_budgets: str = _http(
         "{}",
         "JSON object of budgets of thought by effort, for requests that name the effort and no budget, such as "
         '{"low": 1024, "high": 16384}.',
-        group="HTTP",
         kind="efforts",
         metavar="JSON",
     )
-    num_frontends: int = setting(
+    num_frontends: int = _http(
         1,
         "HTTP processes on one port for one engine; auto is one for each 8 cores and 32 of --max-num-seqs, 1 to 8.",
-        group="HTTP",
         kind="count",
         minimum=0,
         maximum=64,
     )
-    max_connections: int = setting(
+    max_connections: int = _http(
         1024,
         "Connections to each HTTP process at once; requests on more get 503, but for health, readiness and metrics.",
-        group="HTTP",
         minimum=1,
     )
-    metrics_compat: str = setting(
+    metrics_compat: str = _http(
         "vllm",
         "Other names under which /metrics tells its figures too: vLLM's names, for its dashboards, or none.",
-        group="HTTP",
         choices=("vllm", "none"),
     )
-    max_logprobs: int = setting(
-        20, "Most alternatives per token a client may ask for.", group="HTTP", minimum=0, maximum=1000
-    )
-    response_store: str | None = setting(
+    max_logprobs: int = _http(20, "Most alternatives per token a client may ask for.", minimum=0, maximum=1000)
+    response_store: str | None = _http(
         None,
         "File that keeps responses and conversations for all HTTP processes and over a restart; services of one model "
         "may share it. `memory` forgets them with the service, as does --port 0. By default one for each port in "
         "~/.local/state/moeserve.",
-        group="HTTP",
         metavar="FILE|memory",
     )
-    response_store_size: int = setting(
+    response_store_size: int = _http(
         2**30,
         "Most bytes that responses and conversations take; the least recently used ones make room.",
-        group="HTTP",
         kind="size",
         minimum=2**20,
     )
-    response_store_days: float = setting(
-        30.0,
-        "Days after their last use for which responses and conversations are kept.",
-        group="HTTP",
-        minimum=0.001,
+    response_store_days: float = _http(
+        30.0, "Days after their last use for which responses and conversations are kept.", minimum=0.001
     )
-    max_request_bytes: int = setting(4 * 2**20, "Largest request body.", group="HTTP", kind="size", minimum=1)
-    shutdown_timeout: float = setting(
-        30.0, "Seconds that running requests get to finish after SIGTERM.", group="Operation", minimum=0
-    )
-    sleep_after: float | None = setting(
+    max_request_bytes: int = _http(4 * 2**20, "Largest request body.", kind="size", minimum=1)
+    shutdown_timeout: float = _operation(30.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0)
+    sleep_after: float | None = _operation(
         None,
         "Time without a request after which weights and KV leave memory, until a request comes: 90s, 15m, 2h; never "
         "when left out. See sleep.md.",
-        group="Operation",
         kind="duration",
         metavar="DURATION",
         minimum=1,
     )
-    engine_timeout: float = setting(
-        10.0,
-        "Seconds without progress of the engine or of an HTTP process before it is taken for hung.",
-        group="Operation",
-        minimum=1,
+    engine_timeout: float = _operation(
+        10.0, "Seconds without progress of the engine or of an HTTP process before it is taken for hung.", minimum=1
     )
-    max_restarts: int = setting(
+    max_restarts: int = _operation(
         5,
         "How often in a row the model process or an HTTP process is started again after its end; 0 ends the service. "
         "One that has served for a minute begins a new count. Always 0 with several nodes.",
-        group="Operation",
         minimum=0,
     )
-    log_level: str = setting(
-        "info",
-        "Least severe log line printed.",
-        group="Operation",
-        choices=("debug", "info", "warning", "error"),
-    )
-    log_format: str = setting(
-        "auto", "Log lines for people or machines.", group="Operation", choices=("auto", "console", "json")
-    )
+    log_level: str = _operation("info", "Least severe log line printed.", choices=("debug", "info", "warning", "error"))
+    log_format: str = _operation("auto", "Log lines for people or machines.", choices=("auto", "console", "json"))
 
 
 def load_config(flags: Mapping[str, Any], environment: Mapping[str, str], file: Path | None = None) -> ServeConfig:
