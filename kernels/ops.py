@@ -224,12 +224,7 @@ class CpuOps:
 
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         return pack_linear(
-            weight,
-            bias,
-            dtype,
-            arithmetic=self._arithmetic,
-            narrow_rows=self._narrow_rows,
-            take=self._memory.take,
+            weight, bias, dtype, arithmetic=self._arithmetic, narrow_rows=self._narrow_rows, take=self._memory.take
         )
 
     def pack_heads(self, weight: Tensor, dtype: torch.dtype) -> HeadLinear:

@@ -14,13 +14,7 @@ from kernels.state_rows import StateRows
 
 
 def short_conv(
-    x: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    rows: StateRows,
-    bias: Tensor | None = None,
-    *,
-    activates: bool = True,
+    x: Tensor, weight: Tensor, states: Tensor, rows: StateRows, bias: Tensor | None = None, *, activates: bool = True
 ) -> Tensor:
     """Convolve each channel of x [T, C] with weight [W, C], the newest token's last; return [T, C].
 
@@ -47,13 +41,7 @@ def short_conv(
 
 
 def short_conv_reference(
-    x: Tensor,
-    weight: Tensor,
-    states: Tensor,
-    rows: StateRows,
-    bias: Tensor | None = None,
-    *,
-    activates: bool = True,
+    x: Tensor, weight: Tensor, states: Tensor, rows: StateRows, bias: Tensor | None = None, *, activates: bool = True
 ) -> Tensor:
     """Compute `short_conv` in plain torch, in fp32 (fp64 for fp64 input)."""
     wide = torch.promote_types(x.dtype, torch.float32)

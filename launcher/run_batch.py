@@ -206,8 +206,4 @@ def _described(response: Response) -> dict[str, Any]:
         body = msgspec.json.decode(response.body)
     except msgspec.DecodeError:
         body = response.body.decode("utf-8", "replace")
-    return {
-        "status_code": response.status,
-        "request_id": response.headers.get("x-request-id", ""),
-        "body": body,
-    }
+    return {"status_code": response.status, "request_id": response.headers.get("x-request-id", ""), "body": body}

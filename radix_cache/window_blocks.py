@@ -50,12 +50,7 @@ class WindowBlocks:
     """
 
     def __init__(
-        self,
-        num_blocks: int,
-        num_window_blocks: int,
-        block_size: int,
-        window: int,
-        excess: Callable[[str, int], float],
+        self, num_blocks: int, num_window_blocks: int, block_size: int, window: int, excess: Callable[[str, int], float]
     ) -> None:
         """num_blocks: of the KV blocks. window: in tokens, the new one included. excess: as for `WorthQueue`.
 

@@ -24,12 +24,7 @@ class ExpertMemory:
     computation fails.
     """
 
-    def __init__(
-        self,
-        control: ResidencyControl,
-        arena: Slots,
-        tier: ExpertTier,
-    ) -> None:
+    def __init__(self, control: ResidencyControl, arena: Slots, tier: ExpertTier) -> None:
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
         self.recall = RecallSample()

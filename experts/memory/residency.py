@@ -30,11 +30,7 @@ class ResidencyControl:
     """
 
     def __init__(
-        self,
-        num_slots: Sequence[int],
-        num_experts: int,
-        expert_bytes: int,
-        policy_of: Callable[[int], EvictionPolicy],
+        self, num_slots: Sequence[int], num_experts: int, expert_bytes: int, policy_of: Callable[[int], EvictionPolicy]
     ) -> None:
         """num_slots: the slots of each layer. policy_of: makes the eviction policy of a layer."""
         self.layers = [LayerResidency(num_experts, count, policy_of(layer)) for layer, count in enumerate(num_slots)]

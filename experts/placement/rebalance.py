@@ -276,10 +276,7 @@ class ExpertMigrator(Generic[Weights]):
     """
 
     def __init__(
-        self,
-        placed: PlacedExperts,
-        read: Callable[[int, int], Weights],
-        install: Callable[[int, int, Weights], None],
+        self, placed: PlacedExperts, read: Callable[[int, int], Weights], install: Callable[[int, int, Weights], None]
     ) -> None:
         """read(layer, expert): called in the other thread, may raise. install(layer, slot, weights): between steps."""
         self.version = 0

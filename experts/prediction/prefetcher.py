@@ -47,11 +47,7 @@ class Prefetcher(PrefetchObserver):
     """Asks for the experts that a predictor expects the rank's own rows to choose."""
 
     def __init__(
-        self,
-        memory: ExpertMemory,
-        predictor: Predictor,
-        planner: PrefetchPlanner,
-        learnt: LearntAffinity,
+        self, memory: ExpertMemory, predictor: Predictor, planner: PrefetchPlanner, learnt: LearntAffinity
     ) -> None:
         """planner: asks `predictor` and instructs the control of `memory`. learnt: what the predictor learns from."""
         self._memory = memory

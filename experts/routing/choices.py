@@ -313,11 +313,7 @@ class Affinity:
     """
 
     def __init__(
-        self,
-        load: Float,
-        transitions: Mapping[int, Float],
-        top_k: int,
-        pseudo_counts: float | None = None,
+        self, load: Float, transitions: Mapping[int, Float], top_k: int, pseudo_counts: float | None = None
     ) -> None:
         """load: [L, E]; transitions[d]: [L - d, E, E], both in tokens, as `RoutingStatistics` has them.
 

@@ -420,13 +420,7 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
 
 
 def _read_per_token(
-    model: NativeModel,
-    experts: int,
-    others: int,
-    dtype: torch.dtype,
-    *,
-    narrow: bool,
-    rounding: Rounding = NO_ROUNDING,
+    model: NativeModel, experts: int, others: int, dtype: torch.dtype, *, narrow: bool, rounding: Rounding = NO_ROUNDING
 ) -> int:
     """Return the bytes of the weights read for one token: chosen experts, and all others but the embedding.
 

@@ -17,12 +17,7 @@ from kernels.gpu.moe_weights import GpuExperts
 from kernels.gpu.ops import GpuOps, store_expert
 from moeserve.config import ServeConfig
 from moeserve.device import StateDemand, available_bytes, step_budget
-from moeserve.engine.experts.gpu_memory import (
-    GpuExpertSettings,
-    GpuResidentModel,
-    open_gpu_experts,
-    plan_gpu_residency,
-)
+from moeserve.engine.experts.gpu_memory import GpuExpertSettings, GpuResidentModel, open_gpu_experts, plan_gpu_residency
 from moeserve.engine.experts.settings import measured_load
 from moeserve.engine.rank import Group, Prepared
 from moeserve.engine.ranks.together import captures_decodes

@@ -14,15 +14,7 @@ from kernels.cpu.library import native_kernels, native_kernels_absence
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, LayerPackings
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
-from moeserve.device import (
-    KvBudget,
-    StateDemand,
-    available_bytes,
-    choose_device,
-    cuda_absence,
-    plan_kv,
-    step_budget,
-)
+from moeserve.device import KvBudget, StateDemand, available_bytes, choose_device, cuda_absence, plan_kv, step_budget
 from moeserve.engine.experts.memory import ResidencyPlan, plan_residency, residency_with
 from moeserve.engine.experts.settings import plan_placement, read_statistics
 from moeserve.model.checkpoint import OwnedExperts, find_mtp, plan_weights, read_index

@@ -72,11 +72,7 @@ class HeartbeatThread(threading.Thread):
     """Publishes `Heartbeat` on a socket of its own while the engine computes, so that a long step is not a hang."""
 
     def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        address: str,
-        incarnation: int,
-        read: Callable[[], Heartbeat],
+        self, context: zmq.Context[zmq.Socket[bytes]], address: str, incarnation: int, read: Callable[[], Heartbeat]
     ) -> None:
         super().__init__(name="heartbeat", daemon=True)
         self._incarnation = incarnation

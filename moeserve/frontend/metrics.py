@@ -245,11 +245,7 @@ def _sleep_state(is_awake: bool) -> Metric:
 
 def _engine_metrics(stats: Stats) -> Iterator[Metric]:
     blocks = GaugeMetricFamily("moeserve_kv_blocks", "KV blocks by state", labels=["state"])
-    for state, count in (
-        ("free", stats.blocks_free),
-        ("cached", stats.blocks_cached),
-        ("leased", stats.blocks_leased),
-    ):
+    for state, count in (("free", stats.blocks_free), ("cached", stats.blocks_cached), ("leased", stats.blocks_leased)):
         blocks.add_metric([state], count)
     yield blocks
     for name, documentation, gauge in (

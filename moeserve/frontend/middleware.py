@@ -14,14 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import (
-    ApiError,
-    ClientDisconnected,
-    PatientSend,
-    SlowReader,
-    internal_error,
-    send_error,
-)
+from moeserve.frontend.http import ApiError, ClientDisconnected, PatientSend, SlowReader, internal_error, send_error
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.route import RouteTable
 

@@ -74,11 +74,7 @@ class FrontendServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers of its own."""
 
     def __init__(
-        self,
-        services: Services,
-        ticker: Ticker | None = None,
-        wills: WillLink | None = None,
-        load: Load | None = None,
+        self, services: Services, ticker: Ticker | None = None, wills: WillLink | None = None, load: Load | None = None
     ) -> None:
         """wills: to whom last wills are left. load: shared with the other HTTP processes of the service, if any."""
         open_paths = frozenset(route.path for route in ROUTES if route.is_watch)
@@ -170,9 +166,7 @@ class FrontendServer(uvicorn.Server):
         idle = asyncio.ensure_future(admission.idle.wait())
         try:
             await asyncio.wait(
-                {stop, idle},
-                timeout=self._services.run.config.shutdown_timeout,
-                return_when=asyncio.FIRST_COMPLETED,
+                {stop, idle}, timeout=self._services.run.config.shutdown_timeout, return_when=asyncio.FIRST_COMPLETED
             )
             if not idle.done():
                 log.warning("answers_cut_off", in_flight=admission.in_flight)

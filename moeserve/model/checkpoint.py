@@ -15,15 +15,7 @@ from typing import Literal
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.packed.config import quantization_in
 from moeserve.model.packed.parts import joined_matrices
-from moeserve.model.spec import (
-    AttentionSpec,
-    CheckpointError,
-    DecoderSpec,
-    DeltaNetSpec,
-    MlaSpec,
-    MoeSpec,
-    MtpSpec,
-)
+from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, DeltaNetSpec, MlaSpec, MoeSpec, MtpSpec
 from moeserve.model.stored import TensorInfo, is_in_blocks, read_headers
 
 

@@ -118,11 +118,7 @@ class _MixtureLayers:
 
 
 def write_checkpoint(
-    out_dir: Path,
-    source: GgufSource,
-    config: dict[str, Any],
-    layers: Layers,
-    report: Progress,
+    out_dir: Path, source: GgufSource, config: dict[str, Any], layers: Layers, report: Progress
 ) -> None:
     """Write all files of a checkpoint into the empty or new `out_dir`."""
     out_dir.mkdir(parents=True, exist_ok=True)

@@ -203,10 +203,7 @@ class ExpertReader:
 
 
 def packed_experts(
-    stored: StoredExperts,
-    packings: LayerPackings[ExpertPacking],
-    report: Progress,
-    owned: OwnedExperts | None = None,
+    stored: StoredExperts, packings: LayerPackings[ExpertPacking], report: Progress, owned: OwnedExperts | None = None
 ) -> Iterator[Tensor]:
     """Yield the experts of all layers, or only the `owned` ones, packed: uint8 [packings.num_bytes] each."""
 

@@ -23,11 +23,7 @@ class Frequencies:
 
 
 def parse_rope(
-    parameters: Mapping[str, Any],
-    *,
-    rotary_dim: int,
-    max_position: int,
-    interleaved: bool = False,
+    parameters: Mapping[str, Any], *, rotary_dim: int, max_position: int, interleaved: bool = False
 ) -> RopeSpec:
     """Read the ``rope_parameters`` of a configuration.
 

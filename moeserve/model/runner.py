@@ -85,10 +85,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def warm_up(
-        self,
-        max_num_tokens: int,
-        begin_step: Callable[[int], None] = lambda _: None,
-        only_size: int | None = None,
+        self, max_num_tokens: int, begin_step: Callable[[int], None] = lambda _: None, only_size: int | None = None
     ) -> list[tuple[int, float]]:
         """Let the decoder settle, and compute a few steps of usual sizes, for which the matrix library prepares once.
 

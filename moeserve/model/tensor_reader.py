@@ -29,13 +29,7 @@ class TensorReader:
     total_bytes: of all tensors that will be read, for `progress`. Raises CheckpointError from every read that fails.
     """
 
-    def __init__(
-        self,
-        index: Mapping[str, TensorInfo],
-        total_bytes: int,
-        *,
-        progress: Progress | None = None,
-    ) -> None:
+    def __init__(self, index: Mapping[str, TensorInfo], total_bytes: int, *, progress: Progress | None = None) -> None:
         self._index = index
         self._total = total_bytes
         self._progress = progress

@@ -60,10 +60,7 @@ class Beams:
         for memory in self._memories:
             memory.check_beams(leader.num_prompt_tokens, num_tokens, params.width)
         search = BeamSearch(
-            params,
-            max_tokens=max_tokens,
-            min_tokens=sampling.min_tokens,
-            stop_token_ids=sampling.stop_token_ids,
+            params, max_tokens=max_tokens, min_tokens=sampling.min_tokens, stop_token_ids=sampling.stop_token_ids
         )
         self._groups[leader.request_id] = _Group(leader, search)
         # A search goes by log probabilities alone, whatever a checkpoint has for sampling.

@@ -21,12 +21,7 @@ from experts.observer import StepObserver
 from experts.placement.placement import Placement
 from experts.placement.rebalance import RemoteRanks
 from experts.routing.choices import RoutingRecorder, RoutingShape, RoutingStatistics, StatisticsSpec, unpack
-from experts.routing.files import (
-    UNKNOWN_TOKEN,
-    TraceRecorder,
-    save_statistics,
-    save_trace,
-)
+from experts.routing.files import UNKNOWN_TOKEN, TraceRecorder, save_statistics, save_trace
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.experts.settings import goes_by_statistics, read_statistics, statistics_key
 from moeserve.model.spec import ModelSpec

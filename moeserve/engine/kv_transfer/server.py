@@ -51,13 +51,7 @@ class _Ask:
 class BlockServer(threading.Thread):
     """Answers who asks for the blocks of a ticket, on a ROUTER socket."""
 
-    def __init__(
-        self,
-        sockets: zmq.Context[Any],
-        keys: RankKeys,
-        address: str,
-        memory: BlockMemory,
-    ) -> None:
+    def __init__(self, sockets: zmq.Context[Any], keys: RankKeys, address: str, memory: BlockMemory) -> None:
         """Bind `address`; port `*` takes a free one. Raise ConfigError if it cannot be had."""
         super().__init__(name="kv-server", daemon=True)
         self._memory = memory

@@ -13,21 +13,12 @@ import msgspec
 from starlette.types import Scope
 
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage, by_tier
-from moeserve.frontend.http import (
-    OVERLOADED,
-    ApiError,
-    internal_error,
-    invalid,
-)
+from moeserve.frontend.http import OVERLOADED, ApiError, internal_error, invalid
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser
 from moeserve.frontend.text import NO_IDS, IncrementalDetokenizer, PromptText, StopMatcher, TextTokenizer, prompt_tail
-from moeserve.plan import (
-    GRAMMAR_FAILED,
-    FinishReason,
-    TokenLogprobs,
-)
+from moeserve.plan import GRAMMAR_FAILED, FinishReason, TokenLogprobs
 from moeserve.thoughts import Thought
 from moeserve.wire import Output
 from radix_cache import Miss, MissReason

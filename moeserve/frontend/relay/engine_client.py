@@ -20,14 +20,7 @@ import zmq
 import zmq.asyncio
 
 from moeserve import wire
-from moeserve.frontend.relay.request_group import (
-    EngineAsleep,
-    EngineBusy,
-    EngineGone,
-    EngineSilent,
-    Past,
-    RequestGroup,
-)
+from moeserve.frontend.relay.request_group import EngineAsleep, EngineBusy, EngineGone, EngineSilent, Past, RequestGroup
 from moeserve.wire import (
     Abort,
     Admitted,

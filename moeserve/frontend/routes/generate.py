@@ -249,13 +249,7 @@ class GenerateRoute:
 
 
 async def show_events(
-    view: JobView,
-    scope: Scope,
-    receive: Receive,
-    send: Send,
-    *,
-    cut: Callable[[ApiError], bytes],
-    after: int = -1,
+    view: JobView, scope: Scope, receive: Receive, send: Send, *, cut: Callable[[ApiError], bytes], after: int = -1
 ) -> None:
     """Answer with the events of a job behind that of a number. cut: see `Dialect`."""
     will = Will.of(scope)

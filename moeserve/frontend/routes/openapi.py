@@ -285,10 +285,7 @@ _OF_FIELDS: dict[str, Schema] = {
     "prompt_cache_key": {"maxLength": fields.MAX_KEY_CHARS},
     "prompt_cache_retention": _one_of(None, *fields.RETENTION_SECONDS),
     "prompt_cache_options": {
-        "properties": {
-            "mode": _one_of(None, "implicit", "explicit"),
-            "ttl": _TTL,
-        },
+        "properties": {"mode": _one_of(None, "implicit", "explicit"), "ttl": _TTL},
         "additionalProperties": _NULL,
     },
     "reasoning_effort": _EFFORT,
@@ -419,8 +416,7 @@ _VARIANTS: dict[str, Schema] = {
     "PrefixBody": _one_field("prompt", "messages"),
     "UnpinBody": _one_field("prompt", "messages", "id"),
     "ContentPart": _typed(
-        "type",
-        {kind: {"text": _STRING} for kind in sorted(chat_parts.TEXT_PARTS)} | {"refusal": {"refusal": _STRING}},
+        "type", {kind: {"text": _STRING} for kind in sorted(chat_parts.TEXT_PARTS)} | {"refusal": {"refusal": _STRING}}
     ),
     "ChatMessage": _typed(
         "role",

@@ -179,11 +179,7 @@ def _read_as(stored: StoredTensor) -> torch.dtype:
 
 
 def run_conversion(
-    converter: WeightConverter,
-    target: str,
-    parts: dict[str, list[Tensor]],
-    code: ModellingCode,
-    model: Any = None,
+    converter: WeightConverter, target: str, parts: dict[str, list[Tensor]], code: ModellingCode, model: Any = None
 ) -> dict[str, Tensor]:
     own: Any = deepcopy(converter)
     own.collected_tensors = parts
