@@ -367,7 +367,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         "/",
         "public",
         "List the routes; show the chat page to browsers",
-        lambda e: e.pages.index(made.description.index),
+        lambda e: e.pages.index(e.description.index),
         media=(JSON, HTML),
     ),
     *(
