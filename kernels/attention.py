@@ -29,8 +29,9 @@ def paged_attention(
 
     The new tokens' own keys and values are in the pools already. A `window` counts the token itself. `sinks` [H] are
     logits of a key without value (gpt-oss). If values are a prefix of the keys, the caller passes the keys twice and
-    cuts the result. Pools may keep rounded rows (`kernels.kv_rows`): rows of bfloat16 are multiplied in float32; with
-    rows of int8 the compiled kernel multiplies integers, to which it rounds queries and weights of 16 bits.
+    cuts the result. Pools may keep rounded rows (`kernels.kv_rows`): over rows of bfloat16
+    the compiled kernel rounds queries and weights to bfloat16 where the machine multiplies its pairs; over rows of int8
+    it multiplies integers, to which it rounds queries and weights of 16 bits.
     """
     kernels = native_kernels()
     if kernels is not None and _native_computes(q, keys_pool, values_pool):

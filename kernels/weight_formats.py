@@ -85,7 +85,7 @@ class QuantizedRows:
 
     data: uint8 [N, format.row_bytes(depth)], of any strides between rows; or several such, one below the other, which
     stay where they are. order: int64 [depth], the column of the matrix that each weight of a row belongs to; None if
-    they are in order. is_fine: where rows that it multiplies are rounded, the rest of a row is rounded once more, to 15
+    they are in order. is_fine: where rows that it multiplies are rounded, the rest of a row is rounded once more, to 16
     bits in all. Raise ValueError for data of another shape or dtype.
     """
 

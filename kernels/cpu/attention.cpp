@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "integer_tile.h"
+#include "pair_tile.h"
 #include "team.h"
 
 namespace moeserve {
@@ -34,9 +35,8 @@ struct Inputs {
 
   int64_t group() const { return num_heads / num_kv_heads; }
 
-  // The keys of a tile of `num_keys` positions that a row at `position` sees, from the first to before the last; either
-  // may lie outside the tile.
-  std::pair<int64_t, int64_t> seen(int64_t position, int64_t first_key, int64_t num_keys) const {
+  // The keys of a tile of `num_keys` positions that a row at `position` sees.
+  Seen seen(int64_t position, int64_t first_key, int64_t num_keys) const {
     const int64_t end = position + 1 - first_key;
     return {window ? std::max<int64_t>(0, end - window) : 0, std::min(num_keys, end)};
   }
@@ -47,6 +47,9 @@ struct Task {
   int64_t chunk, kv_head, first_token, num_tokens, first_segment, last_segment;
   int64_t scratch;  // Where its State lies if segments are computed side by side, else -1.
 };
+
+// Whether queries and weights are rounded to bfloat16 for products with rows of a kind.
+constexpr bool takes_pairs(Kind kind) { return kMultipliesPairs && kind == Kind::kBfloat16; }
 
 // Buffers of one thread, kept from call to call.
 class Workspace {
@@ -60,6 +63,9 @@ class Workspace {
     if (kind == Kind::kInt8) {
       rounded_queries.reserve(rows, key_dim);
       integers.reserve(key_dim, value_dim);
+    } else if (takes_pairs(kind)) {
+      query_pairs.resize(rows * num_pairs(key_dim));
+      pairs.reserve(key_dim, value_dim);
     } else {
       keys.resize(key_dim * kTileKeys);
     }
@@ -75,6 +81,8 @@ class Workspace {
   std::vector<int64_t> positions;
   RoundedQueries rounded_queries;
   IntegerTile integers;
+  std::vector<Pair> query_pairs;
+  PairTile pairs;
   const uint8_t *key_rows[kTileKeys], *value_rows[kTileKeys];
 
  private:
@@ -93,12 +101,38 @@ struct WideRows {
   static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
     float* scores = work.weights.data() + row * kTileKeys;
     score<Rows>(work.queries.data() + row * in.key_dim, in.key_dim, work.keys.data(), scores);
-    for (int64_t r = row; r < row + Rows; ++r) {
-      const auto [first, last] = in.seen(work.positions[r], first_key, num_keys);
-      weigh(in.scale, first, last, in.value_dim, work.weights.data() + r * kTileKeys, state.largest + r,
-            state.total + r, state.sums + r * in.value_dim);
-    }
-    add_all_values<Rows, Number>(scores, work.value_rows, num_keys, in.value_dim, state.sums + row * in.value_dim);
+    Seen seen[Rows];
+    float shares[Rows];
+    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, num_keys);
+    weigh<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares);
+    add_all_values<Rows, Number>(scores, shares, work.value_rows, num_keys, in.value_dim,
+                                 state.sums + row * in.value_dim);
+  }
+};
+
+// The same with a tile of pairs of bfloat16.
+struct PairRows {
+  static void take_tile(const Inputs& in, int64_t num_keys, Workspace& work) {
+    work.pairs.take(work.key_rows, work.value_rows, num_keys, in.key_dim, in.value_dim);
+  }
+
+  template <int Rows>
+  static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
+    float* scores = work.weights.data() + row * kTileKeys;
+    score_pairs<Rows>(work.query_pairs.data() + row * num_pairs(in.key_dim), in.key_dim, work.pairs.keys.data(), scores);
+    Seen seen[Rows];
+    float shares[Rows];
+    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, num_keys);
+    weigh<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares);
+    Pair weights[Rows * kTileKeys / 2];
+    round_to_pairs(scores, Rows * kTileKeys, weights);
+    float* sums = state.sums + row * in.value_dim;
+    const uint32_t* values = work.pairs.values.data();
+    int64_t channel = 0;
+    for (; channel + 4 * kLanes <= in.value_dim; channel += 4 * kLanes)
+      add_pairs<Rows, 4>(weights, shares, values + channel, num_keys, in.value_dim, sums + channel);
+    for (; channel < in.value_dim; channel += kLanes)
+      add_pairs<Rows, 1>(weights, shares, values + channel, num_keys, in.value_dim, sums + channel);
   }
 };
 
@@ -118,11 +152,10 @@ struct IntegerRows {
                            queries.high_shifts.data() + row, queries.low_shifts.data() + row, in.key_dim,
                            tile.keys.data() + column, scores + column);
     RoundedWeights weights[Rows];
-    for (int r = 0; r < Rows; ++r) {
-      const auto [first, last] = in.seen(work.positions[row + r], first_key, num_keys);
-      weigh_integers(queries.factors[row + r], first, last, tile, scores + r * kTileKeys, state.largest + row + r,
-                     state.total + row + r, &weights[r]);
-    }
+    Seen seen[Rows];
+    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, num_keys);
+    weigh_integers<Rows>(queries.factors.data() + row, seen, tile, scores, state.largest + row, state.total + row,
+                         weights);
     float* sums = state.sums + row * in.value_dim;
     int64_t channel = 0;
     for (; channel + kColumnsAtOnce * kLanes <= in.value_dim; channel += kColumnsAtOnce * kLanes)
@@ -173,7 +206,9 @@ void attend_segment(const Inputs& in, const Task& task, int64_t segment, Workspa
 void attend_segment_of_kind(const Inputs& in, const Task& task, int64_t segment, Workspace& work, State state) {
   switch (in.kind) {
     case Kind::kFloat32: return attend_segment<WideRows<float>>(in, task, segment, work, state);
-    case Kind::kBfloat16: return attend_segment<WideRows<Brain>>(in, task, segment, work, state);
+    case Kind::kBfloat16:
+      return attend_segment<std::conditional_t<kMultipliesPairs, PairRows, WideRows<Brain>>>(in, task, segment, work,
+                                                                                             state);
     case Kind::kInt8: return attend_segment<IntegerRows>(in, task, segment, work, state);
   }
 }
@@ -189,6 +224,9 @@ void take_queries(const Inputs& in, const Task& task, Workspace& work) {
   }
   if (in.kind == Kind::kInt8)
     work.rounded_queries.take(work.queries.data(), task.num_tokens * group, in.key_dim, in.scale);
+  if (takes_pairs(in.kind))
+    for (int64_t r = 0; r < task.num_tokens * group; ++r)
+      round_to_pairs(work.queries.data() + r * in.key_dim, in.key_dim, work.query_pairs.data() + r * num_pairs(in.key_dim));
 }
 
 // Divides by the sum of weights, to which a sink adds its own, and stores the rows of a task.

@@ -61,6 +61,32 @@ void transpose_keys(const uint8_t* const* rows, int64_t count, int64_t dim, floa
   }
 }
 
+// Words [count][num_words], a multiple of 4 each row, to [num_words][64], with the bits of `flip` turned; columns from
+// `count` on hold those of the last row.
+static inline void transpose_words(const uint8_t* const* rows, int64_t count, int64_t num_words, uint32_t flip,
+                                   uint32_t* out) {
+  for (int64_t column = 0; column < count; column += kLanes) {
+    for (int64_t w = 0; w < num_words; w += kLanes) {
+      Floats square[kLanes];  // Their bits are moved, not computed with.
+      const int64_t width = std::min<int64_t>(kLanes, num_words - w);
+      for (int i = 0; i < kLanes; ++i) {
+        const uint8_t* from = rows[std::min(column + i, count - 1)] + 4 * w;
+        if (width == kLanes) {
+          std::memcpy(&square[i], from, 4 * kLanes);
+        } else {
+          square[i] = Floats{};
+          std::memcpy(&square[i], from, 4 * width);
+        }
+      }
+      transpose_16x16(square);
+      for (int64_t i = 0; i < width; ++i) {
+        const Words words = (Words)square[i] ^ flip;
+        std::memcpy(out + (w + i) * kTileKeys + column, &words, sizeof(words));
+      }
+    }
+  }
+}
+
 // scores[r] = queries[r] . keys for `Parts` parts of keys.
 template <int Rows, int Parts>
 void score_columns(const float* queries, int64_t dim, const float* keys, float* scores) {
@@ -90,15 +116,16 @@ void score(const float* queries, int64_t dim, const float* keys, float* scores) 
     score_columns<Rows, parts>(queries, dim, keys + first, scores + first);
 }
 
-// sums[r] += weights[r] . values over `Parts` parts of channels.
+// sums[r] = shares[r] * sums[r] + weights[r] . values over `Parts` parts of channels.
 template <int Rows, int Parts, typename Number>
-void add_values(const float* weights, const uint8_t* const* values, int64_t count, int64_t channel, int64_t value_dim,
-                float* sums) {
+void add_values(const float* weights, const float* shares, const uint8_t* const* values, int64_t count, int64_t channel,
+                int64_t value_dim, float* sums) {
   Part local[Rows][Parts];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 8
-    for (int p = 0; p < Parts; ++p) local[r][p] = load_part(sums + r * value_dim + channel + p * kPartLanes);
+    for (int p = 0; p < Parts; ++p)
+      local[r][p] = load_part(sums + r * value_dim + channel + p * kPartLanes) * splat_part(shares[r]);
   }
   for (int64_t k = 0; k < count; ++k) {
     const Number* row = (const Number*)values[k] + channel;
@@ -120,51 +147,76 @@ void add_values(const float* weights, const uint8_t* const* values, int64_t coun
 }
 
 template <int Rows, typename Number>
-void add_all_values(const float* weights, const uint8_t* const* values, int64_t count, int64_t value_dim, float* sums) {
+void add_all_values(const float* weights, const float* shares, const uint8_t* const* values, int64_t count,
+                    int64_t value_dim, float* sums) {
   constexpr int parts = parts_at_once(Rows);
   int64_t channel = 0;
   for (; channel + parts * kPartLanes <= value_dim; channel += parts * kPartLanes)
-    add_values<Rows, parts, Number>(weights, values, count, channel, value_dim, sums);
+    add_values<Rows, parts, Number>(weights, shares, values, count, channel, value_dim, sums);
   for (; channel < value_dim; channel += kPartLanes)
-    add_values<Rows, 1, Number>(weights, values, count, channel, value_dim, sums);
+    add_values<Rows, 1, Number>(weights, shares, values, count, channel, value_dim, sums);
 }
 
-// Turns a row's scores of a tile into weights and folds them into its state. The row sees the tile's keys from `first`
-// to before `last`; either may lie outside the tile.
-static inline void weigh(float scale, int64_t first, int64_t last, int64_t value_dim, float* scores,
-                         float* largest_seen, float* total, float* sums) {
-  const bool sees_all = first == 0 && last == kTileKeys;
-  Floats top = splat(kNothing), scaled[kVectors];
+// The keys of a tile that a row sees, from the first to before the last; either may lie outside the tile.
+struct Seen {
+  int64_t first, last;
+};
+
+// scores[r] times their scales, kNothing where the row does not see the key, and the largest of each row in its lane.
+// scale_of(r, v): of 16 scores.
+template <int Rows, typename ScaleOf>
+static inline Floats scale_scores(const Seen* seen, float* scores, ScaleOf scale_of) {
   const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  for (int v = 0; v < kVectors; ++v) {
-    scaled[v] = load(scores + v * kLanes) * scale;
-    if (!sees_all) {
-      const Ints key = lane + v * kLanes;
-      const Ints seen =
-          (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
-      scaled[v] = select(seen, scaled[v], splat(kNothing));
+  Floats tops[Rows];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    const auto [first, last] = seen[r];
+    const bool sees_all = first == 0 && last == kTileKeys;
+    tops[r] = splat(kNothing);
+    for (int v = 0; v < kVectors; ++v) {
+      float* at = scores + r * kTileKeys + v * kLanes;
+      Floats scaled = load(at) * scale_of(r, v);
+      if (!sees_all) {
+        const Ints key = lane + v * kLanes;
+        const Ints is_seen =
+            (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
+        scaled = select(is_seen, scaled, splat(kNothing));
+      }
+      store(at, scaled);
+      tops[r] = max(tops[r], scaled);
     }
-    top = max(top, scaled[v]);
   }
-  const float tile_top = largest(top);
-  if (tile_top == kNothing) {
-    std::fill_n(scores, kTileKeys, 0.0f);
-    return;
+  return largest_each(tops);
+}
+
+// Turns the scores of rows in a tile into weights and folds them into the rows' state, but for the sums of values:
+// shares[r] multiplies the sums of earlier tiles.
+template <int Rows>
+static inline void weigh(float scale, const Seen* seen, float* scores, float* largest_seen, float* total,
+                         float* shares) {
+  const Floats tile_tops = scale_scores<Rows>(seen, scores, [&](int, int) { return splat(scale); });
+  const Floats before = load_first<Rows>(largest_seen), tops = select((Ints)(before < tile_tops), tile_tops, before);
+  // Rows that have seen nothing get weights of zero.
+  const Floats bases = select((Ints)(tops == kNothing), Floats{}, tops);
+  float base[Rows];
+  store_first<Rows>(base, bases);
+  Floats sums[Rows];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    sums[r] = Floats{};
+    for (int v = 0; v < kVectors; ++v) {
+      float* at = scores + r * kTileKeys + v * kLanes;
+      const Floats weight = exp_of_negative(load(at) - base[r]);
+      store(at, weight);
+      sums[r] += weight;
+    }
   }
-  const float new_top = std::max(*largest_seen, tile_top);
-  Floats weight_sum{};
-  for (int v = 0; v < kVectors; ++v) {
-    const Floats weight = exp(scaled[v] - new_top);
-    store(scores + v * kLanes, weight);
-    weight_sum += weight;
-  }
-  if (new_top != *largest_seen && *largest_seen != kNothing) {
-    const float share = exp(*largest_seen - new_top);
-    *total *= share;
-    for (int64_t i = 0; i < value_dim; ++i) sums[i] *= share;
-  }
-  *largest_seen = new_top;
-  *total += sum(weight_sum);
+  const Floats share = exp_of_negative(before - bases), old = load_first<Rows>(total);
+  // Chosen and not multiplied at once, so that the product is rounded before the sum.
+  const Floats kept = select((Ints)(share == 1.0f), old, old * share);
+  store_first<Rows>(largest_seen, tops);
+  store_first<Rows>(total, kept + sum_each(sums));
+  store_first<Rows>(shares, share);
 }
 
 }  // namespace moeserve

@@ -85,8 +85,7 @@ struct IntegerTile {
       key_scales[k] = scale_of(key_rows[std::min(k, count - 1)], key_dim);
       value_scales[k] = k < count ? scale_of(value_rows[k], value_dim) : 0.0f;
     }
-    for (int64_t column = 0; column < count; column += kLanes)
-      for (int64_t d = 0; d < key_dim; d += 4 * kLanes) take_keys(key_rows, count, column, d, key_dim);
+    transpose_words(key_rows, count, key_dim / 4, 0x80808080u, keys.data());
     for (int64_t quad = 0; 4 * quad < count; ++quad) {
       const uint8_t* rows[4];
       for (int i = 0; i < 4; ++i) rows[i] = value_rows[std::min(4 * quad + i, count - 1)];
@@ -95,25 +94,6 @@ struct IntegerTile {
   }
 
  private:
-  void take_keys(const uint8_t* const* rows, int64_t count, int64_t column, int64_t d, int64_t dim) {
-    Floats square[kLanes];  // 64 bytes each; their bits are moved, not computed with.
-    const int64_t width = std::min<int64_t>(4 * kLanes, dim - d);
-    for (int i = 0; i < kLanes; ++i) {
-      const uint8_t* from = rows[std::min(column + i, count - 1)] + d;
-      if (width == 4 * kLanes) {
-        std::memcpy(&square[i], from, 4 * kLanes);
-      } else {
-        square[i] = Floats{};
-        std::memcpy(&square[i], from, width);
-      }
-    }
-    transpose_16x16(square);
-    for (int64_t i = 0; i < width / 4; ++i) {
-      const Words codes = (Words)square[i] ^ 0x80808080u;
-      std::memcpy(keys.data() + (d / 4 + i) * kTileKeys + column, &codes, sizeof(codes));
-    }
-  }
-
   // Four rows of bytes to [dim][4].
   static void interleave(const uint8_t* const* rows, int64_t dim, uint32_t* out) {
     typedef uint8_t Bytes __attribute__((vector_size(16)));
@@ -185,52 +165,47 @@ struct RoundedWeights {
   bool sees;  // Whether the row sees a key of the tile.
 };
 
-// Turns a row's scores of a tile into rounded weights and folds them into its state, but for the sums of values. Not
-// inlined, so that all callers round in the same places.
-__attribute__((noinline)) static void weigh_integers(float factor, int64_t first, int64_t last, const IntegerTile& tile, float* scores,
+// Turns the scores of rows in a tile into rounded weights and folds them into the rows' state, but for the sums of values.
+template <int Rows>
+static inline void weigh_integers(const float* factors, const Seen* seen, const IntegerTile& tile, float* scores,
                                   float* largest_seen, float* total, RoundedWeights* out) {
-  Floats top = splat(kNothing), scaled[kVectors];
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const bool sees_all = first == 0 && last == kTileKeys;
-  for (int v = 0; v < kVectors; ++v) {
-    scaled[v] = load(scores + v * kLanes) * (load(tile.key_scales + v * kLanes) * factor);
-    if (!sees_all) {
-      const Ints key = lane + v * kLanes;
-      const Ints seen =
-          (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
-      scaled[v] = select(seen, scaled[v], splat(kNothing));
+  const Floats tile_tops = scale_scores<Rows>(
+      seen, scores, [&](int r, int v) { return load(tile.key_scales + v * kLanes) * factors[r]; });
+  float top[Rows], base[Rows];
+  store_first<Rows>(top, tile_tops);
+  store_first<Rows>(base, select((Ints)(tile_tops == kNothing), Floats{}, tile_tops));
+  Floats sums[Rows], most[Rows];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    sums[r] = most[r] = Floats{};
+    for (int v = 0; v < kVectors; ++v) {
+      float* at = scores + r * kTileKeys + v * kLanes;
+      const Floats weight = exp_of_negative(load(at) - base[r]), of_value = weight * load(tile.value_scales + v * kLanes);
+      store(at, of_value);
+      most[r] = max(most[r], of_value);
+      sums[r] += fma(of_value, Floats{}, weight);  // A value that is no number makes the sum none.
     }
-    top = max(top, scaled[v]);
   }
-  const float tile_top = largest(top);
-  out->sees = tile_top != kNothing;
-  if (!out->sees) {
-    std::memset(out->high, 0, sizeof(out->high));
-    std::memset(out->low, 0, sizeof(out->low));
-    return;
-  }
-  Floats weight_sum{}, most{};
-  for (int v = 0; v < kVectors; ++v) {
-    const Floats weight = exp(scaled[v] - tile_top);
-    scaled[v] = weight * load(tile.value_scales + v * kLanes);
-    most = max(most, scaled[v]);
-    weight_sum += weight + scaled[v] * 0.0f;  // A value that is no number makes the sum none.
-  }
-  const float most_here = largest(most);
-  const float unit = most_here > 0.0f ? kWeightReach / most_here : 0.0f;
+  const Floats reaches = largest_each(most);
+  float unit[Rows];
+  store_first<Rows>(unit, select((Ints)(reaches > 0.0f), kWeightReach / reaches, Floats{}));
   typedef int8_t Codes __attribute__((vector_size(kLanes)));
-  for (int v = 0; v < kVectors; ++v) {
-    const Ints whole = __builtin_convertvector(scaled[v] * unit + 0.5f, Ints);
-    const Codes upper = __builtin_convertvector(whole >> 7, Codes), lower = __builtin_convertvector(whole & 127, Codes);
-    std::memcpy(out->high + v * kLanes, &upper, kLanes);
-    std::memcpy(out->low + v * kLanes, &lower, kLanes);
+  for (int r = 0; r < Rows; ++r) {
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats scaled = fma(load(scores + r * kTileKeys + v * kLanes), splat(unit[r]), splat(0.5f));
+      const Ints whole = __builtin_convertvector(scaled, Ints);
+      const Codes upper = __builtin_convertvector(whole >> 7, Codes), lower = __builtin_convertvector(whole & 127, Codes);
+      std::memcpy(out[r].high + v * kLanes, &upper, kLanes);
+      std::memcpy(out[r].low + v * kLanes, &lower, kLanes);
+    }
   }
-  const float new_top = std::max(*largest_seen, tile_top);
-  const Floats shares = exp(Floats{*largest_seen - new_top, tile_top - new_top});
-  out->share = shares[0];
-  out->factor = shares[1] * (most_here / kWeightReach);
-  *largest_seen = new_top;
-  *total = std::fma(sum(weight_sum), shares[1], *total * shares[0]);
+  const Floats before = load_first<Rows>(largest_seen), tops = select((Ints)(before < tile_tops), tile_tops, before);
+  const Floats bases = select((Ints)(tops == kNothing), Floats{}, tops);
+  const Floats share = exp_of_negative(before - bases), share_here = exp_of_negative(tile_tops - bases);
+  const Floats factor = share_here * (reaches / kWeightReach);
+  store_first<Rows>(largest_seen, tops);
+  store_first<Rows>(total, fma(sum_each(sums), share_here, load_first<Rows>(total) * share));
+  for (int r = 0; r < Rows; ++r) out[r].share = share[r], out[r].factor = factor[r], out[r].sees = top[r] != kNothing;
 }
 
 // sums[r] = share * sums[r] + factor * (weights[r] . values) over `Parts` parts of channels.

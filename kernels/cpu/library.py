@@ -41,6 +41,7 @@ _HEADERS = (
     "kv_rows.h",
     "attention_tile.h",
     "integer_tile.h",
+    "pair_tile.h",
     "team.h",
 )
 _FLAGS = ("-O3", "-march=native", "-std=gnu++17", "-fno-math-errno", "-fopenmp", "-fPIC")

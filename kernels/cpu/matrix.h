@@ -66,7 +66,7 @@ void for_any_tiles(Packing packing, int64_t times, int64_t num_rows, const uint8
   const Quantised weights = {packing.format(), depth, times == 0 || !takes_rounded(packing.format())};
   if (weights.exact) return for_wide_tiles(num_rows, weights, panel, floats_of, use);
   for_rounded_tiles(
-      num_rows, weights, panel, int(times), [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
+      num_rows, weights, panel, times, [&](int64_t r) { return reinterpret_cast<const Rounded*>(rounded_of(r)); }, use);
 }
 
 }  // namespace moeserve

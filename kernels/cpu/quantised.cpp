@@ -108,6 +108,19 @@ struct Super {
 };
 
 template <Format F>
+MOESERVE_INLINE Super load_super(const uint8_t* from) {
+  constexpr Traits format = traits_of(F);
+  Super super{};
+  if constexpr (format.scale == Scale::kSuperE4m3 || format.scale == Scale::kSuperF32) {
+    super.scale = load(reinterpret_cast<const float*>(from));
+    if constexpr (format.code == Code::kE4m3) super.scale *= kE4m3Unit;
+  }
+  if constexpr (format.scale == Scale::kSuper) super.scale = from_half(from);
+  if constexpr (format.shift == Shift::kSuperMin) super.min = from_half(from + 2 * kLanes);
+  return super;
+}
+
+template <Format F>
 struct Group {
   static constexpr Traits kFormat = traits_of(F);
   Words codes[8];
@@ -119,9 +132,7 @@ struct Group {
     load_codes(from);
     from += kFormat.code_bytes();
     for (int part = 0; part < kFormat.parts; ++part, from += kFormat.scale_bytes()) scale[part] = load_scale(from, super);
-    if constexpr (kFormat.shift == Shift::kMin) shift = from_half(from);
-    if constexpr (kFormat.shift == Shift::kSuperMin) shift = super.min * to_floats(from_bytes(from));
-    if constexpr (kFormat.shift == Shift::kZero) shift = to_floats(from_bytes(from));
+    shift = load_shift(from, super);
   }
 
   MOESERVE_INLINE void load_codes(const uint8_t* from) {
@@ -129,27 +140,31 @@ struct Group {
       floats = from;
       return;
     }
-    if constexpr (kFormat.bits == 8) {
-      for (int i = 0; i < 8; ++i) codes[i] = load_words(from + 64 * i);
-      return;
-    }
-    for (int i = 0; i < 4; ++i) {
-      const Words pair = load_words(from + 64 * i);
-      codes[2 * i] = pair & 0x0f0f0f0fu;
-      codes[2 * i + 1] = (pair >> 4) & 0x0f0f0f0fu;
-    }
-    if constexpr (kFormat.code == Code::kE2m1)
-      for (Words& code : codes) code = look_up(code);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) codes[i] = code(from, i);
+  }
+
+  static MOESERVE_INLINE Words code(const uint8_t* from, int i) {
+    if constexpr (kFormat.bits == 8) return load_words(from + 64 * i);
+    const Words pair = load_words(from + 64 * (i / 2));
+    Words value = (i % 2 ? pair >> 4 : pair) & 0x0f0f0f0fu;
+    if constexpr (kFormat.code == Code::kE2m1) value = look_up(value);
     if constexpr (kFormat.bits == 5) {
       const Words high = load_words(from + 256);
-      for (int i = 0; i < 8; ++i) codes[i] |= (i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x10101010u;
+      value |= (i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x10101010u;
     }
     if constexpr (kFormat.bits == 6) {
-      for (int i = 0; i < 8; ++i) {
-        const Words high = load_words(from + 256 + 64 * (i / 4));
-        codes[i] |= (i % 4 == 3 ? high >> 2 : high << (4 - 2 * (i % 4))) & 0x30303030u;
-      }
+      const Words high = load_words(from + 256 + 64 * (i / 4));
+      value |= (i % 4 == 3 ? high >> 2 : high << (4 - 2 * (i % 4))) & 0x30303030u;
     }
+    return value;
+  }
+
+  static MOESERVE_INLINE Floats load_shift(const uint8_t* from, const Super& super) {
+    if constexpr (kFormat.shift == Shift::kMin) return from_half(from);
+    if constexpr (kFormat.shift == Shift::kSuperMin) return super.min * to_floats(from_bytes(from));
+    if constexpr (kFormat.shift == Shift::kZero) return to_floats(from_bytes(from));
+    return Floats{};
   }
 
   static MOESERVE_INLINE Floats load_scale(const uint8_t* from, const Super& super) {
@@ -186,18 +201,9 @@ constexpr int kPrefetch = 4608;  // Bytes: the time of a miss at the speed of th
 template <Format F, typename Use>
 MOESERVE_INLINE void for_groups(const uint8_t* half, int64_t num_blocks, Use use) {
   constexpr Traits format = traits_of(F);
-  Super super{};
   for (int64_t block = 0; block < num_blocks; ++block) {
-    if constexpr (format.scale == Scale::kSuperE4m3 || format.scale == Scale::kSuperF32) {
-      super.scale = load(reinterpret_cast<const float*>(half));
-      if constexpr (format.code == Code::kE4m3) super.scale *= kE4m3Unit;
-      half += format.super_bytes();
-    }
-    if constexpr (format.scale == Scale::kSuper) {
-      super.scale = from_half(half);
-      if constexpr (format.shift == Shift::kSuperMin) super.min = from_half(half + 2 * kLanes);
-      half += format.super_bytes();
-    }
+    const Super super = load_super<F>(half);
+    half += format.super_bytes();
     for (int g = 0; g < format.groups; ++g, half += format.group_bytes()) {
       for (int line = 0; line < format.group_bytes(); line += 64) __builtin_prefetch(half + line + kPrefetch);
       use(block * format.groups + g, Group<F>(half, super));
@@ -205,36 +211,111 @@ MOESERVE_INLINE void for_groups(const uint8_t* half, int64_t num_blocks, Use use
   }
 }
 
-template <Format F>
-MOESERVE_INLINE void add_rounded(const Group<F>& group, const Rounded& x, Floats& sum) {
+// Adds a group's products of integers. x: a block of each row, or the block of what is left of it.
+template <Format F, int Rows, int Halves>
+MOESERVE_INLINE void add_products(const uint8_t* const* half, int part, const Rounded* const* x,
+                                  Ints (&products)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
   constexpr int per_part = 8 / format.parts;
-  const Four* fours = reinterpret_cast<const Four*>(x.codes);
-  for (int part = 0; part < format.parts; ++part) {
-    Ints products{};
-    if constexpr (format.shift == Shift::kConstant)
-      products = splat(format.parts == 1 ? x.shift : x.shift_of_half[part]);
 #pragma GCC unroll 8
-    for (int i = 0; i < per_part; ++i)
-      products = dot<(format.bits < 8)>(products, group.codes[part * per_part + i], fours[part * per_part + i]);
-    Floats whole = __builtin_convertvector(products, Floats);
-    if constexpr (format.shift == Shift::kZero) whole -= group.shift * x.sum;
-    sum += whole * (group.scale[part] * x.scale);
+  for (int i = 0; i < per_part; ++i) {
+    Words codes[Halves];
+#pragma GCC unroll 2
+    for (int h = 0; h < Halves; ++h) codes[h] = Group<F>::code(half[h], part * per_part + i);
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+      const int32_t four = reinterpret_cast<const Four*>(x[r]->codes)[part * per_part + i];
+#pragma GCC unroll 2
+      for (int h = 0; h < Halves; ++h)
+        products[r][h] = dot<(format.bits < 8)>(products[r][h], codes[h], four);
+    }
   }
-  if constexpr (format.shift == Shift::kMin) sum += group.shift * x.scaled_sum;
-  if constexpr (format.shift == Shift::kSuperMin) sum -= group.shift * x.scaled_sum;
+}
+
+// Adds the products of a group of weights. x: the block of each row; what is left of it is `rest` blocks further on,
+// where rows were rounded twice, else 0.
+template <Format F, int Rows, int Halves>
+MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, const Rounded* const* x, int64_t rest,
+                               Floats (&sums)[Rows][Halves]) {
+  constexpr Traits format = traits_of(F);
+#pragma GCC unroll 2
+  for (int part = 0; part < format.parts; ++part) {
+    const auto shift_of = [&](const Rounded* block) __attribute__((always_inline)) {
+      if constexpr (format.shift != Shift::kConstant) return Ints{};
+      return splat(format.parts == 1 ? block->shift : block->shift_of_half[part]);
+    };
+    Ints products[Rows][Halves];
+#pragma GCC unroll 6
+    for (int r = 0; r < Rows; ++r) {
+#pragma GCC unroll 2
+      for (int h = 0; h < Halves; ++h) products[r][h] = shift_of(x[r]);
+    }
+    add_products<F>(half, part, x, products);
+    if (rest) {
+      const Rounded* left[Rows];
+#pragma GCC unroll 6
+      for (int r = 0; r < Rows; ++r) {
+        left[r] = x[r] + rest;
+#pragma GCC unroll 2
+        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of(left[r]);
+      }
+      add_products<F>(half, part, left, products);
+    }
+#pragma GCC unroll 2
+    for (int h = 0; h < Halves; ++h) {
+      const uint8_t* scales = half[h] + format.code_bytes();
+      const Floats scale = Group<F>::load_scale(scales + part * format.scale_bytes(), super[h]);
+      const Floats shift = Group<F>::load_shift(scales + format.parts * format.scale_bytes(), super[h]);
+#pragma GCC unroll 6
+      for (int r = 0; r < Rows; ++r) {
+        Floats whole = __builtin_convertvector(products[r][h], Floats);
+        if constexpr (format.shift == Shift::kZero) whole -= shift * x[r]->sum;
+        sums[r][h] += whole * (scale * x[r]->scale);
+        if (part + 1 < format.parts) continue;
+        if constexpr (format.shift == Shift::kMin) sums[r][h] += shift * x[r]->scaled_sum;
+        if constexpr (format.shift == Shift::kSuperMin) sums[r][h] -= shift * x[r]->scaled_sum;
+      }
+    }
+  }
+}
+
+// A code of a row is read once for the halves that are computed together.
+template <Format F, int Rows, int Halves>
+MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t half_bytes,
+                                     int64_t num_blocks, Floats (&sums)[Rows][Halves]) {
+  constexpr Traits format = traits_of(F);
+  const Rounded* x[Rows];
+  const uint8_t* half[Halves];
+  for (int r = 0; r < Rows; ++r) x[r] = rows[r];
+  for (int h = 0; h < Halves; ++h) half[h] = panel + h * half_bytes;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    Super super[Halves];
+    for (int h = 0; h < Halves; ++h) super[h] = load_super<F>(half[h]), half[h] += format.super_bytes();
+    for (int g = 0; g < format.groups; ++g) {
+      for (int h = 0; h < Halves; ++h)
+        for (int line = 0; line < format.group_bytes(); line += 64)
+          __builtin_prefetch(half[h] + line + kPrefetch / Halves);
+      add_group<F>(half, super, x, rest, sums);
+      for (int h = 0; h < Halves; ++h) half[h] += format.group_bytes();
+      for (int r = 0; r < Rows; ++r) ++x[r];
+    }
+  }
 }
 
 template <Format F, int Rows>
-void multiply_rounded(const Rounded* const* rows, const uint8_t* half, int64_t num_blocks, Floats* out) {
-  const Rounded* row[Rows];
-  Floats sums[Rows];
-  for (int r = 0; r < Rows; ++r) row[r] = rows[r], sums[r] = Floats{};
-  for_groups<F>(half, num_blocks, [&](int64_t g, const Group<F>& group) __attribute__((always_inline)) {
-#pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) add_rounded(group, row[r][g], sums[r]);
-  });
-  for (int r = 0; r < Rows; ++r) out[r] = sums[r];
+void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
+                      Columns* out) {
+  const int64_t half_bytes = num_blocks * traits_of(F).block_bytes();
+#if defined(__AVX512F__)
+  Floats sums[Rows][2] = {};
+  multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, sums);
+  for (int r = 0; r < Rows; ++r) out[r] = {sums[r][0], sums[r][1]};
+#else
+  Floats low[Rows][1] = {}, high[Rows][1] = {};
+  multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, low);
+  multiply_halves<F>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
+  for (int r = 0; r < Rows; ++r) out[r] = {low[r][0], high[r][0]};
+#endif
 }
 
 #if defined(__AVX512BF16__)
@@ -350,9 +431,9 @@ void widen_half(const uint8_t* half, int64_t num_blocks, float* out) {
 constexpr int kTileSizes[] = {1, 2, 3, 4, 6, 8, 10, 12};
 constexpr int kNumTileSizes = kTileRows == 12 ? 8 : 3;
 
-template <Format F, size_t... Size>
-constexpr std::array<RoundedTile, kNumTileSizes> rounded_tiles(std::index_sequence<Size...>) {
-  if constexpr (takes_rounded(F)) return {&multiply_rounded<F, kTileSizes[Size]>...};
+template <Format F, size_t... Rows>
+constexpr std::array<RoundedTile, kRoundedRows> rounded_tiles(std::index_sequence<Rows...>) {
+  if constexpr (takes_rounded(F)) return {&multiply_rounded<F, Rows + 1>...};
   return {};
 }
 
@@ -363,7 +444,7 @@ constexpr std::array<PairTile, kNumTileSizes> pair_tiles(std::index_sequence<Siz
 }
 
 struct Kernels {
-  std::array<RoundedTile, kNumTileSizes> rounded;
+  std::array<RoundedTile, kRoundedRows> rounded;
   std::array<PairTile, kNumTileSizes> of_pairs;
   Expand expand;
   std::array<WideTile, kWideRows> wide;
@@ -372,7 +453,7 @@ struct Kernels {
 
 template <size_t... F>
 constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...>) {
-  return {Kernels{rounded_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
+  return {Kernels{rounded_tiles<Format(F)>(std::make_index_sequence<kRoundedRows>()),
                   pair_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
                   &expand_panel<Format(F)>,
                   {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,
@@ -384,11 +465,11 @@ constexpr auto kKernels = all_kernels(std::make_index_sequence<size_t(Format::kC
 
 }  // namespace
 
-inline int place_of(int num_rows) { return num_rows <= 4 ? num_rows - 1 : (num_rows + 1) / 2 + 1; }
+RoundedTile rounded_tile(Format format, int num_rows) { return kKernels[int(format)].rounded[num_rows - 1]; }
 
-RoundedTile rounded_tile(Format format, int num_rows) { return kKernels[int(format)].rounded[place_of(num_rows)]; }
-
-PairTile pair_tile(Format format, int num_rows) { return kKernels[int(format)].of_pairs[place_of(num_rows)]; }
+PairTile pair_tile(Format format, int num_rows) {
+  return kKernels[int(format)].of_pairs[num_rows <= 4 ? num_rows - 1 : (num_rows + 1) / 2 + 1];
+}
 
 WideTile wide_tile(Format format, int num_rows) { return kKernels[int(format)].wide[num_rows - 1]; }
 
@@ -413,45 +494,104 @@ const uint8_t* expanded_panel(const Quantised& weights, const uint8_t* panel) {
   return lines.data()->bytes;
 }
 
-void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
+// 32 numbers, or their codes.
+struct Block {
+  Floats halves[2];
+};
+
+// Numbers times `inverse`, rounded to codes. What is not finite has an inverse of 0.
+static Block round_block(const Block& numbers, float inverse, int8_t* codes) {
   typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-  const Traits& traits = traits_of(format);
-  for (int64_t g = 0; g < depth / kGroup; ++g, ++out) {
-    const Floats low = load(x + g * kGroup), high = load(x + g * kGroup + kLanes);
-    const Floats magnitude = max(max(low, -low), max(high, -high));
-    // What is not finite becomes NaN here, and so do all sums with this block.
-    const float poison = sum(low * 0.0f + high * 0.0f), most = largest(magnitude);
-    out->scale = most / 127.0f + poison;
-    const Floats inverse = moeserve::splat(most > 0.0f && poison == 0.0f ? 127.0f / most : 0.0f);
-    const Floats magic = moeserve::splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
-    const Floats halves[] = {(low * inverse + magic) - magic, (high * inverse + magic) - magic};
+  const Floats magic = moeserve::splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
+  Block whole;
+  for (int half = 0; half < 2; ++half) {
+    whole.halves[half] = min(moeserve::splat(127.0f), (numbers.halves[half] * inverse + magic) - magic);
+    const Bytes bytes = __builtin_convertvector(__builtin_convertvector(whole.halves[half], Ints), Bytes);
+    std::memcpy(codes + half * kLanes, &bytes, sizeof(bytes));
+  }
+  return whole;
+}
+
+// Writes the sums of the codes of blocks, which are exact: whole numbers below 2^24.
+template <int Count>
+static void take_sums(const Traits& traits, const Block (&codes)[Count], Rounded* out) {
+  Floats vectors[Count];
+  if (traits.parts == 2) {
     for (int half = 0; half < 2; ++half) {
-      const Bytes codes = __builtin_convertvector(__builtin_convertvector(halves[half], Ints), Bytes);
-      std::memcpy(out->codes + half * kLanes, &codes, sizeof(codes));
+      for (int g = 0; g < Count; ++g) vectors[g] = codes[g].halves[half];
+      const Floats sums = sum_each(vectors);
+      for (int g = 0; g < Count; ++g) out[g].shift_of_half[half] = -traits.offset * int32_t(sums[g]);
     }
-    // Sums of codes are exact: whole numbers below 2^24.
-    if (traits.parts == 2) {
-      for (int half = 0; half < 2; ++half) out->shift_of_half[half] = -traits.offset * int32_t(sum(halves[half]));
-      continue;
-    }
-    const int32_t total = int32_t(sum(halves[0] + halves[1]));
+    return;
+  }
+  for (int g = 0; g < Count; ++g) vectors[g] = codes[g].halves[0] + codes[g].halves[1];
+  const Floats sums = sum_each(vectors);
+  for (int g = 0; g < Count; ++g) {
     if (traits.shift == Shift::kConstant)
-      out->shift = -traits.offset * total;
+      out[g].shift = -traits.offset * int32_t(sums[g]);
     else if (traits.shift == Shift::kZero)
-      out->sum = float(total);
+      out[g].sum = sums[g];
     else
-      out->scaled_sum = out->scale * float(total);
+      out[g].scaled_sum = out[g].scale * sums[g];
   }
 }
 
+// rest: null, or the blocks of what is left of the numbers.
+template <int Count>
+static void round_blocks(const float* x, const Traits& traits, Rounded* out, Rounded* rest) {
+  Block numbers[Count], codes[Count];
+  Floats most[Count];
+  for (int g = 0; g < Count; ++g) {
+    for (int half = 0; half < 2; ++half) numbers[g].halves[half] = load(x + g * kGroup + half * kLanes);
+    // As integers, so that what is not finite is larger than any number.
+    const Ints low = (Ints)numbers[g].halves[0] & 0x7fffffff, high = (Ints)numbers[g].halves[1] & 0x7fffffff;
+    most[g] = (Floats)(low > high ? low : high);
+  }
+  const Floats tops = fold_each(most, [](Floats a, Floats b) {
+    return (Floats)((Ints)a > (Ints)b ? (Ints)a : (Ints)b);
+  });
+  const Ints is_finite = (Ints)((Ints)tops < 0x7f800000);
+  // What is not finite becomes NaN here, and so do all sums with its block.
+  const Floats scales = select(is_finite, tops / 127.0f, moeserve::splat(std::numeric_limits<float>::quiet_NaN()));
+  const Floats inverses = select(is_finite & (Ints)(tops > 0.0f), 127.0f / tops, Floats{});
+  for (int g = 0; g < Count; ++g) {
+    out[g].scale = scales[g];
+    codes[g] = round_block(numbers[g], inverses[g], out[g].codes);
+  }
+  if (rest) {
+    Block left_codes[Count];
+    for (int g = 0; g < Count; ++g) {
+      Block left;
+      for (int half = 0; half < 2; ++half)
+        left.halves[half] = moeserve::fma(moeserve::splat(-out[g].scale), codes[g].halves[half], numbers[g].halves[half]);
+      left_codes[g] = round_block(left, inverses[g] * kRestUnits, rest[g].codes);
+      out[g].scale *= 1.0f / kRestUnits;
+    }
+    if (traits.shift == Shift::kConstant) {
+      take_sums(traits, left_codes, rest);
+    } else {
+      for (int g = 0; g < Count; ++g)
+        for (int half = 0; half < 2; ++half)
+          codes[g].halves[half] = codes[g].halves[half] * kRestUnits + left_codes[g].halves[half];
+    }
+  }
+  take_sums(traits, codes, out);
+}
+
+static void round_row(const float* x, int64_t depth, const Traits& traits, Rounded* out, Rounded* rest) {
+  const auto advance = [&](int64_t blocks) { x += blocks * kGroup, out += blocks, rest += rest ? blocks : 0; };
+  int64_t left = depth / kGroup;
+  for (; left >= 8; left -= 8, advance(8)) round_blocks<8>(x, traits, out, rest);
+  for (; left >= 2; left -= 2, advance(2)) round_blocks<2>(x, traits, out, rest);
+  if (left) round_blocks<1>(x, traits, out, rest);
+}
+
+void round_row(const float* x, int64_t depth, Format format, Rounded* out) {
+  round_row(x, depth, traits_of(format), out, nullptr);
+}
+
 void round_row_twice(const float* x, int64_t depth, Format format, Rounded* out) {
-  static thread_local std::vector<float> rest;
-  if (int64_t(rest.size()) < depth) rest.resize(depth);
-  round_row(x, depth, format, out);
-  for (int64_t g = 0; g < depth / kGroup; ++g)
-    for (int i = 0; i < kGroup; ++i)
-      rest[g * kGroup + i] = std::fma(-out[g].scale, float(out[g].codes[i]), x[g * kGroup + i]);
-  round_row(rest.data(), depth, format, out + depth / kGroup);
+  round_row(x, depth, traits_of(format), out, out + depth / kGroup);
 }
 
 }  // namespace moeserve

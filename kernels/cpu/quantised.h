@@ -77,6 +77,8 @@ constexpr bool takes_rounded(Format format) { return traits_of(format).code != C
 // Whether rows can be rounded to bfloat16 for products with weights of a format, which are bfloat16 times a scale.
 constexpr bool takes_pairs(Format format) { return kMultipliesPairs && traits_of(format).code == Code::kE4m3; }
 
+constexpr float kRestUnits = 256.0f;
+
 // 32 numbers of a row, rounded to 8 bits: number i is about scale * codes[i].
 struct Rounded {
   int8_t codes[kGroup];
@@ -91,7 +93,8 @@ struct Rounded {
 
 // Rounds `depth` floats of a row, a multiple of 32, for products with weights of `format`.
 void round_row(const float* x, int64_t depth, Format format, Rounded* out);
-// Rounds a row, and what is left of it: to about 15 bits in all. The second row follows the first.
+// Rounds a row, and what is left of it: to about 16 bits in all. Number i is about scale * (256 * codes[i] + the codes[i]
+// of the second row), which follows the first.
 void round_row_twice(const float* x, int64_t depth, Format format, Rounded* out);
 
 // A packed matrix: `depth` is a multiple of the format's.
@@ -105,9 +108,16 @@ struct Quantised {
   int64_t groups() const { return depth / kGroup; }
 };
 
-// Computes products of up to kTileRows rows with one half of a panel.
-using RoundedTile = void (*)(const Rounded* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
-// The same for a whole panel. pairs: its weights as `Expand` writes them, or null.
+#if defined(__AVX512F__)
+constexpr int kRoundedRows = 6;  // 12 sums of integers and 12 of floats, of the 32 registers.
+#else
+constexpr int kRoundedRows = 3;
+#endif
+
+// Computes products of up to kRoundedRows rows with a panel. rest: see for_rounded_tiles.
+using RoundedTile = void (*)(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
+                             Columns* sums);
+// The same for up to kTileRows rows. pairs: its weights as `Expand` writes them, or null.
 using PairTile = void (*)(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
                           Columns* sums);
 using WideTile = void (*)(const float* const* rows, const uint8_t* half, int64_t num_blocks, Floats* sums);
@@ -125,28 +135,21 @@ Widen widen(Format format);
 float* widened_panel(const Quantised& weights, const uint8_t* panel);
 const uint8_t* expanded_panel(const Quantised& weights, const uint8_t* panel);
 
-// See for_tiles of panels.h: for rows that were rounded, `row_of(r)` is a row's first block of 32 numbers. parts: 2 for
-// rows that were rounded twice; the products of both are added.
+// See for_tiles of panels.h: for rows that were rounded, `row_of(r)` is a row's first block of 32 numbers. times: 2 for
+// rows that were rounded twice, whose second blocks follow the first.
 template <typename RowOf, typename Use>
-static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, int parts,
+static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, int64_t times,
                                      RowOf row_of, Use use) {
-  const int64_t at_once = kTileRows / parts, num_tiles = (num_rows + at_once - 1) / at_once;
+  const int64_t num_tiles = (num_rows + kRoundedRows - 1) / kRoundedRows, rest = times == 2 ? weights.groups() : 0;
   const int64_t num_blocks = weights.depth / traits_of(weights.format).depth();
-  Floats low[kTileRows + 1], high[kTileRows + 1];
-  Columns sums[kTileRows];
-  const Rounded* rows[kTileRows + 1];
+  Columns sums[kRoundedRows];
+  const Rounded* rows[kRoundedRows];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
-    const int rows_of_tile = int(last - first), count = rows_of_tile * parts;
-    for (int r = 0; r < count; ++r) rows[r] = row_of(first + r / parts) + r % parts * weights.groups();
-    rows[count] = rows[count - 1];  // A tile of odd size is computed as the next even one.
-    const RoundedTile multiply = rounded_tile(weights.format, count);
-    multiply(rows, panel, num_blocks, low);
-    multiply(rows, panel + weights.half_bytes(), num_blocks, high);
-    for (int r = 0; r < rows_of_tile; ++r)
-      sums[r] = parts == 1 ? Columns{low[r], high[r]}
-                           : Columns{low[2 * r] + low[2 * r + 1], high[2 * r] + high[2 * r + 1]};
-    use(first, rows_of_tile, sums);
+    const int count = int(last - first);
+    for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
+    rounded_tile(weights.format, count)(rows, rest, panel, num_blocks, sums);
+    use(first, count, sums);
   }
 }
 
@@ -163,7 +166,7 @@ static inline void for_pair_tiles(int64_t num_rows, const Quantised& weights, co
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
     const int count = int(last - first);
     for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
-    rows[count] = rows[count - 1];  // As above.
+    rows[count] = rows[count - 1];  // A tile of odd size is computed as the next even one.
     pair_tile(weights.format, count)(rows, panel, pairs, num_blocks, sums);
     use(first, count, sums);
   }

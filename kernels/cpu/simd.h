@@ -83,9 +83,8 @@ static inline Floats fma(Floats a, Floats b, Floats c) {
   return z.whole;
 }
 
-static inline Floats select(Ints condition, Floats yes, Floats no) {
-  return (Floats)((condition & (Ints)yes) | (~condition & (Ints)no));
-}
+// As an expression of the language, so that the compiler finds the instructions for blends and maxima.
+static inline Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
 
 static inline Floats max(Floats a, Floats b) { return select((Ints)(a > b), a, b); }
 
@@ -105,9 +104,53 @@ static inline float sum(Floats value) {
   return fold(value, [](Floats a, Floats b) { return a + b; });
 }
 
+// Folds up to eight vectors at once, each with the bits of `fold`: lane r of the result is that of vectors[r].
+template <int Count, typename Fold>
+static inline Floats fold_each(const Floats (&vectors)[Count], Fold with) {
+  const auto vector = [&](int i) { return vectors[i < Count ? i : Count - 1]; };
+  Floats halves[4], quarters[2];  // Each has the lanes of two vectors, of four.
+  for (int i = 0; i < (Count + 1) / 2; ++i) {
+    const Floats a = vector(2 * i), b = vector(2 * i + 1);
+    halves[i] = with(__builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+                     __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31));
+  }
+  for (int i = 0; i < (Count + 3) / 4; ++i) {
+    const Floats a = halves[2 * i], b = 2 * i + 1 < (Count + 1) / 2 ? halves[2 * i + 1] : a;
+    quarters[i] = with(__builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                       __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+  }
+  const Floats a = quarters[0], b = Count > 4 ? quarters[1] : a;
+  const Floats pairs = with(__builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29),
+                            __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31));
+  const Floats all =
+      with(pairs, __builtin_shufflevector(pairs, pairs, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+  return __builtin_shufflevector(all, all, 0, 4, 8, 12, 2, 6, 10, 14, 0, 4, 8, 12, 2, 6, 10, 14);
+}
+
 static inline float largest(Floats value) {
   return fold(value, [](Floats a, Floats b) { return max(a, b); });
 }
+
+template <int Count>
+static inline Floats sum_each(const Floats (&vectors)[Count]) {
+  return fold_each(vectors, [](Floats a, Floats b) { return a + b; });
+}
+
+template <int Count>
+static inline Floats largest_each(const Floats (&vectors)[Count]) {
+  return fold_each(vectors, [](Floats a, Floats b) { return max(a, b); });
+}
+
+// The first numbers of a vector in memory.
+template <int Count>
+static inline Floats load_first(const float* from) {
+  Floats value{};
+  std::memcpy(&value, from, Count * sizeof(float));
+  return value;
+}
+
+template <int Count>
+static inline void store_first(float* to, Floats value) { std::memcpy(to, &value, Count * sizeof(float)); }
 
 // e^x to about two units in the last place; exactly 0 below -87.3 (the smallest normal result) and for -infinity.
 static inline Floats exp(Floats x) {
@@ -130,6 +173,22 @@ static inline Floats exp(Floats x) {
 }
 
 static inline float exp(float x) { return exp(splat(x))[0]; }
+
+// The same bits for x <= 0 in fewer steps: 2^n is added to the exponent.
+static inline Floats exp_of_negative(Floats x) {
+  const Floats clamped = max(x, splat(-87.33654f));
+  const Floats magic = splat(12582912.0f), shifted = clamped * 1.44269504f + magic, n = shifted - magic;
+  Floats r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  return select((Ints)(x < -87.33654f), Floats{}, (Floats)((Ints)p + ((Ints)shifted << 23)));
+}
 
 // rows[i] becomes column i of a 16 x 16 matrix.
 static inline void transpose(Floats (&rows)[kLanes]) {
