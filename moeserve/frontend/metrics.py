@@ -266,133 +266,125 @@ def _engine_metrics(stats: Stats) -> Iterator[Metric]:
         yield CounterMetricFamily(f"moeserve_{name}", documentation, value=total)
 
 
-_COUNTER, _GAUGE = CounterMetricFamily, GaugeMetricFamily
-# The metrics of features by name in `Stats.features`: kind, documentation and labels. Layers are numbered among the
-# layers that have experts. A metric that the engine leaves out is not exported: a zero would mean that it is in use.
-_FEATURES: Mapping[str, tuple[type[CounterMetricFamily] | type[GaugeMetricFamily], str, Sequence[str]]] = {
-    "moeserve_kv_retained_blocks": (_GAUGE, "KV blocks that clients have retained or pinned", ()),
-    "moeserve_kv_pinned_prefixes": (_GAUGE, "Pinned prefixes", ()),
-    "moeserve_kv_retained_evictions": (
-        _COUNTER,
-        "Retained KV blocks that were evicted because no other block was left",
-        (),
-    ),
-    "moeserve_kv_tier_blocks": (_GAUGE, "KV blocks with content, in memory and on disk", ("tier",)),
-    "moeserve_kv_tier_bytes": (_GAUGE, "Bytes of this model's KV blocks with content", ("tier",)),
+# The metrics of features by name in `Stats.features`: documentation, then labels. Layers are numbered among the layers
+# that have experts. A metric that the engine leaves out is not exported: a zero would mean that it is in use.
+_GAUGES: Mapping[str, tuple[str, ...]] = {
+    "moeserve_kv_retained_blocks": ("KV blocks that clients have retained or pinned",),
+    "moeserve_kv_pinned_prefixes": ("Pinned prefixes",),
+    "moeserve_kv_tier_blocks": ("KV blocks with content, in memory and on disk", "tier"),
+    "moeserve_kv_tier_bytes": ("Bytes of this model's KV blocks with content", "tier"),
     "moeserve_kv_tier_age_seconds": (
-        _GAUGE,
         "Time since the last use of the KV that would be evicted next from memory, and was used longest ago on disk",
-        ("tier",),
+        "tier",
     ),
-    "moeserve_kv_tier_hits": (_COUNTER, "Times that a request found cached tokens there", ("tier",)),
-    "moeserve_kv_tier_hit_tokens": (_COUNTER, "Cached tokens by where requests found them", ("tier",)),
-    "moeserve_kv_disk_bytes": (_GAUGE, "Bytes of files of KV blocks on disk, of other models too", ()),
-    "moeserve_kv_disk_copied_bytes": (_COUNTER, "Bytes of KV copied from and to disk", ("direction",)),
-    "moeserve_kv_disk_seconds": (_COUNTER, "Time that copies from and to disk took", ("direction",)),
-    "moeserve_kv_disk_evictions": (_COUNTER, "KV blocks removed from disk by size or age", ()),
+    "moeserve_kv_disk_bytes": ("Bytes of files of KV blocks on disk, of other models too",),
+    "moeserve_kv_transfer_held_blocks": ("KV blocks that are held for other services",),
+    "moeserve_kv_window_blocks": (
+        "Blocks of layers with a sliding window by state, where they have some of their own",
+        "state",
+    ),
+    "moeserve_state_snapshots": ("Snapshots of recurrent states that are cached",),
+    "moeserve_state_snapshots_max": ("Snapshots of recurrent states that memory has room for",),
+    "moeserve_expert_balancedness": (
+        "Mean over maximum of the recent load, of the experts of a layer or of the ranks that hold them",
+        "layer",
+        "of",
+    ),
+    "moeserve_expert_resident": ("Experts in memory, all layers", "rank"),
+    "moeserve_expert_placement_version": ("Number of the placement in use",),
+    "moeserve_expert_migration_age_seconds": ("Time since a layer was last placed anew",),
+}
+_COUNTERS: Mapping[str, tuple[str, ...]] = {
+    "moeserve_kv_retained_evictions": ("Retained KV blocks that were evicted because no other block was left",),
+    "moeserve_kv_tier_hits": ("Times that a request found cached tokens there", "tier"),
+    "moeserve_kv_tier_hit_tokens": ("Cached tokens by where requests found them", "tier"),
+    "moeserve_kv_disk_copied_bytes": ("Bytes of KV copied from and to disk", "direction"),
+    "moeserve_kv_disk_seconds": ("Time that copies from and to disk took", "direction"),
+    "moeserve_kv_disk_evictions": ("KV blocks removed from disk by size or age",),
     "moeserve_kv_disk_failures": (
-        _COUNTER,
         "Files of KV that were gone or damaged, writes that failed, reads that took too long",
-        ("kind",),
+        "kind",
     ),
-    "moeserve_kv_disk_slower": (_COUNTER, "Prefixes on disk that were computed because that was sooner", ()),
+    "moeserve_kv_disk_slower": ("Prefixes on disk that were computed because that was sooner",),
     "moeserve_tool_waits": (
-        _COUNTER,
         "Conversations whose tools run: begun; with KV kept, read back from disk; returned, with KV still kept",
-        ("event",),
+        "event",
     ),
     "moeserve_kv_overflow": (
-        _COUNTER,
         "Preempted requests by the planned way of their KV: keep it in memory, swap it to disk, recompute it",
-        ("fate",),
+        "fate",
     ),
-    "moeserve_kv_transfer_held_blocks": (_GAUGE, "KV blocks that are held for other services", ()),
-    "moeserve_kv_transfer_offers": (_COUNTER, "Prompts that were held for other services", ()),
-    "moeserve_kv_transfer_early": (_COUNTER, "Prompts that were offered while they were computed", ()),
-    "moeserve_kv_transfer_expired": (_COUNTER, "Prompts held that nobody fetched in time", ()),
-    "moeserve_kv_transfer_tokens": (_COUNTER, "Tokens whose KV was fetched from other services", ()),
-    "moeserve_kv_transfer_bytes": (_COUNTER, "Bytes of KV fetched from other services", ()),
-    "moeserve_kv_transfer_seconds": (_COUNTER, "Time that fetches from other services took", ()),
+    "moeserve_kv_transfer_offers": ("Prompts that were held for other services",),
+    "moeserve_kv_transfer_early": ("Prompts that were offered while they were computed",),
+    "moeserve_kv_transfer_expired": ("Prompts held that nobody fetched in time",),
+    "moeserve_kv_transfer_tokens": ("Tokens whose KV was fetched from other services",),
+    "moeserve_kv_transfer_bytes": ("Bytes of KV fetched from other services",),
+    "moeserve_kv_transfer_seconds": ("Time that fetches from other services took",),
     "moeserve_kv_transfer_failed": (
-        _COUNTER,
         "Prompts that were computed, wholly or in part, because their KV could not be fetched",
-        ("reason",),
+        "reason",
     ),
-    "moeserve_kv_window_blocks": (
-        _GAUGE,
-        "Blocks of layers with a sliding window by state, where they have some of their own",
-        ("state",),
-    ),
-    "moeserve_kv_window_evictions": (_COUNTER, "Cached window blocks that gave way to others", ()),
-    "moeserve_state_snapshots": (_GAUGE, "Snapshots of recurrent states that are cached", ()),
-    "moeserve_state_snapshots_max": (_GAUGE, "Snapshots of recurrent states that memory has room for", ()),
-    "moeserve_state_snapshots_saved": (_COUNTER, "Snapshots of recurrent states that were saved", ()),
-    "moeserve_state_snapshots_used": (_COUNTER, "Times that a request went on from a snapshot of recurrent states", ()),
-    "moeserve_state_snapshots_evicted": (_COUNTER, "Snapshots of recurrent states that gave way to others", ()),
-    "moeserve_draft_chunks": (_COUNTER, "Chunks with draft tokens", ()),
-    "moeserve_draft_tokens": (_COUNTER, "Draft tokens that steps verified", ()),
-    "moeserve_draft_accepted_tokens": (_COUNTER, "Draft tokens that were right", ()),
-    "moeserve_draft_accepted_tokens_per_pos": (
-        _COUNTER,
-        "Draft tokens that were right by their place in the chunk",
-        ("position",),
-    ),
-    "moeserve_expert_recorded_tokens": (_COUNTER, "Tokens whose routing was recorded", ()),
-    "moeserve_expert_balancedness": (
-        _GAUGE,
-        "Mean over maximum of the recent load, of the experts of a layer or of the ranks that hold them",
-        ("layer", "of"),
-    ),
-    "moeserve_expert_remote_rows": (_COUNTER, "Rows times the other ranks that hold experts of theirs", ()),
-    "moeserve_expert_rows": (_COUNTER, "Rows: tokens times layers with experts", ()),
-    "moeserve_expert_link_rows": (_COUNTER, "Rows that a rank sent to another, padding included", ("from", "to")),
-    "moeserve_expert_link_bytes": (_COUNTER, "Bytes that a rank handed over for another, both ways", ("from", "to")),
-    "moeserve_expert_stall_seconds": (_COUNTER, "Time that the computation waited for experts", ("rank",)),
-    "moeserve_expert_misses": (_COUNTER, "Experts that were not in memory when they were wanted", ("rank",)),
-    "moeserve_expert_hits": (_COUNTER, "Experts that were in memory when they were wanted", ("rank",)),
-    "moeserve_expert_evictions": (_COUNTER, "Experts that left memory for others", ("rank",)),
-    "moeserve_expert_demand_bytes": (_COUNTER, "Bytes read because they were wanted at once", ("rank",)),
-    "moeserve_expert_resident": (_GAUGE, "Experts in memory, all layers", ("rank",)),
-    "moeserve_expert_predictor_seconds": (_COUNTER, "Time spent on predictions", ("rank",)),
-    "moeserve_expert_late": (_COUNTER, "Experts that were wanted while their prefetch was under way", ("rank",)),
-    "moeserve_expert_prefetched_bytes": (_COUNTER, "Bytes read ahead", ("rank",)),
-    "moeserve_expert_prefetch_bytes": (_COUNTER, "Bytes read ahead, by what became of them", ("rank", "outcome")),
+    "moeserve_kv_window_evictions": ("Cached window blocks that gave way to others",),
+    "moeserve_state_snapshots_saved": ("Snapshots of recurrent states that were saved",),
+    "moeserve_state_snapshots_used": ("Times that a request went on from a snapshot of recurrent states",),
+    "moeserve_state_snapshots_evicted": ("Snapshots of recurrent states that gave way to others",),
+    "moeserve_draft_chunks": ("Chunks with draft tokens",),
+    "moeserve_draft_tokens": ("Draft tokens that steps verified",),
+    "moeserve_draft_accepted_tokens": ("Draft tokens that were right",),
+    "moeserve_draft_accepted_tokens_per_pos": ("Draft tokens that were right by their place in the chunk", "position"),
+    "moeserve_expert_recorded_tokens": ("Tokens whose routing was recorded",),
+    "moeserve_expert_remote_rows": ("Rows times the other ranks that hold experts of theirs",),
+    "moeserve_expert_rows": ("Rows: tokens times layers with experts",),
+    "moeserve_expert_link_rows": ("Rows that a rank sent to another, padding included", "from", "to"),
+    "moeserve_expert_link_bytes": ("Bytes that a rank handed over for another, both ways", "from", "to"),
+    "moeserve_expert_stall_seconds": ("Time that the computation waited for experts", "rank"),
+    "moeserve_expert_misses": ("Experts that were not in memory when they were wanted", "rank"),
+    "moeserve_expert_hits": ("Experts that were in memory when they were wanted", "rank"),
+    "moeserve_expert_evictions": ("Experts that left memory for others", "rank"),
+    "moeserve_expert_demand_bytes": ("Bytes read because they were wanted at once", "rank"),
+    "moeserve_expert_predictor_seconds": ("Time spent on predictions", "rank"),
+    "moeserve_expert_late": ("Experts that were wanted while their prefetch was under way", "rank"),
+    "moeserve_expert_prefetched_bytes": ("Bytes read ahead", "rank"),
+    "moeserve_expert_prefetch_bytes": ("Bytes read ahead, by what became of them", "rank", "outcome"),
     "moeserve_expert_foreseeable": (
-        _COUNTER,
         "Experts that layers needed for which some had been named, by how many layers ahead",
-        ("rank", "distance"),
+        "rank",
+        "distance",
     ),
     "moeserve_expert_foreseen": (
-        _COUNTER,
         "Foreseeable experts that had been named: the ratio to all foreseeable ones is the recall of predictions",
-        ("rank", "distance"),
+        "rank",
+        "distance",
     ),
     "moeserve_expert_ranked_choices": (
-        _COUNTER,
         "Experts chosen in layers that a source had ranked `distance` layers before, of a sample of the steps",
-        ("rank", "source", "distance"),
+        "rank",
+        "source",
+        "distance",
     ),
     "moeserve_expert_recalled_choices": (
-        _COUNTER,
         "Of the ranked choices, those among the source's first k: their ratio is its recall",
-        ("rank", "source", "distance"),
+        "rank",
+        "source",
+        "distance",
     ),
-    "moeserve_expert_placement_version": (_GAUGE, "Number of the placement in use", ()),
-    "moeserve_expert_migrations": (_COUNTER, "Layers placed anew", ()),
-    "moeserve_expert_migration_failures": (_COUNTER, "Layers that could not be", ()),
-    "moeserve_expert_migrated": (_COUNTER, "Experts read for that, by all ranks", ()),
-    "moeserve_expert_migration_age_seconds": (_GAUGE, "Time since a layer was last placed anew", ()),
+    "moeserve_expert_migrations": ("Layers placed anew",),
+    "moeserve_expert_migration_failures": ("Layers that could not be",),
+    "moeserve_expert_migrated": ("Experts read for that, by all ranks",),
 }
 
 
 def feature_metrics(features: FeatureSamples) -> Iterator[Metric]:
     """Yield a metric for each known name in `features`."""
-    for name, (kind, documentation, labels) in _FEATURES.items():
-        if name in features:
-            metric = kind(name, documentation, labels=labels)
-            for *values, value in features[name]:
-                metric.add_metric([str(label) for label in values], float(value))
-            yield metric
+    kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], Mapping[str, tuple[str, ...]]], ...]
+    kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
+    for kind, known in kinds:
+        for name, (documentation, *labels) in known.items():
+            if name in features:
+                metric = kind(name, documentation, labels=labels)
+                for *values, value in features[name]:
+                    metric.add_metric([str(label) for label in values], float(value))
+                yield metric
 
 
 class VllmNames:
