@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.settings.quantities import show_size
-from radix_cache.window_blocks import least_window_blocks
+from radix_cache import least_window_blocks
 
 if TYPE_CHECKING:
     import torch

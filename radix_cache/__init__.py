@@ -11,38 +11,4 @@ from radix_cache.nodes import APART, PUBLIC, Fork, Lease, Retention, Snapshot
 from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 from radix_cache.stored import NAME_BYTES, Chores, StoredBlock, StoredBlocks, used_at
-
-__all__ = [
-    "APART",
-    "MAX_RECORDED_EVICTIONS",
-    "NAME_BYTES",
-    "PUBLIC",
-    "BlockCopy",
-    "BudgetError",
-    "CachedPrefix",
-    "Chores",
-    "Evicted",
-    "Fact",
-    "Fill",
-    "Fork",
-    "InvariantError",
-    "Kind",
-    "Lease",
-    "LeaseError",
-    "Listing",
-    "Miss",
-    "MissReason",
-    "PrefixCache",
-    "Published",
-    "Retention",
-    "Snapshot",
-    "StoredBlock",
-    "StoredBlocks",
-    "account_of",
-    "begin_fill",
-    "begin_restore",
-    "border_name",
-    "end_fill",
-    "end_restore",
-    "used_at",
-]
+from radix_cache.window_blocks import least_window_blocks

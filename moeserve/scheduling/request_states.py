@@ -101,7 +101,7 @@ class RequestStates:
         assert state is not None
         state.is_fresh = True
         state.above = lease.num_published_tokens
-        if not self._cache.snapshots.num_rows:
+        if not self._cache.keeps_states:
             return
         last = (len(request.token_ids) - 1) // size * size
         marks = list(range(0, last, self._prompt_interval))
@@ -205,7 +205,7 @@ class RequestStates:
         Return the last position, up to `position`, at which it saves or will save; 0 if there is none.
         """
         state = request.state
-        if state is None or not self._cache.snapshots.num_rows:
+        if state is None or not self._cache.keeps_states:
             return 0
         best = max((p for p in (*state.saving, *state.wanted) if p <= position), default=0)
         is_ahead = self._policy.foresees and position > request.num_planned_tokens
