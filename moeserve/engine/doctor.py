@@ -24,9 +24,9 @@ from moeserve.engine.memory_plan import (
     keeps_narrow,
     native_dtype,
     no_experts,
-    plan_in_memory,
     plan_on_cpu,
     rounding_of,
+    share_memory,
     weights_bytes,
 )
 from moeserve.machine import Gpu, Machine
@@ -411,7 +411,7 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
         if config.expert_memory is not None:
             raise ConfigError("What --expert-memory takes of a model on transformers' code is known when it is loaded.")
         num_bytes = sized.loaded_bytes(dtype, narrow=narrow)
-        plan = plan_in_memory(spec, dtype, num_bytes, config, machine.free_bytes)
+        plan = share_memory(spec, dtype, num_bytes, config, machine.free_bytes)
     except (ModelError, ConfigError) as error:
         return Setup("cpu", flags, str(error))
     read = sized.read_per_token(dtype, narrow=narrow)

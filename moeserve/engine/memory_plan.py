@@ -146,7 +146,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     residency = plan_residency(lambda: layouts_of(TransformersExperts(model, dtype)), spec, dtype, config, placement)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = sum(model.num_bytes(dtype.itemsize, owned, narrow=narrow) for owned in owned_by)
-    return _share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency)
+    return share_memory(spec, dtype, num_bytes, config, available_bytes(), placement, residency)
 
 
 def plan_on_cpu(
@@ -169,18 +169,11 @@ def plan_on_cpu(
     residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
-    plan = _share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
+    plan = share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
     return replace(plan, rounding=rounding)
 
 
-def plan_in_memory(
-    spec: ModelSpec, dtype: torch.dtype, num_bytes: int, config: ServeConfig, free_bytes: int
-) -> ModelPlan:
-    """Do as `plan_on_cpu`, for weights of `num_bytes` that are loaded with the model, experts included, on one rank."""
-    return _share_memory(spec, dtype, num_bytes, config, free_bytes)
-
-
-def _share_memory(
+def share_memory(
     spec: ModelSpec,
     dtype: torch.dtype,
     num_bytes: int,
