@@ -21,10 +21,9 @@ from launcher.processes import (
     Loading,
     Met,
     Ready,
-    child_environment,
-    decode_status,
-    default_threads,
     describe_end,
+    start_computing,
+    statuses,
 )
 from launcher.supervisor import GROUP_MODULE, handled_signals
 from moeserve.wire import RunContext
@@ -91,23 +90,11 @@ class NodeSupervisor:
     async def _run_group(self) -> tuple[bool, str]:
         """Run one agent until it has ended; return whether that was the end of the service, and how it ended."""
         self._why = None
-        context_file = str(self._context.save())
-        (reading, writing), (hearing, self._orders) = os.pipe(), os.pipe()
-        config = self._context.config
-        arguments = [context_file, "--status-fd", str(writing)]
-        if config.max_restarts > 0:
-            arguments += ["--orders-fd", str(hearing)]
-        try:
-            self._agent = agent = Child(
-                "ranks of this node",
-                GROUP_MODULE,
-                arguments,
-                environment=child_environment(os.environ, config.threads or default_threads(config)),
-                pass_fds=[writing, hearing],
-            )
-        finally:
-            os.close(writing)
-            os.close(hearing)
+        self._context.save()
+        agent, reading, self._orders = start_computing(
+            "ranks of this node", GROUP_MODULE, self._context, takes_orders=self._context.config.max_restarts > 0
+        )
+        self._agent = agent
         status = asyncio.create_task(self._read_status(reading, agent))
         watch = asyncio.create_task(self._watch_first_node(agent))
         try:
@@ -207,29 +194,25 @@ class NodeSupervisor:
         agent.send_signal(signal.SIGKILL)
 
     async def _read_status(self, descriptor: int, agent: Child) -> None:
-        reader = asyncio.StreamReader()
-        loop = asyncio.get_running_loop()
-        with open(descriptor, "rb", buffering=0) as pipe:
-            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-            while line := await reader.readline():
-                match decode_status(line):
-                    case Computing():
-                        self._computes_since = time.monotonic()
-                        if self._giving_up is not None:
-                            self._giving_up.cancel()
-                            self._giving_up = None
-                        if not self._has_computed:
-                            self._has_computed = True
-                            self._computing()
-                    case Met(incarnation=incarnation):
-                        self._context.file.unlink(missing_ok=True)
-                        self._context = replace(self._context, incarnation=incarnation)
-                        self._context.save()
-                    case Failed(message=message):
-                        # The first failure is the cause of the next ones.
-                        self._why = self._why or message
-                        self._end_soon()
-                    case Ended() as end:
-                        self._on_end(end)
-                    case Loading() | Ready() | Forked():
-                        pass
+        async for status in statuses(descriptor):
+            match status:
+                case Computing():
+                    self._computes_since = time.monotonic()
+                    if self._giving_up is not None:
+                        self._giving_up.cancel()
+                        self._giving_up = None
+                    if not self._has_computed:
+                        self._has_computed = True
+                        self._computing()
+                case Met(incarnation=incarnation):
+                    self._context.file.unlink(missing_ok=True)
+                    self._context = replace(self._context, incarnation=incarnation)
+                    self._context.save()
+                case Failed(message=message):
+                    # The first failure is the cause of the next ones.
+                    self._why = self._why or message
+                    self._end_soon()
+                case Ended() as end:
+                    self._on_end(end)
+                case Loading() | Ready() | Forked():
+                    pass

@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,6 +16,7 @@ import msgspec
 
 from launcher.preflight import usable_cores
 from moeserve.config import ServeConfig, environment_name
+from moeserve.wire import RunContext
 
 # They are for this process: systemd's, and where another service counts.
 _OWN = {"NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "PROMETHEUS_MULTIPROC_DIR"}
@@ -116,6 +117,25 @@ class Child:
         os.close(self._pidfd)
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+def start_computing(name: str, module: str, context: RunContext, *, takes_orders: bool) -> tuple[Child, int, int]:
+    """Start the model process, or the group of a node's ranks, with `context`, whose file is written.
+
+    Return it, the pipe on which its statuses come, and the pipe for orders to it, which it reads if it takes orders.
+    """
+    config = context.config
+    (reading, writing), (hearing, orders) = os.pipe(), os.pipe()
+    arguments = [str(context.file), "--status-fd", str(writing)]
+    if takes_orders:
+        arguments += ["--orders-fd", str(hearing)]
+    environment = child_environment(os.environ, config.threads or default_threads(config))
+    try:
+        child = Child(name, module, arguments, environment=environment, pass_fds=[writing, hearing])
+    finally:
+        os.close(writing)
+        os.close(hearing)
+    return child, reading, orders
 
 
 def describe_end(code: int | None) -> str:
@@ -219,6 +239,15 @@ def decode_status(line: bytes) -> Status:
     except msgspec.MsgspecError as error:
         return Failed(f"The model process sent a status that is not understood: {error}.")
     return status
+
+
+async def statuses(descriptor: int) -> AsyncIterator[Status]:
+    """Yield the statuses that come on a pipe until its end, and close it."""
+    reader = asyncio.StreamReader()
+    with open(descriptor, "rb", buffering=0) as pipe:
+        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        while line := await reader.readline():
+            yield decode_status(line)
 
 
 def reporter(pipe: TextIO) -> Report:

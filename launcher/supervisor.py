@@ -29,9 +29,9 @@ from launcher.processes import (
     Ready,
     Status,
     child_environment,
-    decode_status,
-    default_threads,
     describe_end,
+    start_computing,
+    statuses,
 )
 from launcher.watches import Vitals, any_is_stopped, wait_for_hang, wait_for_silence, wait_for_stop
 from launcher.wills import WillKeeper, allow_wills, wills_within
@@ -218,26 +218,11 @@ class Supervisor:
         return self._exit_code or 0
 
     def _start_worker(self) -> Life:
-        (reading, writing), (hearing, orders) = os.pipe(), os.pipe()
         if self._orders is not None:
             os.close(self._orders)
-        self._orders = orders
-        config = self._context.config
-        threads = config.threads or default_threads(config)
-        arguments = [str(self._context.file), "--status-fd", str(writing)]
-        if self._makes_copies:
-            arguments += ["--orders-fd", str(hearing)]
-        try:
-            child = Child(
-                _WORKER,
-                self._worker_module,
-                arguments,
-                environment=child_environment(os.environ, threads),
-                pass_fds=[writing, hearing],
-            )
-        finally:
-            os.close(writing)
-            os.close(hearing)
+        child, reading, self._orders = start_computing(
+            _WORKER, self._worker_module, self._context, takes_orders=self._makes_copies
+        )
         life = self._begin(child)
         status = self._spawn(self._read_status(child, reading))
         self._spawn(self._announce_exit(child, after=status))
@@ -302,12 +287,8 @@ class Supervisor:
         self._events.put_nowait(_Exited(child))
 
     async def _read_status(self, child: Child, descriptor: int) -> None:
-        reader = asyncio.StreamReader()
-        with open(descriptor, "rb", buffering=0) as pipe:
-            loop = asyncio.get_running_loop()
-            await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
-            while line := await reader.readline():
-                self._events.put_nowait(_Said(child, decode_status(line)))
+        async for status in statuses(descriptor):
+            self._events.put_nowait(_Said(child, status))
 
     async def _await_stop(self, life: Life) -> None:
         why = await wait_for_stop(life.child.pid, self._context.config.engine_timeout)
