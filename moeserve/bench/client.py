@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
 from urllib.parse import urlsplit
@@ -86,15 +86,6 @@ class ChatClient:
         except RequestFailed:
             return None
         return str(answer.get("version", answer)) if isinstance(answer, dict) else str(answer)
-
-    def with_timeout(self, timeout_s: float) -> ChatClient:
-        return replace(self, timeout_s=timeout_s)
-
-    def with_model(self, model: str) -> ChatClient:
-        return replace(self, model=model)
-
-    def honouring_eos(self) -> ChatClient:
-        return replace(self, ignore_eos=False)
 
     async def _exchange(self, method: str, path: str, body: bytes) -> Response:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}

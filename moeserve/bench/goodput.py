@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from time import perf_counter
 
@@ -18,7 +18,7 @@ from rich.table import Table
 
 from moeserve.bench.client import Answer, ChatClient, RequestFailed, Response
 from moeserve.bench.metrics import Slo, percentile
-from moeserve.bench.workloads import seeded_text
+from moeserve.bench.workloads import record_of, seeded_text
 
 _REFUSED = (429, 503)
 _MAX_TRIES = 20  # of one client that is refused
@@ -151,7 +151,7 @@ async def _visit(client: ChatClient, crowd: Crowd, slo: Slo, messages: list[dict
         visit.tries += 1
         sent_at = perf_counter()
         try:
-            response, answer = await client.with_timeout(patience_s).chat(messages, crowd.tokens)
+            response, answer = await replace(client, timeout_s=patience_s).chat(messages, crowd.tokens)
         except RequestFailed as error:
             visit.error = str(error)
             if error.status not in _REFUSED:
@@ -169,13 +169,7 @@ async def _visit(client: ChatClient, crowd: Crowd, slo: Slo, messages: list[dict
 
 
 def _meets(slo: Slo, response: Response, answer: Answer) -> bool:
-    times = answer.event_times
-    if not times:
-        return False
-    num_tokens = len(times) if answer.output_tokens is None else answer.output_tokens
-    tpot = (times[-1] - times[0]) / (num_tokens - 1) if num_tokens > 1 else 0.0
-    measured = ((slo.ttft, times[0] - response.sent_at), (slo.tpot, tpot), (slo.e2e, times[-1] - response.sent_at))
-    return all(limit is None or value <= limit for limit, value in measured)
+    return bool(answer.event_times) and slo.met(record_of(response, answer))
 
 
 async def _recover(client: ChatClient, crowd: Crowd, slo: Slo, number: int) -> float | None:

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from itertools import groupby
 from math import inf
@@ -349,13 +349,13 @@ async def prepare(target: Target, settings: Settings, say: Callable[[str], None]
     await _wait_until_ready(target, settings.wait_s, say)
     version = await client.version()
     if not client.model:
-        client = client.with_model(await client.first_model())
+        client = replace(client, model=await client.first_model())
     try:
         await _warm_up(client, settings)
     except RequestFailed as error:
         if not client.ignore_eos or error.status not in _FIELD_REFUSED:
             raise
-        client = client.honouring_eos()
+        client = replace(client, ignore_eos=False)
         await _warm_up(client, settings)
     return ReadyTarget(target.name, target.url, client, version)
 

@@ -14,7 +14,7 @@ from importlib.resources import files
 from random import Random
 from time import perf_counter
 
-from moeserve.bench.client import ChatClient, Message, RequestFailed
+from moeserve.bench.client import Answer, ChatClient, Message, RequestFailed, Response
 from moeserve.bench.metrics import RequestRecord
 
 # 900 words and a chat template make about 1000 tokens.
@@ -172,9 +172,14 @@ async def _ask(
         response, answer = await client.chat(messages, max_tokens)
     except RequestFailed as error:
         return RequestRecord(conversation.variant, cold, began, perf_counter(), error=str(error)), ""
-    record = RequestRecord(
-        variant=conversation.variant,
-        cold=cold,
+    return record_of(response, answer, conversation.variant, cold=cold), answer.text
+
+
+def record_of(response: Response, answer: Answer, variant: str = "", *, cold: bool = False) -> RequestRecord:
+    """Return the record of a whole answer."""
+    return RequestRecord(
+        variant,
+        cold,
         sent_at=response.sent_at,
         ended_at=response.ended_at,
         event_times=answer.event_times,
@@ -182,7 +187,6 @@ async def _ask(
         output_tokens=len(answer.event_times) if answer.output_tokens is None else answer.output_tokens,
         cached_tokens=answer.cached_tokens,
     )
-    return record, answer.text
 
 
 def _not_sent(variant: str, at: float) -> RequestRecord:
