@@ -2,16 +2,17 @@
 
 A few requests of up to two dozen tokens go through the loaded model: first each by itself as transformers would
 generate, then in our steps. Where the model changes its behaviour later in a text, they go through it once more with
-these limits set low (`moeserve.model.hf.position_limits`). This finds faults in the modelling code of any model type.
+these limits set low (`low_limits`): a window, an attention chunk or a temperature that grows with the position begins
+thousands of tokens into a text. This finds faults in the modelling code of any model type.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from kernels.ops import PagedRows
 from kernels.state_rows import StateRows
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.mixers import ALL_WAYS, Ways
+from moeserve.model.hf.modelling import ModellingCode
 from moeserve.model.kv_pool import KVPool
 from moeserve.model.spec import ModelError, ModelSpec, UnsupportedModel
 from moeserve.model.state_pool import StatePool
@@ -212,3 +214,36 @@ class _Memory:
                 max(end - start for _, start, end in chunks),
             ),
         )
+
+
+# The limits: fields of configurations, and of modules that copy them.
+_LIMITS = ("sliding_window", "attention_chunk_size", "floor_scale")
+# Tokens; above the block size of the check, below the length of its texts.
+_LOW = 6
+
+
+def has_far_limits(code: ModellingCode) -> bool:
+    """Return whether the model has limits that short texts do not reach."""
+    return any(_is_far(getattr(code.config, name, None)) for name in _LIMITS)
+
+
+@contextmanager
+def low_limits(code: ModellingCode) -> Iterator[None]:
+    """Set all far limits of the configuration and of the modules to a few tokens, and restore them at the end."""
+    changed: list[tuple[Any, str, int | float]] = []
+    for owner in (code.config, *code.body.modules()):
+        for name in _LIMITS:
+            # Not `getattr`: a module finds its configuration's fields under other names too.
+            value = vars(owner).get(name)
+            if _is_far(value):
+                changed.append((owner, name, value))
+                setattr(owner, name, type(value)(_LOW))
+    try:
+        yield
+    finally:
+        for owner, name, value in changed:
+            setattr(owner, name, value)
+
+
+def _is_far(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > _LOW

@@ -22,14 +22,13 @@ from experts.observer import AnyObserver
 from kernels.ops import Experts, Ops
 from moeserve.model.decoder import ForwardBatch, KvPools
 from moeserve.model.hf.caches import step_cache
-from moeserve.model.hf.check import BeginStep, choose_ways
+from moeserve.model.hf.check import BeginStep, choose_ways, has_far_limits, low_limits
 from moeserve.model.hf.exact import ExactFunctions
 from moeserve.model.hf.experts import ExpertLayer
 from moeserve.model.hf.gates import FoundGate, GateSearch
 from moeserve.model.hf.geometry import new_cache
 from moeserve.model.hf.mixers import Mixers, Ways
 from moeserve.model.hf.modelling import ModellingCode
-from moeserve.model.hf.position_limits import has_far_limits, low_limits
 from moeserve.model.hf.spec import TransformersSpec
 from moeserve.model.hf.step import PAGED, Step
 from moeserve.model.state_pool import StatePool
