@@ -29,7 +29,6 @@ from experts.routing.predictors import (
     MAX_DISTANCE,
     AffinityPredictor,
     LearntAffinity,
-    Predictor,
     num_recalled,
 )
 
@@ -337,7 +336,9 @@ class LoadsAhead(Protocol):
 class AffinityAhead:
     """Loads ahead by a predictor that learns from the steps it follows."""
 
-    def __init__(self, predictor: Predictor, planner: PrefetchPlanner, learnt: LearntAffinity | None = None) -> None:
+    def __init__(
+        self, predictor: AffinityPredictor, planner: PrefetchPlanner, learnt: LearntAffinity | None = None
+    ) -> None:
         """planner: asks this predictor. learnt: what the predictor learns from, None if it does not learn."""
         self._predictor = predictor
         self._planner = planner

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from experts.memory.eviction import Affinity
 from experts.memory.residency import Priority, ResidencyControl
-from experts.routing.predictors import Predictor
+from experts.routing.predictors import AffinityPredictor
 
 Float = NDArray[np.float32]
 
@@ -50,7 +50,7 @@ class _Target:
 
 
 class PrefetchPlanner:
-    """Tells a `ResidencyControl` which experts a `Predictor` expects. The caller runs both through the step.
+    """Tells a `ResidencyControl` which experts a `AffinityPredictor` expects. The caller runs both through the step.
 
     Experts are unit jobs on one link, and each layer ahead is a deadline. Taking the likeliest first as long as all
     taken can still be on time is optimal for such jobs (the greedy rule of a scheduling matroid).
@@ -58,7 +58,7 @@ class PrefetchPlanner:
 
     def __init__(
         self,
-        predictor: Predictor,
+        predictor: AffinityPredictor,
         control: ResidencyControl,
         expert_bytes: int,
         rules: PrefetchRules,

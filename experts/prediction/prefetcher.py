@@ -19,7 +19,7 @@ from experts.observer import PlannedStep, StepObserver
 from experts.prediction.planning import PrefetchPlanner
 from experts.routing.choices import NOT_COMPUTED, RoutingRecorder
 from experts.routing.gates import GatesAhead
-from experts.routing.predictors import BEFORE, Ids, LearntAffinity, Predictor, RecallSample
+from experts.routing.predictors import BEFORE, AffinityPredictor, Ids, LearntAffinity, RecallSample
 
 # The most rows of a step that `GateRecall` counts.
 _MAX_ROWS = 8
@@ -47,7 +47,7 @@ class Prefetcher(PrefetchObserver):
     """Asks for the experts that a predictor expects the rank's own rows to choose."""
 
     def __init__(
-        self, memory: ExpertMemory, predictor: Predictor, planner: PrefetchPlanner, learnt: LearntAffinity
+        self, memory: ExpertMemory, predictor: AffinityPredictor, planner: PrefetchPlanner, learnt: LearntAffinity
     ) -> None:
         """planner: asks `predictor` and instructs the control of `memory`. learnt: what the predictor learns from."""
         self._memory = memory

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,29 +28,6 @@ AFFINITY_SPAN = 6
 _FIRST_REFRESH = 16  # steps until the affinity is first computed; each next interval is twice as long
 # The weight, in tokens, of the popularity of the first layer's experts against the observed choices of a token id.
 _TOKEN_PSEUDO_COUNTS = np.float32(1.0)
-
-
-class Predictor(Protocol):
-    """Follows a step layer by layer.
-
-    Calls within a step: `begin`, then for each layer in order `observe`, then `end_step`. `predict` may be called any
-    time after the `observe` of its layer, and `predict(BEFORE, …)` after `begin`. Arrays belong to the caller and are
-    copied if kept. A layer may be left out; its choices are then unknown.
-    """
-
-    def begin(self, token_ids: Ids) -> None:
-        """Begin a step of T tokens. token_ids: [T]."""
-
-    def observe(self, layer: int, expert_ids: Ids) -> None:
-        """Observe the choice of a layer's gate. expert_ids: [T, k], distinct within a token.
-
-        A layer that computes only some rows (the last one computes only sampled rows) counts as left out.
-        """
-
-    def predict(self, layer: int, distance: int) -> Float:
-        """[E]: the probability that the step needs the expert at layer + distance, which must exist."""
-
-    def end_step(self) -> None: ...
 
 
 class LearntAffinity:
@@ -153,7 +130,12 @@ class LearntAffinity:
 
 
 class AffinityPredictor:
-    """A `Predictor` by `LearntAffinity`: an expert is needed if any token chooses it.
+    """Follows a step layer by layer and predicts by `LearntAffinity`: an expert is needed if any token chooses it.
+
+    Calls within a step: `begin`, then for each layer in order `observe`, then `end_step`. `predict` may be called any
+    time after the `observe` of its layer, and `predict(BEFORE, …)` after `begin`. Arrays belong to the caller and are
+    copied if kept. A layer may be left out, or computed for some rows only (as the last one is); its choices are then
+    unknown.
 
     A step longer than `max_rows` is predicted from an even sample of its tokens, so that the cost is bounded; the
     sample stands for all tokens.
@@ -179,6 +161,7 @@ class AffinityPredictor:
         self._chosen: dict[int, Ids] = {}
 
     def begin(self, token_ids: Ids) -> None:
+        """Begin a step of T tokens. token_ids: [T]."""
         self._num_rows = len(token_ids)
         self._rows = None
         if self._num_rows > self._max_rows:
@@ -187,10 +170,12 @@ class AffinityPredictor:
         self._chosen.clear()
 
     def observe(self, layer: int, expert_ids: Ids) -> None:
+        """Observe the choice of a layer's gate. expert_ids: [T, k], distinct within a token."""
         if len(expert_ids) == self._num_rows:
             self._chosen[layer] = self._sampled(expert_ids).astype(np.int64, copy=False)
 
     def predict(self, layer: int, distance: int) -> Float:
+        """[E]: the probability that the step needs the expert at layer + distance, which must exist."""
         if self._token_ids is None:
             raise ValueError("no step has begun")
         if layer == BEFORE:
