@@ -6,20 +6,23 @@ import json
 import re
 import threading
 from array import array
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import httpx2
 import pytest
+import zmq
 
 from tests.clients.environments import Client
 from tests.support.reconnecting import NUM_TOKENS, Repeated, body_of
 from tests.support.reconnecting import prompt_of as prompt_of_stream
 from tests.support.routers import address, cached, free_port, program, start, transfer_settings
-from tests.support.service import Service, wait_until
+from tests.support.service import Service, is_alive, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 ROUTER = Client("vllm-router", "vllm-router", "pip", ("vllm-router==0.1.17",), "")
@@ -176,12 +179,15 @@ def source_of(running: Service) -> dict[str, str]:
     return found
 
 
-def named_sources(services: list[Service]) -> list[str]:
-    """Return the flags that name the sources of events, which the router finds by itself without them."""
+def named_sources(services: list[Service], endpoints: list[str] | None = None) -> list[str]:
+    """Return the flags that name the sources of events, which the router finds by itself without them.
+
+    endpoints: where events come from instead of the services themselves.
+    """
     flags = ["--kv-event-model", "m"]
-    for one in services:
+    for number, one in enumerate(services):
         source = source_of(one)
-        flags += ["--kv-event-source", f"{address(one)}={source['endpoint']}"]
+        flags += ["--kv-event-source", f"{address(one)}={endpoints[number] if endpoints else source['endpoint']}"]
         flags += ["--kv-event-replay-source", f"{address(one)}={source['replay_endpoint']}"]
     return flags
 
@@ -231,3 +237,132 @@ def test_the_indexer_of_dynamo_finds_what_each_replica_has(model: Path, tmp_path
         assert both[0].http.delete("/v1/cache").status_code == 200
         expected = [each if "2" in each else {} for each in expected]
         wait_until(lambda: [held(number) for number in range(NUM_PROMPTS)] == expected)
+
+
+# The tiny model's KV takes 4 KiB per block of 16 tokens.
+BLOCK_BYTES = 4096
+
+
+def peek(running: Service, prompt: list[int]) -> int:
+    """Return the tokens of a prompt that a service has cached, and compute nothing."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 1, "cache_hit_threshold": 1}
+    return cached(running.http.post("/v1/completions", json=body).raise_for_status().json())
+
+
+def kill(running: Service) -> None:
+    """End a service whose ports are wanted again."""
+    running.process.kill()
+    running.process.wait()
+    wait_until(lambda: not any(map(is_alive, running.pids.values())))
+
+
+def test_the_indexer_of_dynamo_agrees_with_each_tree_whatever_happens_to_it(model: Path, tmp_path: Path) -> None:
+    draw = Random(1)
+    memory = ("--kv-cache-memory", str(40 * BLOCK_BYTES), "--max-model-len", "256")
+    settings = [(*fixed_ports(free_port(), free_port(), free_port()), *memory) for _ in range(2)]
+    talks = [[3 + number, *(draw.randrange(3, 50) for _ in range(40))] for number in range(8)]
+    with ExitStack() as stack:
+        both = [start(stack, model, tmp_path / f"{number}", *one) for number, one in enumerate(settings)]
+        command = ("python", "-m", "dynamo.indexer", "--port", "{port}")
+        indexer = stack.enter_context(program(INDEXER, tmp_path, *command, path="/workers"))
+
+        def register(number: int) -> None:
+            source = source_of(both[number])
+            told = {"instance_id": number, "model_name": "m", "block_size": 16, "dp_rank": 0}
+            told |= {name: source[name] for name in ("endpoint", "replay_endpoint")}
+            assert indexer.post("/register", json=told).status_code == 201
+
+        for number in range(2):
+            register(number)
+
+        def agrees(prompt: list[int]) -> bool:
+            scores = indexer.post("/query", json={"model_name": "m", "token_ids": prompt}).json()["scores"]
+            held = [scores.get(str(number), {}).get("0", 0) for number in range(2)]
+            return held == [peek(one, [*prompt, 3]) for one in both]
+
+        for act in range(160):
+            number, kind, talk = draw.randrange(2), draw.random(), draw.choice(talks)
+            if kind < 0.03:
+                kill(both[number])
+                both[number] = start(stack, model, tmp_path / f"{number} {act}", *settings[number])
+                # What the indexer knows of the process before would stay, had it missed the new one's first batch.
+                assert indexer.post("/unregister", json={"instance_id": number, "model_name": "m"}).is_success
+                register(number)
+            elif kind < 0.06:
+                assert both[number].http.delete("/v1/cache").status_code == 200
+            else:
+                talk += [draw.randrange(3, 50) for _ in range(draw.randrange(30))]
+                del talk[draw.randrange(40, 200) :]
+                ask(both[number].http, talk, max_tokens=draw.randrange(1, 20))
+            if act % 8 == 7:
+                for prompt in talks:
+                    wait_until(lambda prompt=prompt: agrees(prompt))
+
+
+@contextmanager
+def lossy(endpoint: str) -> Iterator[str]:
+    """Pass events on from a source, but every third; yield the address."""
+    context = zmq.Context[zmq.Socket[bytes]]()
+    inlet, outlet = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    inlet.connect(endpoint)
+    inlet.subscribe(b"")
+    port = outlet.bind_to_random_port("tcp://127.0.0.1")
+
+    def pass_on() -> None:
+        with suppress(zmq.ContextTerminated), inlet, outlet:
+            for number in count():
+                frames = inlet.recv_multipart()
+                if number % 3 < 2:
+                    outlet.send_multipart(frames)
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    try:
+        yield f"tcp://127.0.0.1:{port}"
+    finally:
+        context.term()
+        thread.join()
+
+
+def talk_all(first: int, alone: Service, router: httpx2.Client, replicas: list[Service]) -> list[list[int]]:
+    """Have ten conversations, three at a time, with one service and behind a router; compare the cached tokens."""
+    draw, found, wanted, known, reached = Random(first), 0, 0, 0, 0
+    talks = [[3 + number % 40, 3 + number // 40] for number in range(first, first + 10)]
+    turns = [0] * len(talks)
+    while any(turn < 5 for turn in turns):
+        chosen = draw.choice([number for number, turn in enumerate(turns) if turn < 5][:3])
+        turns[chosen] += 1
+        talk = talks[chosen]
+        talk += [draw.randrange(3, 50) for _ in range(48)]
+        longest = max(peek(one, talk) for one in replicas)
+        wanted += cached(ask(alone.http, talk))
+        got = cached(ask(router, talk))
+        found += got
+        if longest:
+            known, reached = known + 1, reached + (got == longest)
+    assert found >= 0.95 * wanted
+    assert reached >= 0.99 * known
+    return talks
+
+
+@pytest.mark.parametrize("number", [2, 4])
+def test_replicas_find_what_one_with_all_the_memory_finds_after_evictions_a_restart_and_lost_events(
+    model: Path, tmp_path: Path, number: int
+) -> None:
+    def memory(share: int) -> tuple[str, ...]:
+        return ("--kv-cache-memory", str(240 // share * BLOCK_BYTES), "--max-model-len", "320")
+
+    settings = [(*fixed_ports(free_port(), free_port(), free_port()), *memory(number)) for _ in range(number)]
+    with ExitStack() as stack:
+        alone = start(stack, model, tmp_path / "alone", *memory(1))
+        replicas = [start(stack, model, tmp_path / f"{at}", *one) for at, one in enumerate(settings)]
+        endpoints = [stack.enter_context(lossy(source_of(one)["endpoint"])) for one in replicas]
+        router = watched(stack, model, tmp_path, replicas, *named_sources(replicas, endpoints))
+        talks = talk_all(0, alone, router, replicas)
+        talk_all(10, alone, router, replicas)
+        # Some had to make room.
+        assert any(max(peek(one, talk) for one in replicas) < len(talk) - 16 for talk in talks)
+        kill(replicas[0])
+        replicas[0] = start(stack, model, tmp_path / "again", *settings[0])
+        wait_until(lambda: all(each["is_healthy"] for each in router.get("/workers").json()["workers"]))
+        talk_all(20, alone, router, replicas)
