@@ -1,19 +1,23 @@
 """`python -m benchmarks.kv_disk_pace`: what KV on disk costs requests that do not need it, and streams beside a load.
 
-Two services of the demo answer the same new prompts in turn, one of them with KV on disk: both compute, and one writes.
-Then a stream runs while other prompts' prefixes are read from disk, which an earlier life of the service has written,
-and once more beside the same prompts, whose prefixes are in memory by then.
+Two services of the demo answer the same prompts in turn, one of them with KV on disk. New prompts are computed by both,
+and one writes. Of stored prompts one service finds the prefix on disk, which an earlier life of it has written, and
+reads or computes it. Then a stream runs while other prompts' prefixes are read, and once more beside the same prompts,
+whose prefixes are in memory by then.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from itertools import chain
+from math import exp, log, sqrt
 from os import getloadavg
 from pathlib import Path
 from random import Random
-from statistics import median
+from statistics import mean, median, stdev
 from tempfile import TemporaryDirectory
 from threading import Thread
 
@@ -25,18 +29,56 @@ from benchmarks.kv_restart import ask, serving
 _SETTINGS = ("--speculative-config", '{"method":"none"}')
 _OUTPUT = 48  # tokens
 _STREAM = 400  # tokens
+_NEW = 200  # tokens of a new prompt
 _STEPS_BEFORE = 20  # of the stream, before a load
 
 
-def seconds(http: httpx2.Client, prompt: list[int]) -> float:
-    """Return the seconds that an answer takes."""
-    body = {"model": "demo", "prompt": prompt, "max_tokens": _OUTPUT, "temperature": 0, "ignore_eos": True}
+def seconds(http: httpx2.Client, prompt: list[int], output: int) -> float:
+    """Return the seconds that an answer of `output` tokens takes."""
+    body = {"model": "demo", "prompt": prompt, "max_tokens": output, "temperature": 0, "ignore_eos": True}
     began = time.perf_counter()
     http.post("/v1/completions", json=body).raise_for_status()
     return time.perf_counter() - began
 
 
-def stream(http: httpx2.Client) -> Iterator[float]:
+@contextmanager
+def streaming(http: httpx2.Client) -> Iterator[None]:
+    """Have a stream run."""
+    tokens = stream(http)
+    for _ in range(3):
+        next(tokens)
+    yield
+    tokens.close()
+
+
+def ratios(
+    disk: httpx2.Client, plain: httpx2.Client, prompts: Sequence[list[int]], output: int, *, beside: bool
+) -> list[float]:
+    """Return for each prompt the seconds of its answer with a disk, as a share of those without.
+
+    beside: a stream runs meanwhile in the service that is asked.
+    """
+    found = []
+    for number, prompt in enumerate(prompts):
+        took = {}
+        for http in (plain, disk) if number % 2 else (disk, plain):
+            with streaming(http) if beside else nullcontext():
+                took[http] = seconds(http, prompt, output)
+        found.append(took[disk] / took[plain])
+    return found
+
+
+def shown(found: Sequence[float]) -> str:
+    """Return the geometric mean of ratios with its interval of 95 %, their median, least and most."""
+    logs = [log(ratio) for ratio in found]
+    middle, error = mean(logs), 1.96 * stdev(logs) / sqrt(len(logs))
+    low, high = exp(middle - error), exp(middle + error)
+    return (
+        f"{exp(middle):.3f} ({low:.3f} to {high:.3f}), median {median(found):.3f}, {min(found):.3f} to {max(found):.3f}"
+    )
+
+
+def stream(http: httpx2.Client) -> Generator[float]:
     """Yield the times at which the tokens of a stream come."""
     body = {"model": "demo", "prompt": [500], "max_tokens": _STREAM, "temperature": 0, "ignore_eos": True}
     with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as answer:
@@ -67,43 +109,63 @@ def gaps_beside_loads(http: httpx2.Client, prompts: list[list[int]]) -> tuple[li
 
 
 @click.command()
-@click.option("--pairs", type=click.IntRange(min=2), default=16, show_default=True)
-@click.option("--loads", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--pairs", type=click.IntRange(min=0), default=16, show_default=True, help="New prompts.")
+@click.option("--stored", type=click.IntRange(min=2), default=8, show_default=True, help="Stored prompts of a length.")
+@click.option("--length", multiple=True, type=click.IntRange(min=17), help="Of stored prompts.")
+@click.option("--beside", is_flag=True, help="A stream runs in the service that is asked.")
+@click.option("--loads", type=click.IntRange(min=0), default=4, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=100), default=1000, show_default=True, help="Of each load.")
 @click.argument("settings", nargs=-1)
-def command(pairs: int, loads: int, tokens: int, settings: tuple[str, ...]) -> None:
+def command(
+    pairs: int, stored: int, length: tuple[int, ...], beside: bool, loads: int, tokens: int, settings: tuple[str, ...]
+) -> None:
     """Print the times with KV on disk as shares of the times without, and a stream's steps beside loads.
 
     SETTINGS, after --, are further settings of `moeserve serve`.
     """
     settings = *_SETTINGS, *settings
     draw = Random(1)
-    long = [[draw.randrange(200, 40_000) for _ in range(tokens)] for _ in range(loads)]
+
+    def drawn(number: int, size: int) -> list[list[int]]:
+        return [[draw.randrange(200, 40_000) for _ in range(size)] for _ in range(number)]
+
+    long, by_length = drawn(loads, tokens), {size: drawn(stored, size) for size in length}
     with ExitStack() as ends:
         plain, disk = (Path(ends.enter_context(TemporaryDirectory())) for _ in range(2))
         with serving(disk, settings) as http:
-            for prompt in long:
+            for prompt in chain(long, *by_length.values()):
                 ask(http, prompt)
         without = ends.enter_context(serving(plain, settings, on_disk=False))
         with_disk = ends.enter_context(serving(disk, settings))
-        shares = []
-        for number in range(pairs):
-            prompt = [draw.randrange(200, 40_000) for _ in range(200)]
-            order = [without, with_disk] if number % 2 else [with_disk, without]
-            took = {http: seconds(http, prompt) for http in order}
-            shares.append(took[with_disk] / took[without])
-        alone, beside, loaded = gaps_beside_loads(with_disk, long)
-        _, again, from_disk = gaps_beside_loads(with_disk, long)
-    shares.sort()
-    click.echo(
-        f"with a disk / without, {pairs} pairs: median {median(shares):.3f}, {shares[0]:.3f} to {shares[-1]:.3f}"
-    )
+        if pairs:
+            found = ratios(with_disk, without, drawn(pairs, _NEW), _OUTPUT, beside=beside)
+            click.echo(f"with a disk / without, {pairs} new prompts: {shown(found)}")
+        for size, prompts in by_length.items():
+            before = from_disk(with_disk)
+            found = ratios(with_disk, without, prompts, 1, beside=beside)
+            read = from_disk(with_disk) - before
+            click.echo(f"{stored} stored prompts of {size} tokens, {read:.0f} tokens read: {shown(found)}")
+        if loads:
+            show_gaps(with_disk, long)
+    click.echo(f"load {getloadavg()[0]:.1f}")
+
+
+def from_disk(http: httpx2.Client) -> float:
+    """Return the tokens that were found on disk so far; the service tells them twice a second."""
+    time.sleep(1)
+    found = re.search(r'^moeserve_kv_tier_hit_tokens_total\{tier="disk"\} (\S+)', http.get("/metrics").text, re.M)
+    return float(found[1]) if found else 0.0
+
+
+def show_gaps(http: httpx2.Client, prompts: list[list[int]]) -> None:
+    """Print the times between a stream's tokens alone, beside loads, and beside the same prompts in memory."""
+    alone, beside, loaded = gaps_beside_loads(http, prompts)
+    _, again, num_read = gaps_beside_loads(http, prompts)
     click.echo(
         f"between tokens of a stream: {1e3 * median(alone):.2f} ms alone, {1e3 * median(beside):.2f} beside loads of "
         f"{loaded} tokens ({median(beside) / median(alone):.3f}), longest {1e3 * max(beside):.1f}; beside the same "
-        f"prompts in memory ({from_disk} tokens from disk) {1e3 * median(again):.2f}, longest {1e3 * max(again):.1f}"
+        f"prompts in memory ({num_read} tokens from disk) {1e3 * median(again):.2f}, longest {1e3 * max(again):.1f}"
     )
-    click.echo(f"load {getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -9,8 +9,10 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
+from pathlib import Path
 from random import Random
 
 import click
@@ -138,9 +140,8 @@ def results_of(plan: StepPlan) -> StepResult:
     return StepResult(plan.step, [ChunkResult(None if chunk.sampling is None else 5) for chunk in plan.chunks])
 
 
-def row(study: Study) -> str:
+def row(study: Study, found: Mapping[Overflow, Outcome]) -> str:
     """Return the row of a table."""
-    found = {policy: simulate(study, policy) for policy in Overflow}
     auto = found[Overflow.AUTO]
     better = min(found[Overflow.SWAP].seconds, found[Overflow.RECOMPUTE].seconds)
     figures = [f"{study.block_size}", f"{study.prompt} + {study.output}", f"{study.share:.0%}"]
@@ -150,16 +151,47 @@ def row(study: Study) -> str:
     return f"| {' | '.join(figures)} |"
 
 
+def draw_figures(found: Mapping[Study, Mapping[Overflow, Outcome]], file: Path) -> None:
+    """Draw the seconds of swap and auto, as shares of recompute's, over the share of KV; a panel per time of a copy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    times = sorted({study.token_s for study in found})
+    kinds = sorted({(study.prompt, study.output, study.block_size) for study in found})
+    figure, panels = pyplot.subplots(1, len(times), figsize=(4 * len(times), 3.6), dpi=110, sharey=True, squeeze=False)
+    for token_s, axes in zip(times, panels[0], strict=True):
+        for color, (prompt, output, size) in enumerate(kinds):
+            studies = [Study(one.share, token_s, size, prompt=prompt, output=output) for one in found]
+            studies = sorted(set(studies), key=lambda study: study.share)
+            for policy, line in ((Overflow.SWAP, "--"), (Overflow.AUTO, "-")):
+                ratios = [found[one][policy].seconds / found[one][Overflow.RECOMPUTE].seconds for one in studies]
+                label = f"{policy}, {prompt} + {output}, blocks of {size}"
+                shares = [100 * one.share for one in studies]
+                axes.plot(shares, ratios, line, marker=".", color=f"C{color}", label=label)
+        axes.axhline(1, color="gray", linewidth=0.8)
+        axes.set_title(f"{1000 * token_s:g} ms to copy a token", fontsize=10)
+        axes.set_xlabel("KV memory, % of the requests' need")
+    panels[0][0].set_ylabel("seconds / seconds of recompute")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="lower center", ncols=3, fontsize=7)
+    figure.tight_layout(rect=(0, 0.2, 1, 1))
+    figure.savefig(file)
+    pyplot.close(figure)
+
+
 @click.command()
 @click.option("--length", multiple=True, type=(int, int), default=((375, 256),), show_default=True)
 @click.option("--share", multiple=True, type=float, default=(0.12, 0.25, 0.5), show_default=True)
 @click.option("--block-size", multiple=True, type=int, default=(16,), show_default=True)
 @click.option("--token-ms", multiple=True, type=float, default=(0.05, 0.5, 1.5, 5.0), show_default=True)
+@click.option("--plot", type=click.Path(dir_okay=False, path_type=Path), help="A PNG to write.")
 def command(
     length: tuple[tuple[int, int], ...],
     share: tuple[float, ...],
     block_size: tuple[int, ...],
     token_ms: tuple[float, ...],
+    plot: Path | None,
 ) -> None:
     """Print the seconds until all of 32 requests have ended, by policy, at each point."""
     headings = ["block size", "prompt + output", "share of KV", "copy of a token, ms", "recompute, s", "swap, s"]
@@ -169,8 +201,12 @@ def command(
         Study(part, ms / 1000, size, prompt=prompt, output=output)
         for size, (prompt, output), part, ms in product(block_size, length, share, token_ms)
     ]
+    found = {}
     for study in studies:
-        click.echo(row(study))
+        found[study] = {policy: simulate(study, policy) for policy in Overflow}
+        click.echo(row(study, found[study]))
+    if plot is not None:
+        draw_figures(found, plot)
 
 
 if __name__ == "__main__":

@@ -485,12 +485,13 @@ def build_scheduler(
     lease_s: float = 0.0,
     offers_early: bool = False,
     warm_up: Sequence[tuple[int, float]] = (),
+    kv_read_s: float | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
     `Scheduler.tell_time`. stored: the blocks on disk, of all ranks; None if none are kept there. tells_facts: see
-    `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up: see `Scheduler`.
+    `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up, kv_read_s: see `Scheduler`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -528,6 +529,7 @@ def build_scheduler(
         lease_s=lease_s,
         offers_early=offers_early,
         warm_up=warm_up,
+        kv_read_s=kv_read_s,
     )
     return scheduler, caches
 

@@ -156,6 +156,7 @@ def serve(
         lease_s=0.0 if kv_transfer is None else kv_transfer.lease_seconds,
         offers_early=kv_transfer is not None and kv_transfer.early,
         warm_up=rank.warm_up,
+        kv_read_s=None if disk is None else disk.read_s,
     )
     with ExitStack() as ends:
         if exchange is not None:

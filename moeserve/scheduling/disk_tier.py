@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from moeserve.plan import Request
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
+from moeserve.scheduling.pacing import Pace
 from radix_cache import BlockCopy, Chores, Fill, PrefixCache, StoredBlock, StoredBlocks, begin_restore, end_restore
 
 _STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
@@ -103,15 +104,16 @@ class DiskTier:
     def __init__(
         self,
         caches: Sequence[PrefixCache],
-        compute_s: Callable[[int, int], float],
+        pace: Pace,
         overflow: Overflow = Overflow.AUTO,
+        read_s: float | None = None,
     ) -> None:
-        """caches: by rank, with the same `stored`. compute_s: returns the seconds that computing a request's tokens
-        from one position up to another takes; 0 if that is not known. overflow: the fate of preempted requests."""
+        """caches: by rank, with the same `stored`. pace: knows the seconds of steps. overflow: the fate of preempted
+        requests. read_s: a first guess of the seconds per block that is read, None for none."""
         self._caches, self._disks = caches, [cache.disk for cache in caches if cache.disk is not None]
         self._stored = self._disks[0].stored
         self._block_size = caches[0].block_size
-        self._compute_s = compute_s
+        self._pace = pace
         self._overflow = overflow
         self._readings: dict[CopyJob, _Reading] = {}
         # By the rank and the name of each block that is being read.
@@ -121,8 +123,8 @@ class DiskTier:
         # The ranks whose blocks are being written.
         self._writing: set[int] = set()
         self._write_after = 0.0
-        # Seconds per block that is read, and written; None before the first.
-        self._read_s: float | None = None
+        # Seconds per block that is read, and written; None while they are not known.
+        self._read_s = read_s
         self._write_s: float | None = None
         self.counters = DiskCounters()
 
@@ -181,7 +183,8 @@ class DiskTier:
         self._stored.name(names, request.namespace, request.token_ids, num_blocks, size)
         unwritten = [name for name in names[:num_blocks] if name not in self._stored]
         victim = Victim(num_blocks, len(unwritten), cache.num_available)
-        fate = fate_of(victim, self._costs(0, num_blocks * size, num_running), self._overflow)
+        compute_s = self._compute_s(0, num_blocks * size, num_blocks * size, num_running)
+        fate = fate_of(victim, self._costs(compute_s, num_running), self._overflow)
         self.counters.fates[fate] += 1
         if fate is Fate.SWAP:
             self._disks[request.rank].hurry(unwritten)
@@ -206,9 +209,7 @@ class DiskTier:
         reading = self._coming.get((request.rank, request.prefix_names[first]))
         if reading is None:
             is_forced = request.num_preemptions > 0 and self._overflow is Overflow.SWAP
-            # A prompt is read only where it is there sooner so; of a preempted request others feel the computing, too.
-            num_delayed = num_running if request.num_preemptions else 0
-            if not is_forced and not self._is_sooner(first * size, stop * size, num_delayed):
+            if not is_forced and not self._is_sooner(request, first * size, stop * size, num_running):
                 request.is_looked_up = True
                 return False
             spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
@@ -344,7 +345,7 @@ class DiskTier:
         job = CopyJob(fill.copies, rank=rank)
         self._new_jobs.append(job)
         first = fill.first * self._block_size
-        compute_s = self._compute_s(first, first + fill.num_blocks() * self._block_size)
+        compute_s = self._pace.compute_s(first, first + fill.num_blocks() * self._block_size)
         deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
         reading = self._readings[job] = _Reading(fill, job, deadline)
         for copy in fill.copies:
@@ -377,22 +378,41 @@ class DiskTier:
         is_cut = num_filled < len(fill.copies) and not fill.num_beside
         request.is_looked_up = is_cut or request.num_restores == _MOST_RESTORES
 
-    def _is_sooner(self, start: int, stop: int, num_delayed: int) -> bool:
-        """Return whether tokens are expected to be read sooner than computed; True if either time is not known.
+    def _is_sooner(self, request: Request, start: int, stop: int, num_running: int) -> bool:
+        """Return whether a request is expected to have its tokens from position `start` to `stop` sooner if they are
+        read; True if either time is not known.
 
-        num_delayed: other requests whose delay by the computing counts as well.
+        What is computed beside the `num_running` others, or in one step with the rest of the prompt, takes less than
+        steps of its own.
         """
-        costs = self._costs(start, stop, num_delayed)
-        ahead = sum(len(reading.job.copies) for reading in self._readings.values())
-        num_blocks = (stop - start) // self._block_size
-        if costs.read_s is None or costs.is_read_sooner(num_blocks, ahead * costs.read_s):
+        read_s = self._read_s
+        if read_s is None:
             return True
-        self._read_s = costs.read_s * (1 - _FORGIVENESS)
+        num_blocks = (stop - start) // self._block_size
+        more_s = read_s * sum(len(reading.job.copies) for reading in self._readings.values())
+        num_delayed = 0
+        if request.num_preemptions:
+            num_delayed = num_running  # they feel the computing, too
+        elif num_running:
+            more_s = max(more_s, self._pace.step_s - num_blocks * read_s)  # it misses the next step at least
+        compute_s = self._compute_s(start, stop, len(request.token_ids), num_running)
+        if self._costs(compute_s, num_delayed).is_read_sooner(num_blocks, more_s):
+            return True
+        self._read_s = read_s * (1 - _FORGIVENESS)
         self.counters.num_slower += 1
         return False
 
-    def _costs(self, start: int, stop: int, num_running: int) -> OverflowCosts:
-        compute_s = self._compute_s(start, stop)
+    def _compute_s(self, start: int, stop: int, end: int, num_running: int) -> float:
+        """Return the seconds by which the tokens up to `stop` lengthen the steps that compute a prompt up to `end`.
+
+        0 if that is not known.
+        """
+        if not self._pace.compute_s(0, 1):
+            return 0.0
+        rest_s = self._pace.compute_s(stop, end, num_running)
+        return max(self._pace.compute_s(start, end, num_running) - rest_s, 1e-9)
+
+    def _costs(self, compute_s: float, num_running: int) -> OverflowCosts:
         return OverflowCosts(compute_s, self._read_s, self._write_s, num_running, self._caches[0].num_blocks)
 
 

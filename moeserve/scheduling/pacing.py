@@ -286,14 +286,21 @@ class Pace:
             self._departures.count(self.now - request.arrived_at, has_ended=reason is FinishReason.ABORT)
             self._num_new_ends += 1
 
-    def compute_s(self, start: int, stop: int) -> float:
-        """Return the seconds of the steps that compute a prompt's tokens from position `start` to `stop` alone.
+    @property
+    def step_s(self) -> float:
+        """The seconds of a usual step of late."""
+        return self._step_s
 
-        0 before the first step.
+    def compute_s(self, start: int, stop: int, rows: int = 0) -> float:
+        """Return the seconds of the steps that compute a prompt's tokens from position `start` to `stop`.
+
+        rows: the tokens that each of these steps computes anyway; their seconds do not count. 0 before the first step.
         """
+        most = max(1, self._max_num_batched_tokens - rows)
+        anyway_s = self._cost.seconds(rows, 0.0) if rows else 0.0
         return sum(
-            self._cost.seconds(count := min(self._max_num_batched_tokens, stop - at), count * (at + 0.5 * count))
-            for at in range(start, stop, self._max_num_batched_tokens)
+            self._cost.seconds(rows + (count := min(most, stop - at)), count * (at + 0.5 * count)) - anyway_s
+            for at in range(start, stop, most)
         )
 
     def num_places(self) -> int:

@@ -76,13 +76,14 @@ class Scheduler:
         lease_s: float = 0.0,
         offers_early: bool = False,
         warm_up: Sequence[tuple[int, float]] = (),
+        kv_read_s: float | None = None,
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
         draft tokens. overflow: of the KV of preempted requests, where blocks are on disk. office: of the tickets for KV
         that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither.
         offers_early: such a prompt is offered once a part of it is computed. warm_up: tokens and seconds of steps that
-        computed one prompt each before the first request."""
+        computed one prompt each before the first request. kv_read_s: see `DiskTier`."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -95,7 +96,7 @@ class Scheduler:
         self._run_ahead = run_ahead
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches), warm_up)
         # None where blocks are in memory alone.
-        self.disk = None if caches[0].disk is None else DiskTier(caches, self._pace.compute_s, overflow)
+        self.disk = None if caches[0].disk is None else DiskTier(caches, self._pace, overflow, kv_read_s)
         self._offers_early = offers_early
         self.transfer = None if office is None else KvTransfer(caches[0], office, lease_s, self._pace.compute_s)
         self._memories = [

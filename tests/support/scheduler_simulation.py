@@ -52,6 +52,7 @@ class Simulation:
         most_drafts: int = 0,
         overflow: Overflow = Overflow.AUTO,
         office: TicketOffice | None = None,
+        kv_read_s: float | None = None,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)
@@ -87,6 +88,7 @@ class Simulation:
             office=office,
             lease_s=inf,
             offers_early=office is not None,
+            kv_read_s=kv_read_s,
         )
         self._budget = budget
         self._max_num_seqs = max_num_seqs

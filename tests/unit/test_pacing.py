@@ -59,6 +59,14 @@ def test_a_prompt_longer_than_the_objective_may_wait_in_proportion_at_any_load()
     assert Patience(Slo(2.0)).limit(60.0) == 0.5
 
 
+def test_tokens_beside_others_cost_what_they_add_to_the_steps() -> None:
+    pace = Pace(None, 64, 8, warm_up=[(1, 1.0), (2, 1.0), (4, 1.0), (8, 1.0), (16, 1.5), (32, 2.5), (64, 4.5)])
+    assert pace.compute_s(0, 64) == pytest.approx(4.5)
+    assert pace.compute_s(0, 60, rows=4) == pytest.approx(3.5)
+    assert pace.compute_s(0, 8, rows=8) == pytest.approx(0.5)
+    assert pace.compute_s(0, 120, rows=4) == pytest.approx(7.0)
+
+
 def test_an_empty_queue_begins_the_burst_anew() -> None:
     patience = Patience(SLO)
     for now in range(0, 100):

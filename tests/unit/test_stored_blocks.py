@@ -202,6 +202,40 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
     assert second.scheduler.disk.counters.num_slower == 1
 
 
+@pytest.mark.parametrize(("read_s", "from_disk"), [(10.0, 0), (1e-4, 20), (None, 20)])
+def test_before_anything_was_read_a_first_guess_decides(read_s: float | None, from_disk: int) -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS, kv_read_s=read_s)
+    ask(second, "other", [30, 31, 32], max_tokens=1)
+    second.settle()
+    second.scheduler.count_step(0.1)
+    assert ask(second, "b", list(range(24))).request.num_disk_tokens == 0
+    second.settle()
+    assert second.scheduler.disk is not None
+    assert second.scheduler.disk.counters.disk_hit_tokens == from_disk
+
+
+# A prefix that is read misses a step of the stream, 1 s. Its 20 tokens add next to nothing to a step of equal seconds.
+@pytest.mark.parametrize(("long_step_s", "from_disk"), [(1.0, 0), (9.0, 20)])
+def test_beside_streams_a_prefix_is_read_only_if_it_is_worth_a_step(long_step_s: float, from_disk: int) -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS, budget=40, kv_read_s=1e-4)
+    ask(second, "stream", list(range(40, 72)), max_tokens=30)
+    for seconds in (long_step_s, 1.0):
+        Simulation.step(second)
+        second.scheduler.count_step(seconds)
+    record = ask(second, "b", list(range(24)))
+    second.settle()
+    assert record.request.num_disk_tokens == from_disk
+    second.check_all_done()
+
+
 def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
     disk = Disk()
     life = Life(disk, random.Random(1), **OPTIONS)

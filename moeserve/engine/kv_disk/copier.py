@@ -121,6 +121,7 @@ class BlockCopier:
                 self._results.put(self._search(part.job))
                 continue
             read = part.read
+            read.begin()
             for index in range(part.start, part.stop):
                 if not read.wants(index):
                     break
@@ -172,7 +173,12 @@ class _Read:
         self._sizes: dict[int, int] = {}
         self._first_bad = len(job.copies)
         self._error: str | None = None
-        self._begun = time.monotonic()
+        self._begun: float | None = None
+
+    def begin(self) -> None:
+        """Note that a thread has got to the job: the seconds before that are those of others."""
+        with self._lock:
+            self._begun = self._begun or time.monotonic()
 
     def wants(self, index: int) -> bool:
         """Return whether a block is still of use: none before it has failed."""
@@ -196,6 +202,7 @@ class _Read:
             while len(sizes) in self._sizes and len(sizes) < self._first_bad:
                 sizes.append(self._sizes[len(sizes)])
             error = None if self.job.is_cancelled else self._error
+            assert self._begun is not None
             return CopyResult(self.job, sizes, time.monotonic() - self._begun, error)
 
 

@@ -227,6 +227,18 @@ def why_damaged(root: Path, block: StoredBlock) -> str | None:
     return None
 
 
+def seconds_to_read(root: Path, blocks: Sequence[StoredBlock], seconds: float) -> float | None:
+    """Return the seconds per byte in which files of blocks are read and checked, for about `seconds`; None for none."""
+    begun, num_bytes = time.monotonic(), 0
+    for block in blocks:
+        with suppress(OSError):
+            why_damaged(root, block)
+            num_bytes += block.num_bytes
+        if time.monotonic() - begun > seconds:
+            break
+    return (time.monotonic() - begun) / num_bytes if num_bytes else None
+
+
 def clear(root: Path) -> int:
     """Remove all blocks, and the folders that are empty then. Return the number of blocks. Raise OSError."""
     num_removed = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,25 +15,32 @@ import structlog
 from kernels.cpu.library import build_library, native_kernels
 from moeserve.config import ConfigError
 from moeserve.engine.kv_disk.copier import BlockMemory, Memories, as_block_memory, block_bytes
-from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan
+from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.engine.rank import Rank
 from moeserve.settings.quantities import show_size
 from moeserve.wire import RunContext
-from radix_cache import Kind, StoredBlocks
+from radix_cache import Kind, StoredBlock, StoredBlocks
 
 _DAY_SECONDS = 86400.0
+# The first guess of the disk's rate reads this number of blocks, spread over the times of their last use, in about this
+# number of seconds. Of fewer bytes the time says more of opening files than of reading.
+_PROBED_BLOCKS, _PROBE_SECONDS, _LEAST_PROBED_BYTES = 8, 0.1, 1 << 20
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class KvDisk:
-    """The blocks on disk, their files, and the memories that they are copied from and to."""
+    """The blocks on disk, their files, and the memories that they are copied from and to.
+
+    read_s: a first guess of the seconds that reading a KV block takes, None where too little is there to tell.
+    """
 
     stored: StoredBlocks
     files: BlockFiles
     memories: Memories
+    read_s: float | None
 
 
 class About(msgspec.Struct, frozen=True):
@@ -74,7 +82,8 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
         stored = StoredBlocks(secret, fingerprint, config.kv_disk_size, _DAY_SECONDS * config.kv_disk_age)
         now = time.time()
         stored.tell_time(now)
-        for block in sorted(scan(root, now), key=lambda block: (block.used_at, block.name)):
+        found = sorted(scan(root, now), key=lambda block: (block.used_at, block.name))
+        for block in found:
             stored.put(block)
     except OSError as error:
         where = config.kv_disk_path
@@ -82,6 +91,7 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
             f"The folder of --kv-disk-path, {where}, cannot be used: {error.strerror or error}."
         ) from error
     num_own = stored.num_own
+    read_s = _first_guess(root, [block for block in found if block.is_kv and block.folder.startswith(fingerprint)])
     log.info(
         "kv_disk",
         folder=os.fspath(root),
@@ -90,7 +100,15 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
         size=f"{show_size(stored.num_bytes)} of {show_size(config.kv_disk_size)}",
         seconds=round(time.monotonic() - begun, 2),
     )
-    return KvDisk(stored, files, memories)
+    return KvDisk(stored, files, memories, read_s)
+
+
+def _first_guess(root: Path, blocks: Sequence[StoredBlock]) -> float | None:
+    probed = blocks[:: max(1, len(blocks) // _PROBED_BLOCKS)][:_PROBED_BLOCKS]
+    if sum(block.num_bytes for block in probed) < _LEAST_PROBED_BYTES:
+        return None
+    byte_s = seconds_to_read(root, probed, _PROBE_SECONDS)
+    return None if byte_s is None else byte_s * probed[0].num_bytes
 
 
 def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
