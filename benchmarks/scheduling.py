@@ -19,7 +19,7 @@ from moeserve.scheduling.drafting import Drafting
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.settings.drafts import SpeculativeConfig
-from radix_cache import PrefixCache
+from radix_cache import PUBLIC, PrefixCache
 
 _NUM_STEPS = 14
 _NUM_FIRST_STEPS = 16  # that compute prompts of several ranks, too
@@ -104,6 +104,37 @@ def ranked_ms(num_ranks: int, num_running: int, text: str | None = None) -> list
     return [1000 * median(column) for column in zip(*seconds[_NUM_FIRST_STEPS:], strict=True)]
 
 
+def admitting_ms(num_ranks: int, num_running: int, num_shared: int) -> float:
+    """Return the milliseconds of a step that admits this number of requests on each rank.
+
+    num_shared: the tokens that all prompts begin with; they are cached.
+    """
+    count = num_ranks * num_running
+    scheduler = Scheduler(
+        [PrefixCache(num_shared + 20 * num_running, 16) for _ in range(num_ranks)],
+        max_num_seqs=count,
+        max_num_batched_tokens=8 * count + num_shared,
+        max_num_queued_reqs=count + num_ranks,
+        max_model_len=256 + num_shared,
+    )
+    for rank in range(num_ranks):
+        # So that each rank computes the shared tokens once.
+        prompt = array("i", [1] * num_shared + [2])
+        scheduler.add(Request(f"first {rank}", prompt, SamplingParams(max_tokens=1, temperature=0.0), PUBLIC))
+        plans = scheduler.schedule()
+        assert plans is not None
+        scheduler.commit(plans, _results(plans))
+    for number in range(count):
+        prompt = array("i", [1] * num_shared + [number + 3, number + 4, number + 5])
+        scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=9, temperature=0.0)))
+    started = time.process_time()
+    plans = scheduler.schedule()
+    seconds = time.process_time() - started
+    assert plans is not None
+    assert sum(len(plan.chunks) for plan in plans) == count
+    return 1000 * seconds
+
+
 def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
     """Return the milliseconds of `Scheduler.add` and of `drop_late` with this number of waiting requests.
 
@@ -142,6 +173,9 @@ def main() -> None:
         plan, encode, commit = ranked_ms(8, 256, text)
         name = "without drafts" if text is None else f"with drafts, {text} tokens"
         print(f"8 ranks of 256 decodes {name}: plan {plan:.2f} ms, encode {encode:.2f} ms, commit {commit:.2f} ms")
+    for num_ranks, num_shared in ((1, 0), (1, 2048), (8, 0), (8, 2048)):
+        admit = admitting_ms(num_ranks, 2048 // num_ranks, num_shared)
+        print(f"2048 requests admitted on {num_ranks} ranks, {num_shared} tokens cached: {admit:.1f} ms")
     for num_waiting in (256, 3000, 10_000):
         for num_shared in (0, 512):
             add, drop = adding_ms(num_waiting, num_shared)

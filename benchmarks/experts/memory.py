@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from statistics import fmean, median
 from tempfile import mkdtemp
@@ -269,37 +270,45 @@ def stall_figures(case: str, rounds: Sequence[tuple[Run, Run]]) -> Iterator[Figu
 
 
 def throughput(amount: Amount, progress: Progress) -> Iterator[Figure]:
-    """Tokens/s with prefetching, against demand loads alone and LRU, at several residencies and concurrencies."""
-    build = BUILDS[0]
+    """Tokens/s with prefetching, against demand loads alone and against all experts in memory.
+
+    beta: of float32 experts; over the same link packed ones load as much sooner as they are smaller.
+    """
+    build = BUILDS[-1]
     folder = folder_of(build, amount, progress)
-    bandwidth = bandwidth_for(folder, 1.0)
-    for residency in (0.5,) if amount.quick else (0.25, 0.5, 0.75, 1.0):
+    cells = [(0.5, 1.0)] if amount.quick else [(0.25, 1.0), (0.5, 1.0), (0.75, 1.0), (0.5, 0.5), (0.5, 2.5)]
+    for quantization, (residency, beta) in product(("int8",) if amount.quick else ("none", "int8"), cells):
+        bandwidth = bandwidth_for(folder, beta)
         arms = [
-            Setting(folder, residency, "lru", "off", bandwidth),
-            Setting(folder, residency, "lfru", "auto", bandwidth),
+            Setting(folder, quantization=quantization),
+            *(Setting(folder, residency, "lfru", ahead, bandwidth, quantization) for ahead in ("off", "auto")),
         ]
-        for num_streams in (1, 4) if amount.quick else (1, 4, 16):
-            progress(f"{residency:.0%} resident, {num_streams} streams")
-            rounds = _throughput_rounds(arms, num_streams, amount)
-            yield throughput_figure(f"{build.name}, {residency:.0%} resident, {num_streams} at once", rounds)
+        for num_streams in (1, 4) if amount.quick or (residency, beta) != (0.5, 1.0) else (1, 4, 16):
+            kind = "float32" if quantization == "none" else quantization
+            case = f"{build.name}, {kind}, {residency:.0%} resident, beta {beta:g}, {num_streams} at once"
+            progress(case)
+            yield throughput_figure(case, _throughput_rounds(arms, num_streams, amount))
 
 
 def _throughput_rounds(arms: Sequence[Setting], num_streams: int, amount: Amount) -> list[tuple[Run, ...]]:
     with contest(arms) as contestants:
         for contestant in contestants:
             # Long enough for the prefetch switch to have judged.
-            contestant.run(num_streams, amount.of(96, 12))
-        return in_turn(contestants, amount.num_pairs, lambda arm, _: arm.run(num_streams, amount.of(32, 12)))
+            contestant.run(num_streams, amount.of(320, 12))
+        return in_turn(contestants, amount.num_pairs, lambda arm, _: arm.run(num_streams, amount.of(64, 12)))
 
 
 def throughput_figure(case: str, rounds: Sequence[tuple[Run, ...]]) -> Figure:
-    """rounds: (demand loads and LRU, the service's defaults)."""
-    ratios = tuple(ahead.tokens_per_second / demand.tokens_per_second for demand, ahead in rounds)
-    before, after = (fmean(pair[index].tokens_per_second for pair in rounds) for index in (0, 1))
-    beta = fmean(demand.beta for demand, _ in rounds)
-    link = f"emulated link, beta {beta:.2f}" if beta else "no link: all experts in memory"
-    note = f"{before:.1f} and {after:.1f} tokens/s; {link}"
-    return Figure(f"{case}, tokens/s", "demand loads alone, LRU", ratios, "x", at_least(0.98), note=note)
+    """rounds: (all experts in memory, demand loads, the service's defaults)."""
+    ratios = tuple(ahead.tokens_per_second / demand.tokens_per_second for _, demand, ahead in rounds)
+    resident, demand, ahead = (fmean(run.tokens_per_second for run in runs) for runs in zip(*rounds, strict=True))
+    stalls = [1e3 * fmean(run.stall / run.num_tokens for run in runs) for runs in zip(*rounds, strict=True)][1:]
+    note = (
+        f"{resident:.1f} tokens/s with all experts in memory, {demand:.1f} on demand ({demand / resident:.2f}), "
+        f"{ahead:.1f} ({ahead / resident:.2f}); {stalls[0]:.1f} and {stalls[1]:.1f} ms of stall per token; beta "
+        f"measured {fmean(of_round[1].beta for of_round in rounds):.2f}"
+    )
+    return Figure(f"{case}, tokens/s", "demand loads alone", ratios, "x", at_least(0.99), note=note)
 
 
 def exactness(amount: Amount, progress: Progress) -> Iterator[Figure]:

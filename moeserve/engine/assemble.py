@@ -537,10 +537,10 @@ def build_scheduler(
 def _drafting(config: ServeConfig, *, has_states: bool, run_ahead: bool) -> Drafting | None:
     """Return what makes draft tokens, None for none. Raise ConfigError if they were never tried there.
 
-    `auto` makes none where nothing was measured: where steps are planned ahead, and with recurrent states.
+    `auto` makes none where nothing was measured: where steps are planned ahead.
     """
     speculative = parse_speculative(config.speculative_config)
-    if speculative.method == "none" or (speculative.method == "auto" and (run_ahead or has_states)):
+    if speculative.method == "none" or (speculative.method == "auto" and run_ahead):
         return None
     if has_states and run_ahead:
         raise ConfigError("--speculative-config: models with recurrent states get draft tokens on a CPU alone.")

@@ -7,10 +7,11 @@ the next token is known either way. So nothing is computed only to find out.
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
-from heapq import heapify, heapreplace
-from itertools import count, takewhile
+from itertools import accumulate, chain, count, pairwise, repeat, takewhile
+from operator import mul, neg
+from sys import maxsize
 
 # Guesses are counted by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -72,16 +73,14 @@ class Acceptance:
 
         chance: that of the guess before the first one. The list ends where it is less than LEAST_LIKELY.
         """
-        chances, rate, last = list[float](), 1.0, -1
-        for number in range(num_matched, num_matched + num_tokens):
+        chances, number, end = list[float](), num_matched, num_matched + num_tokens
+        while number < end and chance >= LEAST_LIKELY:
             # Guesses of one class have one rate.
-            if last != (last := _match_class(number)):
-                rate = own.rate(source, number, self._of_all.rate(source, number), _WEIGHT_OF_SERVICE)
-            chance *= rate
-            if chance < LEAST_LIKELY:
-                break
-            chances.append(chance)
-        return chances
+            stop = min(end, _end_of_class(number))
+            rate = own.rate(source, number, self._of_all.rate(source, number), _WEIGHT_OF_SERVICE)
+            chances += accumulate(repeat(rate, stop - number - 1), mul, initial=chance * rate)
+            number, chance = stop, chances[-1]
+        return chances[: bisect_right(chances, -LEAST_LIKELY, key=neg)]
 
 
 def best_lengths(
@@ -89,46 +88,81 @@ def best_lengths(
     num_rows: int,
     most: int,
     seconds: Callable[[int], float],
+    lost: Sequence[Sequence[float]] | None = None,
+    num_again: int = 0,
 ) -> list[int]:
     """Return how many drafts of each request a step should verify, to make the most tokens per second.
 
     chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts;
-    each gives a token. most: the number of drafts in all. seconds: of a step with a number of rows; 0 if that is not
-    known, and then there are no drafts.
+    each gives a token, but for `num_again` rows that are computed once more. most: the number of drafts in all.
+    seconds: of a step with a number of rows, linear between powers of two, as that of a `CostModel`; 0 if that is not
+    known, and then there are no drafts. lost[i]: the rows that a later step is likely to compute once more because of
+    each draft of request i; None for none.
     """
-    lengths, best = [0] * len(chances), [0] * len(chances)
     base_s = seconds(num_rows)
-    queue = [(-own[0], index) for index, own in enumerate(chances) if own]
-    if base_s <= 0 or not queue:
-        return lengths
-    heapify(queue)
-    tokens, highest = float(num_rows), _LEAST_GAIN * num_rows / base_s
-    for rows in range(num_rows + 1, num_rows + most + 1):
-        chance, index = queue[0]
-        if chance == 0:
-            break
-        tokens -= chance
-        lengths[index] += 1
-        pace = tokens / max(seconds(rows), 1e-9)
-        if pace > highest:
-            best, highest = lengths.copy(), pace
-        own = chances[index]
-        heapreplace(queue, (-own[lengths[index]] if lengths[index] < len(own) else 0.0, index))
-    return best
+    drafts = list(chain.from_iterable(chances))
+    if base_s <= 0 or not drafts or most <= 0:
+        return [0] * len(chances)
+    if lost is None:
+        drafts = sorted(drafts, reverse=True)[:most]
+        rows = list(map(float, range(num_rows, num_rows + len(drafts) + 1)))
+    else:
+        pairs = sorted(zip(drafts, chain.from_iterable(lost), strict=True), reverse=True)[:most]
+        drafts = [chance for chance, _ in pairs]
+        rows = list(accumulate((1 + more for _, more in pairs), initial=float(num_rows)))
+    tokens = list(accumulate(drafts, initial=float(num_rows - num_again)))
+
+    def pace(number: int) -> float:
+        whole = int(rows[number])
+        step_s, part = seconds(whole), rows[number] - whole
+        return tokens[number] / max(step_s + part * (seconds(whole + 1) - step_s) if part else step_s, 1e-9)
+
+    best, highest = 0, _LEAST_GAIN * tokens[0] / base_s
+    for first, last in pairwise(_bends(num_rows, len(drafts))):
+        # With linear seconds and concave tokens the pace rises up to one place and falls from there on.
+        number = first + bisect_left(range(first, last), True, key=lambda n: pace(n + 1) <= pace(n))
+        if pace(number) > highest:
+            best, highest = number, pace(number)
+    return _shares(chances, drafts[best - 1], best) if best else [0] * len(chances)
+
+
+def _bends(num_rows: int, most: int) -> list[int]:
+    """Return 0, `most`, and the numbers of drafts between them at which a step's rows are a power of two."""
+    bends = ((1 << exponent) - num_rows for exponent in count(num_rows.bit_length()))
+    return [0, *takewhile(lambda drafts: drafts < most, bends), most]
+
+
+def _shares(chances: Sequence[Sequence[float]], least: float, most: int) -> list[int]:
+    """Return how many of each request's drafts are among the `most` likeliest, of which the last has chance `least`.
+
+    Of equal ones those of the first requests count.
+    """
+    lengths = [bisect_left(own, -least, key=neg) for own in chances]
+    most -= sum(lengths)
+    for index, own in enumerate(chances):
+        equal = min(most, bisect_right(own, -least, key=neg) - lengths[index])
+        lengths[index] += equal
+        most -= equal
+    return lengths
 
 
 def may_pay(num_rows: int, most: int, seconds: Callable[[int], float]) -> bool:
     """Return whether a step could make more tokens per second with up to `most` drafts, were all of them right.
 
-    num_rows: at least one. seconds: as for `best_lengths`. Between powers of two it is linear, as that of a
-    `CostModel`, so the best number of rows is one of them or the last one.
+    num_rows: at least one. seconds: as for `best_lengths`. So the best number of rows is a power of two or the last.
     """
-    base_s, last = seconds(num_rows), num_rows + most
+    base_s = seconds(num_rows)
     if base_s <= 0:
         return False
-    powers = takewhile(lambda rows: rows < last, (1 << exponent for exponent in count(num_rows.bit_length())))
-    return any(rows / max(seconds(rows), 1e-9) > _LEAST_GAIN * num_rows / base_s for rows in (*powers, last))
+    totals = [num_rows + drafts for drafts in _bends(num_rows, most)[1:]]
+    return any(rows / max(seconds(rows), 1e-9) > _LEAST_GAIN * num_rows / base_s for rows in totals)
 
 
 def _match_class(num_matched: int) -> int:
     return bisect_left(_MATCHES, num_matched)
+
+
+def _end_of_class(num_matched: int) -> int:
+    """Return the first greater number of tokens of which guesses have another rate."""
+    number = _match_class(num_matched)
+    return _MATCHES[number] + 1 if number < len(_MATCHES) else maxsize

@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
@@ -202,7 +203,12 @@ class Drafting:
                 own += self._acceptance.chances(known.rates, FORCED, 0, count - num_guessed, first)
             chances.append(own)
         attended = size.attended / max(1, size.rows)
-        return best_lengths(chances, size.rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
+        lost, num_again = None, 0
+        if requests[0].state is not None:
+            lost = [_lost_rows(own, request) for own, request in zip(chances, requests, strict=True)]
+            num_again = sum(_num_rows(request) - 1 for request in requests)
+        cost = self._cost
+        return best_lengths(chances, size.rows, most, lambda rows: cost.seconds(rows, attended * rows), lost, num_again)
 
     def plan(self, requests: Iterable[Request], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
         """Return by request how many of its drafts a step should verify, where there are any.
@@ -318,6 +324,15 @@ class DraftRoom:
             if num_spare < memory.num_blocks_for(len(request.draft_tokens)):
                 room = min(room, num_slots)
         return max(0, room)
+
+
+def _lost_rows(chances: Sequence[float], request: Request) -> list[float]:
+    """Return how many rows of its chunk a request with a recurrent state is likely to compute again for each draft.
+
+    If a draft is the first wrong one, that are all rows before it.
+    """
+    num_rows = _num_rows(request)
+    return [(before - chance) * (num_rows + place) for place, (before, chance) in enumerate(pairwise((1.0, *chances)))]
 
 
 def _num_rows(request: Request) -> int:

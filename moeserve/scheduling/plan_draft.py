@@ -9,6 +9,7 @@ from math import inf
 
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, Request, StateUse, StepPlan, StepResult, WindowTable
 from moeserve.scheduling.cost_model import CostModel, StepSize
+from moeserve.scheduling.open_prompts import ScheduledPrompts
 from moeserve.scheduling.pacing import LEAST_PROMPT_TOKENS, StepBound
 
 
@@ -16,7 +17,7 @@ class PlanDraft:
     """Collects the chunks of one step, one plan per rank. The scheduler keeps it until the step is committed.
 
     `requests[i]` belongs to the chunk that was added i-th, so the requests of rank r are in the order of
-    `plans[r].chunks`. `prompts` are the requests that lacked more than one token, by id. `budgets[r]` is the
+    `plans[r].chunks`. `prompts` are the requests that lacked more than one token. `budgets[r]` is the
     number of tokens that still fit into the plan of rank r, `sizes[r]` the size of that plan so far. `duplicates` are
     (rank, block ids) that this plan may be the last to read.
     """
@@ -26,7 +27,7 @@ class PlanDraft:
         self._tells_following = tells_following
         self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]
         self.requests: list[Request] = []
-        self.prompts: dict[str, Request] = {}
+        self.prompts = ScheduledPrompts()
         self._has_all_decodes = False
         self.budgets = [budget] * num_ranks
         self.sizes = [StepSize() for _ in range(num_ranks)]
@@ -152,7 +153,7 @@ class PlanDraft:
         self.plans[rank].chunks.append(chunk)
         self.requests.append(request)
         if self._has_all_decodes:
-            self.prompts[request.request_id] = request
+            self.prompts.add(request)
         self.budgets[rank] -= count
         size = self.sizes[rank]
         size.rows += count

@@ -6,9 +6,11 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from enum import Enum, auto
+from itertools import chain
 from math import inf
 
 from moeserve.plan import CacheWish, Chunk, Request, StateUse, WindowTable
+from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
 from radix_cache import PUBLIC, Fork, Miss, PrefixCache
 
@@ -274,16 +276,21 @@ class RequestMemory:
         """Free the duplicates that `publish` returned. No plan in flight may name them."""
         self._cache.free(duplicates)
 
-    def awaits_any(self, request: Request, prompts: Iterable[Request]) -> bool:
-        """Return whether one of the scheduled `prompts` computes the next block of `request`.
+    def awaits_any(self, request: Request, steps: Iterable[ScheduledPrompts]) -> bool:
+        """Return whether a scheduled prompt of `steps` computes the next block of `request`.
 
         Waiting for it costs a step and saves the work: requests that arrive together with the same prompt prefill it
         once. Only scheduled prompts count, so no request waits for a waiting request. Where prefixes need states, the
         request asks the other for a snapshot in their common prefix, and waits for it.
         """
-        if self._states is None:
-            return any(other is not request and self._is_computed_by(request, other) for other in prompts)
-        return any(other is not request and self._waits_for_snapshot(request, other) for other in prompts)
+        lease, tokens = request.lease, request.token_ids
+        assert lease is not None
+        end = lease.num_published_tokens + self._block_size
+        if not lease.use_cache or end >= len(tokens):
+            return False
+        awaits = self._is_computed_by if self._states is None else self._waits_for_snapshot
+        alike = chain.from_iterable(step.that_begin_with(tokens[:end], request.namespace) for step in steps)
+        return any(other is not request and awaits(request, other) for other in alike)
 
     def awaited_prefix(self, request: Request) -> array[int]:
         """Return the tokens with which any longer prompt of the namespace awaits what `request` awaits."""
@@ -294,28 +301,15 @@ class RequestMemory:
         return request.token_ids[:end]
 
     def _waits_for_snapshot(self, request: Request, other: Request) -> bool:
-        lease = request.lease
-        assert lease is not None
         assert self._states is not None
-        if not lease.use_cache or other.rank != request.rank:
+        if other.rank != request.rank:
             return False
         return self._states.follows(request, other, self.num_coming(request, other))
 
     def _is_computed_by(self, request: Request, other: Request) -> bool:
-        """Return whether the scheduled chunk of `other` computes the next block of `request`."""
-        lease = request.lease
-        assert lease is not None
-        start = lease.num_published_tokens
-        end = start + self._block_size
-        return (
-            lease.use_cache
-            and other.rank == request.rank
-            and end < len(request.token_ids)
-            and other.num_computed_tokens + other.num_scheduled_tokens > start
-            and other.namespace == request.namespace
-            and other.token_ids[start:end] == request.token_ids[start:end]
-            and other.token_ids[:start] == request.token_ids[:start]
-        )
+        """Return whether the scheduled chunk of `other`, which begins alike, computes the next block of `request`."""
+        assert request.lease is not None
+        return other.rank == request.rank and other.num_planned_tokens > request.lease.num_published_tokens
 
     def num_coming(self, request: Request, other: Request) -> int:
         """Count the tokens of the waiting `request` that will be cached once the prompt of `other` is computed here."""
@@ -378,12 +372,12 @@ class RankLoads:
     def __init__(self, memories: Sequence[RequestMemory], running: Iterable[Request]) -> None:
         self._memories = memories
         self._work = [0] * len(memories)
-        self._priorities: list[list[int]] = [[] for _ in memories]
+        self._priorities = [Counter[int]() for _ in memories]
         self._num_of_tenant: Counter[tuple[int, str]] = Counter()
         # Running prompts will need memory for their next chunks.
         self._num_promised_blocks = [0] * len(memories)
         self._num_promised_windows = [0] * len(memories)
-        self._prompts: list[list[Request]] = [[] for _ in memories]
+        self._prompts = [OpenPrompts() for _ in memories]
         # Namespaces and prefixes of prompts that wait until another request has computed them.
         self._awaited: list[tuple[str, array[int]]] = []
         for request in running:
@@ -391,20 +385,22 @@ class RankLoads:
 
     def add(self, request: Request) -> None:
         """Count a request that runs now."""
-        rank = request.rank
+        rank, lease = request.rank, request.lease
+        assert lease is not None
         uncomputed = request.num_pending_tokens
         self._work[rank] += uncomputed + _TOKENS_PER_RUNNING_REQUEST
-        if uncomputed > 1 or request.num_scheduled_tokens > 1:
-            self._prompts[rank].append(request)
-        self._priorities[rank].append(request.priority)
+        is_prompt = uncomputed > 1 or request.num_scheduled_tokens > 1
+        if is_prompt and lease.use_cache and len(self._memories) > 1:
+            self._prompts[rank].add(request)
+        self._priorities[rank][request.priority] += 1
         self._num_of_tenant[rank, request.terms.tenant] += 1
         self._num_promised_blocks[rank] += self._memories[rank].num_missing_blocks(request)
         self._num_promised_windows[rank] += self._memories[rank].num_missing_windows(request)
 
-    def place(self, request: Request, prompts: Sequence[Request]) -> AdmissionOutcome:
+    def place(self, request: Request, steps: Sequence[ScheduledPrompts]) -> AdmissionOutcome:
         """Give a waiting request its rank and the lease on its cached prefix there, if it may run now.
 
-        prompts: the scheduled requests whose prompts are computed.
+        steps: the prompts that are computed in this step and in steps in flight.
         """
         if self._is_known_to_follow(request):
             return AdmissionOutcome.FOLLOWS
@@ -412,7 +408,7 @@ class RankLoads:
             request.rank = rank
             memory = self._memories[rank]
             memory.attach(request)
-            follows = memory.awaits_any(request, prompts)
+            follows = memory.awaits_any(request, steps)
             if not follows and self._have_room_for(request):
                 return AdmissionOutcome.ADMITTED
             prefix = memory.awaited_prefix(request) if follows else None
@@ -452,7 +448,8 @@ class RankLoads:
         if not request.wants_prompt_logprobs:
             for rank, memory in enumerate(self._memories):
                 num_cached = memory.peek(request)
-                num_coming = max((memory.num_coming(request, other) for other in self._prompts[rank]), default=0)
+                alike = self._prompts[rank].neighbours(request)
+                num_coming = max((memory.num_coming(request, other) for other in alike), default=0)
                 prices[rank] -= num_cached + 2 * max(0, num_coming - num_cached)
         return sorted(range(len(prices)), key=prices.__getitem__)
 
@@ -475,5 +472,6 @@ class RankLoads:
         One for each running request is among them, which could otherwise take it from the newcomer, whose prompt would
         be lost.
         """
-        headroom = sum(priority <= request.priority for priority in self._priorities[request.rank])
+        priorities = self._priorities[request.rank].items()
+        headroom = sum(count for priority, count in priorities if priority <= request.priority)
         return self._num_promised_blocks[request.rank] + headroom

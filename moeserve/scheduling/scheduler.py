@@ -21,7 +21,7 @@ from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting, DraftRoom
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
 from moeserve.scheduling.kv_transfer import KvTransfer
-from moeserve.scheduling.open_prompts import OpenPrompts
+from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.outcomes import (
     NeverFitsError,
     QueueFullError,
@@ -550,9 +550,9 @@ class Scheduler:
             loads.add(request)
         self._running.sort()
 
-    def _scheduled_prompts(self, draft: PlanDraft) -> list[Request]:
-        """Return the requests whose prompts are computed in this step or in one in flight."""
-        return [request for step in (draft, *self._in_flight) for request in step.prompts.values()]
+    def _scheduled_prompts(self, draft: PlanDraft) -> list[ScheduledPrompts]:
+        """Return the prompts that are computed in this step and in those in flight."""
+        return [step.prompts for step in (draft, *self._in_flight)]
 
     def _may_go_on(self, request: Request) -> bool:
         """Return whether the next step may name a running request."""

@@ -77,6 +77,7 @@ def test_measured_stall_counts_what_predictions_cost():
 
 
 def test_throughput_is_a_ratio_within_each_pair():
-    figure = throughput_figure("case", runs(2.0, 1.0))
+    resident = Run(20, 0.5)
+    figure = throughput_figure("case", [(resident, *pair) for pair in runs(2.0, 1.0)])
     assert figure.values == (2.0, 2.0)
-    assert "10.0 and 20.0 tokens/s" in figure.note
+    assert "40.0 tokens/s with all experts in memory, 10.0 on demand (0.25), 20.0 (0.50)" in figure.note

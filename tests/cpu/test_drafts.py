@@ -114,6 +114,7 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
         ("gpt_oss", "suffix", {}),
         ("deepseek_v3-yarn", "suffix", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
         ("qwen3_next", "suffix", {}),
+        ("qwen3_next", "auto", {"max_num_batched_tokens": 24}),
         pytest.param(
             "qwen3_next",
             "ngram",
@@ -220,5 +221,6 @@ def test_drafts_of_models_with_recurrent_states_are_refused_where_steps_are_plan
         assert build_scheduler(config, kv)[0].draft_counters is not None
         with pytest.raises(ConfigError, match="recurrent states"):
             build_scheduler(config, kv, depth=1)
+    assert build_scheduler(ServeConfig(speculative_config="auto"), kv)[0].draft_counters is not None
     for method in ("none", "auto"):
         assert build_scheduler(ServeConfig(speculative_config=method), kv, depth=1)[0].draft_counters is None

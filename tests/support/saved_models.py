@@ -39,11 +39,16 @@ def saved_model(case: str, folder: Path, **fields: int) -> None:
 def generated(model: Path, prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
     """Return the greedy tokens that transformers generates after each prompt with the model in that folder, in float32
     and whatever their end."""
-    question = json.dumps({"prompts": prompts, "max_tokens": max_tokens})
+    return [first for first, *_ in searched(model, prompts, max_tokens, {})]
+
+
+def searched(model: Path, prompts: list[list[int]], max_tokens: int, search: dict[str, Any]) -> list[list[list[int]]]:
+    """Return, for each prompt, the tokens of all sequences that transformers generates by the rules of a search."""
+    question = json.dumps({"prompts": prompts, "max_tokens": max_tokens, "search": search})
     files = [model / "config.json", *sorted(model.glob("*.safetensors"))]
     asked = sha256(b"".join([question.encode(), *map(Path.read_bytes, files)])).hexdigest()[:16]
     file = _kept(f"generated-{asked}", lambda file: _run("generate", str(model), str(file), question=question))
-    tokens: list[list[int]] = json.loads(file.read_text())
+    tokens: list[list[list[int]]] = json.loads(file.read_text())
     return tokens
 
 
@@ -100,10 +105,10 @@ def _generate(model: str, file: str) -> None:
             torch.tensor([prompt]),
             max_new_tokens=question["max_tokens"],
             do_sample=False,
-            eos_token_id=None,
             pad_token_id=0,
+            **{"eos_token_id": None, **question["search"]},
         )
-        tokens.append(found[0, len(prompt) :].tolist())
+        tokens.append(found[:, len(prompt) :].tolist())
     Path(file).write_text(json.dumps(tokens))
 
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.scheduling.cost_model import CostModel
-from moeserve.scheduling.draft_lengths import Acceptance, best_lengths, may_pay
+from moeserve.scheduling.draft_lengths import LEAST_LIKELY, Acceptance, best_lengths, may_pay
 from moeserve.scheduling.suffix_index import LEAST_MATCH, LONGEST_MATCH, SuffixIndex
 from moeserve.settings.drafts import SpeculativeConfig, parse_speculative
 
@@ -53,6 +53,44 @@ def test_nothing_is_verified_where_rows_cost_in_full_or_costs_are_not_known() ->
     assert best_lengths([[0.99] * 8], 1, 8, lambda rows: 0.0) == [0]
 
 
+@given(
+    st.lists(st.lists(st.floats(0.05, 1.0), max_size=8), min_size=1, max_size=12),
+    st.integers(0, 12),
+    st.integers(0, 100),
+    st.lists(st.tuples(st.integers(1, 64), st.floats(0.01, 1.0)), min_size=1, max_size=6),
+)
+def test_no_other_lengths_make_more_tokens_per_second(
+    chances: list[list[float]], num_more: int, most: int, measured: list[tuple[int, float]]
+) -> None:
+    cost, num_rows = CostModel(), len(chances) + num_more
+    for rows, seconds in measured:
+        cost.observe(rows, 0.0, seconds)
+    falling = [list(accumulate(own, mul)) for own in chances]
+    likeliest = sorted((chance for own in falling for chance in own), reverse=True)[:most]
+
+    def pace(drafts: list[float]) -> float:
+        return (num_rows + sum(drafts)) / max(cost.seconds(num_rows + len(drafts), 0.0), 1e-9)
+
+    best = max(pace(likeliest[:count]) for count in range(len(likeliest) + 1))
+    lengths = best_lengths(falling, num_rows, most, lambda rows: cost.seconds(rows, 0.0))
+    found = pace([chance for own, length in zip(falling, lengths, strict=True) for chance in own[:length]])
+    assert found == pytest.approx(best) if any(lengths) else best <= 1.0301 * found
+
+
+def test_drafts_whose_failure_loses_rows_are_verified_only_if_they_are_surer() -> None:
+    def seconds(rows: int) -> float:
+        return 1.0 + 0.2 * rows
+
+    unsure, sure = [0.7, 0.49, 0.343], [0.99, 0.98, 0.97]
+    assert best_lengths([unsure], 1, 8, seconds) == [3]
+    assert best_lengths([unsure], 1, 8, seconds, [[0.3, 0.42, 0.441]]) == [2]
+    assert best_lengths([unsure], 1, 8, seconds, [[3.0, 4.0, 5.0]]) == [0]
+    assert best_lengths([sure], 1, 8, seconds, [[0.01, 0.02, 0.03]]) == [3]
+    # Two rows that give no token make further ones cheap.
+    assert best_lengths([[0.2]], 3, 8, seconds) == [0]
+    assert best_lengths([[0.2]], 3, 8, seconds, [[0.0]], 2) == [1]
+
+
 def test_rates_are_learnt_by_match_and_by_request() -> None:
     acceptance = Acceptance()
     good, bad = acceptance.of_request(), acceptance.of_request()
@@ -62,6 +100,22 @@ def test_rates_are_learnt_by_match_and_by_request() -> None:
     assert acceptance.chances(good, "own", 20, 1)[0] > 0.9
     assert acceptance.chances(bad, "own", 3, 1) == [] or acceptance.chances(bad, "own", 3, 1)[0] < 0.1
     assert acceptance.chances(acceptance.of_request(), "own", 20, 1)[0] > 0.8
+
+
+@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60), st.integers(0, 40), st.integers(0, 20))
+def test_a_guess_is_as_likely_as_all_before_it_and_its_own_rate(
+    counted: list[tuple[int, bool]], num_matched: int, num_tokens: int
+) -> None:
+    acceptance, expected, chance = Acceptance(), list[float](), 1.0
+    own = acceptance.of_request()
+    for matched, is_right in counted:
+        acceptance.count(own, "own", matched, is_right=is_right)
+    for number in range(num_matched, num_matched + num_tokens):
+        chance *= acceptance.chances(own, "own", number, 1, 1e9)[0] / 1e9
+        if chance < LEAST_LIKELY:
+            break
+        expected.append(chance)
+    assert acceptance.chances(own, "own", num_matched, num_tokens) == pytest.approx(expected)
 
 
 def test_the_setting_is_vllms_json_or_a_method() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepResult, Terms
 from moeserve.scheduling.fair_queue import FAR_SHORTER
+from moeserve.scheduling.open_prompts import ScheduledPrompts
 from moeserve.scheduling.outcomes import QueueFullError, TooLateError
 from moeserve.scheduling.pacing import Backlog, Load, Slo
 from moeserve.scheduling.scheduler import Scheduler
@@ -37,6 +38,23 @@ def test_sums_below_a_bound_are_those_of_the_values(changes: list[tuple[int, boo
     assert (sums.count, sums.total) == (len(values), sum(values))
     for bound in bounds:
         assert sums.bounded(bound) == sum(min(value, bound) for value in values)
+
+
+_TOKENS = st.lists(st.integers(0, 2), max_size=6)
+
+
+@given(st.lists(st.tuples(_TOKENS, st.sampled_from("ab"))), _TOKENS, st.sampled_from("ab"))
+def test_scheduled_prompts_that_begin_alike_are_found_in_their_order(
+    prompts: list[tuple[list[int], str]], wanted: list[int], namespace: str
+) -> None:
+    scheduled, expected = ScheduledPrompts(), list[Request]()
+    for number, (tokens, of) in enumerate(prompts):
+        request = Request(f"{number}", array("i", tokens), SamplingParams(1), of)
+        scheduled.add(request)
+        if of == namespace and tokens[: len(wanted)] == wanted:
+            expected.append(request)
+    assert scheduled.that_begin_with(array("i", wanted), namespace) == expected
+    assert len(scheduled) == len(prompts)
 
 
 class Queue:
