@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import click
 import torch
@@ -16,7 +17,7 @@ from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
 
 from moeserve.model.demo import ensure_demo
 
-_SIZES = {
+_SIZES: dict[str, Any] = {
     "hidden_size": 2048,
     "num_attention_heads": 16,
     "num_key_value_heads": 2,
