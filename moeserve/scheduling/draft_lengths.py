@@ -15,6 +15,8 @@ from sys import maxsize
 
 # Guesses are counted by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
+# By class, the first greater number of tokens of which guesses have another rate.
+_ENDS = (*(number + 1 for number in _MATCHES), maxsize)
 # The expected share of right guesses before any was seen, and the number of guesses that this expectation counts as.
 _FIRST_RATE = 0.5
 _FIRST_WEIGHT = 4.0
@@ -45,11 +47,12 @@ class Rates:
         fade = min(1.0, (self._remembered - 1) / max(1.0, number))
         self._counts[key] = right * fade + is_right, number * fade + 1
 
-    def rate(
-        self, source: str, num_matched: int, expected: float = _FIRST_RATE, weight: float = _FIRST_WEIGHT
-    ) -> float:
-        """Return how likely a guess is right. It is `expected` to be, which weighs as much as `weight` guesses."""
-        right, number = self._counts.get((source, _match_class(num_matched)), (0.0, 0.0))
+    def rate(self, kind: tuple[str, int], expected: float = _FIRST_RATE, weight: float = _FIRST_WEIGHT) -> float:
+        """Return how likely a guess of a source and class is right.
+
+        It is `expected` to be, which weighs as much as `weight` guesses.
+        """
+        right, number = self._counts.get(kind, (0.0, 0.0))
         return (right + expected * weight) / (number + weight)
 
 
@@ -76,8 +79,9 @@ class Acceptance:
         chances, number, end = list[float](), num_matched, num_matched + num_tokens
         while number < end and chance >= LEAST_LIKELY:
             # Guesses of one class have one rate.
-            stop = min(end, _end_of_class(number))
-            rate = own.rate(source, number, self._of_all.rate(source, number), _WEIGHT_OF_SERVICE)
+            place = _match_class(number)
+            stop, kind = min(end, _ENDS[place]), (source, place)
+            rate = own.rate(kind, self._of_all.rate(kind), _WEIGHT_OF_SERVICE)
             chances += accumulate(repeat(rate, stop - number - 1), mul, initial=chance * rate)
             number, chance = stop, chances[-1]
         return chances[: bisect_right(chances, -LEAST_LIKELY, key=neg)]
@@ -160,9 +164,3 @@ def may_pay(num_rows: int, most: int, seconds: Callable[[int], float]) -> bool:
 
 def _match_class(num_matched: int) -> int:
     return bisect_left(_MATCHES, num_matched)
-
-
-def _end_of_class(num_matched: int) -> int:
-    """Return the first greater number of tokens of which guesses have another rate."""
-    number = _match_class(num_matched)
-    return _MATCHES[number] + 1 if number < len(_MATCHES) else maxsize

@@ -109,16 +109,18 @@ class Drafting:
         On other ranks no text is read, which costs more than planning. budget: of a rank's step.
         """
         self._allowance = _INDEXED_PER_STEP
-        self._pays = [
-            self._may_pay(len(plan.chunks), size, budget) for plan, size in zip(draft.plans, draft.sizes, strict=True)
-        ]
+        self._pays.clear()
+        for plan, size in zip(draft.plans, draft.sizes, strict=True):
+            count = len(plan.chunks)
+            most = min(count * self._config.num_speculative_tokens, _num_drafts(budget, count))
+            self._pays.append(self._may_pay(count, most, size))
 
-    def _may_pay(self, num_requests: int, size: StepSize, budget: int) -> bool:
-        if self._config.method != "auto" or not num_requests:
+    def _may_pay(self, num_rows: int, most: int, size: StepSize) -> bool:
+        """Return whether a step could gain by up to `most` drafts. size: of one whose rows attend to as much each."""
+        if self._config.method != "auto" or not num_rows:
             return True
-        most = min(num_requests * self._config.num_speculative_tokens, _num_drafts(budget, num_requests))
         attended = size.attended / max(1, size.rows)
-        return may_pay(num_requests, most, lambda rows: self._cost.seconds(rows, attended * rows))
+        return may_pay(num_rows, most, lambda rows: self._cost.seconds(rows, attended * rows))
 
     def read(
         self,
@@ -226,7 +228,10 @@ class Drafting:
                 continue
             rows = sum(map(_num_rows, own))
             size = StepSize(rows, float(sum(len(request.token_ids) * _num_rows(request) for request in own)))
-            most = _num_drafts(draft.budgets[rank], rows)
+            most = min(_num_drafts(draft.budgets[rank], rows), sum(len(request.draft_tokens) for request in guessed))
+            # Rows that are computed again give no token, so that drafts behind them may pay sooner.
+            if rows == len(own) and not self._may_pay(rows, most, size):
+                continue
             lengths = self.lengths(guessed, room.of_rank(rank, guessed), size, most)
             num_drafts |= {r.request_id: n for r, n in zip(guessed, lengths, strict=True) if n}
         return num_drafts
@@ -311,7 +316,8 @@ class DraftRoom:
             return 0
         num_known = len(request.token_ids)
         room = min(request.sampling.max_tokens - request.num_output_tokens - 1, len(request.draft_tokens))
-        room = int(min(room, memory.draft_room(request)))
+        if request.state is not None:
+            room = min(room, memory.draft_room(request))
         if self.rope_switch is not None and not request.first_angle:
             room = min(room, self.rope_switch - num_known)
         if request.sampling.grammar is not None:

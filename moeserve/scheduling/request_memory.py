@@ -216,9 +216,10 @@ class RequestMemory:
         """The number of free slots for recurrent states. A chunk with drafts needs one."""
         return inf if self._states is None else self._states.num_free
 
-    def draft_room(self, request: Request) -> float:
-        """Return how many drafts the request's recurrent state may take in behind its known tokens."""
-        return inf if self._states is None else self._states.draft_room(request)
+    def draft_room(self, request: Request) -> int:
+        """Return how many drafts the recurrent state of a request that has one may take in behind its known tokens."""
+        assert self._states is not None
+        return self._states.draft_room(request)
 
     def commit_state(self, request: Request, chunk: Chunk, *, keep: bool) -> None:
         """End a committed chunk's use of the state. See `RequestStates.commit` for `keep`."""
