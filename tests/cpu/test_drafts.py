@@ -114,7 +114,7 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
         ("gpt_oss", "suffix", {}),
         ("deepseek_v3-yarn", "suffix", {"max_num_batched_tokens": 24, "max_num_seqs": 5}),
         ("qwen3_next", "suffix", {}),
-        ("qwen3_next", "auto", {"max_num_batched_tokens": 24}),
+        ("qwen3_next", "auto", {"max_num_batched_tokens": 24, "max_num_seqs": 20}),
         pytest.param(
             "qwen3_next",
             "ngram",

@@ -47,8 +47,9 @@ def wanted(folder: Path, prompts: list[list[int]], width: int, n: int, rule: dic
     search = {"num_beams": width, "num_return_sequences": n, "eos_token_id": STOPS, **rule}
     found = []
     for sequences in searched(folder, prompts, MAX_TOKENS, search):
-        ends = [next((place for place, token in enumerate(own) if token in STOPS), len(own)) for own in sequences]
-        found.append([tokenizer.decode(own[:end]) for own, end in zip(sequences, ends, strict=True)])
+        # A text ends with the token that has stopped it.
+        lengths = [next((n for n, token in enumerate(own, 1) if token in STOPS), len(own)) for own in sequences]
+        found.append([tokenizer.decode(own[:length]) for own, length in zip(sequences, lengths, strict=True)])
     return found
 
 
