@@ -211,12 +211,7 @@ def _start_events(
 
 
 def _ready(
-    context: RunContext,
-    model: ServedModel,
-    cache: PrefixCache,
-    kv_event_sources: list[dict[str, Any]],
-    *,
-    drafts: bool,
+    context: RunContext, model: ServedModel, cache: PrefixCache, kv_event_sources: list[dict[str, Any]], *, drafts: bool
 ) -> EngineReady:
     config = context.config
     num_ranks = config.expert_parallel_size

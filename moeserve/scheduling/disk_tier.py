@@ -102,11 +102,7 @@ class DiskTier:
     """Moves blocks between the caches of all ranks and one disk: what one rank has written any other can read."""
 
     def __init__(
-        self,
-        caches: Sequence[PrefixCache],
-        pace: Pace,
-        overflow: Overflow = Overflow.AUTO,
-        read_s: float | None = None,
+        self, caches: Sequence[PrefixCache], pace: Pace, overflow: Overflow = Overflow.AUTO, read_s: float | None = None
     ) -> None:
         """caches: by rank, with the same `stored`. pace: knows the seconds of steps. overflow: the fate of preempted
         requests. read_s: a first guess of the seconds per block that is read, None for none."""

@@ -14,15 +14,7 @@ from itertools import pairwise
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths, may_pay
-from moeserve.scheduling.draft_sources import (
-    FORCED,
-    MTP,
-    PREDICTED_TEXT,
-    CachedText,
-    Guess,
-    OwnText,
-    PredictedText,
-)
+from moeserve.scheduling.draft_sources import FORCED, MTP, PREDICTED_TEXT, CachedText, Guess, OwnText, PredictedText
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.settings.drafts import SpeculativeConfig
