@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import structlog
 import torch
 import zmq
@@ -252,22 +253,12 @@ def _default_max_tokens(config: ServeConfig, defaults: GenerationDefaults) -> in
 def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
     return {
         "event": "ready",
-        "pid": ready.pid,
-        "device": ready.device,
-        "dtype": ready.dtype,
-        "arithmetic": ready.arithmetic,
-        "weights_bytes": ready.weights_bytes,
-        "kv_bytes": ready.kv_bytes,
-        "num_blocks": ready.num_blocks,
-        "block_size": ready.block_size,
+        **msgspec.structs.asdict(ready),
         "num_state_slots": model.kv.num_state_slots,
         "num_snapshots": model.kv.num_snapshots,
         "state_row_bytes": model.state_row_bytes,
         "num_window_blocks": ready.num_blocks // model.kv.num_blocks * model.kv.num_window_blocks,
         "window": model.kv.window,
-        "max_model_len": ready.max_model_len,
-        "default_max_tokens": ready.default_max_tokens,
-        "longest_answer": ready.longest_answer,
         "model_max_len": model.spec.max_position,
         "stretched_from": model.rope_switch,
         "model": summary(model.spec),
