@@ -199,10 +199,10 @@ def _decode_event(data: bytes) -> _Chunk:
 
 
 def error_message(body: bytes) -> str:
-    """Return OpenAI's `error.message`, FastAPI's `detail`, or the beginning of the body."""
+    """Return OpenAI's `error.message`, FastAPI's `detail`, the `reason` of `/ready`, or the beginning of the body."""
     try:
         decoded = msgspec.json.decode(body)
-        found = decoded.get("error", decoded.get("detail"))
+        found = next((decoded[name] for name in ("error", "detail", "reason") if name in decoded), None)
         return str(found.get("message", found) if isinstance(found, dict) else found or decoded)
     except (msgspec.MsgspecError, AttributeError):
         return body[:200].decode("utf-8", "replace")

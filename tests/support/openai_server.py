@@ -44,7 +44,7 @@ class ScriptedServer:
             self._send(writer, 200, b'{"version": "1.2.3"}')
         elif head.startswith("GET /ready") and self.unready:
             self.unready -= 1
-            self._send(writer, 503, b'{"error": {"message": "The model is still loading"}}')
+            self._send(writer, 503, b'{"status": "unavailable", "reason": "the model is loading"}')
         elif head.startswith("POST /v1/chat/completions"):
             await self._chat(json.loads(body), writer)
         else:

@@ -158,14 +158,14 @@ def test_a_server_that_loads_is_waited_for(server):
     server.unready = 1
     result = bench("--url", server.url, "--workload", "stream")
     assert (result.exit_code, server.unready) == (0, 0)
-    assert "is not ready, waiting for at most 300 s: HTTP 503: The model is still loading" in result.output
+    assert "is not ready, waiting for at most 300 s: HTTP 503: the model is loading" in result.output
 
 
 def test_a_server_that_does_not_get_ready_is_reported_in_one_sentence(server):
     server.unready = 10
     result = bench("--url", server.url, "--wait", "0")
     assert (result.exit_code, server.requests) == (1, [])
-    assert result.output == f"Error: {server.url}: not ready after 0 s: HTTP 503: The model is still loading\n"
+    assert result.output == f"Error: {server.url}: not ready after 0 s: HTTP 503: the model is loading\n"
 
 
 def test_a_server_that_is_not_there_is_reported_in_one_sentence():
