@@ -21,6 +21,8 @@ from moeserve.settings.quantities import parse_limits
 _LEAST_SHARE = 0.25
 # A request is refused once its predicted wait exceeds its limit by this factor.
 _BENEFIT_OF_DOUBT = 1.5
+# A request that was taken in during a burst is dropped after so many times the longest wait with which it was.
+_TIMES_IN_BURST = 6
 # A step has room for at least this number of prompt tokens, whatever pace the running requests need.
 LEAST_PROMPT_TOKENS = 16
 _SMOOTHING = 0.1
@@ -344,26 +346,32 @@ class Pace:
     def limit(self, request: Request) -> float:
         """Return how long a request may wait for its first step.
 
-        In a burst all that were taken in wait for their turn, but those with long prompts, which others pass.
+        In a burst it waits for its turn, also where predictions were wrong.
         """
-        if not self.is_bounded(request):
-            return inf
-        prefill_s = self._prefill_s(request.num_uncached_tokens)
-        if request.terms.ttft_s is not None or self._patience is None:
-            return allowance(request.terms.ttft_s or inf, prefill_s)
-        is_limited = self._patience.is_lasting or self._is_long(request)
-        return min(self._patience.limit(prefill_s) if is_limited else inf, self._longest_for_whole_s)
+        return self._limit(request, _TIMES_IN_BURST if self._is_of_burst(request) else 1)
 
     def admits(self, request: Request, wait_s: float) -> bool:
         """Return whether a request that would wait `wait_s` from now on is taken in.
 
         Frontends refuse at the bound itself, and sooner, since this refusal comes only after a step.
         """
-        limit_s, waited_s = self.limit(request), self.now - request.arrived_at
-        if limit_s == inf and self._patience is not None and self.is_bounded(request):
-            # In a burst a step may have been long, while the request waited to be looked at.
-            limit_s, waited_s = self._patience.limit(self._prefill_s(request.num_uncached_tokens)), 0.0
-        return waited_s + wait_s <= _BENEFIT_OF_DOUBT * limit_s
+        # In a burst a long step, before which nobody looked at the request, is none of its affair.
+        waited_s = 0.0 if self._is_of_burst(request) else self.now - request.arrived_at
+        return waited_s + wait_s <= _BENEFIT_OF_DOUBT * self._limit(request)
+
+    def _limit(self, request: Request, times: float = 1) -> float:
+        """Return the longest wait for which a request is taken in, or so many times as long."""
+        if not self.is_bounded(request):
+            return inf
+        prefill_s = self._prefill_s(request.num_uncached_tokens)
+        if request.terms.ttft_s is not None or self._patience is None:
+            return allowance(request.terms.ttft_s or inf, prefill_s)
+        return min(times * self._patience.limit(prefill_s), self._longest_for_whole_s)
+
+    def _is_of_burst(self, request: Request) -> bool:
+        """Return whether a request without terms of its own, and without a long prompt, waits in a burst."""
+        is_burst = self._patience is not None and not self._patience.is_lasting
+        return is_burst and request.terms.ttft_s is None and not self._is_long(request)
 
     def is_late(self, request: Request) -> bool:
         """Return whether a waiting request's first token will be late, or its answer whole only after its client
