@@ -249,7 +249,7 @@ class Progress:
             log_fields["ttft_ms"] = round(1000 * (self._first - self._arrival), 1)
 
 
-class EventWriter:
+class DeltaWriter:
     """Writes the events of deltas, each choice's first ones in their place."""
 
     def __init__(self, formatter: Formatter) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
-from moeserve.frontend.exchange import EventWriter, completed
+from moeserve.frontend.exchange import DeltaWriter, completed
 from moeserve.frontend.http import ApiError, EventStream, unavailable
 from moeserve.frontend.jobs.runner import (
     Entry,
@@ -213,7 +213,7 @@ class JobView:
         """
         replay = self._replay()
         formatter = replay.formatter()
-        writer, behind = EventWriter(formatter), _Behind(after)
+        writer, behind = DeltaWriter(formatter), _Behind(after)
         detached = self.record.is_detached
         events = b""
         if detached:
@@ -273,7 +273,7 @@ class JobView:
             return formatter.snapshot(shown, failure)
         replay = self._replay()
         formatter = replay.formatter()
-        writer = EventWriter(formatter)
+        writer = DeltaWriter(formatter)
         assert isinstance(formatter, ResponsesFormatter)
         async for found in self._jobs.follow(self._job):
             for entry in found if isinstance(found, list) else ():
@@ -290,7 +290,7 @@ class JobView:
         return Replay(self._services, self.record)
 
 
-def _events(entry: Entry, replay: Replay, writer: EventWriter) -> bytes:
+def _events(entry: Entry, replay: Replay, writer: DeltaWriter) -> bytes:
     """Return the events of an entry of a journal."""
     deltas = replay.take(entry)
     events = b"".join(writer.events(delta, replay.answer.usage) for delta in deltas)

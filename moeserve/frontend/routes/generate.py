@@ -22,7 +22,7 @@ from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.exchange import (
     FORMATTERS,
     TOKENS_AT_ONCE,
-    EventWriter,
+    DeltaWriter,
     Progress,
     Turns,
     answer_of,
@@ -355,11 +355,11 @@ class _Streaming:
     stream: EventStream
     turns: Turns
     keep: Keep | None
-    _writer: EventWriter = field(init=False)
+    _writer: DeltaWriter = field(init=False)
     _num_deaths: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._writer = EventWriter(self.formatter)
+        self._writer = DeltaWriter(self.formatter)
 
     async def run(self) -> None:
         """Write events until every choice has ended, or until an error event.
