@@ -25,6 +25,9 @@ _SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
 # Requests wait for a prefix at most as long as computing it would take, but at least for the first of these times; for
 # the second where that is not known.
 _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
+# A thread that reads gently pauses this number of times as long as it has computed: two of them take a tenth of a core
+# from the steps beside them.
+PAUSES = 19.0
 # The expected time of a read falls by this share when it has kept a prefix from being read: one slow read must
 # not decide for good.
 _FORGIVENESS = 0.02
@@ -35,13 +38,15 @@ class CopyJob:
     """Blocks of one rank's memory to be written to disk, or to be read into it, in their order.
 
     chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, each with files that
-    it may have beside its own, up to the first block that is not there. is_cancelled: nobody wants the blocks any more.
+    it may have beside its own, up to the first block that is not there. is_gentle: the reading gives way to steps.
+    is_cancelled: nobody wants the blocks any more.
     """
 
     copies: Sequence[BlockCopy]
     to_disk: bool = False
     chores: Chores | None = None
     sought: Sequence[Sequence[StoredBlock]] = ()
+    is_gentle: bool = False
     is_cancelled: bool = False
     rank: int = 0
 
@@ -105,7 +110,7 @@ class DiskTier:
         self, caches: Sequence[PrefixCache], pace: Pace, overflow: Overflow = Overflow.AUTO, read_s: float | None = None
     ) -> None:
         """caches: by rank, with the same `stored`. pace: knows the seconds of steps. overflow: the fate of preempted
-        requests. read_s: a first guess of the seconds per block that is read, None for none."""
+        requests. read_s: a first guess of the seconds per block that is read while no request runs, None for none."""
         self._caches, self._disks = caches, [cache.disk for cache in caches if cache.disk is not None]
         self._stored = self._disks[0].stored
         self._block_size = caches[0].block_size
@@ -119,8 +124,8 @@ class DiskTier:
         # The ranks whose blocks are being written.
         self._writing: set[int] = set()
         self._write_after = 0.0
-        # Seconds per block that is read, and written; None while they are not known.
-        self._read_s = read_s
+        # Seconds per block that is read, by `CopyJob.is_gentle`, and written, where they are known.
+        self._read_s: dict[bool, float] = {} if read_s is None else {False: read_s}
         self._write_s: float | None = None
         self.counters = DiskCounters()
 
@@ -180,7 +185,7 @@ class DiskTier:
         unwritten = [name for name in names[:num_blocks] if name not in self._stored]
         victim = Victim(num_blocks, len(unwritten), cache.num_available)
         compute_s = self._compute_s(0, num_blocks * size, num_blocks * size, num_running)
-        fate = fate_of(victim, self._costs(compute_s, num_running), self._overflow)
+        fate = fate_of(victim, self._costs(compute_s, num_running, num_running), self._overflow)
         self.counters.fates[fate] += 1
         if fate is Fate.SWAP:
             self._disks[request.rank].hurry(unwritten)
@@ -212,7 +217,7 @@ class DiskTier:
             fill = begin_restore(cache, request.token_ids, request.namespace, request.prefix_names, spare)
             if fill is None:
                 return False
-            reading = self._begin(fill, request.rank, now)
+            reading = self._begin(fill, request.rank, now, is_gentle=num_running > 0)
         reading.waiting.append(request)
         self._of_request[request] = reading
         return True
@@ -222,7 +227,8 @@ class DiskTier:
         names: list[bytes] = []
         num_blocks = self._disks[0].num_stored(tokens, namespace, names, 0)
         is_stored = num_blocks > 0 and (num_blocks + 1) * self._block_size >= len(tokens)
-        return min(compute_s, num_blocks * self._read_s) if is_stored and self._read_s is not None else compute_s
+        read_s = self._seconds_to_read(is_gentle=True)
+        return min(compute_s, num_blocks * read_s) if is_stored and read_s is not None else compute_s
 
     def read_back(self, tokens: array[int], namespace: str, rank: int, now: float, num_spoken_for: int) -> bool:
         """Begin to read the blocks of a prefix that are on disk and not in a rank's memory, for no request yet.
@@ -238,7 +244,7 @@ class DiskTier:
         fill = begin_restore(cache, tokens, namespace, names, num_spoken_for)
         if fill is None:
             return False
-        self._begin(fill, rank, now)
+        self._begin(fill, rank, now, is_gentle=True)
         return True
 
     def leave(self, request: Request) -> bool:
@@ -307,7 +313,8 @@ class DiskTier:
         counters.num_damaged += result.error is not None
         num_filled = len(result.num_bytes)
         if num_filled:
-            self._read_s = _smoothed(self._read_s, result.seconds / num_filled)
+            known = self._read_s.get(job.is_gentle)
+            self._read_s[job.is_gentle] = _smoothed(known, result.seconds / num_filled)
         end_restore(cache, reading.fill, num_filled, is_whole=result.error is None)
         if not job.is_cancelled:
             self._forget(reading)
@@ -337,8 +344,8 @@ class DiskTier:
             del self._of_request[request]
         return reading.waiting
 
-    def _begin(self, fill: Fill, rank: int, now: float) -> _Reading:
-        job = CopyJob(fill.copies, rank=rank)
+    def _begin(self, fill: Fill, rank: int, now: float, *, is_gentle: bool) -> _Reading:
+        job = CopyJob(fill.copies, rank=rank, is_gentle=is_gentle)
         self._new_jobs.append(job)
         first = fill.first * self._block_size
         compute_s = self._pace.compute_s(first, first + fill.num_blocks() * self._block_size)
@@ -381,7 +388,8 @@ class DiskTier:
         What is computed beside the `num_running` others, or in one step with the rest of the prompt, takes less than
         steps of its own.
         """
-        read_s = self._read_s
+        is_gentle = num_running > 0
+        read_s = self._seconds_to_read(is_gentle=is_gentle)
         if read_s is None:
             return True
         num_blocks = (stop - start) // self._block_size
@@ -392,9 +400,9 @@ class DiskTier:
         elif num_running:
             more_s = max(more_s, self._pace.step_s - num_blocks * read_s)  # it misses the next step at least
         compute_s = self._compute_s(start, stop, len(request.token_ids), num_running)
-        if self._costs(compute_s, num_delayed).is_read_sooner(num_blocks, more_s):
+        if self._costs(compute_s, num_delayed, num_running).is_read_sooner(num_blocks, more_s):
             return True
-        self._read_s = read_s * (1 - _FORGIVENESS)
+        self._read_s[is_gentle] = read_s * (1 - _FORGIVENESS)
         self.counters.num_slower += 1
         return False
 
@@ -408,8 +416,16 @@ class DiskTier:
         rest_s = self._pace.compute_s(stop, end, num_running)
         return max(self._pace.compute_s(start, end, num_running) - rest_s, 1e-9)
 
-    def _costs(self, compute_s: float, num_running: int) -> OverflowCosts:
-        return OverflowCosts(compute_s, self._read_s, self._write_s, num_running, self._caches[0].num_blocks)
+    def _costs(self, compute_s: float, num_delayed: int, num_running: int) -> OverflowCosts:
+        read_s = self._seconds_to_read(is_gentle=num_running > 0)
+        return OverflowCosts(compute_s, read_s, self._write_s, num_delayed, self._caches[0].num_blocks)
+
+    def _seconds_to_read(self, *, is_gentle: bool) -> float | None:
+        """Return the expected seconds per block; None if nothing is known."""
+        known = self._read_s.get(is_gentle, self._read_s.get(not is_gentle))
+        if known is None or is_gentle in self._read_s:
+            return known
+        return known * (1 + PAUSES) if is_gentle else known / (1 + PAUSES)
 
 
 def _smoothed(known: float | None, seconds: float) -> float:

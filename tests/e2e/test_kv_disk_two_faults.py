@@ -150,6 +150,16 @@ def test_so_it_is_on_a_full_disk_where_services_start_too(
     answers_are(expected, model, tmp_path, small_disk / "kv", damage_and_fill)
 
 
+def test_a_disk_that_has_become_read_only_is_read_where_services_start_too(
+    expected: list[list[float]], model: Path, tmp_path: Path, small_disk: Path
+) -> None:
+    def protect(folder: Path) -> None:
+        lose(folder)
+        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+
+    answers_are(expected, model, tmp_path, small_disk / "kv", protect)
+
+
 def test_what_is_damaged_is_named(expected: list[list[float]], model: Path, tmp_path: Path) -> None:
     answers_are(expected, model, tmp_path, tmp_path / "kv", lambda _: None)
     flip(tmp_path / "kv")

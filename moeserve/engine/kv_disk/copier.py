@@ -16,7 +16,7 @@ import structlog
 from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from moeserve.scheduling.disk_tier import PAUSES, CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 _NUM_READERS = 2  # threads that read files; one more writes
@@ -125,7 +125,10 @@ class BlockCopier:
             for index in range(part.start, part.stop):
                 if not read.wants(index):
                     break
+                begun = time.thread_time()
                 read.note(index, self._read(read.job.copies[index], buffers))
+                if read.job.is_gentle:
+                    time.sleep(PAUSES * (time.thread_time() - begun))
             if (result := read.end_part()) is not None:
                 self._results.put(result)
 

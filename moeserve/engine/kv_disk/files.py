@@ -80,12 +80,12 @@ def _read_secret(path: Path) -> bytes:
 
 
 @contextmanager
-def if_there_is_room() -> Iterator[None]:
-    """Pass over a write that finds the disk full: nothing depends on it."""
+def if_it_can_be_written() -> Iterator[None]:
+    """Pass over a write that finds the disk full or read-only, as after a fault of the drive: nothing depends on it."""
     try:
         yield
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS):
             raise
 
 
@@ -121,9 +121,9 @@ class BlockFiles:
         self.fingerprint = fingerprint
 
     def describe(self, about: bytes) -> None:
-        """Make the folder of this process's blocks, with a file for people, unless the disk is full. Raise OSError."""
+        """Make the folder of this process's blocks, with a file for people, if it can be written. Raise OSError."""
         folder = self.root / self.fingerprint
-        with if_there_is_room():
+        with if_it_can_be_written():
             folder.mkdir(mode=0o700, exist_ok=True)
             replace_file(folder / ABOUT, [about], time.time())
 
@@ -200,7 +200,8 @@ def scan(root: Path, now: float) -> Iterator[StoredBlock]:
                             status = file.stat(follow_symlinks=False)
                             yield StoredBlock(bytes.fromhex(file.name), folder, status.st_size, status.st_mtime)
                         elif file.name.endswith(_SUFFIX) and now - file.stat().st_mtime > _UNFINISHED_SECONDS:
-                            os.unlink(file.path)
+                            with if_it_can_be_written():
+                                os.unlink(file.path)
 
 
 def _entries(folder: Path, pattern: re.Pattern[str]) -> list[Path]:

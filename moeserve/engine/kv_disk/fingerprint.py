@@ -16,7 +16,7 @@ import experts
 import kernels
 import moeserve.model
 from moeserve.config import VERSION
-from moeserve.engine.kv_disk.files import if_there_is_room, replace_file
+from moeserve.engine.kv_disk.files import if_it_can_be_written, replace_file
 
 _HASHES = "weights.json"
 _SOURCES = (experts, kernels, moeserve.model)
@@ -60,7 +60,7 @@ def _hash_model(folder: Path, memory: Path) -> list[tuple[str, str]]:
             is_new = True
         hashed.append((path.name, known[key].sha256))
     if is_new:
-        with if_there_is_room():
+        with if_it_can_be_written():
             replace_file(memory, [msgspec.json.encode(known)], time.time())
     return hashed
 

@@ -57,7 +57,7 @@ class RankCopies:
             return
         number = next(self._numbers)
         self._open[number] = job
-        self._send(job.rank, CopyBlocks(number, list(job.copies), job.to_disk))
+        self._send(job.rank, CopyBlocks(number, list(job.copies), job.to_disk, job.is_gentle))
 
     def take(self, seconds: float = 0.0) -> list[CopyResult]:
         """Return the results since the last call. Wait up to `seconds` for the first. Raise RankError."""
@@ -100,7 +100,7 @@ class MemberCopies:
                 self._copier = BlockCopier(BlockFiles(Path(message.root), message.fingerprint), self._memories())
             case CopyBlocks():
                 assert self._copier is not None
-                job = CopyJob(message.copies, message.to_disk)
+                job = CopyJob(message.copies, message.to_disk, is_gentle=message.is_gentle)
                 self._numbers[job] = message.number
                 self._copier.start(job)
             case CancelCopies():

@@ -133,6 +133,7 @@ class CopyBlocks(Message):
     number: int
     copies: list[BlockCopy]
     to_disk: bool
+    is_gentle: bool
 
 
 class CancelCopies(Message):
