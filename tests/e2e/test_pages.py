@@ -467,7 +467,7 @@ def test_the_dashboard_shows_experts_and_prefixes(browser: Browser, server: Fron
     assert facts["layers placed anew"] == "2"
     assert facts["in memory"] == "5 of 8"
     assert "balance, worst layer" not in facts  # a curve has it
-    assert facts["loads ahead"] == "auto, off now; would cost 25 % of a step of 1"
+    assert facts["loads ahead"] == "auto, off now; would cost 25 % of a step with 1 token"
     assert page.text("#expert-curves .big") == "0.50"
     assert page.evaluate("document.querySelector('#tied').hidden")
     page.evaluate("document.querySelector('#heat').focus()")

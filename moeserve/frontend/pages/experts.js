@@ -117,7 +117,7 @@ export class ExpertPanel {
     find("#tied").hidden = !described.tied;
     find("#heat-area").hidden = !described.load;
     find("#balance-note").hidden = !described.balancedness;
-    find("#residency-legend").hidden = !described.residency;
+    for (const part of ["#residency-legend", "#residency-note"]) find(part).hidden = !described.residency;
     this.draw();
   }
 
@@ -252,12 +252,12 @@ function inMemory({ residency, num_experts: experts, layers }) {
   return `${count(resident)} of ${count(experts * layers.length)}`;
 }
 
-/** What loads ahead, and what that saves of a step of the fewest rows. */
+/** What loads ahead, and what that saves of a step with the fewest tokens. */
 function ahead({ is_on: isOn, source, saved }) {
   const words = isOn ? source : source === "off" ? "off" : `${source}, off now`;
   if (!saved?.length) return words;
   const { share, rows } = saved[0];
-  return `${words}; ${share < 0 ? "would cost" : "saves"} ${percent(Math.abs(share))} of a step of ${count(rows)}`;
+  return `${words}; ${share < 0 ? "would cost" : "saves"} ${percent(Math.abs(share))} of a step with ${count(rows)} ${rows === 1 ? "token" : "tokens"}`;
 }
 
 function migrations(stats, layers) {
