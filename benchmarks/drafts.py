@@ -30,6 +30,8 @@ from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
+from moeserve.model.files import is_gguf_folder
+from moeserve.model.source import resolve_model
 from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import LocalExecutor, Steps
@@ -179,7 +181,7 @@ class Bench:
 
     def __init__(self, folder: Path, most_streams: int, methods: Sequence[str]) -> None:
         self.methods = methods
-        tokenizer = (folder if folder.is_dir() else ensure_demo()) / "tokenizer.json"
+        tokenizer = (ensure_demo() if is_gguf_folder(folder) else folder) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         ranks = dict[bool, Rank]()
         self._services, self._masks = {}, list[GrammarMasks]()
@@ -230,20 +232,20 @@ class Bench:
 @click.option("--streams", type=click.IntRange(1), multiple=True, default=(1, 4, 16), show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=64, show_default=True, help="To generate in each stream.")
 @click.option("--text", "texts", multiple=True, help="A kind of text; all of them unless given.")
-@click.option("--model", type=click.Path(path_type=Path), help="A folder or GGUF file; the demo unless given.")
+@click.option("--model", help="As of `moeserve serve`; the demo unless given.")
 @click.option("--method", "others", multiple=True, default=("suffix", "auto"), show_default=True, help="Beside none.")
 @click.option("--seconds", type=click.IntRange(1), default=360, show_default=True, help="No round begins after these.")
 def main(
     streams: tuple[int, ...],
     tokens: int,
     texts: tuple[str, ...],
-    model: Path | None,
+    model: str | None,
     others: tuple[str, ...],
     seconds: int,
 ) -> None:
     """Print the tokens per second with drafts over the tokens per second without, and the share of right drafts."""
     methods = (NONE, *others)
-    bench = Bench(model or ensure_demo(), max(streams), methods)
+    bench = Bench(resolve_model(model), max(streams), methods)
     table = kinds(tokens, bench.eos)
     if missing := set(texts) - set(table):
         raise click.BadParameter(f"{', '.join(sorted(missing))}: the kinds are {', '.join(table)}")
