@@ -21,7 +21,7 @@ from moeserve.settings.quantities import parse_limits
 _LEAST_SHARE = 0.25
 # A request is refused once its predicted wait exceeds its limit by this factor.
 _BENEFIT_OF_DOUBT = 1.5
-# A request that was taken in during a burst is dropped after so many times the longest wait with which it was.
+# A request that was taken in during a burst is dropped after this multiple of the longest wait with which it was.
 _TIMES_IN_BURST = 6
 # A step has room for at least this number of prompt tokens, whatever pace the running requests need.
 LEAST_PROMPT_TOKENS = 16
