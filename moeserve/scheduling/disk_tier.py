@@ -385,8 +385,8 @@ class DiskTier:
         """Return whether a request is expected to have its tokens from position `start` to `stop` sooner if they are
         read; True if either time is not known.
 
-        What is computed beside the `num_running` others, or in one step with the rest of the prompt, takes less than
-        steps of its own.
+        Tokens that are computed beside the `num_running` others, or in one step with the rest of the prompt, take less
+        time than steps of their own.
         """
         is_gentle = num_running > 0
         read_s = self._seconds_to_read(is_gentle=is_gentle)

@@ -15,7 +15,7 @@ from sys import maxsize
 
 # Guesses are counted by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-# By class, the first greater number of tokens of which guesses have another rate.
+# By class, the first greater number of tokens that belongs to the next class.
 _ENDS = (*(number + 1 for number in _MATCHES), maxsize)
 # The expected share of right guesses before any was seen, and the number of guesses that this expectation counts as.
 _FIRST_RATE = 0.5
@@ -137,9 +137,9 @@ def _bends(num_rows: int, most: int) -> list[int]:
 
 
 def _shares(chances: Sequence[Sequence[float]], least: float, most: int) -> list[int]:
-    """Return how many of each request's drafts are among the `most` likeliest, of which the last has chance `least`.
+    """Return how many of each request's drafts are among the `most` likeliest. least: the chance of the last of these.
 
-    Of equal ones those of the first requests count.
+    Among equal ones the drafts of the first requests count.
     """
     lengths = [bisect_left(own, -least, key=neg) for own in chances]
     most -= sum(lengths)

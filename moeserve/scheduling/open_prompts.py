@@ -1,4 +1,4 @@
-"""Prompts in an order in which those that begin alike are neighbours, so that a look-up compares a few. Pure."""
+"""Prompts in an order that makes neighbours of prompts that begin alike, so that a look-up compares a few. Pure."""
 
 from __future__ import annotations
 

@@ -360,7 +360,7 @@ class Pace:
         return waited_s + wait_s <= _BENEFIT_OF_DOUBT * self._limit(request)
 
     def _limit(self, request: Request, times: float = 1) -> float:
-        """Return the longest wait for which a request is taken in, or so many times as long."""
+        """Return the longest wait for which a request is taken in, times `times`."""
         if not self.is_bounded(request):
             return inf
         prefill_s = self._prefill_s(request.num_uncached_tokens)

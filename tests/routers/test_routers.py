@@ -285,7 +285,7 @@ def test_the_indexer_of_dynamo_agrees_with_each_tree_whatever_happens_to_it(mode
             if kind < 0.03:
                 kill(both[number])
                 both[number] = start(stack, model, tmp_path / f"{number} {act}", *settings[number])
-                # What the indexer knows of the process before would stay, had it missed the new one's first batch.
+                # The blocks of the process before would stay in the indexer, had it missed the new one's first batch.
                 assert indexer.post("/unregister", json={"instance_id": number, "model_name": "m"}).is_success
                 register(number)
             elif kind < 0.06:
