@@ -116,6 +116,7 @@ def test_requests_that_wait_for_a_grammar_count_as_waiting_and_go_when_they_are_
     run.add("b", [1, 2, 3], BOUND)
     with pytest.raises(QueueFullError):
         run.add("c", [1, 2, 3], FREE)
+    run.scheduler.tell_time(5.9)
     assert run.scheduler.drop_late() == []
     run.scheduler.tell_time(6.5)  # of a burst, they may wait six times as long as they were taken in with
     assert [output.finish_reason for output in run.scheduler.drop_late()] == [FinishReason.LATE] * 2
