@@ -103,7 +103,7 @@ class Services:
     async def start(self) -> None:
         """Connect to the engine without waiting, and start the text processes, so that no request does."""
         await self.engine.start()
-        await self.text.start()
+        self.text.start()
 
     async def stop(self) -> None:
         """Leave the engine and end the processes beside this one."""

@@ -78,23 +78,31 @@ class Beside:
     num_streams: int = 0
     _owes_a_token: bool = False
     _enough: asyncio.Event = field(default_factory=asyncio.Event)
+    _next_token: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, calls: Iterator[tuple[str, str, dict[str, Any] | None]]) -> None:
-        """Flood until `TURNS` times an answer was followed by a token. Each answer is followed by another request."""
+        """Flood until `TURNS` times an answer was followed by a token.
+
+        Each answer is followed by another request at once, each refusal by another one after a token.
+        """
         stream = asyncio.create_task(self._stream())
         flood = [asyncio.create_task(self._flood(calls)) for _ in range(AT_ONCE)]
         try:
             await asyncio.wait([stream, *flood], return_when=asyncio.FIRST_EXCEPTION)
         finally:
             self._enough.set()
+            self._next_token.set()
         await asyncio.gather(stream, *flood)
 
     async def _flood(self, calls: Iterator[tuple[str, str, dict[str, Any] | None]]) -> None:
         while not self._enough.is_set():
             answer = await ask(self.port, "flooder", *next(calls))
             self.answers[answer] += 1
-            # A refusal by the HTTP process says nothing about the engine's turns.
-            self._owes_a_token |= answer not in REFUSED
+            if answer in REFUSED and not self._enough.is_set():
+                # By the HTTP process: that says nothing about the engine's turns.
+                await self._next_token.wait()
+            else:
+                self._owes_a_token = True
 
     async def _stream(self) -> None:
         body = {"model": "m", "prompt": "hello", "max_tokens": 200, "stream": True, "ignore_eos": True}
@@ -110,11 +118,14 @@ class Beside:
             self.num_streams += 1
 
     def _note(self, data: bytes) -> None:
-        if b'"text":' in data and self._owes_a_token:
-            self._owes_a_token = False
-            self.turns += 1
-            if self.turns == TURNS:
-                self._enough.set()
+        if b'"text":' not in data:
+            return
+        self.turns += self._owes_a_token
+        self._owes_a_token = False
+        self._next_token.set()
+        self._next_token = asyncio.Event()
+        if self.turns >= TURNS:
+            self._enough.set()
 
 
 def listings(number: int) -> tuple[str, str, dict[str, Any] | None]:

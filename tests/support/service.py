@@ -47,7 +47,8 @@ class Service:
                     **os.environ,
                     "XDG_RUNTIME_DIR": str(run_root),
                     "TMPDIR": str(self._scratch),
-                    "OMP_NUM_THREADS": "1",
+                    # A step of a tiny model is over before a second thread has heard of it; as users start it, it has them.
+                    **({"MOESERVE_THREADS": "1"} if forked else {}),
                 },
                 stdout=subprocess.PIPE,
                 stderr=errors,

@@ -108,7 +108,7 @@ def used(folder: Path, use: Callable[[TextProcesses], Awaitable[None]]) -> None:
     async def run() -> None:
         inline = Preparer(TextTokenizer(byte_tokenizer()), PLAIN, Watch())
         processes = TextProcesses(folder, "auto", "auto", inline, num_processes=2)
-        await processes.start()
+        processes.start()
         try:
             await use(processes)
         finally:

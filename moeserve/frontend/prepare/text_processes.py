@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-from asyncio.subprocess import DEVNULL, Process
 from collections import deque
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
@@ -226,9 +225,9 @@ class TextProcesses:
         self._nursery: _Nursery | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def start(self) -> None:
+    def start(self) -> None:
         """Start the processes, without waiting until they can prepare anything."""
-        nursery = await self._living_nursery()
+        nursery = self._living_nursery()
         for place in range(len(self._workers)):
             self._workers[place] = nursery.fork(())
 
@@ -242,7 +241,7 @@ class TextProcesses:
                 worker.end()
             self._workers[place] = None
         if self._nursery is not None:
-            await self._nursery.end()
+            self._nursery.end()
             self._nursery = None
 
     async def prepare(self, ask: Ask, body: bytes) -> Reply:
@@ -297,7 +296,7 @@ class TextProcesses:
         for _ in range(2):
             worker = self._workers[place]
             if worker is None:
-                worker = self._workers[place] = (await self._living_nursery()).fork(job.eos_token_ids)
+                worker = self._workers[place] = self._living_nursery().fork(job.eos_token_ids)
             loop = asyncio.get_running_loop()
             began = loop.time()
             try:
@@ -312,32 +311,24 @@ class TextProcesses:
                     return refusal(page), loop.time() - began
         raise RuntimeError("two text processes ended before they began with a body")
 
-    async def _living_nursery(self) -> _Nursery:
+    def _living_nursery(self) -> _Nursery:
         if self._nursery is None or not self._nursery.lives:
-            self._nursery = await _Nursery.start(self._command)
+            self._nursery = _Nursery(self._command)
         return self._nursery
 
 
 class _Nursery:
     """The process that forks the others."""
 
-    def __init__(self, process: Process, control: socket.socket) -> None:
-        self._process = process
-        self._control = control
-
-    @classmethod
-    async def start(cls, command: Sequence[str]) -> _Nursery:
-        own, theirs = socket.socketpair()
+    def __init__(self, command: Sequence[str]) -> None:
+        self._control, theirs = socket.socketpair()
         with theirs:
             # A session of its own: an interrupt from the keyboard is for the frontend, which ends the process itself.
-            process = await asyncio.create_subprocess_exec(
-                *command, stdin=theirs.fileno(), stdout=DEVNULL, start_new_session=True
-            )
-        return cls(process, own)
+            self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True)
 
     @property
     def lives(self) -> bool:
-        return self._process.returncode is None
+        return self._process.poll() is None
 
     def fork(self, eos_token_ids: Sequence[int]) -> _Worker:
         """Return a new process, to which `connected` is to be called."""
@@ -353,11 +344,10 @@ class _Nursery:
         os.close(page_fd)
         return _Worker(own, page)
 
-    async def end(self) -> None:
+    def end(self) -> None:
         self._control.close()
-        if self.lives:
-            self._process.kill()
-        await self._process.wait()
+        self._process.kill()
+        self._process.wait()
 
 
 class _Worker:
