@@ -122,13 +122,6 @@ def running(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
         yield started
 
 
-@pytest.fixture
-def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """Ranks whose interpreters are started as users start them."""
-    with service(model, tmp_path_factory.mktemp("s"), *WATCHED, forked=False) as started:
-        yield started
-
-
 def test_public_prefixes_are_kept_on_every_rank(model: Path, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("admin:root\n" + "".join(f"user:key-{number}\n" for number in range(8)))
     prompt = "A rule for all who ask. " * 12
@@ -262,11 +255,13 @@ def test_a_stopped_rank_is_found_out_and_named(running: Service, rank: int, is_b
     wait_until(lambda: not any(map(is_alive, pids)))
 
 
-def test_a_killed_supervisor_takes_the_ranks_with_it(executed: Service) -> None:
-    pids = ranks_of(executed)
-    executed.process.kill()
-    executed.process.wait()
-    wait_until(lambda: not any(map(is_alive, pids)) and executed.leaves_nothing())
+@pytest.mark.parametrize("forked", [True, pytest.param(False, id="as users start it", marks=pytest.mark.long)])
+def test_a_killed_supervisor_takes_the_ranks_with_it(model: Path, tmp_path: Path, forked: bool) -> None:
+    with service(model, tmp_path, *WATCHED, forked=forked) as running:
+        pids = ranks_of(running)
+        running.process.kill()
+        running.process.wait()
+        wait_until(lambda: not any(map(is_alive, pids)) and running.leaves_nothing())
 
 
 def test_a_killed_rank_costs_a_copy_of_each_and_no_whole_start(

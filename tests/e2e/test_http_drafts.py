@@ -21,6 +21,7 @@ NUM_REQUESTS = 10
 NUM_IN_LONG_SUITE = 1_000
 TOGETHER = 8
 TWO_RANKS = ("--expert-parallel-size", "2", "--engine-timeout", "60")
+SHORT = {("attention", "two ranks"), ("states", "one rank"), ("mtp", "one rank")}
 TOOL = {"type": "object", "properties": {"city": {"enum": ["Bern", "Basel"]}, "days": {"type": "integer"}}}
 TOOLS = [{"type": "function", "function": {"name": name, "parameters": TOOL}} for name in ("weather", "forecast")]
 FORM = {"type": "json_schema", "json_schema": {"name": "form", "schema": TOOL}}
@@ -99,9 +100,13 @@ def answers(folder: Path, place: Path, bodies: list[dict[str, Any]], *settings: 
     "count", [NUM_REQUESTS, pytest.param(NUM_IN_LONG_SUITE, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
 )
 @pytest.mark.parametrize(
-    "settings", [pytest.param((), id="one rank", marks=pytest.mark.long), pytest.param(TWO_RANKS, id="two ranks")]
+    ("kind", "settings"),
+    [
+        pytest.param(kind, settings, id=f"{kind}-{name}", marks=() if (kind, name) in SHORT else pytest.mark.long)
+        for kind in ("attention", "states", "mtp")
+        for name, settings in {"one rank": (), "two ranks": TWO_RANKS}.items()
+    ],
 )
-@pytest.mark.parametrize("kind", ["attention", "states", "mtp"])
 def test_random_requests_have_the_same_answers_with_drafts_and_without(
     kind: str, settings: tuple[str, ...], count: int, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
 # The part of the matrix that is in the short suite, beside the tests of single processes.
-SHORT = {("engine", "prefill"), ("engine", "drain"), ("rank", "migration")}
+SHORT = {("engine", "drain"), ("rank", "migration")}
+SHORT_OF_TWO_HTTP_PROCESSES = {("engine", "prefill")}
 # On a busy machine too every request is to be answered, and a drain to last until it is.
 SLOW = ("--slo", "ttft:100s", "--shutdown-timeout", "100")
 BOTH = ("--max-restarts", "1000", "--max-model-len", "32768", "--max-num-batched-tokens", "256", *SLOW)
@@ -75,20 +76,26 @@ def restless(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 @pytest.fixture(scope="module")
-def undisturbed(one: Service) -> dict[str, Answered]:
+def undisturbed(both: Service) -> dict[str, Answered]:
     """The answers of a service of one rank, before anything happens to it; several ranks answer the same."""
-    answers = Traffic(str(one.http.base_url), TRAFFIC | PROMPTS).start().wait()
+    answers = Traffic(str(both.http.base_url), TRAFFIC | PROMPTS).start().wait()
     assert {name: answer.status for name, answer in answers.items()} == dict.fromkeys(answers, 200)
     return answers
 
 
 def cells(
-    targets: Sequence[str], phases: Sequence[str], numbers: Sequence[signal.Signals] = SIGNALS
+    targets: Sequence[str],
+    phases: Sequence[str],
+    numbers: Sequence[signal.Signals] = SIGNALS,
+    short: Collection[tuple[str, str]] = SHORT,
 ) -> pytest.MarkDecorator:
-    """Parametrize a test by `target`, `phase` and `number`. A target `rank` is rank 1 and rank 0 in turn."""
+    """Parametrize a test by `target`, `phase` and `number`. A target `rank` is rank 1 and rank 0 in turn.
+
+    short: targets and phases whose SIGKILL is in the short suite.
+    """
     parameters = []
     for place, (target, phase, number) in enumerate(product(targets, phases, numbers)):
-        marks = () if (target, phase) in SHORT and number == signal.SIGKILL else pytest.mark.long
+        marks = () if (target, phase) in short and number == signal.SIGKILL else pytest.mark.long
         name = f"rank {(place + 1) % 2}" if target == "rank" else target
         parameters.append(pytest.param(name, phase, number, id=f"{name}-{phase}-{number.name}", marks=marks))
     return pytest.mark.parametrize(("target", "phase", "number"), parameters)
@@ -153,7 +160,7 @@ def test_a_service_of_one_rank_goes_on(
     outlive(one, target, phase, number, undisturbed)
 
 
-@cells(["engine"], ["start", "idle", "prefill", "decode"])
+@cells(["engine"], ["start", "idle", "prefill", "decode"], short=SHORT_OF_TWO_HTTP_PROCESSES)
 def test_a_service_of_two_http_processes_goes_on(
     both: Service, undisturbed: dict[str, Answered], target: str, phase: str, number: signal.Signals
 ) -> None:

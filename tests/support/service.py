@@ -47,7 +47,7 @@ class Service:
                     **os.environ,
                     "XDG_RUNTIME_DIR": str(run_root),
                     "TMPDIR": str(self._scratch),
-                    # A step of a tiny model is over before a second thread has heard of it; as users start it, it has them.
+                    # A tiny model's step is over before a second thread has begun.
                     **({"MOESERVE_THREADS": "1"} if forked else {}),
                 },
                 stdout=subprocess.PIPE,
