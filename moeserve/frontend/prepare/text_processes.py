@@ -324,7 +324,9 @@ class _Nursery:
         self._control, theirs = socket.socketpair()
         with theirs:
             # A session of its own: an interrupt from the keyboard is for the frontend, which ends the process itself.
-            self._process = subprocess.Popen(command, stdin=theirs, stdout=subprocess.DEVNULL, start_new_session=True)
+            self._process = subprocess.Popen(
+                command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
+            )
 
     @property
     def lives(self) -> bool:
