@@ -37,6 +37,10 @@ ASKED: dict[str, tuple[Mapping[str, str], float]] = {
     "vllm:request_prompt_tokens_sum": ({}, 70),
     "vllm:request_generation_tokens_bucket": ({"le": "50.0"}, 1),
     "vllm:request_success_total": ({"finished_reason": "stop"}, 1),
+    "vllm:spec_decode_num_drafts_total": ({}, 4),
+    "vllm:spec_decode_num_draft_tokens_total": ({}, 9),
+    "vllm:spec_decode_num_accepted_tokens_total": ({}, 5),
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total": ({"position": "1"}, 2),
     "vllm:cache_config_info": ({"block_size": "16", "num_gpu_blocks": "40"}, 1),
 }
 
@@ -55,7 +59,13 @@ def measured() -> Metrics:
     counts: dict[str, Any] = dict.fromkeys(Stats.__struct_fields__, 0)
     counts |= {"num_running": 3, "num_waiting": 2, "blocks_free": 20, "blocks_cached": 10, "blocks_leased": 10}
     counts |= {"prompt_tokens": 70, "generation_tokens": 50, "prefix_query_tokens": 70, "prefix_hit_tokens": 30}
-    counts |= {"preemptions": 1, "rejections": {}, "queue_seconds": [0.5], "features": {}, "load": None}
+    counts |= {"preemptions": 1, "rejections": {}, "queue_seconds": [0.5], "load": None}
+    counts["features"] = {
+        "moeserve_draft_chunks": [[4]],
+        "moeserve_draft_tokens": [[9]],
+        "moeserve_draft_accepted_tokens": [[5]],
+        "moeserve_draft_accepted_tokens_per_pos": [["0", 3], ["1", 2]],
+    }
     metrics.on_stats(Stats(**counts))
     return metrics
 
