@@ -8,7 +8,7 @@ the next token is known either way. So nothing is computed only to find out.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate, chain, count, pairwise, repeat, takewhile
 from operator import mul, neg
 from sys import maxsize
@@ -47,7 +47,7 @@ class Rates:
         fade = min(1.0, (self._remembered - 1) / max(1.0, number))
         self._counts[key] = right * fade + is_right, number * fade + 1
 
-    def rate(self, kind: tuple[str, int], expected: float = _FIRST_RATE, weight: float = _FIRST_WEIGHT) -> float:
+    def rate(self, kind: tuple[str, int], expected: float, weight: float = _FIRST_WEIGHT) -> float:
         """Return how likely a guess of a source and class is right.
 
         It is `expected` to be, which weighs as much as `weight` guesses.
@@ -59,8 +59,10 @@ class Rates:
 class Acceptance:
     """How likely guesses are right: rates of the whole service, and of each request."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_rates: Mapping[str, float] | None = None) -> None:
+        """first_rates: the expected share of right guesses of a source before any was seen, where it is known."""
         self._of_all = Rates()
+        self._first_rates = first_rates or {}
 
     def of_request(self) -> Rates:
         """Return the empty rates of a new request."""
@@ -77,11 +79,12 @@ class Acceptance:
         chance: that of the guess before the first one. The list ends where it is less than LEAST_LIKELY.
         """
         chances, number, end = list[float](), num_matched, num_matched + num_tokens
+        first_rate = self._first_rates.get(source, _FIRST_RATE)
         while number < end and chance >= LEAST_LIKELY:
             # Guesses of one class have one rate.
             place = _match_class(number)
             stop, kind = min(end, _ENDS[place]), (source, place)
-            rate = own.rate(kind, self._of_all.rate(kind), _WEIGHT_OF_SERVICE)
+            rate = own.rate(kind, self._of_all.rate(kind, first_rate), _WEIGHT_OF_SERVICE)
             chances += accumulate(repeat(rate, stop - number - 1), mul, initial=chance * rate)
             number, chance = stop, chances[-1]
         return chances[: bisect_right(chances, -LEAST_LIKELY, key=neg)]

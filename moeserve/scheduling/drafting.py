@@ -14,7 +14,16 @@ from itertools import pairwise
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
 from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths, may_pay
-from moeserve.scheduling.draft_sources import FORCED, MTP, PREDICTED_TEXT, CachedText, Guess, OwnText, PredictedText
+from moeserve.scheduling.draft_sources import (
+    CACHED_TEXT,
+    FORCED,
+    MTP,
+    PREDICTED_TEXT,
+    CachedText,
+    Guess,
+    OwnText,
+    PredictedText,
+)
 from moeserve.scheduling.plan_draft import PlanDraft
 from moeserve.scheduling.request_memory import RequestMemory
 from moeserve.settings.drafts import SpeculativeConfig
@@ -23,6 +32,9 @@ from moeserve.settings.drafts import SpeculativeConfig
 _INDEXED_PER_STEP = 4096
 # The number of tokens at an answer's end by which it is found again in its predicted text.
 _TAIL = 3
+# The shares of right guesses that are expected of sources before they were seen to guess: right nearly always in the
+# benchmark of an agent's second run and of predicted answers.
+_FIRST_RATES = {CACHED_TEXT: 0.9, PREDICTED_TEXT: 0.9}
 # Guesses are compared by this number of their first tokens.
 _COMPARED = 4
 
@@ -73,7 +85,7 @@ class Drafting:
         """config: of another method than `none`."""
         self._config = config
         self._known: dict[str, _Known] = {}
-        self._acceptance = Acceptance()
+        self._acceptance = Acceptance(_FIRST_RATES)
         self._cost = CostModel()
         self._allowance = 0
         # By rank, whether the next step may have drafts.
