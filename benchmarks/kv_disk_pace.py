@@ -8,13 +8,13 @@ whose prefixes are in memory by then.
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Generator, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from itertools import chain
 from math import exp, log, sqrt
-from os import getloadavg
 from pathlib import Path
 from random import Random
 from statistics import mean, median, stdev
@@ -30,6 +30,7 @@ _SETTINGS = ("--speculative-config", '{"method":"none"}')
 _OUTPUT = 48  # tokens
 _STREAM = 400  # tokens
 _NEW = 200  # tokens of a new prompt
+_SETTLES_S = 0.1  # after an answer, in which the rest of it is written
 _STEPS_BEFORE = 20  # of the stream, before a load
 
 
@@ -51,21 +52,50 @@ def streaming(http: httpx2.Client) -> Iterator[None]:
     tokens.close()
 
 
+class Asked:
+    """A service, with the processes that it has started."""
+
+    def __init__(self, http: httpx2.Client, before: set[int]) -> None:
+        """before: the processes that were there before it."""
+        self.http = http
+        self._pids = descendants(os.getpid()) - before
+
+    def processor_s(self) -> float:
+        """Return the seconds of processor time that its threads have taken so far."""
+        found = 0
+        for task in chain.from_iterable(Path(f"/proc/{pid}/task").glob("*/schedstat") for pid in self._pids):
+            with suppress(OSError):  # the thread has ended
+                found += int(task.read_text().split()[0])
+        return found / 1e9
+
+
+def descendants(pid: int) -> set[int]:
+    """Return the processes that a process has started, directly or not."""
+    children = {
+        int(child) for file in Path(f"/proc/{pid}/task").glob("*/children") for child in file.read_text().split()
+    }
+    return children.union(*map(descendants, children))
+
+
 def ratios(
-    disk: httpx2.Client, plain: httpx2.Client, prompts: Sequence[list[int]], output: int, *, beside: bool
-) -> list[float]:
-    """Return for each prompt the seconds of its answer with a disk, as a share of those without.
+    disk: Asked, plain: Asked, prompts: Sequence[list[int]], output: int, *, beside: bool
+) -> tuple[list[float], list[float]]:
+    """Return the seconds of each prompt's answer with a disk as a share of those without, and so its processor time.
 
     beside: a stream runs meanwhile in the service that is asked.
     """
-    found = []
+    times, loads = list[float](), list[float]()
     for number, prompt in enumerate(prompts):
-        took = {}
-        for http in (plain, disk) if number % 2 else (disk, plain):
-            with streaming(http) if beside else nullcontext():
-                took[http] = seconds(http, prompt, output)
-        found.append(took[disk] / took[plain])
-    return found
+        took, used = {}, {}
+        for one in (plain, disk) if number % 2 else (disk, plain):
+            before = one.processor_s()
+            with streaming(one.http) if beside else nullcontext():
+                took[one] = seconds(one.http, prompt, output)
+            time.sleep(_SETTLES_S)
+            used[one] = one.processor_s() - before
+        times.append(took[disk] / took[plain])
+        loads.append(used[disk] / used[plain])
+    return times, loads
 
 
 def shown(found: Sequence[float]) -> str:
@@ -135,19 +165,21 @@ def command(
         with serving(disk, settings) as http:
             for prompt in chain(long, *by_length.values()):
                 ask(http, prompt)
-        without = ends.enter_context(serving(plain, settings, on_disk=False))
-        with_disk = ends.enter_context(serving(disk, settings))
+        before = descendants(os.getpid())
+        without = Asked(ends.enter_context(serving(plain, settings, on_disk=False)), before)
+        before = descendants(os.getpid())
+        with_disk = Asked(ends.enter_context(serving(disk, settings)), before)
         if pairs:
-            found = ratios(with_disk, without, drawn(pairs, _NEW), _OUTPUT, beside=beside)
-            click.echo(f"with a disk / without, {pairs} new prompts: {shown(found)}")
+            times, used = ratios(with_disk, without, drawn(pairs, _NEW), _OUTPUT, beside=beside)
+            click.echo(f"with a disk / without, {pairs} new prompts: {shown(times)}; processor time {shown(used)}")
         for size, prompts in by_length.items():
-            before = from_disk(with_disk)
-            found = ratios(with_disk, without, prompts, 1, beside=beside)
-            read = from_disk(with_disk) - before
-            click.echo(f"{stored} stored prompts of {size} tokens, {read:.0f} tokens read: {shown(found)}")
+            known = from_disk(with_disk.http)
+            times, _ = ratios(with_disk, without, prompts, 1, beside=beside)
+            read = from_disk(with_disk.http) - known
+            click.echo(f"{stored} stored prompts of {size} tokens, {read:.0f} tokens read: {shown(times)}")
         if loads:
-            show_gaps(with_disk, long)
-    click.echo(f"load {getloadavg()[0]:.1f}")
+            show_gaps(with_disk.http, long)
+    click.echo(f"load {os.getloadavg()[0]:.1f}")
 
 
 def from_disk(http: httpx2.Client) -> float:

@@ -18,14 +18,15 @@ from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, 
 from moeserve.scheduling.pacing import Pace
 from radix_cache import BlockCopy, Chores, Fill, PrefixCache, StoredBlock, StoredBlocks, begin_restore, end_restore
 
-_STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
+# Blocks that one job writes, and that are in copy at most, while no request runs and while some run.
+_STORED_AT_ONCE, _STORED_GENTLY = 16, 4
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
 _MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
 _SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
 # Requests wait for a prefix at most as long as computing it would take, but at least for the first of these times; for
 # the second where that is not known.
 _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
-# A thread that reads gently pauses this number of times as long as it has computed: two of them take a tenth of a core
+# A thread that copies gently pauses this number of times as long as it has computed: two of them take a tenth of a core
 # from the steps beside them.
 PAUSES = 19.0
 # The expected time of a read falls by this share when it has kept a prefix from being read: one slow read must
@@ -38,7 +39,7 @@ class CopyJob:
     """Blocks of one rank's memory to be written to disk, or to be read into it, in their order.
 
     chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, each with files that
-    it may have beside its own, up to the first block that is not there. is_gentle: the reading gives way to steps.
+    it may have beside its own, up to the first block that is not there. is_gentle: the copying gives way to steps.
     is_cancelled: nobody wants the blocks any more.
     """
 
@@ -271,19 +272,20 @@ class DiskTier:
                 self._give_up(reading)
         return overdue
 
-    def take_jobs(self, now: float) -> list[CopyJob]:
-        """Return the jobs that are to begin. now: in seconds since the epoch."""
+    def take_jobs(self, now: float, num_running: int) -> list[CopyJob]:
+        """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
         jobs, self._new_jobs = self._new_jobs, []
         self._stored.tell_time(now)
         for rank, disk in enumerate(self._disks):
             if rank in self._writing:
                 continue
-            copies = disk.take(_STORED_AT_ONCE) if now >= self._write_after else []
+            most = _STORED_GENTLY if num_running else _STORED_AT_ONCE
+            copies = disk.take(most) if now >= self._write_after else []
             # All ranks see the same files, so the first one does the chores.
             chores = self._stored.take_chores() if rank == 0 else None
             if copies or chores is not None:
                 self._writing.add(rank)
-                jobs.append(CopyJob(copies, to_disk=True, chores=chores, rank=rank))
+                jobs.append(CopyJob(copies, to_disk=True, chores=chores, rank=rank, is_gentle=num_running > 0))
         return jobs
 
     def end(self, result: CopyResult, now: float) -> list[Request]:

@@ -105,7 +105,7 @@ class WaitingRoom:
                 waits = self._disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
             if waits:
                 self._take_out(request)
-        return self._disk.take_jobs(now)
+        return self._disk.take_jobs(now, len(self._running))
 
     def end_copy(self, result: CopyResult, now: float) -> None:
         """Receive the end of a copy between memory and disk; requests that waited for it take their places.

@@ -59,7 +59,7 @@ def flip(folder: Path) -> None:
 
 
 def swap(folder: Path) -> None:
-    """Give each second file the content of another one, whole and with its own hash."""
+    """Give each second file the content of another one, whole and with its own checksum."""
     files = files_of(folder)
     for path, other in zip(files[::2], files[1::2], strict=False):
         shutil.copy(other, path)
@@ -166,4 +166,4 @@ def test_what_is_damaged_is_named(expected: list[list[float]], model: Path, tmp_
     command = [sys.executable, "-m", "launcher.cli", "cache", "verify", str(tmp_path / "kv")]
     verified = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert verified.returncode != 0
-    assert "its hash is wrong" in verified.stdout + verified.stderr
+    assert "its checksum is wrong" in verified.stdout + verified.stderr

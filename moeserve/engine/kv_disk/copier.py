@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 from typing import Any
@@ -21,7 +20,6 @@ from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 _NUM_READERS = 2  # threads that read files; one more writes
 _READ_AT_ONCE = 8  # blocks that a thread reads before another one may have a turn
-_NICE = 19  # of the thread that writes: steps come first
 
 log = structlog.get_logger(__name__)
 
@@ -88,17 +86,16 @@ class BlockCopier:
             self._reads.put(None)
 
     def _write_all(self) -> None:
-        with suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
         buffers = self._buffers()
         while (job := self._writes.get()) is not None:
             begun, sizes, error = time.monotonic(), list[int](), None
             try:
                 self._do_chores(job.chores)
                 for copy in job.copies:
-                    buffer = buffers[copy.kind]
-                    buffer.load(copy.block)
-                    sizes.append(self._files.write(copy, buffer.content))
+                    with _giving_way(job):
+                        buffer = buffers[copy.kind]
+                        buffer.load(copy.block)
+                        sizes.append(self._files.write(copy, buffer.content))
             except OSError as failure:
                 error = str(failure)
                 log.warning("kv_disk_not_written", error=error, consequence="these prefixes stay in memory alone")
@@ -125,10 +122,8 @@ class BlockCopier:
             for index in range(part.start, part.stop):
                 if not read.wants(index):
                     break
-                begun = time.thread_time()
-                read.note(index, self._read(read.job.copies[index], buffers))
-                if read.job.is_gentle:
-                    time.sleep(PAUSES * (time.thread_time() - begun))
+                with _giving_way(read.job):
+                    read.note(index, self._read(read.job.copies[index], buffers))
             if (result := read.end_part()) is not None:
                 self._results.put(result)
 
@@ -163,6 +158,18 @@ class BlockCopier:
             return type(failure).__name__
         buffer.store(copy.block)
         return size
+
+
+@contextmanager
+def _giving_way(job: CopyJob) -> Iterator[None]:
+    """Pause after a piece of a gentle job, in proportion to the processor time that it took.
+
+    A low priority would not do: a thread that does not run may hold the interpreter's lock.
+    """
+    begun = time.thread_time()
+    yield
+    if job.is_gentle:
+        time.sleep(PAUSES * (time.thread_time() - begun))
 
 
 class _Read:

@@ -5,21 +5,21 @@
     DIR/FINGERPRINT/about.json         the facts behind a fingerprint, for people
     DIR/FINGERPRINT/ACCOUNT.NAMESPACE/NAME    one KV block; NAME01: its window block, NAME02: the state after it
 
-A file is a header, the block's tokens (int32), its bytes, and the SHA-256 of all that. It is written under another name
+A file is a header, the block's tokens (int32), its bytes, and the CRC-32 of all that. It is written under another name
 and then renamed, so a process that is killed leaves a file that nobody reads. It is not forced onto the disk: after a
-power failure a file may be torn, which its hash shows. Several services may use one folder: equal names have equal
+power failure a file may be torn, which its checksum shows. Several services may use one folder: equal names have equal
 content, and a file that is gone is a miss.
 """
 
 from __future__ import annotations
 
 import errno
-import hashlib
 import os
 import re
 import secrets
 import struct
 import time
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,8 +27,8 @@ from pathlib import Path
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlock, border_name, used_at
 
 _HEADER = struct.Struct("<8s32s16sIIQ")  # magic, fingerprint, name of the KV block, tokens, kind, bytes
-_MAGIC = b"moeKV\0\0\1"
-_HASH_BYTES = 32
+_MAGIC = b"moeKV\0\0\2"
+_CHECKSUM = struct.Struct("<I")  # of all that is before it
 _FINGERPRINT = re.compile(r"[0-9a-f]{32}")
 _FOLDER = re.compile(r"[0-9a-f]{32}\.[0-9a-f]{32}")
 _NAME = re.compile(r"[0-9a-f]{32}(?:0[12])?")
@@ -130,10 +130,8 @@ class BlockFiles:
     def write(self, copy: BlockCopy, content: memoryview) -> int:
         """Write a block's file and return its size. Raise OSError, with nothing left behind."""
         head = self._head(copy, content)
-        digest = hashlib.sha256(head)
-        digest.update(content)
         path, seconds = self.root / copy.path, used_at(time.time(), copy.depth)
-        parts: list[bytes | memoryview] = [head, content, digest.digest()]
+        parts: list[bytes | memoryview] = [head, content, _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(head)))]
         try:
             return replace_file(path, parts, seconds)
         except FileNotFoundError:
@@ -146,22 +144,20 @@ class BlockFiles:
         The content of `content` is anything after an error.
         """
         head = self._head(copy, content)
-        found, digest = bytearray(len(head)), bytearray(_HASH_BYTES)
-        size = len(head) + len(content) + _HASH_BYTES
+        found, checksum = bytearray(len(head)), bytearray(_CHECKSUM.size)
+        size = len(head) + len(content) + _CHECKSUM.size
         descriptor = os.open(self.root / copy.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_size != size:
                 raise BlockError("its size is wrong")
-            if os.readv(descriptor, [found, content, digest]) != size:
+            if os.readv(descriptor, [found, content, checksum]) != size:
                 raise BlockError("it ends early")
         finally:
             os.close(descriptor)
         if found != head:
             raise BlockError("it is of other tokens or of another model")
-        expected = hashlib.sha256(head)
-        expected.update(content)
-        if expected.digest() != digest:
-            raise BlockError("its hash is wrong")
+        if _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(head))) != checksum:
+            raise BlockError("its checksum is wrong")
         return size
 
     def status(self, block: StoredBlock) -> StoredBlock:
@@ -213,18 +209,19 @@ def why_damaged(root: Path, block: StoredBlock) -> str | None:
     """Return why a file is not a whole block, None if it is. Raise OSError."""
     with open(root / block.path, "rb") as file:
         data = file.read()
-    if len(data) < _HEADER.size + _HASH_BYTES:
+    if len(data) < _HEADER.size + _CHECKSUM.size:
         return "it is too short"
     magic, fingerprint, name, num_tokens, kind, num_bytes = _HEADER.unpack_from(data)
     if magic != _MAGIC:
         return "it is no block, or of another version"
-    if len(data) != _HEADER.size + 4 * num_tokens + num_bytes + _HASH_BYTES:
+    if len(data) != _HEADER.size + 4 * num_tokens + num_bytes + _CHECKSUM.size:
         return "its size is wrong"
     full_name = border_name(name, Kind(kind)) if kind in (Kind.WINDOW, Kind.STATE) else name
     if fingerprint.decode("ascii", "replace") != block.folder.split("/")[0] or full_name != block.name:
         return "it is another block than its name says"
-    if hashlib.sha256(data[:-_HASH_BYTES]).digest() != data[-_HASH_BYTES:]:
-        return "its hash is wrong"
+    end = len(data) - _CHECKSUM.size
+    if _CHECKSUM.pack(zlib.crc32(memoryview(data)[:end])) != data[end:]:
+        return "its checksum is wrong"
     return None
 
 
