@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.reconnecting import NUM_TOKENS, Repeated, TakenUp, body_of, events_of, prompt_of
+from tests.support.reconnecting import NUM_TOKENS, Repeated, TakenUp, Underway, body_of, events_of, prompt_of
 from tests.support.service import Service, children_of, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
@@ -59,25 +58,15 @@ def test_streams_of_a_killed_replica_go_on_in_the_other_one(
     replicas: list[Service], kill: Callable[[Service], None]
 ) -> None:
     victim, survivor = replicas
-    begun: set[tuple[str, int]] = set()
-    all_begun, lock = threading.Event(), threading.Lock()
-
-    def note(kind: str) -> Callable[[int], None]:
-        def on_piece(number: int) -> None:
-            with lock:
-                begun.add((kind, number))
-                if len(begun) == NUM_STREAMS:
-                    all_begun.set()
-
-        return on_piece
-
+    # Those of the victim that are streamed to clients: they are to be under way when it is killed.
+    underway = Underway(NUM_STREAMS // 4)
     half = range(NUM_STREAMS // 2)
     addresses = [str(replica.http.base_url) for replica in replicas]
-    clients = [Repeated(addresses, number, note("stream")) for number in half]
-    backgrounds = [TakenUp(addresses, number, note("response")) for number in half]
+    clients = [Repeated(addresses, number, underway.note if number % 2 == 0 else lambda _: None) for number in half]
+    backgrounds = [TakenUp(addresses, number, lambda _: None) for number in half]
     with ThreadPoolExecutor(NUM_STREAMS) as pool:
         running = [pool.submit(one.run) for one in (*clients, *backgrounds)]
-        assert all_begun.wait(60)
+        assert underway.event.wait(60)
         kill(victim)
         for each in running:
             each.result(130)

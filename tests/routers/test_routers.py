@@ -19,7 +19,7 @@ import pytest
 import zmq
 
 from tests.clients.environments import Client
-from tests.support.reconnecting import NUM_TOKENS, Repeated, body_of
+from tests.support.reconnecting import NUM_TOKENS, Repeated, Underway, body_of
 from tests.support.reconnecting import prompt_of as prompt_of_stream
 from tests.support.routers import address, cached, free_port, program, start, transfer_settings
 from tests.support.service import Service, is_alive, wait_until
@@ -146,20 +146,14 @@ def test_a_restarted_replica_of_four_is_found_again(model: Path, tmp_path: Path)
 
 def test_streams_behind_vllm_router_survive_their_replica(model: Path, tmp_path: Path) -> None:
     shared = ("--response-store", str(tmp_path / "store"), "--kv-disk-path", str(tmp_path / "kv"))
-    begun, all_begun = set[int](), threading.Event()
-
-    def note(number: int) -> None:
-        begun.add(number)
-        if len(begun) == 16:
-            all_begun.set()
-
+    underway = Underway(16)
     with ExitStack() as stack:
         both = [start(stack, model, tmp_path / name, *EVENTS, *shared) for name in ("a", "b")]
         router = watched(stack, model, tmp_path, both)
-        clients = [Repeated([str(router.base_url)], number, note) for number in range(16)]
+        clients = [Repeated([str(router.base_url)], number, underway.note) for number in range(16)]
         with ThreadPoolExecutor(16) as pool:
             running = [pool.submit(client.run) for client in clients]
-            assert all_begun.wait(60)
+            assert underway.event.wait(60)
             busiest = max(both, key=lambda one: one.http.get("/v1/loads").json()["loads"][0]["num_running_reqs"])
             busiest.process.kill()
             for each in running:

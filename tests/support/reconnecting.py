@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
@@ -21,6 +23,24 @@ def body_of(number: int, **fields: Any) -> dict[str, Any]:
 
 def prompt_of(number: int) -> list[int]:
     return [3 + number, *(3 + (number + i * 7) % 50 for i in range(100))]
+
+
+class Underway:
+    """Counts pieces of streams. `event` is set once all have begun, or one has come far: on a busy machine some begin
+    when others would have ended."""
+
+    def __init__(self, num_streams: int) -> None:
+        self.event = threading.Event()
+        self._num_streams = num_streams
+        self._lock = threading.Lock()
+        self._pieces: Counter[int] = Counter()
+
+    def note(self, number: int) -> None:
+        """Count a piece of a stream."""
+        with self._lock:
+            self._pieces[number] += 1
+            if len(self._pieces) == self._num_streams or self._pieces[number] == NUM_TOKENS // 8:
+                self.event.set()
 
 
 class Repeated:
