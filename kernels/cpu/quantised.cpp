@@ -286,7 +286,12 @@ MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, c
   constexpr Traits format = traits_of(F);
   const Rounded* x[Rows];
   const uint8_t* half[Halves];
-  for (int r = 0; r < Rows; ++r) x[r] = rows[r];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    x[r] = rows[r];
+#pragma GCC unroll 2
+    for (int h = 0; h < Halves; ++h) sums[r][h] = Floats{};
+  }
   for (int h = 0; h < Halves; ++h) half[h] = panel + h * half_bytes;
   for (int64_t block = 0; block < num_blocks; ++block) {
     Super super[Halves];
@@ -307,11 +312,11 @@ void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* p
                       Columns* out) {
   const int64_t half_bytes = num_blocks * traits_of(F).block_bytes();
 #if defined(__AVX512F__)
-  Floats sums[Rows][2] = {};
+  Floats sums[Rows][2];
   multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, sums);
   for (int r = 0; r < Rows; ++r) out[r] = {sums[r][0], sums[r][1]};
 #else
-  Floats low[Rows][1] = {}, high[Rows][1] = {};
+  Floats low[Rows][1], high[Rows][1];
   multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, low);
   multiply_halves<F>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
   for (int r = 0; r < Rows; ++r) out[r] = {low[r][0], high[r][0]};

@@ -146,11 +146,23 @@ inline void write_pairs(const uint8_t* low, const uint8_t* high, int count, uint
 void round_q8_0(const Groups& groups, uint8_t* const* out) {
   Floats most{};
   for (int i = 0; i < kGroup; ++i) most = max(most, max(groups.x[i], -groups.x[i]));
-  const Halves scales = to_halves(most * (1.0f / 127.0f));
-  const Floats by = inverse(from_halves(scales));
+  Floats scale{}, least = splat(std::numeric_limits<float>::infinity());
+  for (int r = 0; r < kRanges; ++r) {
+    const Floats tried = to_half_and_back(most * (1.0f / float(127 - r))), by = inverse(tried);
+    Floats error{};
+    for (int i = 0; i < kGroup; ++i) {
+      const Floats rest = groups.x[i] - tried * clamped(rounded(groups.x[i] * by), -127.0f, 127.0f);
+      error += rest * rest;
+    }
+    const Ints better = (Ints)(error < least);
+    least = select(better, error, least);
+    scale = select(better, tried, scale);
+  }
+  const Halves scales = to_halves(scale);
+  const Floats by = inverse(scale);
   for (int c = 0; c < kLanes; ++c) {
-    const uint16_t scale = scales[c];
-    std::memcpy(out[c], &scale, 2);
+    const uint16_t bits = scales[c];
+    std::memcpy(out[c], &bits, 2);
   }
   for (int i = 0; i < kGroup; ++i) {
     const Ints code = __builtin_convertvector(clamped(rounded(groups.x[i] * by), -127.0f, 127.0f), Ints);

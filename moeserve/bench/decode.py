@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import click
 import torch
@@ -19,11 +20,16 @@ from kernels.moe import expert_layout
 from kernels.ops import CpuOps
 from kernels.packed_experts import ExpertShape, PackedExperts
 from kernels.weight_formats import FORMATS, Arithmetic, Matrix, QuantizedRows, WeightFormat
-from moeserve.model.rounding import fine
+from moeserve.model.checkpoint import read_index
+from moeserve.model.families import build_spec, load_config
+from moeserve.model.rounding import fine, format_in_file
+from moeserve.model.source import resolve_model
+from moeserve.model.spec import AttentionSpec, ModelError
 
 ROWS = (1, 4, 16, 256)
 _READ_BYTES = 2**30  # memory whose reading is timed
 _BEST_OF = 5  # the shortest of this number of times counts
+_CACHED = 1024  # rows and depth of the matrix that tells how fast products are beside the caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,23 @@ SHAPES = {
     "qwen3-30b-a3b": Shape(2048, 4096, 512, 128, 8, 768, 151936, 48),
     "gpt-oss-20b": Shape(2880, 4096, 512, 32, 4, 2880, 201088, 24),
 }
+
+
+def shape_of(model: str) -> tuple[Shape, tuple[str, ...]]:
+    """Return the sizes of a model, a folder, GGUF file or hub id, and the formats of its quantised matrices, if any.
+
+    Raise ModelError, also for a model of another kind than this command times.
+    """
+    folder = Path(resolve_model(model, revision=None, offline=False, progress=lambda *_: None))
+    spec, index = build_spec(load_config(folder)), read_index(folder)
+    moe, attention = spec.moe, spec.attention
+    if moe is None or not isinstance(attention, AttentionSpec):
+        raise ModelError(f"{model} lacks experts, or attention whose heads have keys of their own.")
+    channels = attention.head_dim
+    sizes = channels * attention.num_heads, channels * attention.num_kv_heads, moe.num_experts, moe.gate.top_k
+    stored = {form.name for info in index.values() if (form := format_in_file(info.dtype)) is not None}
+    shape = Shape(spec.hidden_size, *sizes, moe.intermediate_size, spec.vocab_size, spec.num_layers)
+    return shape, tuple(sorted(stored))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +129,11 @@ class Products:
             layer.experts(x, ids, weights, Activation())
         self._head(x[:16])
 
+    def cached_rate(self) -> float:
+        """Return the operations per second of products with one matrix of the format that stays in the caches."""
+        linear, x = self._linear(_CACHED, _CACHED, "o"), torch.randn(ROWS[-1], _CACHED)
+        return 2 * ROWS[-1] * _CACHED**2 / best_seconds(partial(linear, x))
+
     def bytes_and_operations(self, choices: Tensor) -> tuple[int, int]:
         """Return the bytes of weights that a step reads, and its multiplications and additions."""
         shape, num_rows = self._shape, choices.shape[1]
@@ -137,13 +165,14 @@ def read_bandwidth() -> float:
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One step of `num_rows` rows: bytes of weights per second, operations per second."""
+    """One step of `num_rows` rows: its bytes of weights and operations per second. cached_rate: see `Products`."""
 
     form: str
     num_rows: int
     seconds: float
     bytes_per_second: float
     operations_per_second: float
+    cached_rate: float
 
 
 def measure(
@@ -157,17 +186,18 @@ def measure(
         except ValueError as error:
             click.echo(f"{name} is left out: {error}.", err=True)
             continue
+        rate = products.cached_rate()
         for num_rows in ROWS:
             x = torch.randn((num_rows, shape.hidden), generator=generator)
             scores = torch.rand((layers, num_rows, shape.num_experts), generator=generator)
             choices, weights = scores.topk(shape.top_k).indices, torch.full((num_rows, shape.top_k), 1 / shape.top_k)
             seconds = best_seconds(partial(products.step, x, choices, weights))
             num_bytes, operations = products.bytes_and_operations(choices)
-            yield Figure(name, num_rows, seconds, num_bytes / seconds, operations / seconds)
+            yield Figure(name, num_rows, seconds, num_bytes / seconds, operations / seconds, rate)
 
 
 @click.command(name="decode")
-@click.option("--shape", "name", type=click.Choice(tuple(SHAPES)), default="olmoe", show_default=True)
+@click.option("--shape", "name", default="olmoe", show_default=True, help=f"{', '.join(SHAPES)}, or a model.")
 @click.option("--layers", type=click.IntRange(min=1), default=2, show_default=True, help="Layers to make.")
 @click.option(
     "--format", "formats", multiple=True, type=click.Choice(("bfloat16", *FORMATS)), help="Format of weights."
@@ -183,12 +213,18 @@ def command(
         raise click.ClickException("There are no compiled kernels on this machine.")
     if threads is not None:
         torch.set_num_threads(threads)
+    stored: tuple[str, ...] = ()
+    if (shape := SHAPES.get(name)) is None:
+        try:
+            shape, stored = shape_of(name)
+        except ModelError as error:
+            raise click.ClickException(str(error)) from error
     bandwidth = read_bandwidth()
     click.echo(f"{name}, {layers} layers and the head, {torch.get_num_threads()} threads, {arithmetic} arithmetic")
     click.echo(f"memory is read at {bandwidth / 1e9:.1f} GB/s\n")
-    click.echo("| weights | rows | ms | rows/s | GB/s | of the memory | GOP/s |\n|---|---|---|---|---|---|---|")
-    names = formats or ("bfloat16", "q8_0", "q4_0", "q4_k", "q6_k")
-    for figure in measure(SHAPES[name], layers, names, arithmetic, narrow_rows=dtype == "bfloat16"):
+    click.echo(f"| weights | rows | ms | rows/s | GB/s | of the memory | GOP/s | of the cached |\n{'|---' * 8}|")
+    names = formats or stored or ("bfloat16", "q8_0", "q4_0", "q4_k", "q6_k")
+    for figure in measure(shape, layers, names, arithmetic, narrow_rows=dtype == "bfloat16"):
         cells = (
             figure.form,
             str(figure.num_rows),
@@ -197,5 +233,6 @@ def command(
             f"{figure.bytes_per_second / 1e9:.1f}",
             f"{figure.bytes_per_second / bandwidth:.0%}",
             f"{figure.operations_per_second / 1e9:.0f}",
+            f"{figure.operations_per_second / figure.cached_rate:.0%}",
         )
         click.echo(f"| {' | '.join(cells)} |")

@@ -25,9 +25,10 @@ FORMS: tuple[Form, ...] = (
     ("none", "none", "exact", "bfloat16"),
     ("none", "none", "exact", "int8"),
     ("int8", "none", "int8", "float32"),
+    ("int8", "none", "int8", "bfloat16"),
     ("int8", "none", "exact", "float32"),
-    ("none", "int4", "int8", "float32"),
-    ("int4", "none", "int8", "float32"),
+    ("none", "int4", "int8", "bfloat16"),
+    ("int4", "none", "int8", "bfloat16"),
     ("int4", "none", "exact", "float32"),
     ("int4", "none", "int8", "int8"),
 )

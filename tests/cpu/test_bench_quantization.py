@@ -10,6 +10,7 @@ from click.testing import CliRunner
 
 from kernels.cpu.library import native_kernels
 from moeserve.bench import decode, quality
+from moeserve.model.families import build_spec, load_config
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
@@ -43,6 +44,18 @@ def test_quality_compares_forms_with_the_checkpoint(tmp_path: Path, monkeypatch:
     assert eight.perplexity == pytest.approx(plain.perplexity, rel=0.02)
     assert small_kv.perplexity == pytest.approx(plain.perplexity, rel=0.02)
     assert four.perplexity == pytest.approx(plain.perplexity, rel=0.2)
+
+
+def test_decode_takes_the_sizes_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = write_tiny_checkpoint(tmp_path / "model")
+    shape, stored = decode.shape_of(str(model))
+    spec = build_spec(load_config(model))
+    assert spec.moe is not None
+    assert (shape.hidden, shape.num_experts, shape.layers) == (spec.hidden_size, spec.moe.num_experts, spec.num_layers)
+    assert stored == ()
+    refused = CliRunner().invoke(decode.command, ["--shape", str(tmp_path / "none")])
+    assert refused.exit_code == 1
+    assert refused.output.startswith("Error: ")
 
 
 def test_decode_times_every_format_and_leaves_out_what_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

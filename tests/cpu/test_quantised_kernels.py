@@ -161,7 +161,7 @@ def test_rounding_to_8_bits_is_off_by_half_a_step(dtype: torch.dtype) -> None:
     blocks = quantise(weight, Q8_0, NATIVE).dequantise().view(40, 3, 32)
     wanted = weight.float().view(40, 3, 32)
     step = wanted.abs().amax(2, keepdim=True) / 127
-    assert ((blocks - wanted).abs() <= 0.52 * step).all()
+    assert ((blocks - wanted).abs() <= 0.56 * step).all()  # The largest code of a block is 118 to 127.
 
 
 @pytest.mark.parametrize("form", [Q4_1, Q4_K])
