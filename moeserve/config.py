@@ -187,7 +187,8 @@ class ServeConfig:
     )
     kv_cache_dtype: str = _memory(
         "auto",
-        "Dtype of keys and values: float32, bfloat16 or int8 on a CPU, fp8_e4m3 on a GPU; auto: as activations.",
+        "Dtype of keys and values: float32, bfloat16 or int8 on a CPU, fp8_e4m3 on a GPU; "
+        "auto: bfloat16 where a CPU rounds activations, else as activations.",
         choices=("auto", "float32", "bfloat16", "int8", "fp8_e4m3"),
     )
     gpu_memory_utilization: float = _memory(

@@ -143,7 +143,7 @@ class _CpuBody:
     def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
         plan, block_size = self._plan, self._config.block_size
         kv, layers = plan.kv, plan.spec.kv_layers
-        kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype)
+        kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype, plan.rounding)
         pool = KVPool(layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
         states = plan.spec.state_layers
         state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
@@ -303,8 +303,11 @@ def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:
     narrow = kernels is not None and kernels.multiplies_bfloat16
     if narrow:
         name += ", products of bfloat16"
-    if config.kv_cache_dtype not in ("auto", str(plan.dtype).removeprefix("torch.")):
-        name += f", keys and values {config.kv_cache_dtype}"
+    kept = config.kv_cache_dtype
+    if plan.device == "cpu":
+        kept = str(cpu_kv_dtype(config, plan.spec, plan.dtype, rounding)).removeprefix("torch.")
+    if kept not in ("auto", str(plan.dtype).removeprefix("torch.")):
+        name += f", keys and values {kept}"
     if rounding.is_none:
         return name
     activations = "int8 within products" if rounding.rounds_rows else "bfloat16 within products" if narrow else "exact"

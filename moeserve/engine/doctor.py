@@ -381,7 +381,7 @@ def _fitting(
             plan.kv.num_blocks,
             plan.kv.num_window_blocks,
             config.block_size,
-            cpu_kv_dtype(config, plan.spec, plan.dtype),
+            cpu_kv_dtype(config, plan.spec, plan.dtype, plan.rounding),
         ),
         plan.kv.num_blocks * config.block_size,
         plan.kv.max_model_len,

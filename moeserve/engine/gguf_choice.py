@@ -70,7 +70,8 @@ def file_choices(
         return None
     machine = read_machine()
     spec = spec_of_first(repositories, config.revision)
-    dtype = {"bfloat16": torch.bfloat16, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float32)
+    usual = torch.float32 if config.arithmetic == "exact" else torch.bfloat16
+    dtype = {"auto": usual, "bfloat16": torch.bfloat16, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float32)
     kv_bytes = 0 if spec is None else kv_block_bytes(spec.kv_layers, 1, dtype)
     return choices_of_hub(model, sizes, spec, machine, kv_bytes), machine
 

@@ -82,9 +82,13 @@ def compute_dtype(config: ServeConfig, device: str) -> torch.dtype:
     return dtype
 
 
-def cpu_kv_dtype(config: ServeConfig, spec: ModelSpec, dtype: torch.dtype) -> torch.dtype:
+def cpu_kv_dtype(
+    config: ServeConfig, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+) -> torch.dtype:
     """Return the dtype of keys and values on a CPU that computes in `dtype`. Raise ConfigError."""
     name = config.kv_cache_dtype
+    if name == "auto" and dtype == torch.float32 and (rounding.rounds_rows or rounding.narrow):
+        return torch.bfloat16
     kv_dtype: torch.dtype = dtype if name == "auto" else getattr(torch, name)
     if kv_dtype != dtype and dtype != torch.float32:
         raise ConfigError(f"--kv-cache-dtype {name} on a CPU needs --dtype float32.")
@@ -169,8 +173,7 @@ def plan_on_cpu(
     residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
-    plan = share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency)
-    return replace(plan, rounding=rounding)
+    return share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency, rounding)
 
 
 def share_memory(
@@ -181,6 +184,7 @@ def share_memory(
     free_bytes: int,
     placement: Placement | None = None,
     residency: ResidencyPlan | None = None,
+    rounding: Rounding = NO_ROUNDING,
 ) -> ModelPlan:
     """Give keys, values and states the part of `free_bytes` that weights and slots of experts leave.
 
@@ -193,7 +197,7 @@ def share_memory(
         raise ModelError(
             f"{what} {show_size(num_bytes, up=True)} of memory, but only {show_size(free_bytes)} are free."
         )
-    kv_dtype = cpu_kv_dtype(config, spec, dtype)
+    kv_dtype = cpu_kv_dtype(config, spec, dtype, rounding)
     kv = plan_kv(
         block_bytes=kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype),
         block_size=config.block_size,
@@ -212,7 +216,7 @@ def share_memory(
         kind = "recurrent states" if spec.state_layers else "window blocks"
         if config.kv_transfer_config is not None:
             raise ConfigError(f"--kv-transfer-config moves KV blocks alone so far, and this model needs its {kind}.")
-    return ModelPlan(spec, dtype, kv, num_bytes, placement, residency)
+    return ModelPlan(spec, dtype, kv, num_bytes, placement, residency, rounding=rounding)
 
 
 def check_kv_tiers(config: ServeConfig, device: str) -> None:

@@ -61,9 +61,9 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_of_a_repository_the_most_bits_that_fit_are_taken(hub: Path, machine: Machine) -> None:
     said = ask("owner/qwen3-GGUF")
     assert "GGUF models: 6" in said
-    assert "Take the most bits that fit: moeserve serve owner/qwen3-GGUF:Q4_K_M" in said
+    assert "Take the most bits that fit: moeserve serve owner/qwen3-GGUF:Q5_K_M" in said
     found = {choice["kind"]: choice for choice in json.loads(ask("owner/qwen3-GGUF", "--json"))["files"]}
-    assert [kind for kind, choice in found.items() if choice["obstacle"] is None] == ["Q3_K_M", "Q4_K_M"]
+    assert [kind for kind, choice in found.items() if choice["obstacle"] is None] == ["Q3_K_M", "Q4_K_M", "Q5_K_M"]
     assert found["Q6_K"]["num_bytes"] == 25 * 10**9
     # 3.35 of 30.5 billion parameters are active, 0.31 of them the embedding; a token reads one row of it.
     assert found["Q4_K_M"]["tokens_per_second"] == pytest.approx(50 / 18.6 * 30.53 / (3.353 - 0.311), rel=1e-3)

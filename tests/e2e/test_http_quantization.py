@@ -46,7 +46,8 @@ def test_the_demo_has_the_same_texts_however_its_experts_lie(quantization: str, 
         folder = tmp_path / name
         folder.mkdir()
         with service(model, folder, *arguments, *flags) as running:
-            assert arithmetic_of(running) == f"float32, weights {quantization}, activations int8 within products"
+            rounded = f"weights {quantization}, activations int8 within products"
+            assert arithmetic_of(running) == f"float32, keys and values bfloat16, {rounded}"
             found[name] = texts_of(running)
     assert found["memory"] == found["one"]
     assert found["ranks"] == found["one"]
