@@ -16,8 +16,6 @@ from tests.support.service import ROOT, Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
-pytestmark = pytest.mark.long
-
 # Python runs this before any program: some requests fail at their tenth token as by a bug of the sampler.
 FAULT = """
 from moeserve.model import sampler
@@ -73,8 +71,13 @@ def crashing(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(
     ("key", "fields"),
-    [("one", {}), ("one", {"priority": 5}), ("narrow", {}), ("one", {"n": 4}), ("operator", {"background": True})],
-    ids=["plain", "low priority", "a key with one place", "four choices", "in the background"],
+    [
+        pytest.param("one", {"priority": 5}, id="low priority"),
+        pytest.param("one", {}, id="plain", marks=pytest.mark.long),
+        pytest.param("narrow", {}, id="a key with one place", marks=pytest.mark.long),
+        pytest.param("one", {"n": 4}, id="four choices", marks=pytest.mark.long),
+        pytest.param("operator", {"background": True}, id="in the background", marks=pytest.mark.long),
+    ],
 )
 def test_a_request_that_kills_the_process_costs_two_lives_and_no_other_request(
     crashing: Service, key: str, fields: dict[str, object]
@@ -98,6 +101,7 @@ def test_a_request_that_kills_the_process_costs_two_lives_and_no_other_request(
     wait_until(lambda: "moeserve_engine_restarts_total 2.0" in crashing.http.get("/metrics").text)
 
 
+@pytest.mark.long
 def test_the_request_at_fault_ends_alone(running: Service) -> None:
     url = str(running.http.base_url)
     undisturbed = Traffic(url, INNOCENT).start().wait()
@@ -113,6 +117,7 @@ def test_the_request_at_fault_ends_alone(running: Service) -> None:
     assert_whole(running, seen)
 
 
+@pytest.mark.long
 def test_clients_that_send_it_again_end_no_more_engines(running: Service) -> None:
     """The openai package tries three times by default. That would be six deaths, one more than end the service."""
     client = openai.OpenAI(base_url=f"{running.http.base_url}/v1", api_key="none")
