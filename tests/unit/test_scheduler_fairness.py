@@ -139,10 +139,10 @@ def test_the_same_holds_among_the_shorter_ones() -> None:
     simulation.check_all_done()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", first(1, [0, 1]))
-@pytest.mark.parametrize("run_ahead", [False, True])
 @pytest.mark.parametrize(
-    "num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2, pytest.param(3, marks=pytest.mark.slow)]
+    ("num_ranks", "run_ahead"), first(3, [(2, True), (1, False), (3, False), (2, False), (1, True), (3, True)])
 )
 def test_prompts_of_all_lengths_pass_each_other_and_all_are_served(num_ranks: int, run_ahead: bool, half: int) -> None:
     for seed in range(half, 8, 2):
