@@ -117,8 +117,11 @@ def stream(http: httpx2.Client) -> Generator[float]:
                 yield time.perf_counter()
 
 
-def gaps_beside_loads(http: httpx2.Client, prompts: list[list[int]]) -> tuple[list[float], list[float], int]:
-    """Return the seconds between tokens of a stream alone and beside loads, and the tokens that were loaded."""
+def gaps_beside_loads(
+    http: httpx2.Client, prompts: list[list[int]]
+) -> tuple[list[float], list[float], int, list[float]]:
+    """Return the seconds between tokens of a stream alone and beside loads, the loaded tokens, and the seconds
+    until each load was answered."""
     alone, beside = list[float](), list[float]()
     waiting = iter(prompts)
     load: Thread | None = None
@@ -135,7 +138,7 @@ def gaps_beside_loads(http: httpx2.Client, prompts: list[list[int]]) -> tuple[li
             load.start()
     if load is not None:
         load.join()
-    return alone, beside, sum(where["disk"] for _, where in found)
+    return alone, beside, sum(where["disk"] for _, where in found), [took for took, _ in found]
 
 
 @click.command()
@@ -191,12 +194,13 @@ def from_disk(http: httpx2.Client) -> float:
 
 def show_gaps(http: httpx2.Client, prompts: list[list[int]]) -> None:
     """Print the times between a stream's tokens alone, beside loads, and beside the same prompts in memory."""
-    alone, beside, loaded = gaps_beside_loads(http, prompts)
-    _, again, num_read = gaps_beside_loads(http, prompts)
+    alone, beside, loaded, took = gaps_beside_loads(http, prompts)
+    _, again, num_read, took_again = gaps_beside_loads(http, prompts)
     click.echo(
         f"between tokens of a stream: {1e3 * median(alone):.2f} ms alone, {1e3 * median(beside):.2f} beside loads of "
         f"{loaded} tokens ({median(beside) / median(alone):.3f}), longest {1e3 * max(beside):.1f}; beside the same "
-        f"prompts in memory ({num_read} tokens from disk) {1e3 * median(again):.2f}, longest {1e3 * max(again):.1f}"
+        f"prompts in memory ({num_read} tokens from disk) {1e3 * median(again):.2f}, longest {1e3 * max(again):.1f}; "
+        f"a load is answered after {median(took):.2f} s, in memory after {median(took_again):.2f}"
     )
 
 

@@ -18,8 +18,7 @@ from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, 
 from moeserve.scheduling.pacing import Pace
 from radix_cache import BlockCopy, Chores, Fill, PrefixCache, StoredBlock, StoredBlocks, begin_restore, end_restore
 
-# Blocks that one job writes, and that are in copy at most, while no request runs and while some run.
-_STORED_AT_ONCE, _STORED_GENTLY = 16, 4
+_STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
 _MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
 _SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
@@ -279,8 +278,7 @@ class DiskTier:
         for rank, disk in enumerate(self._disks):
             if rank in self._writing:
                 continue
-            most = _STORED_GENTLY if num_running else _STORED_AT_ONCE
-            copies = disk.take(most) if now >= self._write_after else []
+            copies = disk.take(_STORED_AT_ONCE) if now >= self._write_after else []
             # All ranks see the same files, so the first one does the chores.
             chores = self._stored.take_chores() if rank == 0 else None
             if copies or chores is not None:
