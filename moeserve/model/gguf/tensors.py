@@ -21,6 +21,8 @@ from moeserve.model.gguf.parts import GgufPart
 from moeserve.model.spec import CheckpointError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
+# Bytes that the kernel is asked to read by one call: it may read less of more.
+_READ_AT_ONCE = 2**19
 
 
 def read_part(part: GgufPart) -> Tensor:
@@ -85,7 +87,8 @@ def _bytes(tensor: GgufTensor) -> _Array:
             # Private pages, which torch may write to; nothing does.
             mapped = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=begin)
         # All of it is read now, instead of megabytes around each page that is touched.
-        mapped.madvise(mmap.MADV_WILLNEED)
+        for first in range(0, length, _READ_AT_ONCE):
+            mapped.madvise(mmap.MADV_WILLNEED, first, min(_READ_AT_ONCE, length - first))
         return np.frombuffer(mapped, np.uint8, tensor.num_bytes, skipped)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor.file.name} cannot be read: {error}.") from None
