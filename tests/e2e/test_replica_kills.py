@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.parameters import first
 from tests.support.reconnecting import NUM_TOKENS, Repeated, TakenUp, Underway, body_of, events_of, prompt_of
 from tests.support.service import Service, children_of, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
@@ -53,7 +54,7 @@ def figure(running: Service, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-@pytest.mark.parametrize("kill", [kill_all, kill_supervisor])
+@pytest.mark.parametrize("kill", first(1, [kill_all, kill_supervisor]))
 def test_streams_of_a_killed_replica_go_on_in_the_other_one(
     replicas: list[Service], kill: Callable[[Service], None]
 ) -> None:
