@@ -121,10 +121,11 @@ def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
 
 @dataclass(slots=True)
 class Service:
-    """A method's scheduler over the one model. Counts are of measured runs."""
+    """A method's scheduler over the one model. Counts are of measured runs. clock: gives seconds."""
 
     scheduler: Scheduler
     steps: Steps
+    clock: Callable[[], float]
     num_served: int = 0
 
     def serve(
@@ -143,7 +144,7 @@ class Service:
             guess = array("i") if predicted is None else predicted[number]
             self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace, predicted=guess))
         while True:
-            self.scheduler.tell_time(began := time.monotonic())
+            self.scheduler.tell_time(began := self.clock())
             outputs = self.steps.advance()
             if outputs is None:
                 break
@@ -153,7 +154,7 @@ class Service:
                 if output.token_id is not None:
                     found[output.request.request_id].append(output.token_id)
             self.scheduler.take_started()
-            self.scheduler.count_step(time.monotonic() - began)
+            self.scheduler.count_step(self.clock() - began)
         return list(found.values())
 
     @property
@@ -179,14 +180,17 @@ class Measured:
 class Bench:
     """One model, with its MTP layer a second time where a method needs that, and a service per method."""
 
-    def __init__(self, folder: Path, most_streams: int, methods: Sequence[str]) -> None:
+    def __init__(self, folder: Path, most_streams: int, methods: Sequence[str], *, cpu_time: bool = False) -> None:
+        """cpu_time: measure the CPU time of one thread, which other programs disturb less."""
         self.methods = methods
+        self._clock = time.process_time if cpu_time else time.perf_counter
         tokenizer = (ensure_demo() if is_gguf_folder(folder) else folder) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         ranks = dict[bool, Rank]()
         self._services, self._masks = {}, list[GrammarMasks]()
         for method in methods:
-            config = ServeConfig(max_num_seqs=2 * most_streams, speculative_config=method)
+            threads = 1 if cpu_time else ServeConfig.threads
+            config = ServeConfig(max_num_seqs=2 * most_streams, speculative_config=method, threads=threads)
             predicts = parse_speculative(method).method == "mtp"
             if predicts not in ranks:
                 ranks[predicts] = load_rank(folder, plan_model(folder, config), config, lambda _: None).start()
@@ -196,7 +200,7 @@ class Bench:
             masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=most)
             self._masks.append(masks)
             steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth, masks=masks)
-            self._services[method] = Service(scheduler, steps)
+            self._services[method] = Service(scheduler, steps, self._clock)
         self.eos = eos
 
     def close(self) -> None:
@@ -217,9 +221,9 @@ class Bench:
             num_before = kind.sampling.max_tokens if kind.is_second_run else 1
             service.serve(prompts, replace(kind.sampling, max_tokens=num_before), namespace)
             drafts, accepted = service.drafted
-            began = time.perf_counter()
+            began = self._clock()
             answers.append(service.serve(prompts, kind.sampling, namespace, predicted))
-            seconds = time.perf_counter() - began
+            seconds = self._clock() - began
             measured.paces.append(sum(map(len, answers[-1])) / seconds)
             now_drafts, now_accepted = service.drafted
             measured.num_drafts += now_drafts - drafts
@@ -234,6 +238,7 @@ class Bench:
 @click.option("--text", "texts", multiple=True, help="A kind of text; all of them unless given.")
 @click.option("--model", help="As of `moeserve serve`; the demo unless given.")
 @click.option("--method", "others", multiple=True, default=("suffix", "auto"), show_default=True, help="Beside none.")
+@click.option("--cpu-time", is_flag=True, help="Measure the CPU time of one thread: for a machine with other work.")
 @click.option("--seconds", type=click.IntRange(1), default=360, show_default=True, help="No round begins after these.")
 def main(
     streams: tuple[int, ...],
@@ -241,11 +246,12 @@ def main(
     texts: tuple[str, ...],
     model: str | None,
     others: tuple[str, ...],
+    cpu_time: bool,
     seconds: int,
 ) -> None:
     """Print the tokens per second with drafts over the tokens per second without, and the share of right drafts."""
     methods = (NONE, *others)
-    bench = Bench(resolve_model(model), max(streams), methods)
+    bench = Bench(resolve_model(model), max(streams), methods, cpu_time=cpu_time)
     table = kinds(tokens, bench.eos)
     if missing := set(texts) - set(table):
         raise click.BadParameter(f"{', '.join(sorted(missing))}: the kinds are {', '.join(table)}")
