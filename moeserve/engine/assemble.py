@@ -6,7 +6,7 @@ spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> KV memory, warm-u
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -488,7 +488,7 @@ def build_scheduler(
     lease_s: float = 0.0,
     offers_early: bool = False,
     warm_up: Sequence[tuple[int, float]] = (),
-    kv_read_s: float | None = None,
+    kv_read_s: Mapping[bool, float] | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from moeserve.plan import Request
@@ -25,9 +25,6 @@ _SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
 # Requests wait for a prefix at most as long as computing it would take, but at least for the first of these times; for
 # the second where that is not known.
 _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
-# A thread that copies gently pauses this number of times as long as it has computed: two of them take a tenth of a core
-# from the steps beside them.
-PAUSES = 19.0
 # The expected time of a read falls by this share when it has kept a prefix from being read: one slow read must
 # not decide for good.
 _FORGIVENESS = 0.02
@@ -107,10 +104,14 @@ class DiskTier:
     """Moves blocks between the caches of all ranks and one disk: what one rank has written any other can read."""
 
     def __init__(
-        self, caches: Sequence[PrefixCache], pace: Pace, overflow: Overflow = Overflow.AUTO, read_s: float | None = None
+        self,
+        caches: Sequence[PrefixCache],
+        pace: Pace,
+        overflow: Overflow = Overflow.AUTO,
+        read_s: Mapping[bool, float] | None = None,
     ) -> None:
         """caches: by rank, with the same `stored`. pace: knows the seconds of steps. overflow: the fate of preempted
-        requests. read_s: a first guess of the seconds per block that is read while no request runs, None for none."""
+        requests. read_s: a first guess of the seconds per block that is read, by `CopyJob.is_gentle`."""
         self._caches, self._disks = caches, [cache.disk for cache in caches if cache.disk is not None]
         self._stored = self._disks[0].stored
         self._block_size = caches[0].block_size
@@ -125,7 +126,7 @@ class DiskTier:
         self._writing: set[int] = set()
         self._write_after = 0.0
         # Seconds per block that is read, by `CopyJob.is_gentle`, and written, where they are known.
-        self._read_s: dict[bool, float] = {} if read_s is None else {False: read_s}
+        self._read_s: dict[bool, float] = dict(read_s or {})
         self._write_s: float | None = None
         self.counters = DiskCounters()
 
@@ -227,7 +228,7 @@ class DiskTier:
         names: list[bytes] = []
         num_blocks = self._disks[0].num_stored(tokens, namespace, names, 0)
         is_stored = num_blocks > 0 and (num_blocks + 1) * self._block_size >= len(tokens)
-        read_s = self._seconds_to_read(is_gentle=True)
+        read_s = self._read_s.get(True)
         return min(compute_s, num_blocks * read_s) if is_stored and read_s is not None else compute_s
 
     def read_back(self, tokens: array[int], namespace: str, rank: int, now: float, num_spoken_for: int) -> bool:
@@ -389,7 +390,7 @@ class DiskTier:
         time than steps of their own.
         """
         is_gentle = num_running > 0
-        read_s = self._seconds_to_read(is_gentle=is_gentle)
+        read_s = self._read_s.get(is_gentle)
         if read_s is None:
             return True
         num_blocks = (stop - start) // self._block_size
@@ -417,15 +418,8 @@ class DiskTier:
         return max(self._pace.compute_s(start, end, num_running) - rest_s, 1e-9)
 
     def _costs(self, compute_s: float, num_delayed: int, num_running: int) -> OverflowCosts:
-        read_s = self._seconds_to_read(is_gentle=num_running > 0)
+        read_s = self._read_s.get(num_running > 0)
         return OverflowCosts(compute_s, read_s, self._write_s, num_delayed, self._caches[0].num_blocks)
-
-    def _seconds_to_read(self, *, is_gentle: bool) -> float | None:
-        """Return the expected seconds per block; None if nothing is known."""
-        known = self._read_s.get(is_gentle, self._read_s.get(not is_gentle))
-        if known is None or is_gentle in self._read_s:
-            return known
-        return known * (1 + PAUSES) if is_gentle else known / (1 + PAUSES)
 
 
 def _smoothed(known: float | None, seconds: float) -> float:

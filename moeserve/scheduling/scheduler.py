@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice, takewhile
 
 from moeserve.kv_transfer import TicketOffice
@@ -76,7 +76,7 @@ class Scheduler:
         lease_s: float = 0.0,
         offers_early: bool = False,
         warm_up: Sequence[tuple[int, float]] = (),
-        kv_read_s: float | None = None,
+        kv_read_s: Mapping[bool, float] | None = None,
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no

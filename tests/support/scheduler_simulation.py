@@ -52,7 +52,7 @@ class Simulation:
         most_drafts: int = 0,
         overflow: Overflow = Overflow.AUTO,
         office: TicketOffice | None = None,
-        kv_read_s: float | None = None,
+        kv_read_s: dict[bool, float] | None = None,
     ) -> None:
         num_slots = 0 if states is None else states.num_slots
         rows = None if states is None else range(num_slots, num_slots + num_snapshots)

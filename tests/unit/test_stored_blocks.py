@@ -208,7 +208,7 @@ def test_before_anything_was_read_a_first_guess_decides(read_s: float | None, fr
     first = Life(disk, random.Random(1), **OPTIONS)
     ask(first, "a", list(range(24)))
     first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS, kv_read_s=read_s)
+    second = Life(disk, random.Random(2), **OPTIONS, kv_read_s=read_s and {False: read_s})
     ask(second, "other", [30, 31, 32], max_tokens=1)
     second.settle()
     second.scheduler.count_step(0.1)
@@ -225,7 +225,7 @@ def test_beside_streams_a_prefix_is_read_only_if_it_is_worth_a_step(long_step_s:
     first = Life(disk, random.Random(1), **OPTIONS)
     ask(first, "a", list(range(24)))
     first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS, budget=40, kv_read_s=1e-4)
+    second = Life(disk, random.Random(2), **OPTIONS, budget=40, kv_read_s={True: 1e-4})
     ask(second, "stream", list(range(40, 72)), max_tokens=30)
     for seconds in (long_step_s, 1.0):
         Simulation.step(second)

@@ -15,10 +15,13 @@ import structlog
 from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
-from moeserve.scheduling.disk_tier import PAUSES, CopyJob, CopyResult
+from moeserve.scheduling.disk_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
-_NUM_READERS = 2  # threads that read files; one more writes
+NUM_READERS = 2  # threads that read files; one more writes
+# A thread that copies gently pauses this number of times as long as it has computed: two of them take a tenth of a core
+# from the steps beside them.
+PAUSES = 19.0
 _READ_AT_ONCE = 8  # blocks that a thread reads before another one may have a turn
 
 log = structlog.get_logger(__name__)
@@ -46,7 +49,7 @@ class BlockCopier:
         self._threads = [threading.Thread(target=self._write_all, name="kv-writer", daemon=True)]
         self._threads += [
             threading.Thread(target=self._read_all, name=f"kv-reader-{number}", daemon=True)
-            for number in range(_NUM_READERS)
+            for number in range(NUM_READERS)
         ]
         for thread in self._threads:
             thread.start()
@@ -82,7 +85,7 @@ class BlockCopier:
     def close(self) -> None:
         """End the threads after their present jobs, without a wait."""
         self._writes.put(None)
-        for _ in range(_NUM_READERS):
+        for _ in range(NUM_READERS):
             self._reads.put(None)
 
     def _write_all(self) -> None:

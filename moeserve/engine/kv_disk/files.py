@@ -225,16 +225,21 @@ def why_damaged(root: Path, block: StoredBlock) -> str | None:
     return None
 
 
-def seconds_to_read(root: Path, blocks: Sequence[StoredBlock], seconds: float) -> float | None:
-    """Return the seconds per byte in which files of blocks are read and checked, for about `seconds`; None for none."""
-    begun, num_bytes = time.monotonic(), 0
+def seconds_to_read(root: Path, blocks: Sequence[StoredBlock], seconds: float) -> tuple[float, float] | None:
+    """Read and check files of blocks for about `seconds`.
+
+    Return the seconds per byte, of the clock and of processor time; None without a byte.
+    """
+    begun, used, num_bytes = time.monotonic(), time.thread_time(), 0
     for block in blocks:
         with suppress(OSError):
             why_damaged(root, block)
             num_bytes += block.num_bytes
         if time.monotonic() - begun > seconds:
             break
-    return (time.monotonic() - begun) / num_bytes if num_bytes else None
+    if not num_bytes:
+        return None
+    return (time.monotonic() - begun) / num_bytes, (time.thread_time() - used) / num_bytes
 
 
 def clear(root: Path) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -14,7 +14,7 @@ import structlog
 
 from kernels.cpu.library import build_library, native_kernels
 from moeserve.config import ConfigError
-from moeserve.engine.kv_disk.copier import BlockMemory, Memories, as_block_memory, block_bytes
+from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, BlockMemory, Memories, as_block_memory, block_bytes
 from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.engine.rank import Rank
@@ -34,13 +34,14 @@ log = structlog.get_logger(__name__)
 class KvDisk:
     """The blocks on disk, their files, and the memories that they are copied from and to.
 
-    read_s: a first guess of the seconds that reading a KV block takes, None where too little is there to tell.
+    read_s: a first guess of the seconds that reading a KV block takes, by `CopyJob.is_gentle`; empty where too few are
+    there to tell.
     """
 
     stored: StoredBlocks
     files: BlockFiles
     memories: Memories
-    read_s: float | None
+    read_s: Mapping[bool, float]
 
 
 class About(msgspec.Struct, frozen=True):
@@ -103,12 +104,15 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
     return KvDisk(stored, files, memories, read_s)
 
 
-def _first_guess(root: Path, blocks: Sequence[StoredBlock]) -> float | None:
+def _first_guess(root: Path, blocks: Sequence[StoredBlock]) -> Mapping[bool, float]:
     probed = blocks[:: max(1, len(blocks) // _PROBED_BLOCKS)][:_PROBED_BLOCKS]
     if sum(block.num_bytes for block in probed) < _LEAST_PROBED_BYTES:
-        return None
-    byte_s = seconds_to_read(root, probed, _PROBE_SECONDS)
-    return None if byte_s is None else byte_s * probed[0].num_bytes
+        return {}
+    found = seconds_to_read(root, probed, _PROBE_SECONDS)
+    if found is None:
+        return {}
+    wall_s, used_s = (seconds * probed[0].num_bytes for seconds in found)
+    return {False: wall_s, True: wall_s + PAUSES * used_s / NUM_READERS}
 
 
 def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
