@@ -307,20 +307,28 @@ MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, c
   }
 }
 
+// Rows from which on the halves of a panel are computed together. Fewer rows wait for the memory, and one stream of
+// bytes is read faster than two by turns.
+#if defined(__AVX512F__)
+constexpr int kRowsThatShare = 4;
+#else
+constexpr int kRowsThatShare = 1 << 20;
+#endif
+
 template <Format F, int Rows>
 void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
                       Columns* out) {
   const int64_t half_bytes = num_blocks * traits_of(F).block_bytes();
-#if defined(__AVX512F__)
-  Floats sums[Rows][2];
-  multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, sums);
-  for (int r = 0; r < Rows; ++r) out[r] = {sums[r][0], sums[r][1]};
-#else
-  Floats low[Rows][1], high[Rows][1];
-  multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, low);
-  multiply_halves<F>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
-  for (int r = 0; r < Rows; ++r) out[r] = {low[r][0], high[r][0]};
-#endif
+  if constexpr (Rows >= kRowsThatShare) {
+    Floats sums[Rows][2];
+    multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, sums);
+    for (int r = 0; r < Rows; ++r) out[r] = {sums[r][0], sums[r][1]};
+  } else {
+    Floats low[Rows][1], high[Rows][1];
+    multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, low);
+    multiply_halves<F>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
+    for (int r = 0; r < Rows; ++r) out[r] = {low[r][0], high[r][0]};
+  }
 }
 
 #if defined(__AVX512BF16__)
