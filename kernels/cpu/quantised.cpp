@@ -245,21 +245,22 @@ MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, c
       return splat(format.parts == 1 ? block->shift : block->shift_of_half[part]);
     };
     Ints products[Rows][Halves];
+    const Rounded* blocks[Rows];
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
+      blocks[r] = x[r];
 #pragma GCC unroll 2
       for (int h = 0; h < Halves; ++h) products[r][h] = shift_of(x[r]);
     }
-    add_products<F>(half, part, x, products);
-    if (rest) {
-      const Rounded* left[Rows];
+    for (int64_t left = rest;; left = 0) {
+      add_products<F>(half, part, blocks, products);
+      if (left == 0) break;
 #pragma GCC unroll 6
       for (int r = 0; r < Rows; ++r) {
-        left[r] = x[r] + rest;
+        blocks[r] += left;
 #pragma GCC unroll 2
-        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of(left[r]);
+        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of(blocks[r]);
       }
-      add_products<F>(half, part, left, products);
     }
 #pragma GCC unroll 2
     for (int h = 0; h < Halves; ++h) {

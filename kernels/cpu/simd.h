@@ -152,12 +152,18 @@ static inline Floats load_first(const float* from) {
 template <int Count>
 static inline void store_first(float* to, Floats value) { std::memcpy(to, &value, Count * sizeof(float)); }
 
-// e^x to about two units in the last place; exactly 0 below -87.3 (the smallest normal result) and for -infinity.
-static inline Floats exp(Floats x) {
-  const Floats clamped = min(max(x, splat(-87.33654f)), splat(88.72283f));
+constexpr float kLeastExponent = -87.33654f;  // e to this is the smallest normal number.
+
+// e^x is `mantissa` times 2^n. shifted: n in its low bits, for the constant that was added to round it.
+struct PartsOfExp {
+  Floats mantissa, shifted, n;
+};
+
+// x: within the exponents of normal results.
+static inline PartsOfExp parts_of_exp(Floats x) {
   const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
-  const Floats n = (clamped * 1.44269504f + magic) - magic;
-  Floats r = clamped - n * 0.693359375f;
+  const Floats shifted = x * 1.44269504f + magic, n = shifted - magic;
+  Floats r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
   Floats p = splat(1.9875691500e-4f);
   p = p * r + 1.3981999507e-3f;
@@ -165,29 +171,24 @@ static inline Floats exp(Floats x) {
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
+  return {p * (r * r) + r + 1.0f, shifted, n};
+}
+
+// e^x to about two units in the last place; exactly 0 below kLeastExponent and for -infinity.
+static inline Floats exp(Floats x) {
+  const PartsOfExp parts = parts_of_exp(min(max(x, splat(kLeastExponent)), splat(88.72283f)));
   // 2^n in two steps, because at n = 128 the exponent would not fit.
-  const Ints whole = __builtin_convertvector(n, Ints), half = whole >> 1;
+  const Ints whole = __builtin_convertvector(parts.n, Ints), half = whole >> 1;
   const Floats first = (Floats)((half + 127) << 23), second = (Floats)((whole - half + 127) << 23);
-  return select((Ints)(x < -87.33654f), Floats{}, p * first * second);
+  return select((Ints)(x < kLeastExponent), Floats{}, parts.mantissa * first * second);
 }
 
 static inline float exp(float x) { return exp(splat(x))[0]; }
 
-// The same bits for x <= 0 in fewer steps: 2^n is added to the exponent.
+// The same bits for x <= 0 in fewer steps: n is added to the exponent.
 static inline Floats exp_of_negative(Floats x) {
-  const Floats clamped = max(x, splat(-87.33654f));
-  const Floats magic = splat(12582912.0f), shifted = clamped * 1.44269504f + magic, n = shifted - magic;
-  Floats r = clamped - n * 0.693359375f;
-  r = r + n * 2.12194440e-4f;
-  Floats p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
-  p = p * r + 8.3334519073e-3f;
-  p = p * r + 4.1665795894e-2f;
-  p = p * r + 1.6666665459e-1f;
-  p = p * r + 5.0000001201e-1f;
-  p = p * (r * r) + r + 1.0f;
-  return select((Ints)(x < -87.33654f), Floats{}, (Floats)((Ints)p + ((Ints)shifted << 23)));
+  const PartsOfExp parts = parts_of_exp(max(x, splat(kLeastExponent)));
+  return select((Ints)(x < kLeastExponent), Floats{}, (Floats)((Ints)parts.mantissa + ((Ints)parts.shifted << 23)));
 }
 
 // rows[i] becomes column i of a 16 x 16 matrix.
