@@ -203,7 +203,7 @@ class WaitingQueue:
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a request with a bounded wait is here."""
+        """True if a request with a bounded wait is here."""
         return self._num_bounded > 0
 
     @property
