@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TextIO
@@ -244,8 +245,11 @@ def decode_status(line: bytes) -> Status:
 async def statuses(descriptor: int) -> AsyncIterator[Status]:
     """Yield the statuses that come on a pipe until its end, and close it."""
     reader = asyncio.StreamReader()
-    with open(descriptor, "rb", buffering=0) as pipe:
-        await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    pipe = open(descriptor, "rb", buffering=0)  # noqa: SIM115 - the transport closes it
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), pipe
+    )
+    with closing(transport):
         while line := await reader.readline():
             yield decode_status(line)
 

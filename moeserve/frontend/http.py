@@ -36,6 +36,7 @@ _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 _BOUNDARY = re.compile(rb'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,200})"?', re.IGNORECASE)
 _NAME, _FILE_NAME = (re.compile(rb';\s*%b="((?:[^"\\]|\\.)*)"' % field) for field in (b"name", b"filename"))
 _MAX_PARTS = 16
+_MAX_PART_HEADER_BYTES = 4096
 
 _DEFAULT_PAGE, _MAX_PAGE = 20, 100
 
@@ -141,9 +142,11 @@ def check_choices(num_choices: int, most: int) -> None:
         raise invalid(f"The request asks for {num_choices} choices; this server takes {most} in one request", "n")
 
 
-def unknown_model(name: str) -> ApiError:
-    """404: no model of that name is served."""
-    return ApiError(404, f"The model `{name[:200]}` does not exist", param="model", code="model_not_found")
+def unknown_model(name: str, names: Sequence[str]) -> ApiError:
+    """404: no model of that name is served. names: of the served one."""
+    served = " or ".join(f"`{one}`" for one in names[:3])
+    message = f"The model `{name[:200]}` does not exist: this server has {served}"
+    return ApiError(404, message, param="model", code="model_not_found")
 
 
 def unavailable(message: str, code: str, retry_after_s: float = 1.0, *, close: bool = False) -> ApiError:
@@ -239,12 +242,14 @@ def boundary_of(scope: Scope) -> bytes:
 
 def read_form(boundary: bytes, body: bytes) -> dict[str, Part]:
     """Return the fields of a form. Raises ApiError."""
-    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
+    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary, _MAX_PARTS)
     if len(pieces) < 3 or not pieces[-1].startswith(b"--") or len(pieces) > _MAX_PARTS:
         raise invalid(f"The body is no form that ends in its boundary and has at most {_MAX_PARTS - 2} fields")
     form = {}
     for piece in pieces[1:-1]:
         head, _, content = piece.partition(b"\r\n\r\n")
+        if len(head) > _MAX_PART_HEADER_BYTES:
+            raise invalid(f"A field of the form has more than {_MAX_PART_HEADER_BYTES} bytes of headers")
         disposition = next(
             (line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b""
         )

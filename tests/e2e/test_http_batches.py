@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import select
 import signal
+import socket
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -124,6 +127,23 @@ def test_other_keys_find_neither(server: Frontend, client: OpenAI) -> None:
         assert list(other.files.list()) == list(other.batches.list()) == []
 
 
+def test_uploads_that_stand_still_hold_up_no_other_key(server: Frontend, client: OpenAI) -> None:
+    head = (
+        "POST /v1/files HTTP/1.1\r\nhost: 127.0.0.1\r\nauthorization: Bearer first\r\nexpect: 100-continue\r\n"
+        "content-type: multipart/form-data; boundary=b\r\ncontent-length: 1000\r\n\r\n"
+    )
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    with ExitStack() as stack:
+        idle = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(3)]
+        for connection in idle:
+            connection.sendall(head.encode())
+        # Its body is waited for.
+        assert any(b"100 Continue" in one.recv(1000) for one in select.select(idle, [], [], 20)[0])
+        assert server.http.get("/health").status_code == 200
+        other = stack.enter_context(OpenAI(base_url=server.url + "/v1", api_key="second", max_retries=0, timeout=15))
+        assert other.files.create(file=("in.jsonl", b"{}"), purpose="batch").status == "processed"
+
+
 def test_what_cannot_be_done_is_refused(server: Frontend, client: OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=b"x", purpose="vision")
@@ -134,6 +154,8 @@ def test_what_cannot_be_done_is_refused(server: Frontend, client: OpenAI) -> Non
         client.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="1h")  # type: ignore[arg-type]
     headers = {"authorization": "Bearer first", "content-type": "multipart/form-data; boundary=b"}
     assert server.http.post("/v1/files", content=b"--b\r\nno end", headers=headers).status_code == 400
+    for hostile in (b"\r\n--b" * 100_000, b"--b\r\n" + b"x\r\n" * 100_000 + b"\r\n\r\n--b--\r\n"):
+        assert server.http.post("/v1/files", content=hostile, headers=headers).status_code == 400
     assert server.http.post("/v1/files", json={}, headers={"authorization": "Bearer first"}).status_code == 415
 
 

@@ -235,7 +235,7 @@ def test_the_three_kinds_of_input_tokens_add_up_to_the_prompt(marked: bool, plai
         (ApiError(400, "x"), "invalid_request_error"),
         (ApiError(401, "x"), "authentication_error"),
         (ApiError(403, "x"), "permission_error"),
-        (unknown_model("x"), "not_found_error"),
+        (unknown_model("x", ["m"]), "not_found_error"),
         (ApiError(405, "x"), "invalid_request_error"),
         (ApiError(413, "x"), "request_too_large"),
         (ApiError(429, "x"), "rate_limit_error"),

@@ -241,9 +241,10 @@ def test_fields_without_effect_are_ignored_and_named(dialect: str) -> None:
     assert request.ignored == ("flux_capacitor", "metadata", "store", "user")
 
 
-def test_an_unknown_model_is_not_found(dialect: str) -> None:
+def test_for_an_unknown_model_the_served_one_is_named(dialect: str) -> None:
     error = refuse(dialect, model="gpt-9")
     assert (error.status, error.code, error.param) == (404, "model_not_found", "model")
+    assert error.message == "The model `gpt-9` does not exist: this server has `tiny` or `alias`"
 
 
 @pytest.mark.parametrize("model", [None, ""])

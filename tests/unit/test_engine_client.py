@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 import zmq
 import zmq.asyncio
 
@@ -294,3 +296,22 @@ def test_whoever_waits_for_sleep_or_its_end_hears_that_no_engine_will_come(
         await lives.end()
 
     asyncio.run(run())
+
+
+def test_a_connection_may_have_the_number_of_the_pipe_on_which_the_end_was_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        await lives.begin()
+        await lives.end_of_all("no more")
+        await lives.client.stop()
+        loop = asyncio.get_running_loop()
+        for _ in range(3):
+            own, other = socket.socketpair()
+            transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, own)
+            transport.close()
+            other.close()
+        await lives.end()
+
+    uvloop.run(run())

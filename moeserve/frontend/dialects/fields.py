@@ -166,7 +166,7 @@ def check_model(name: str | None, model: ModelFacts) -> str:
     if not name:
         raise invalid("`model` is required", "model")
     if name not in model.names:
-        raise unknown_model(name)
+        raise unknown_model(name, model.names)
     return name
 
 

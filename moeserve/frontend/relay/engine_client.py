@@ -11,7 +11,7 @@ import os
 import secrets
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from dataclasses import replace
 from typing import Any
 
@@ -218,8 +218,12 @@ class EngineClient:
     async def _follow(self, descriptor: int) -> None:
         """Do as the supervisor says. Without it there are no more restarts."""
         reader = asyncio.StreamReader()
-        with open(descriptor, "rb", buffering=0) as pipe:
-            await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+        pipe = open(descriptor, "rb", buffering=0)  # noqa: SIM115 - the transport closes it
+        transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), pipe
+        )
+        # A file that is closed behind the loop's back leaves its number watched: no connection could have it.
+        with closing(transport):
             while line := await reader.readline():
                 news = decode_news(line)
                 if news.incarnation is None:

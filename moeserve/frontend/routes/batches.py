@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Collection
 from functools import partial
 from typing import Any
@@ -47,6 +48,8 @@ class FileRoutes:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._uploads = asyncio.Semaphore(limits.MAX_UPLOADS)
+        # One upload of each key at a time: a key whose uploads stand still holds up nobody else.
+        self._turns: defaultdict[bytes, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def all(self, request: Request) -> Response:
         """Answer GET with the caller's files, POST by keeping one."""
@@ -80,7 +83,7 @@ class FileRoutes:
 
     async def _upload(self, request: Request, caller: bytes) -> StoredFile:
         boundary = boundary_of(request.scope)
-        async with self._uploads:
+        async with self._turns[caller], self._uploads:
             body = await receive_body(request.scope, request.receive, limits.MAX_FILE_BYTES)
             form = await asyncio.to_thread(read_form, boundary, body)
         purpose, sent = form.get("purpose"), form.get("file")

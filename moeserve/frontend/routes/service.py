@@ -242,8 +242,9 @@ class ServiceRoutes:
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
-        if name not in self._services.run.served_model_names:
-            raise unknown_model(name)
+        names = self._services.run.served_model_names
+        if name not in names:
+            raise unknown_model(name, names)
         return json_response(self._model(name))
 
     async def reset_prefix_cache(self, _: Request) -> Response:
