@@ -1,4 +1,4 @@
-"""The fast tier at work: slots in memory, a thread that fills them, and the decisions of `ResidencyControl`."""
+"""The fast tier at work: slots in memory, threads that fill them, and the decisions of `ResidencyControl`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from experts.memory.tiers import ExpertTier
 from experts.routing.predictors import RecallSample
 
 _SMOOTHING = 0.01  # weight of a new observation in the means of `Pace`
+# Of many experts that load, one in so many is computed at a time: each turn costs the copiers time as well.
+_TURNS = 4
 
 
 class ExpertMemory:
-    """The slots of a fast tier. One thread computes and calls the methods; another, owned by this object, copies.
+    """The slots of a fast tier. One thread computes and calls the methods; others, owned by this object, copy.
 
     An event goes `access`, then `wait_ready` and `release` until all its experts are computed. `event` ends it if the
     computation fails.
     """
 
-    def __init__(self, control: ResidencyControl, arena: Slots, tier: ExpertTier) -> None:
+    def __init__(self, control: ResidencyControl, arena: Slots, tier: ExpertTier, num_copiers: int = 1) -> None:
+        """num_copiers: the threads that copy at once, as `arena` and `tier` allow. Only the first one prefetches."""
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
         self.recall = RecallSample()
@@ -33,12 +36,18 @@ class ExpertMemory:
         self._control = control
         self._arena = arena
         self._tier = tier
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # for which the computation waits
+        self._work = threading.Condition(lock)  # for which copiers wait
         self._closing = False
         self._error: Exception | None = None
         self._pace = Pace(arena.slot_bytes)
-        self._copier = threading.Thread(target=self._copy_until_closed, name="expert-copier", daemon=True)
-        self._copier.start()
+        self._copiers = [
+            threading.Thread(target=self._copy_until_closed, args=(number > 0,), name="expert-copier", daemon=True)
+            for number in range(num_copiers)
+        ]
+        for copier in self._copiers:
+            copier.start()
 
     def access(self, layer: int, experts: Iterable[int]) -> Access:
         """Begin an event; missing experts start to load. Raises ExpertStoreError if a load has failed before."""
@@ -47,7 +56,7 @@ class ExpertMemory:
             access = self._control.access(layer, experts)
             self._pace.access(time.perf_counter() - self.stall_seconds)
             if access.missing:
-                self._changed.notify_all()
+                self._work.notify_all()
         self._before_use(layer, access.ready)
         return access
 
@@ -63,16 +72,17 @@ class ExpertMemory:
             raise
 
     def wait_ready(self, layer: int, experts: Collection[int]) -> list[int]:
-        """Return the event's `experts` that are ready, waiting for one if none is.
+        """Return the event's `experts` that are ready, waiting until these are some of them.
 
         Raises ExpertStoreError if a load failed.
         """
         with self._changed:
             ready = self._ready(layer, experts)
-            if not ready:
+            if not self._are_enough(layer, ready, experts):
                 started = time.perf_counter()
-                while not (ready := self._ready(layer, experts)):
+                while not self._are_enough(layer, ready, experts):
                     self._changed.wait()
+                    ready = self._ready(layer, experts)
                 self.stall_seconds += time.perf_counter() - started
         self._before_use(layer, ready)
         return ready
@@ -82,7 +92,7 @@ class ExpertMemory:
         self._arena.after_use(layer)
         with self._changed:
             self._control.release(layer, experts)
-            self._wake_copier()
+            self._wake_copiers()
 
     def turns(self, layer: int, experts: Collection[int]) -> Iterator[list[int]]:
         """Yield the event's `experts` in turns as they become ready; the next turn releases the experts of the last."""
@@ -103,7 +113,7 @@ class ExpertMemory:
         """
         with self._changed:
             decision(self._pace.loads_per_layer)
-            self._wake_copier()
+            self._wake_copiers()
 
     def loads_per_layer(self) -> float:
         """Return the number of experts that the link loads while one layer is computed, as measured."""
@@ -146,17 +156,18 @@ class ExpertMemory:
         self.recall.forget()
 
     def close(self) -> None:
-        """End the copying thread and close the tier."""
+        """End the copying threads and close the tier."""
         with self._changed:
             self._closing = True
-            self._changed.notify_all()
-        self._copier.join()
+            self._work.notify_all()
+        for copier in self._copiers:
+            copier.join()
         self._tier.close()
 
-    def _wake_copier(self) -> None:
-        """Wake the copier if it has work; without work it would only keep the interpreter from the computation."""
+    def _wake_copiers(self) -> None:
+        """Wake the copiers if they have work; without it they would only keep the interpreter from the computation."""
         if self._control.has_waiting:
-            self._changed.notify_all()
+            self._work.notify_all()
 
     def _check(self) -> None:
         if self._error is not None:
@@ -167,26 +178,34 @@ class ExpertMemory:
         residency = self._control.layers[layer]
         return [expert for expert in experts if residency.state_of(expert) is SlotState.READY]
 
+    def _are_enough(self, layer: int, ready: Sequence[int], experts: Collection[int]) -> bool:
+        """Return whether to compute the `ready` ones of an event's `experts` now, rather than to wait for more."""
+        if len(ready) * _TURNS >= len(experts):
+            return True
+        residency = self._control.layers[layer]
+        return bool(ready) and all(residency.state_of(expert) is not SlotState.LOADING for expert in experts)
+
     def _before_use(self, layer: int, experts: Iterable[int]) -> None:
         slots = (self._control.layers[layer].slot_of(expert) for expert in experts)
         self._arena.before_use(layer, [slot for slot in slots if slot is not None])
 
-    def _copy_until_closed(self) -> None:
+    def _copy_until_closed(self, demanded: bool) -> None:
+        """demanded: copy demand loads only."""
         try:
-            while (transfer := self._next()) is not None:
+            while (transfer := self._next(demanded)) is not None:
                 self._copy(transfer)
         except Exception as error:
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
 
-    def _next(self) -> Transfer | None:
+    def _next(self, demanded: bool) -> Transfer | None:
         """Wait for the next transfer to copy; return None when the memory closes."""
-        with self._changed:
+        with self._work:
             while not self._closing:
-                if (transfer := self._control.next_transfer()) is not None:
+                if (transfer := self._control.next_transfer(demanded=demanded)) is not None:
                     return transfer
-                self._changed.wait()
+                self._work.wait()
         return None
 
     def _copy(self, transfer: Transfer) -> None:
@@ -202,10 +221,12 @@ class ExpertMemory:
                 self._pace.copied(*over)
                 if end == arena.slot_bytes:
                     self._control.finish(transfer)
-                    self._changed.notify_all()
+                    self._changed.notify()
+                    self._wake_copiers()
                     return
                 if self._closing or self._control.must_stop(transfer):
                     self._control.stop(transfer)
+                    self._wake_copiers()
                     return
 
 

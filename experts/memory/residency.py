@@ -23,10 +23,10 @@ _FARTHEST = 3
 class ResidencyControl:
     """Decides for all layers together which experts are resident and which transfer goes next.
 
-    A runtime or a simulator drives it. The computation calls `access` and `release`, predictors call `predict`. The
-    copier calls `next_transfer`, then `moved` and `must_stop` after each chunk, and ends with `finish` or `stop`. It is
-    not thread-safe; callers hold a lock of their own. Layers with experts are numbered in the order in which they are
-    computed.
+    A runtime or a simulator drives it. The computation calls `access` and `release`, predictors call `predict`. A
+    copier, one or several, calls `next_transfer`, then `moved` and `must_stop` after each chunk, and ends with `finish`
+    or `stop`. It is not thread-safe; callers hold a lock of their own. Layers with experts are numbered in the order in
+    which they are computed.
     """
 
     def __init__(
@@ -107,13 +107,16 @@ class ResidencyControl:
             if transfer.priority is not Priority.DEMAND and transfer.generation != self._generation:
                 self._cancel(transfer)
 
-    def next_transfer(self) -> Transfer | None:
+    def next_transfer(self, *, demanded: bool = False) -> Transfer | None:
         """Return the transfer to copy now, None if none waits. Copying begins at byte `num_moved`.
 
-        The transfer is active until `stop` or `finish`. A prefetch gets its slot here and not earlier; a prefetch that
-        finds no room is dropped.
+        The transfer is active until `stop` or `finish`. It waits while one of higher priority is copied. A prefetch
+        gets its slot here and not earlier; a prefetch that finds no room is dropped. demanded: only demand loads.
         """
         for transfer in self._queue.waiting():
+            is_demanded = transfer.priority is Priority.DEMAND
+            if not is_demanded and (demanded or self._queue.has_before(transfer.priority, active=True)):
+                break
             if transfer.slot is None and not self._bind(transfer):
                 self._queue.remove(transfer)
                 continue
@@ -130,8 +133,8 @@ class ResidencyControl:
             self.counters.demand_bytes += num_bytes
 
     def must_stop(self, transfer: Transfer) -> bool:
-        """Return True if the copier should `stop`: the transfer is cancelled, or one of higher priority waits."""
-        return transfer.cancelled or self._queue.has_waiting_before(transfer.priority)
+        """Return True if the copier should `stop`: the transfer is cancelled, or there is one of higher priority."""
+        return transfer.cancelled or self._queue.has_before(transfer.priority)
 
     def stop(self, transfer: Transfer) -> None:
         """Record that the copier stopped between chunks: a cancelled transfer ends, any other waits to go on."""
@@ -529,8 +532,9 @@ class TransferQueue:
         """True if a transfer waits to be copied."""
         return any(not transfer.active for transfer in self._transfers.values())
 
-    def has_waiting_before(self, priority: Priority) -> bool:
-        return any(transfer.priority < priority and not transfer.active for transfer in self._transfers.values())
+    def has_before(self, priority: Priority, *, active: bool = False) -> bool:
+        """Return whether a transfer of higher priority waits or is copied; with `active` whether one is copied."""
+        return any(transfer.priority < priority and transfer.active >= active for transfer in self._transfers.values())
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,8 @@ _MAX_QUEUED = 2
 class Slots(Protocol):
     """Slots that one thread fills and another one computes with.
 
-    slot_bytes: the size of one slot. piece_bytes: the bytes copied at a time.
+    slot_bytes: the size of one slot. piece_bytes: the bytes copied at a time; a demand load waits for at most one piece
+    of a prefetch.
     """
 
     slot_bytes: int
@@ -42,14 +43,13 @@ class Slots(Protocol):
 
 
 class SlotArena:
-    """Slots in one piece of main memory. Copies are done when `fill` returns."""
+    """Slots in one piece of main memory. Copies are done when `fill` returns; several threads may call it at once."""
 
-    # A demand load waits for at most one piece of a prefetch.
-    piece_bytes = 2**20
-
-    def __init__(self, num_slots: Sequence[int], expert_bytes: int) -> None:
-        """num_slots: the slots of each layer. Pages are allocated when a slot is first filled."""
+    def __init__(self, num_slots: Sequence[int], expert_bytes: int, *, in_pieces: bool = True) -> None:
+        """num_slots: the slots of each layer. Pages are allocated when a slot is first filled. in_pieces: False to fill
+        a slot at once."""
         self.slot_bytes = round_to_page(expert_bytes)
+        self.piece_bytes = 2**20 if in_pieces else self.slot_bytes
         self._expert_bytes = expert_bytes
         self._first = [0, *accumulate(num_slots)]
         self._memory = _fresh_memory(self._first[-1] * self.slot_bytes)
@@ -96,7 +96,7 @@ class DeviceSlots:
     go through staging memory.
     """
 
-    # Large enough for the full speed of a link, small enough that a demand load does not wait long.
+    # Large enough for the full speed of a link.
     piece_bytes = 4 * 2**20
 
     def __init__(

@@ -15,12 +15,9 @@ from torch import Tensor
 from experts.errors import ExpertStoreError
 from experts.memory.file import PAGE_BYTES, REMEDY, ExpertFileHeader, read_header, round_to_page
 
-# The packed experts that `PackingTier` keeps until their last piece is read.
-_MOST_BEGUN = 4
-
 
 class ExpertTier(Protocol):
-    """Holds all experts. Used by one thread."""
+    """Holds all experts. Several threads may read, each another expert."""
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
         """Fill `out` with the expert's bytes from `offset` on. Pieces are whole pages, except the expert's last one.
@@ -121,35 +118,13 @@ class PackingTier:
     def __init__(self, pack: Callable[[int, int, Tensor], None], expert_bytes: int) -> None:
         """pack(layer, expert, out): writes the expert to `out`, uint8 [expert_bytes]; raises ExpertStoreError."""
         self._pack, self._expert_bytes = pack, expert_bytes
-        # Experts that are read in part, in the order in which they were begun.
-        self._begun: dict[tuple[int, int], Tensor] = {}
-        # Memory of experts that were read whole: fresh memory would be cleared each time.
-        self._free: list[Tensor] = []
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
-        key = layer, expert
-        if offset == 0 or key not in self._begun:
-            room = self._take_room(key)
-            self._pack(layer, expert, room)
-            self._begun[key] = room
-        packed = self._begun[key].numpy().data
-        piece = packed[offset : offset + len(out)]
-        out[: len(piece)] = piece
-        if offset + len(piece) == len(packed):
-            self._free.append(self._begun.pop(key))
+        """Fill `out`, which holds a whole expert: `offset` is 0."""
+        self._pack(layer, expert, torch.frombuffer(out, dtype=torch.uint8)[: self._expert_bytes])
 
     def close(self) -> None:
         """Do nothing: no file is open between two reads."""
-
-    def _take_room(self, key: tuple[int, int]) -> Tensor:
-        if key in self._begun:
-            return self._begun.pop(key)
-        if self._free:
-            return self._free.pop()
-        if len(self._begun) < _MOST_BEGUN:
-            return torch.empty(self._expert_bytes, dtype=torch.uint8)
-        # If the reading of an expert is stopped its last pieces are never read.
-        return self._begun.pop(next(iter(self._begun)))
 
 
 class HostTier:

@@ -18,8 +18,9 @@ class JudgeRules:
     block: consecutive steps of one probe of the choice that is not in use. period: steps from one probe to the next; a
     probe of prefetching that loses time comes more seldom, at the longest after `longest_period`, so that probes take
     no more than the share `budget` of the time. compared: the latest steps of the choice in use that a probe is
-    compared with. memory: probes that the mean gain goes back. least: probes before the first decision. gain: the
-    share of a step's time that prefetching has to save, beyond `sure` standard errors, to be switched on.
+    compared with. memory: probes that the mean gain goes back. least: probes before the first decision; so long one is
+    taken to err by `doubt`. gain: the share of a step's time that prefetching has to save, beyond `sure` standard
+    errors, to be switched on.
     """
 
     block: int = 2
@@ -30,6 +31,7 @@ class JudgeRules:
     compared: int = 12
     memory: int = 48
     least: int = 8
+    doubt: float = 0.2
     gain: float = 0.01
     sure: float = 2.0
 
@@ -130,11 +132,11 @@ class _Kind:
         was_on = self.is_on
         if self.num_probes >= rules.least:
             self.is_on = self.mean < 0 if was_on else self.mean + rules.sure * error < -rules.gain
+        else:
+            error = max(error, rules.doubt / sqrt(self.num_probes))
         if self.is_on is not was_on:
             self.usual.clear()
-        if self.num_probes < rules.least:
-            self.wait = rules.first_period - rules.block
-        elif self.is_on:
+        if self.is_on:
             self.wait = rules.period - rules.block
         else:
             loss = max(self.mean - error, 0.0)

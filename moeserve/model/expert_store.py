@@ -118,7 +118,7 @@ def _source(directory: Path, index: Mapping[str, TensorInfo], packings: LayerPac
 
 
 class ExpertPacker:
-    """Packs one expert at a time, on the one thread that calls it. Layers are counted among those with experts."""
+    """Packs experts, each on the thread that calls it. Layers are counted among those with experts."""
 
     def __init__(self, stored: StoredExperts, layouts: LayerPackings[ExpertLayout]) -> None:
         self._stored, self._layouts = stored, layouts

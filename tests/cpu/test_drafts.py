@@ -103,7 +103,9 @@ def answers(completions: Sequence[Completion]) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [NUM_REQUESTS, pytest.param(NUM_IN_LONG_SUITE, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "count", [NUM_REQUESTS, pytest.param(NUM_IN_LONG_SUITE, marks=[pytest.mark.long, pytest.mark.timeout(3600)])]
+)
 @pytest.mark.parametrize(
     ("kind", "method", "changes"),
     [

@@ -51,6 +51,18 @@ class HeldMemory(Memory):
         super().read(layer, expert, offset, out)
 
 
+class MetMemory(Memory):
+    """A tier whose reads end in pairs: the first waits for a second one at the same time."""
+
+    def __init__(self, packed: list[Tensor]) -> None:
+        super().__init__(packed)
+        self._met = threading.Barrier(2, timeout=60)
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        self._met.wait()
+        super().read(layer, expert, offset, out)
+
+
 class Observer(AnyObserver):
     def __init__(self) -> None:
         self.heard: list[tuple[Tensor, Tensor]] = []
@@ -65,6 +77,7 @@ def experts_here(
     num_slots: int,
     observers: Sequence[AnyObserver] = (),
     opened: threading.Event | None = None,
+    num_copiers: int = 1,
 ) -> Iterator[tuple[ResidentExperts, SplitExperts]]:
     """Through slots, and all in memory."""
     torch.manual_seed(0)
@@ -88,7 +101,8 @@ def experts_here(
     arena = SlotArena([num_slots], layout.num_bytes)
     control = ResidencyControl([num_slots], NUM_EXPERTS, arena.slot_bytes, lambda _: lru(NUM_EXPERTS))
     tier = Memory(packed) if opened is None else HeldMemory(packed, opened)
-    memory = ExpertMemory(control, arena, tier)
+    tier = MetMemory(packed) if num_copiers > 1 else tier
+    memory = ExpertMemory(control, arena, tier, num_copiers)
     try:
         yield ResidentExperts(memory, arena, 0, through_slots, observers), everything
     finally:
@@ -130,6 +144,15 @@ def test_a_shared_expert_is_computed_while_experts_load_and_changes_no_bit() -> 
         assert of_other.tolist() == [7.0]
         nothing, of_other = bounded.while_loading(x[:0], ids[:0], weights[:0], Activation(), other)
         assert (nothing.shape, of_other.tolist()) == ((0, HIDDEN), [7.0])
+
+
+@pytest.mark.parametrize("num_slots", [6, 8])
+def test_experts_that_lack_are_loaded_by_several_threads_at_once(num_slots: int) -> None:
+    with experts_here(torch.float32, num_slots, num_copiers=2) as (bounded, everything):
+        for _ in range(3):
+            x, ids, weights = rows(40, torch.float32, set(range(NUM_EXPERTS)))
+            found = bounded.partial(x, ids, weights, None, Activation())
+            assert torch.equal(found, moe_experts_partial(x, ids, weights, everything, Activation()))
 
 
 def test_rows_without_an_expert_here_are_zeros_and_have_not_arrived() -> None:

@@ -123,6 +123,25 @@ def test_a_demand_overtakes_prefetches_and_the_next_layer_overtakes_speculation(
     assert first.num_moved == BYTES
 
 
+def test_several_copiers_share_demand_loads_and_prefetches_wait_until_all_are_copied():
+    residency = control()
+    residency.predict(1, [3], Priority.NEXT_LAYER)
+    prefetch = residency.next_transfer()
+    residency.access(0, {4, 5})
+    first = residency.next_transfer(demanded=True)
+    second = residency.next_transfer(demanded=True)
+    assert (first.expert, second.expert) == (4, 5)
+    assert residency.must_stop(prefetch)
+    residency.stop(prefetch)
+    residency.moved(first, BYTES)
+    residency.finish(first)
+    assert residency.next_transfer() is None
+    residency.moved(second, BYTES)
+    residency.finish(second)
+    assert residency.next_transfer(demanded=True) is None
+    assert residency.next_transfer() is prefetch
+
+
 def test_a_demand_for_a_prefetch_under_way_promotes_it():
     residency = control()
     residency.predict(1, [3], Priority.SPECULATIVE)

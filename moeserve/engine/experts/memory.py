@@ -94,7 +94,7 @@ def open_experts(
     else:
         tier, reads = _open_file(directory, stored, moe.num_experts, plan, config, report)
     load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
-    arena = SlotArena(slots.num_slots, plan.layouts.num_bytes)
+    arena = SlotArena(slots.num_slots, plan.layouts.num_bytes, in_pieces=isinstance(tier, DiskTier))
 
     def layer_of(memory: ExpertMemory, number: int) -> ResidentExperts:
         return ResidentExperts(
@@ -102,7 +102,18 @@ def open_experts(
         )
 
     policy = config.expert_policy
-    return resident_model(spec, slots, policy, load, arena, tier, layer_of, tier_name="disk", reads=reads)
+    return resident_model(
+        spec,
+        slots,
+        policy,
+        load,
+        arena,
+        tier,
+        layer_of,
+        tier_name="disk",
+        reads=reads,
+        num_copiers=torch.get_num_threads(),
+    )
 
 
 def _open_file(

@@ -98,16 +98,17 @@ def resident_model(
     *,
     tier_name: str,
     reads: Mapping[str, str] | None = None,
+    num_copiers: int = 1,
 ) -> ResidentModel[Layer]:
     """Open an expert memory that copies from `tier` into `slots` as the policy decides, and make its layers.
 
     load: [L, E], for a policy that uses it. layer_of(memory, number): makes a layer, by its number among the layers
-    with experts.
+    with experts. num_copiers: see `ExpertMemory`.
     """
     assert spec.moe is not None
     num_experts = spec.moe.num_experts
     policies = make_policies(policy, len(spec.moe_layers), num_experts, load)
     control = ResidencyControl(plan.num_slots, num_experts, plan.slot_bytes, policies.__getitem__)
-    memory = ExpertMemory(control, slots, tier)
+    memory = ExpertMemory(control, slots, tier, num_copiers)
     layers = {layer: layer_of(memory, number) for number, layer in enumerate(spec.moe_layers)}
     return ResidentModel(memory, control, policies, layers, plan, tier_name, reads or {})
