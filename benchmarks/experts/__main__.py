@@ -121,14 +121,17 @@ def _functions(names: tuple[str, ...]) -> Iterator[tuple[str, str]]:
 
 
 def _measure(names: tuple[str, ...], amount: Amount, findings: Findings, save: Callable[[], None]) -> None:
-    """Add to `findings` function by function and save after each: a whole run takes hours."""
+    """Add to `findings`, save and name each figure as it is found: a whole run takes hours."""
     with Console(stderr=True).status("") as status:
         for name, function in _functions(names):
             status.update(name)
             started = time.perf_counter()
             figures = findings.figures.setdefault(name, [])
             try:
-                figures += measure_of(function)(amount, partial(_show, status, name))
+                for figure in measure_of(function)(amount, partial(_show, status, name)):
+                    figures.append(figure)
+                    save()
+                    status.console.print(f"{figure.name}: {figure.mean:.3f}; {figure.note}", highlight=False)
             except Unavailable as reason:
                 findings.skipped[name] = str(reason)
             findings.seconds[name] = findings.seconds.get(name, 0.0) + time.perf_counter() - started
