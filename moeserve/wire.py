@@ -509,6 +509,11 @@ class RunContext:
         return Path(self.run_dir) / "frontend.failure"
 
     @property
+    def ready_file(self) -> Path:
+        """The file with the first message of the newest engine that was ready, for frontends that begin without one."""
+        return Path(self.run_dir) / "ready"
+
+    @property
     def shared_metrics(self) -> Path | None:
         """The folder in which several frontends count together; None for a single frontend."""
         return Path(self.run_dir) / "metrics" if self.config.num_frontends > 1 else None
@@ -539,6 +544,22 @@ class RunContext:
         path.touch(mode=0o600)
         path.write_bytes(msgspec.json.encode(self))
         return path
+
+
+def keep_ready(run: RunContext, ready: EngineReady) -> None:
+    """Write the first message of an engine to `RunContext.ready_file`, whole or not at all."""
+    partial = run.ready_file.with_suffix(".partial")
+    partial.touch(mode=0o600)
+    partial.write_bytes(pack(ready))
+    partial.replace(run.ready_file)
+
+
+def load_ready(run: RunContext) -> EngineReady | None:
+    """Return the message that the newest engine has kept, None if none was ready yet."""
+    try:
+        return unpack(run.ready_file.read_bytes(), EngineReady)
+    except FileNotFoundError:
+        return None
 
 
 def load_run_context(path: str | Path) -> RunContext:

@@ -42,7 +42,7 @@ from moeserve.scheduling.pacing import service_slo
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.settings.generation import MAX_NEW_TOKENS, parse_generation
 from moeserve.settings.kv_events import KvEventsConfig, parse_kv_events
-from moeserve.wire import EngineReady, RunContext
+from moeserve.wire import EngineReady, RunContext, keep_ready
 from radix_cache import PrefixCache
 
 log = structlog.get_logger(__name__)
@@ -188,6 +188,7 @@ def serve(
         heartbeat = HeartbeatThread(sockets, context.heartbeat_address, context.incarnation, engine.heartbeat)
         heartbeat.start()
         ends.callback(heartbeat.stop)
+        keep_ready(context, ready)
         report(_ready_event(ready, model))
         engine.run(stop)
 

@@ -180,8 +180,7 @@ class Services:
             tick |= Tick.BUSY
         if self._wishes[Rest.ASLEEP]:
             tick |= Tick.SLEEP
-        # An HTTP process that knows no engine yet cannot take requests that would wake the service.
-        if engine.rest is not Rest.AWAKE and (self._wishes[Rest.AWAKE] or engine.num_requests or engine.ready is None):
+        if engine.rest is not Rest.AWAKE and (self._wishes[Rest.AWAKE] or engine.num_requests):
             tick |= Tick.WAKE
         return tick
 

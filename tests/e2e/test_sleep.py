@@ -132,7 +132,7 @@ def test_whoever_leaves_before_it_sleeps_has_asked_for_nothing(running: Service)
     stream = running.stream(4000, prompt="once upon a time")
     next(stream)
     with pytest.raises(httpx2.ReadTimeout):
-        httpx2.post(f"{running.http.base_url}/sleep", timeout=0.3)
+        httpx2.post(f"{running.http.base_url}/sleep", timeout=httpx2.Timeout(60, read=0.3))
     wait_until(lambda: "moeserve_client_disconnects_total 1.0" in running.http.get("/metrics").text)
     stream.close()  # type: ignore[attr-defined]
     ask(running)
@@ -149,16 +149,22 @@ def test_a_crash_while_it_wakes_costs_no_request(running: Service) -> None:
         assert answer.result()["choices"] == expected
 
 
-def test_an_http_process_that_dies_asleep_takes_requests_again(running: Service) -> None:
+def test_http_processes_that_die_asleep_take_requests_again_and_these_wake_the_service(running: Service) -> None:
     expected = ask(running)["choices"]
     running.http.post("/sleep")
     running.http.close()
-    dead = children_of(running.process.pid)["frontend 1"]
-    os.kill(dead, signal.SIGKILL)
+    dead = children_of(running.process.pid)
+    for pid in dead.values():
+        os.kill(pid, signal.SIGKILL)
     running.http = httpx2.Client(base_url=running.http.base_url, timeout=60)
-    # It knows the model from an engine alone, so its start wakes the service.
-    wait_until(lambda: "worker" in children_of(running.process.pid))
-    wait_until(lambda: not is_sleeping(running))
+
+    def are_others() -> bool:
+        children = children_of(running.process.pid)
+        return children.keys() == dead.keys() and not set(children.values()) & set(dead.values())
+
+    wait_until(are_others)
+    assert is_sleeping(running)
+    assert "worker" not in children_of(running.process.pid)
     assert ask(running)["choices"] == expected
 
 

@@ -35,6 +35,7 @@ from moeserve.wire import (
     ToEngine,
     decode,
     encode_news,
+    keep_ready,
     pack_token_ids,
     unpack_token_ids,
 )
@@ -315,3 +316,20 @@ def test_a_connection_may_have_the_number_of_the_pipe_on_which_the_end_was_told(
         await lives.end()
 
     uvloop.run(run())
+
+
+def test_a_process_that_was_started_asleep_knows_the_model_from_the_last_engine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        lives = Lives(tmp_path, monkeypatch)
+        keep_ready(RunContext(**FIELDS, run_dir=str(tmp_path)), engine_ready(max_model_len=77))
+        await lives.client.start()
+        await lives.rest(Rest.ASLEEP)
+        assert lives.client.ready is not None
+        assert lives.client.ready.max_model_len == 77
+        async with lives.client.submit(generate("a")):
+            assert (await lives.begin()).asked() == ["a"]
+        await lives.end()
+
+    asyncio.run(run())

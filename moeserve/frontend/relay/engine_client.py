@@ -39,6 +39,7 @@ from moeserve.wire import (
     Stats,
     Turned,
     decode_news,
+    load_ready,
 )
 
 log = structlog.get_logger(__name__)
@@ -240,8 +241,13 @@ class EngineClient:
         self._die("the supervisor ended")
 
     def _rest(self, rest: Rest) -> None:
-        """Leave the engine, which ends, and keep open requests for the one that is started when the service wakes."""
+        """Leave the engine, which ends, and keep open requests for the one that is started when the service wakes.
+
+        A process that was started meanwhile takes requests by what the last engine has said.
+        """
         self.rest = rest
+        if self.ready is None:
+            self.ready = load_ready(self._run)
         self._lose(_ASLEEP)
         self._change()
 
