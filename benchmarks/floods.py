@@ -2,8 +2,9 @@
 
 A whole service is started, its cache filled with prefixes of one block, and each route asked `--requests` times at once
 by one key, while a process of its own reads a stream of another key. Printed are the longest time between two tokens of
-the stream, beside that of the seconds before the flood, and how the requests ended. At the end the listing is flooded
-`--rounds` times in a row. Exit code 1 if the engine was started anew, or a token came later than 250 ms.
+the stream, beside that of the seconds before the flood, and how the requests ended. At the end the first route, the
+listing, is flooded `--rounds` times in a row. Exit code 1 if the engine was started anew, or a token came later than
+250 ms.
 """
 
 from __future__ import annotations
@@ -222,11 +223,12 @@ def num_restarts(port: int) -> float:
 
 @click.command(help=__doc__)
 @click.option("--model", type=Path, default=None, help="A model folder; by default the demo.")
+@click.option("--only", multiple=True, metavar="TEXT", help="Flood the routes alone whose name has it; repeatable.")
 @click.option("--requests", type=int, default=350)
 @click.option("--prefixes", "num_prefixes", type=int, default=1120)
 @click.option("--rounds", type=int, default=6)
 @click.option("--slo", default="ttft:2s,tpot:0.15s", help="Steps of prompts are bounded by it.", show_default=True)
-def main(model: Path | None, requests: int, num_prefixes: int, rounds: int, slo: str) -> None:
+def main(model: Path | None, only: tuple[str, ...], requests: int, num_prefixes: int, rounds: int, slo: str) -> None:
     draw = random.Random(0)
     with tempfile.TemporaryDirectory() as name, service(model or ensure_demo(), Path(name), slo) as port:
         prefixes = fill(port, draw, num_prefixes)
@@ -235,9 +237,9 @@ def main(model: Path | None, requests: int, num_prefixes: int, rounds: int, slo:
         try:
             found: list[Flood] = []
             floods = routes(draw, prefixes, kept["id"])
-            listing = next(iter(floods))
-            for route in [*floods, *[listing] * rounds]:
-                if len(found) == len(floods):
+            chosen = [route for route in floods if not only or any(text in route for text in only)]
+            for number, route in enumerate([*chosen, *[chosen[0]] * rounds]):
+                if number == len(chosen):
                     fill(port, draw, num_prefixes)
                 found.append(run_flood(port, stream, route, floods[route][:requests]))
                 click.echo(found[-1])
