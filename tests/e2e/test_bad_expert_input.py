@@ -135,7 +135,7 @@ def test_an_expert_file_that_is_cut_while_serving(
         try:
             os.truncate(path, 4096)
             posted = [pool.submit(running.http.post, "/v1/completions", json={**body, "seed": n}) for n in range(4)]
-            answers = [answer.result(30) for answer in posted]
+            answers = [answer.result(60) for answer in posted]
             assert [answer.status_code for answer in answers] == [503] * 4
             assert {answer.json()["error"]["code"] for answer in answers} == {"engine_dead"}
             assert running.end() == 1

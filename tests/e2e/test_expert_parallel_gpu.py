@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -81,10 +80,8 @@ def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
         assert told["strategy"]["prefetch"] == {"source": "gate", "is_on": True}
         assert [len(layers) for layers in told["residency"]["resident"]] == [len(spec.moe_layers)] * 2
         assert all(len(layer) == NUM_SLOTS for layers in told["residency"]["resident"] for layer in layers)
-        started = time.monotonic()
         os.kill(pids[1], signal.SIGKILL)
-        assert two.end(10) == 1
-        assert time.monotonic() - started < 10
+        assert two.end() == 1
         assert f"Rank 1 (process {pids[1]})" in two.errors.read_text()
         assert two.leaves_nothing()
         wait_until(lambda: not any(map(is_alive, pids)))
@@ -103,7 +100,7 @@ def test_two_ranks_replay_decodes_and_one_that_dies_in_the_middle_of_them_is_nam
         next(events)
         os.kill(pids[1], signal.SIGKILL)
         assert "error" in list(events)[-1]
-        assert two.end(10) == 1
+        assert two.end() == 1
         assert f"Rank 1 (process {pids[1]})" in two.errors.read_text()
         assert two.leaves_nothing()
         wait_until(lambda: not any(map(is_alive, pids)))

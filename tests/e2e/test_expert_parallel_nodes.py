@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,10 +45,12 @@ def texts_of(http: httpx2.Client) -> list[str]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A port below those that the system gives to connections, and soon to others."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 @pytest.fixture(scope="module")
@@ -122,7 +124,7 @@ def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
         assert texts_of(first.http) == expected
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
-        assert other.process.wait(10) == 0
+        assert other.process.wait(60) == 0
         assert first.leaves_nothing()
         assert not list(other.run_root.iterdir())
         wait_until(lambda: not any(map(is_alive, processes)))
@@ -138,15 +140,14 @@ def test_a_lost_node_ends_the_service_and_its_rank_is_named(
         processes = descendants(first.process.pid) | descendants(other.process.pid)
         events = first.stream(max_tokens=20_000)
         next(events)
-        started = time.monotonic()
         if number == signal.SIGKILL:
             other.process.kill()
         else:
             for pid in descendants(other.process.pid):
                 os.kill(pid, signal.SIGSTOP)
         assert "error" in list(events)[-1]
-        assert first.end(10) == 1
-        other.process.wait(max(0.0, started + 10 - time.monotonic()))
+        assert first.end() == 1
+        other.process.wait(60)
         assert "Rank 1 (process" in first.errors.read_text()
         assert first.leaves_nothing()
         wait_until(lambda: not any(map(is_alive, processes)))
@@ -158,7 +159,7 @@ def test_a_lost_node_0_ends_the_others_with_a_sentence(model: Path, key: Path, t
         first.wait_until_ready()
         processes = descendants(first.process.pid) | descendants(other.process.pid)
         first.process.kill()
-        assert other.process.wait(10) == 1
+        assert other.process.wait(60) == 1
         assert "is gone: node 0 has ended or cannot be reached." in other.said.read_text()
         assert not list(other.run_root.iterdir())
         wait_until(lambda: not any(map(is_alive, processes)))
@@ -192,7 +193,7 @@ def test_a_lost_rank_of_any_node_is_a_pause_and_no_whole_start(
         assert loaded == [children_of(first.process.pid)["worker"], children_of(other.process.pid)["worker"]]
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
-        assert other.process.wait(10) == 0
+        assert other.process.wait(60) == 0
         assert first.leaves_nothing()
         assert not list(other.run_root.iterdir())
 
@@ -218,8 +219,8 @@ def test_a_node_with_another_model_is_refused(
     another = write_tiny_checkpoint(tmp_path_factory.mktemp("another"))
     (another / "generation_config.json").write_text('{"temperature": 0.5}')
     with two_nodes(model, tmp_path, key, other_model=another) as (first, other):
-        assert first.end(60) == 1
-        assert other.process.wait(10) == 1
+        assert first.end() == 1
+        assert other.process.wait(60) == 1
         for said in (first.errors.read_text(), other.said.read_text()):
             assert "cannot take part: its model differs from that of rank 0" in said
 
@@ -259,7 +260,7 @@ def test_torchrun_starts_ranks_that_give_the_texts_of_one(model: Path, expected:
             assert texts_of(http) == expected
         processes = descendants(process.pid)
         process.send_signal(signal.SIGTERM)
-        process.wait(15)
+        process.wait(60)
         wait_until(lambda: not any(map(is_alive, processes)))
         assert [path.name for path in said.parent.iterdir()] == [said.name]
 
@@ -284,6 +285,6 @@ def test_torchrun_on_two_nodes_needs_the_key_and_gives_the_texts_of_one(
             assert texts_of(http) == expected
         processes = descendants(process.pid) | descendants(other.pid)
         other.kill()
-        process.wait(15)
+        process.wait(60)
         assert "Rank 1 (process" in said.read_text()
         wait_until(lambda: not any(map(is_alive, processes)))

@@ -29,7 +29,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 def client(server: Frontend) -> Iterator[OpenAI]:
     server.engine.received.clear()
     server.engine.script = say(TEXT)
-    with OpenAI(base_url=server.url + "/v1", api_key="first", max_retries=0, timeout=20) as client:
+    with OpenAI(base_url=server.url + "/v1", api_key="first", max_retries=0, timeout=60) as client:
         yield client
 
 

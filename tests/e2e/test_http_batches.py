@@ -32,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
 def client(server: Frontend) -> Iterator[OpenAI]:
     server.engine.received.clear()
     server.engine.script = say("Hello")
-    with OpenAI(base_url=server.url + "/v1", api_key="first", max_retries=0, timeout=20) as client:
+    with OpenAI(base_url=server.url + "/v1", api_key="first", max_retries=0, timeout=60) as client:
         yield client
 
 
@@ -50,7 +50,7 @@ def begun(client: OpenAI, *lines: str) -> Any:
 
 def ended(client: OpenAI, batch: Any) -> Any:
     wait_until(
-        lambda: client.batches.retrieve(batch.id).status in ("completed", "failed", "cancelled", "expired"), timeout=30
+        lambda: client.batches.retrieve(batch.id).status in ("completed", "failed", "cancelled", "expired"), timeout=60
     )
     return client.batches.retrieve(batch.id)
 
@@ -162,9 +162,9 @@ def test_what_cannot_be_done_is_refused(server: Frontend, client: OpenAI) -> Non
 def test_lines_hold_up_no_shutdown_where_the_store_goes_with_the_service(tmp_path: Path) -> None:
     with frontend(tmp_path, shutdown_timeout=600.0) as server:
         server.engine.script = admit_only
-        with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=20) as client:
+        with OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
             begun(client, line("a"), line("b"))
             server.engine.wait_for(Generate, 2)
             server.process.send_signal(signal.SIGTERM)
             server.engine.wait_for(Abort, 2)
-            assert server.process.wait(20) == 0
+            assert server.process.wait(60) == 0

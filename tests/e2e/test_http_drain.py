@@ -28,17 +28,17 @@ class Stream:
         (self.generate,) = server.engine.wait_for(Generate)
 
     def _run(self) -> None:
-        with httpx2.Client(base_url=self._server.url, timeout=30) as client:
+        with httpx2.Client(base_url=self._server.url, timeout=60) as client:
             self.text = client.post("/v1/chat/completions", json={**CHAT, "stream": True}).text
 
     def join(self) -> str:
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive()
         return self.text
 
 
 def end(server: Frontend) -> int:
-    return server.process.wait(20)
+    return server.process.wait(60)
 
 
 def test_running_streams_finish_while_others_are_refused(tmp_path: Path) -> None:

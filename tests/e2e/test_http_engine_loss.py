@@ -32,7 +32,7 @@ def open_requests(server: Frontend) -> tuple[list[Any], list[threading.Thread]]:
     results: list[Any] = [None] * 3
 
     def post(index: int, stream: bool) -> None:
-        with httpx2.Client(base_url=server.url, timeout=30) as client:
+        with httpx2.Client(base_url=server.url, timeout=60) as client:
             results[index] = client.post("/v1/chat/completions", json={**CHAT, "stream": stream})
 
     threads = [threading.Thread(target=post, args=(index, index < 2)) for index in range(3)]
@@ -45,7 +45,7 @@ def open_requests(server: Frontend) -> tuple[list[Any], list[threading.Thread]]:
 
 def assert_all_ended(results: list[Any], threads: list[threading.Thread]) -> None:
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     begun, *others = results
     assert begun.status_code == 200
     events = begun.text.strip().split("\n\n")

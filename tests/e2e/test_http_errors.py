@@ -144,7 +144,7 @@ def test_one_rejected_choice_aborts_its_siblings(server: Frontend) -> None:
 
 def test_more_than_runs_and_queues_is_refused_before_the_engine_hears_of_it(server: Frontend) -> None:
     server.engine.script = admit_only
-    with httpx2.Client(base_url=server.url, timeout=20) as other, ThreadPoolExecutor(2) as threads:
+    with httpx2.Client(base_url=server.url, timeout=60) as other, ThreadPoolExecutor(2) as threads:
         for _ in range(2):
             threads.submit(other.post, "/v1/chat/completions", json={**CHAT, "n": 4})
         held = server.engine.wait_for(Generate, 8)
@@ -177,7 +177,7 @@ def test_a_failure_of_one_request_is_its_own(server: Frontend) -> None:
 
 def raw(server: Frontend, data: bytes) -> bytes:
     """Return the server's answer to bytes on a connection until it closes it."""
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(data)
         answer = b""
         while chunk := connection.recv(65536):

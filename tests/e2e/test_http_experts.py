@@ -69,7 +69,7 @@ def test_statistics_are_saved_on_demand(running: Service, folder: Path) -> None:
 def test_a_disk_that_hangs_holds_up_no_generation(folder: Path) -> None:
     (folder / "hangs").mkdir()
     model = write_tiny_checkpoint(folder / "same")
-    settings = ("--expert-statistics", str(folder / "hangs" / "s"), "--engine-timeout", "2")
+    settings = ("--expert-statistics", str(folder / "hangs" / "s"), "--engine-timeout", "4")
     with service(model, folder / "hangs", *settings) as running:
         (engine,) = descendants(running.pids["worker"])
         # Opening a FIFO that nobody reads waits, as writing to a disk that does not answer does.

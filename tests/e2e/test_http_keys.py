@@ -77,7 +77,7 @@ def test_each_role_reaches_its_routes_and_admin_all(server: Frontend) -> None:
     ],
 )
 def test_forged_paths_and_hosts_open_nothing(server: Frontend, path: str, host: str) -> None:
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(f"GET {path} HTTP/1.1\r\nhost: {host}\r\nconnection: close\r\n\r\n".encode())
         assert connection.recv(12) == b"HTTP/1.1 401"
 

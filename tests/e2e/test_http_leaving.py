@@ -24,7 +24,7 @@ def connect(server: Frontend, **fields: object) -> socket.socket:
     """Sends a request and leaves the answer unread."""
     body = json.dumps({"model": "tiny", "prompt": "hi", **fields}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
-    connection = socket.create_connection(("127.0.0.1", server.port), timeout=20)
+    connection = socket.create_connection(("127.0.0.1", server.port), timeout=60)
     connection.sendall(head + body)
     return connection
 
@@ -114,7 +114,7 @@ def test_leaving_gives_the_places_back(server: Frontend) -> None:
 def test_leaving_with_half_a_body_leaves_nothing(server: Frontend) -> None:
     server.engine.received.clear()
     server.engine.script = say("ok")
-    with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+    with socket.create_connection(("127.0.0.1", server.port), timeout=60) as connection:
         connection.sendall(b'POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{"model"')
     assert server.http.post("/v1/completions", json={"model": "tiny", "prompt": "hi"}).status_code == 200
     assert len(server.engine.of(Generate)) == 1

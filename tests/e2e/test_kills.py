@@ -104,10 +104,11 @@ def cells(
 def hit_amid(killing: Kill) -> Traffic:
     """Bring the service into the phase, send the signal, and return the requests that were open or came next."""
     running = killing.running
-    # Prompts that no earlier cell has left in the cache.
-    salt = {"cache_salt": f"{killing.target} {killing.number.name}"}
-    prompts = {name: (path, body | salt) for name, (path, body) in PROMPTS.items()}
-    traffic = Traffic(str(running.http.base_url), TRAFFIC | prompts if killing.phase == "prefill" else TRAFFIC)
+    if killing.phase in ("prefill", "migration"):
+        traffic = amid_prompts(running) if killing.phase == "prefill" else amid_migration(running)
+        killing.hit()
+        return traffic
+    traffic = Traffic(str(running.http.base_url), TRAFFIC)
     if killing.phase == "idle":
         killing.hit()
         return traffic.start()
@@ -119,16 +120,40 @@ def hit_amid(killing: Kill) -> Traffic:
         traffic.start()
     else:
         traffic.start()
+        assert traffic.started.wait(60)
+        assert traffic.admitted.wait(60)
+    killing.hit()
+    return traffic
+
+
+def amid_migration(running: Service) -> Traffic:
+    """Return requests of which some are answered while experts are placed anew."""
+
+    def num_placed() -> int:
+        return running.errors.read_text().count("layer_placed_anew")
+
+    while True:
+        before = num_placed()
+        traffic = Traffic(str(running.http.base_url), TRAFFIC).start()
+        assert traffic.started.wait(60)
+        wait_until(lambda before=before, traffic=traffic: num_placed() > before or traffic.has_ended)
+        if not traffic.has_ended:
+            return traffic
+
+
+def amid_prompts(running: Service) -> Traffic:
+    """Return requests of which one is answered while long prompts are computed."""
+    while True:
+        # Prompts that nobody has left in the cache.
+        salt = {"cache_salt": os.urandom(8).hex()}
+        prompts = {name: (path, body | salt) for name, (path, body) in PROMPTS.items()}
+        traffic = Traffic(str(running.http.base_url), TRAFFIC | prompts).start()
         # Short requests pass the long prompts.
         assert traffic.started.wait(60)
-        assert killing.phase == "prefill" or traffic.admitted.wait(60)
-    if killing.phase == "migration":
-        placed = running.errors.read_text().count("layer_placed_anew")
-        wait_until(lambda: running.errors.read_text().count("layer_placed_anew") > placed, timeout=60)
-    killing.hit()
-    if killing.phase == "prefill":
-        assert not all(traffic.answers[name].num_events for name in PROMPTS), "their prompts were read too soon"
-    return traffic
+        if not all(traffic.answers[name].num_events for name in PROMPTS):
+            return traffic
+        # The machine is busy: it let the prompts be read before this thread.
+        traffic.wait()
 
 
 def outlive(
@@ -272,7 +297,7 @@ def test_a_drain_goes_on_or_tells_of_its_end(
         holding = running.stream(30_000, prompt="and so on")
         next(holding)
         running.process.send_signal(signal.SIGTERM)
-        with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
+        with httpx2.Client(base_url=running.http.base_url, timeout=60) as other:
             wait_until(lambda: other.get("/ready").status_code == 503)
         killing.hit()
         # The one that is no stream may have come too late.

@@ -143,6 +143,7 @@ def test_a_prompt_of_one_service_is_decoded_by_another_with_the_same_bits(pair: 
 def test_chats_are_handed_over_streamed_with_several_choices_and_with_a_grammar(pair: Pair) -> None:
     messages = [{"role": "user", "content": "tell me of whales and of the sea " * 6}]
     body = {"model": "m", "messages": messages, "max_completion_tokens": 8, "temperature": 0, "seed": 4}
+    fetched = figure(pair.decodes, "moeserve_kv_transfer_tokens_total")
     extra: dict[str, Any]
     for extra in ({}, {"n": 2}, {"response_format": {"type": "json_object"}}):
         clear(pair.prefills, pair.decodes)
@@ -152,11 +153,14 @@ def test_chats_are_handed_over_streamed_with_several_choices_and_with_a_grammar(
         answer = post(pair.decodes, body | extra | {"kv_transfer_params": params}, CHAT)
         assert answer["choices"] == expected
         assert cached(answer) == params["remote_num_tokens"]
+        fetched += params["remote_num_tokens"]
     clear(pair.decodes)
     params = prefill(pair.prefills, body, CHAT)
     asked = body | {"kv_transfer_params": params, "stream": True, "stream_options": {"include_usage": True}}
     text = pair.decodes.http.post(CHAT, json=asked).text
     assert f'"cached_tokens":{params["remote_num_tokens"]}' in text
+    fetched += params["remote_num_tokens"]
+    wait_until(lambda: figure(pair.decodes, "moeserve_kv_transfer_tokens_total") == fetched)
     clear(pair.prefills, pair.decodes)
 
 
@@ -285,7 +289,8 @@ def test_with_early_tickets_a_prompt_is_fetched_while_it_is_computed(model: Path
             assert (params["is_early"], params["remote_num_tokens"]) == (True, 1184)
             answer = post(pair.decodes, completion(prompt) | {"kv_transfer_params": params})
             assert (bits(answer), cached(answer)) == (expected, 1184)
-        assert figure(early, "moeserve_kv_transfer_early_total") == 4
+        wait_until(lambda: figure(early, "moeserve_kv_transfer_early_total") == 4)
+        wait_until(lambda: figure(early, "moeserve_kv_transfer_held_blocks") == 0)
         # A prompt of one step, and a request that wants tokens, are answered as ever.
         assert prefill(early, completion(PROMPT[:40]))["is_early"] is False
         assert len(bits(post(early, completion(LONG, max_tokens=3, kv_transfer_params=ASKS)))) == 3

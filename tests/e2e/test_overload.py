@@ -28,7 +28,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder: Path = tmp_path_factory.mktemp("keys")
     (folder / "keys").write_text("user:alice\nuser:bob weight=2\nadmin:root\n")
     settings = ["--api-key-file", str(folder / "keys"), "--max-num-seqs", str(SEATS)]
-    settings += ["--max-num-queued-reqs", str(PLACES - SEATS), "--slo", "ttft:5s"]
+    settings += ["--max-num-queued-reqs", str(PLACES - SEATS), "--slo", "ttft:100s"]
     model = write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
     with service(model, tmp_path_factory.mktemp("service"), *settings) as started:
         yield started
@@ -84,7 +84,7 @@ def test_a_request_that_cannot_begin_in_time_is_refused_with_a_time_to_come_back
         assert (late.status_code, late.json()["error"]["code"]) == (503, "overloaded")
         assert 1 <= int(late.headers["retry-after"]) <= 60
     wait_until_idle(running)
-    assert ask(running, "alice", slo="ttft:5s").status_code == 200
+    assert ask(running, "alice", slo="ttft:90s").status_code == 200
 
 
 def test_background_requests_give_their_seats_to_others_and_are_answered_in_the_end(running: Service) -> None:
@@ -106,7 +106,7 @@ def test_what_a_key_may_not_ask_is_refused_by_name(running: Service) -> None:
     assert ask(running, "root", priority=-1).status_code == 200
     greedy = ask(running, "alice", n=PLACES)
     assert (greedy.status_code, greedy.json()["error"]["param"]) == (400, "n")
-    for slo in ("ttft:60s", "tpot:1ms", "soon"):
+    for slo in ("ttft:600s", "tpot:1ms", "soon"):
         assert ask(running, "alice", slo=slo).status_code == 400
 
 
@@ -145,10 +145,10 @@ def test_health_answers_however_many_connections_and_few_files_there_are(tmp_pat
         first = next(stream)
         address = (started.http.base_url.host, started.http.base_url.port)
         for _ in range(128):
-            stack.enter_context(socket.create_connection(address, timeout=30))
+            stack.enter_context(socket.create_connection(address, timeout=60))
         for path in ("/health", "/ready", "/metrics", "/health"):
-            assert httpx2.get(started.http.base_url.join(path), timeout=10).status_code == 200
+            assert httpx2.get(started.http.base_url.join(path), timeout=60).status_code == 200
         [engine] = descendants(children_of(started.process.pid)["worker"])
         os.kill(engine, signal.SIGKILL)
         assert len([first, *stream]) > 100
-        assert httpx2.get(started.http.base_url.join("/health"), timeout=10).status_code == 200
+        assert httpx2.get(started.http.base_url.join("/health"), timeout=60).status_code == 200

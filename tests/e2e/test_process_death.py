@@ -42,16 +42,18 @@ def executed(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 
 
 def test_sigterm_lets_streams_finish_and_refuses_new_requests(running: Service) -> None:
-    # They have enough tokens to outlast a test that is held up.
-    events = running.stream(max_tokens=1500)
+    # The second one holds the drain open until it is closed.
+    events, holding = running.stream(max_tokens=300), running.stream(max_tokens=ENDLESS)
     next(events)
+    next(holding)
     running.process.send_signal(signal.SIGTERM)
-    with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
+    with httpx2.Client(base_url=running.http.base_url, timeout=60) as other:
         wait_until(lambda: other.get("/ready").status_code == 503)
         refused = other.post("/v1/completions", json={"model": "m", "prompt": "x", "max_tokens": 1})
         assert refused.status_code == 503
     last = [event for event in events if event["choices"]][-1]
     assert last["choices"][0]["finish_reason"] == "length"
+    holding.close()  # type: ignore[attr-defined]
     assert running.end() == 0
     assert running.leaves_nothing()
 
@@ -60,7 +62,7 @@ def test_a_second_sigterm_ends_streams_with_an_error_event(running: Service) -> 
     events = running.stream(max_tokens=ENDLESS)
     next(events)
     running.process.send_signal(signal.SIGTERM)
-    with httpx2.Client(base_url=running.http.base_url, timeout=10) as other:
+    with httpx2.Client(base_url=running.http.base_url, timeout=60) as other:
         wait_until(lambda: other.get("/ready").status_code == 503)
     running.process.send_signal(signal.SIGTERM)
     assert "error" in list(events)[-1]

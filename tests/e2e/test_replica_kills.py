@@ -59,6 +59,12 @@ def test_streams_of_a_killed_replica_go_on_in_the_other_one(
     replicas: list[Service], kill: Callable[[Service], None]
 ) -> None:
     victim, survivor = replicas
+    # Of the victim's streams there is KV on disk when it is killed.
+    for number in range(0, NUM_STREAMS // 2, 2):
+        prompt = body_of(number, prompt=prompt_of(number), max_tokens=1)
+        assert victim.http.post("/v1/completions", json=prompt).status_code == 200
+    blocks = NUM_STREAMS // 4 * (len(prompt_of(0)) // 16)
+    wait_until(lambda: figure(victim, 'moeserve_kv_tier_blocks{tier="disk"}') >= blocks)
     # Those of the victim that are streamed to clients: they are to be under way when it is killed.
     underway = Underway(NUM_STREAMS // 4)
     half = range(NUM_STREAMS // 2)
@@ -72,7 +78,7 @@ def test_streams_of_a_killed_replica_go_on_in_the_other_one(
         for each in running:
             each.result(130)
     assert any(client.broken for client in clients)
-    assert figure(survivor, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') > 0
+    wait_until(lambda: figure(survivor, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') > 0)
     for number, client in enumerate(clients):
         text = "".join(client.pieces)
         assert (len(client.ids), client.tokens) == (1, NUM_TOKENS)

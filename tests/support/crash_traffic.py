@@ -111,6 +111,11 @@ class Traffic:
             assert not thread.is_alive(), "a request has no end"
         return self.answers
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether every request has its end."""
+        return not any(thread.is_alive() for thread in self._threads)
+
     def _note_head(self, body: dict[str, Any]) -> None:
         if body.get("stream"):
             self._begun.append(time.monotonic())

@@ -114,7 +114,7 @@ class FakeEngine:
         with self._news:
             return [message for message in self.received if isinstance(message, kind)]
 
-    def wait_for(self, kind: type, count: int = 1, timeout: float = 10.0) -> list[Any]:
+    def wait_for(self, kind: type, count: int = 1, timeout: float = 60.0) -> list[Any]:
         """Waits until `count` messages of a kind were received."""
 
         def enough() -> bool:

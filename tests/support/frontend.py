@@ -32,9 +32,9 @@ class Frontend:
         self.engine = engine
         self.log_path = log_path
         self.url = f"http://127.0.0.1:{port}"
-        self.http = httpx2.Client(base_url=self.url, timeout=20)
+        self.http = httpx2.Client(base_url=self.url, timeout=60)
 
-    def wait(self, path: str, status: int, reason: str = "", timeout: float = 10.0) -> Any:
+    def wait(self, path: str, status: int, reason: str = "", timeout: float = 60.0) -> Any:
         """Asks until the route has that status, and `reason` in its body."""
         deadline = time.monotonic() + timeout
         while True:

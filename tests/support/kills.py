@@ -19,9 +19,10 @@ import httpx2
 from tests.support.crash_traffic import Answered, Traffic, choice_of, errors_in
 from tests.support.service import Service, children_of, descendants, is_alive, read_of_process, wait_until
 
-# Seconds: clients hear of a failure that was found, and nothing is left of a service whose supervisor was killed.
-SECONDS_TO_TELL = 2.0
-SECONDS_TO_VANISH = 5.0
+# Clients hear of a failure that was found, and nothing is left of a service whose supervisor was killed, within so many
+# seconds of a machine that does many other things.
+SECONDS_TO_TELL = 30.0
+SECONDS_TO_VANISH = 60.0
 # Files that each life of the engine has anew, with its number behind the last dot.
 _OF_LIFE = re.compile(r".*\.(\d+)$")
 

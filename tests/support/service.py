@@ -87,7 +87,7 @@ class Service:
                     if line.startswith(b"data: "):
                         yield json.loads(line.removeprefix(b"data: "))
 
-    def end(self, timeout: float = 30) -> int:
+    def end(self, timeout: float = 60) -> int:
         return self.process.wait(timeout)
 
     def leaves_nothing(self) -> bool:

@@ -47,7 +47,7 @@ class Service:
         self.pids = [int(pid) for pid in re.findall(r"\d+", self.wait_for("ready"))]
 
     def end(self) -> int:
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
     def leaves_nothing(self) -> bool:
         return not any(is_alive(pid) for pid in self.pids) and not list(self.run_root.iterdir())

@@ -245,7 +245,7 @@ async def events(scope: Any, receive: Any, send: Any) -> None:
 
 def half_closed(port: int, *requests: str, version: str = "1.1") -> socket.socket:
     """A client that sends requests and closes its sending half."""
-    client = socket.create_connection(("127.0.0.1", port), timeout=20)
+    client = socket.create_connection(("127.0.0.1", port), timeout=60)
     for path in requests:
         client.sendall(f"GET {path} HTTP/{version}\r\nHost: x\r\n\r\n".encode())
     client.shutdown(socket.SHUT_WR)
@@ -294,7 +294,7 @@ def test_a_half_closed_stream_goes_on_and_is_woken_to_write() -> None:
     async def scenario() -> None:
         server = Server(events, 10)
         async with server.listening() as port:
-            client = socket.create_connection(("127.0.0.1", port), timeout=20)
+            client = socket.create_connection(("127.0.0.1", port), timeout=60)
             with client:
                 client.setblocking(False)
                 loop = asyncio.get_running_loop()
@@ -325,7 +325,7 @@ def test_a_client_that_has_closed_the_connection_is_found_out(app: Any, path: st
 
         server = Server(noted, 10)
         async with server.listening() as port:
-            client = socket.create_connection(("127.0.0.1", port), timeout=20)
+            client = socket.create_connection(("127.0.0.1", port), timeout=60)
             client.sendall(f"GET {path} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
             if app is events:
                 client.setblocking(False)
@@ -383,7 +383,7 @@ def test_half_a_request_gets_no_answer() -> None:
         server = Server(reading, 10)
         async with server.listening() as port:
             for half in (b"GET / HT", b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nabc"):
-                with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                with socket.create_connection(("127.0.0.1", port), timeout=60) as client:
                     client.sendall(half)
                     client.shutdown(socket.SHUT_WR)
                     assert b"200" not in await all_of(client)

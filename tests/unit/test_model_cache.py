@@ -32,7 +32,7 @@ class FakeBuilder:
         folder.mkdir()
         (folder / "config.json").write_text("{}")
         self.started.set()
-        assert self.may_go_on.wait(timeout=30)
+        assert self.may_go_on.wait(timeout=60)
         if self.fail is not None:
             raise self.fail
         (folder / "weights").write_bytes(b"w" * 1000)
@@ -145,12 +145,12 @@ def test_two_that_start_together_build_once(target: Path, builder: FakeBuilder) 
     first = threading.Thread(target=ensure, args=(target, builder))
     second = threading.Thread(target=ensure, args=(target, builder, "test/1", second_progress))
     first.start()
-    assert builder.started.wait(timeout=30)
+    assert builder.started.wait(timeout=60)
     second.start()
-    assert waiting.wait(timeout=30)
+    assert waiting.wait(timeout=60)
     builder.may_go_on.set()
-    first.join(timeout=30)
-    second.join(timeout=30)
+    first.join(timeout=60)
+    second.join(timeout=60)
     assert builder.builds == 1
     assert visible(target) == ["demo"]
 

@@ -42,12 +42,12 @@ class Node:
         self.copies = [subprocess.Popen(SLEEP) for _ in range(2)]
         for rank, copy in enumerate(self.copies):
             self.report("forked", rank, pid=copy.pid)
-            assert self.said.get(timeout=10) == {"event": "forked", "rank": rank, "pid": copy.pid}
+            assert self.said.get(timeout=60) == {"event": "forked", "rank": rank, "pid": copy.pid}
 
     def end(self, rank: int) -> Report:
         """Reap a copy that has ended, or is about to, and report it."""
         copy = self.copies[rank]
-        code = copy.wait(10)
+        code = copy.wait(60)
         self.report("ended", rank, pid=copy.pid, code=code)
         return {"event": "ended", "rank": rank, "pid": copy.pid, "code": code}
 
@@ -67,10 +67,10 @@ def test_the_end_of_one_rank_ends_all_and_names_it(node: Node, rank: int) -> Non
     node.copies[rank].kill()
     first = node.end(rank)
     sentence = f"Rank {rank} (process {first['pid']}) was ended by SIGKILL (often: out of memory)."
-    assert node.said.get(timeout=10) == {"event": "error", "message": sentence, "code": -signal.SIGKILL}
+    assert node.said.get(timeout=60) == {"event": "error", "message": sentence, "code": -signal.SIGKILL}
     # Nobody but `RankLives` ends the other one.
     node.end(1 - rank)
-    assert node.said.get(timeout=10) == first
+    assert node.said.get(timeout=60) == first
 
 
 def test_a_rank_that_ends_because_of_another_does_not_hide_it(node: Node) -> None:
@@ -78,8 +78,8 @@ def test_a_rank_that_ends_because_of_another_does_not_hide_it(node: Node) -> Non
     node.report("ended", 1, pid=node.copies[1].pid, code=0)
     node.copies[0].kill()
     node.end(0)
-    assert "Rank 0" in node.said.get(timeout=10)["message"]
-    assert node.said.get(timeout=10) == {"event": "ended", "rank": 1, "pid": node.copies[1].pid, "code": 0}
+    assert "Rank 0" in node.said.get(timeout=60)["message"]
+    assert node.said.get(timeout=60) == {"event": "ended", "rank": 1, "pid": node.copies[1].pid, "code": 0}
 
 
 def test_an_order_begins_a_life_of_every_rank(node: Node) -> None:
@@ -90,9 +90,9 @@ def test_an_order_begins_a_life_of_every_rank(node: Node) -> None:
         node.copies[0].kill()
         for rank in range(2):
             node.end(rank)
-        assert [node.said.get(timeout=10)["event"] for _ in range(2)] == ["error", "ended"]
+        assert [node.said.get(timeout=60)["event"] for _ in range(2)] == ["error", "ended"]
 
 
 def test_other_reports_pass_through(node: Node) -> None:
     node.report("met", 1, incarnation=7)
-    assert node.said.get(timeout=10) == {"event": "met", "incarnation": 7}
+    assert node.said.get(timeout=60) == {"event": "met", "incarnation": 7}
