@@ -31,7 +31,7 @@ ONE = ("--engine-timeout", "4", *BOTH)
 TWO = ("--engine-timeout", "10", "--expert-parallel-size", "2", *BOTH)
 # Experts are placed anew as often as that can be.
 RESTLESS = ("--rebalance-interval", "1", "--rebalance-threshold", "0")
-_WORDS = "It was the age of wisdom, it was the age of foolishness, " * 100
+_WORDS = "It was the age of wisdom, it was the age of foolishness, " * 50
 PROMPTS = {
     f"long prompt {number}": (
         "/v1/completions",
