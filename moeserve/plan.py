@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import InitVar, dataclass, field
 from enum import StrEnum
 from math import inf
-from typing import Generic, Literal, Protocol, SupportsBytes, TypeVar
+from typing import Any, Generic, Literal, Protocol, TypeVar
+
+import msgspec
 
 from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import BudgetedThought, ThoughtBudget
@@ -505,8 +507,7 @@ def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
     return wanted, places
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     """The log probability of one token; `top` holds (token id, logprob) of the likeliest tokens, best first."""
 
     logprob: float
@@ -523,8 +524,7 @@ class FoundText:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-@dataclass(slots=True)
-class ChunkResult:
+class ChunkResult(msgspec.Struct, array_like=True):
     """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone.
 
     `further` are the tokens sampled after drafts that were right, with their log probabilities: draft i is right if it
@@ -544,18 +544,17 @@ class ChunkResult:
         return [] if self.token_id is None else [(self.token_id, self.logprobs), *self.further]
 
 
-@dataclass(slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, array_like=True):
     """One `ChunkResult` per chunk of the plan, in the plan's order.
 
-    `routing`: the experts that the gates chose for the plan's rows (bytes of `experts.routing.choices`, or an object
-    that becomes these bytes on demand), if recorded. `sent`: on one of several ranks, the rows that it has sent to each
-    rank since the start, then the bytes.
+    `routing`: the experts that the gates chose for the plan's rows, if recorded: bytes of `experts.routing.choices`, or
+    an object that becomes these bytes on demand, as it does before it travels. `sent`: on one of several ranks, the
+    rows that it has sent to each rank since the start, then the bytes.
     """
 
     step: int
     chunks: list[ChunkResult]
-    routing: SupportsBytes | None = None
+    routing: Any = None
     sent: list[int] | None = None
 
 

@@ -1,4 +1,4 @@
-"""The traffic between processes: frames, the messages between frontend and engine, the bytes of results.
+"""The traffic between processes: frames, and the messages between frontend and engine.
 
 `msgpack` reads and writes the bytes under limits; `msgspec.convert` gives them types. Each frame is
 `[incarnation, message]`, and a receiver drops frames of another incarnation of the engine. Token ids and block tables
@@ -24,11 +24,9 @@ from moeserve.plan import (
     DEFAULT_TERMS,
     BeamParams,
     CacheWish,
-    ChunkResult,
     FinishReason,
     FoundText,
     SamplingParams,
-    StepResult,
     Terms,
     TokenLogprobs,
 )
@@ -36,7 +34,7 @@ from moeserve.scheduling.pacing import Load
 from moeserve.thoughts import ThoughtBudget
 from radix_cache import Miss
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024  # of any message but results of steps
+MAX_FRAME_BYTES = 64 * 1024 * 1024  # of any message but those of steps between ranks
 MAX_STEP_BYTES = 2**31  # of a plan or a result, which travels between ranks in several frames if need be
 
 _T = TypeVar("_T")
@@ -347,72 +345,6 @@ class Heartbeat(Message):
 
 ToEngine = Hello | Generate | Turned | Finish | Abort | Control
 FromEngine = EngineReady | Refused | Admitted | Rejected | Outputs | Stats | ControlResult | Heartbeat
-
-
-# The bytes of results, between rank 0 and the other ranks: MessagePack arrays of the fields below, in order.
-
-
-# One token's log probability and the likeliest (token id, logprob).
-_WireLogprobs = tuple[float, list[tuple[int, float]]]
-
-
-class _WireChunkResult(msgspec.Struct, array_like=True, frozen=True):
-    token_id: int | None
-    logprobs: _WireLogprobs | None
-    prompt_logprobs: list[_WireLogprobs] | None
-    error: str | None
-    further: list[tuple[int, _WireLogprobs | None]] = []
-    drafts: tuple[int, ...] = ()
-
-
-class _WireResult(msgspec.Struct, array_like=True, frozen=True):
-    step: int
-    chunks: list[_WireChunkResult]
-    routing: bytes | None
-    sent: list[int] | None
-
-
-def encode_result(result: StepResult) -> bytes:
-    routing = None if result.routing is None else bytes(result.routing)
-    return pack(_WireResult(result.step, [_pack_result(chunk) for chunk in result.chunks], routing, result.sent))
-
-
-def decode_result(data: bytes) -> StepResult:
-    """Return the result in the bytes of `encode_result`. Raise DecodeError for other bytes."""
-    wire = unpack(data, _WireResult, MAX_STEP_BYTES)
-    return StepResult(wire.step, [_unpack_result(chunk) for chunk in wire.chunks], wire.routing, wire.sent)
-
-
-def _pack_result(chunk: ChunkResult) -> _WireChunkResult:
-    prompt = chunk.prompt_logprobs
-    return _WireChunkResult(
-        chunk.token_id,
-        None if chunk.logprobs is None else _pack_logprobs(chunk.logprobs),
-        None if prompt is None else [_pack_logprobs(logprobs) for logprobs in prompt],
-        chunk.error,
-        [(token, None if found is None else _pack_logprobs(found)) for token, found in chunk.further],
-        chunk.drafts,
-    )
-
-
-def _unpack_result(wire: _WireChunkResult) -> ChunkResult:
-    prompt = wire.prompt_logprobs
-    return ChunkResult(
-        wire.token_id,
-        None if wire.logprobs is None else _unpack_logprobs(wire.logprobs),
-        None if prompt is None else [_unpack_logprobs(logprobs) for logprobs in prompt],
-        wire.error,
-        tuple((token, None if found is None else _unpack_logprobs(found)) for token, found in wire.further),
-        wire.drafts,
-    )
-
-
-def _pack_logprobs(logprobs: TokenLogprobs) -> _WireLogprobs:
-    return logprobs.logprob, list(logprobs.top)
-
-
-def _unpack_logprobs(wire: _WireLogprobs) -> TokenLogprobs:
-    return TokenLogprobs(wire[0], tuple(wire[1]))
 
 
 class EngineNews(msgspec.Struct):

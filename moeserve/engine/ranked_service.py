@@ -23,7 +23,7 @@ from experts.errors import CollectiveError, ExpertStoreError
 from experts.parallel.collectives import Collectives
 from experts.placement.placement import Placement
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import KvBudget, current_gpu, too_few_gpus
+from moeserve.device import current_gpu, too_few_gpus
 from moeserve.engine.assemble import LoadedRank, Report, collective_timeout, load_rank
 from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
@@ -234,12 +234,7 @@ def _setup_of(plan: ModelPlan, context: RunContext) -> Setup:
         # Other ranks serve no clients and need no API keys.
         msgspec.json.encode(replace(context.config, api_key=())),
         os.getpid(),
-        plan.kv.num_blocks,
-        plan.kv.max_model_len,
-        plan.kv.num_state_slots,
-        plan.kv.num_snapshots,
-        plan.kv.num_window_blocks,
-        plan.kv.window,
+        plan.kv,
         plan.placement.ranks,
         None if plan.residency is None else plan.residency.slots.num_slots,
     )
@@ -336,15 +331,7 @@ def _check_device(rank: int, own: str, first: str) -> None:
 
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     placement = Placement(context.config.expert_parallel_size, setup.placement)
-    kv = KvBudget(
-        setup.num_blocks,
-        setup.max_model_len,
-        setup.num_state_slots,
-        setup.num_snapshots,
-        setup.num_window_blocks,
-        setup.window,
-    )
-    return plan_as_told(Path(context.model_dir), context.config, placement, kv, setup.expert_slots)
+    return plan_as_told(Path(context.model_dir), context.config, placement, setup.kv, setup.expert_slots)
 
 
 def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:

@@ -17,7 +17,6 @@ from moeserve.engine.ranks.steps import RankSteps
 from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import BeatThread, RankLink
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
-from moeserve.wire import decode_result
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class Service:
 
     def send(self, message: object) -> None:
         if isinstance(message, RankResult):
-            self.log.append(f"result {decode_result(message.result).step}")
+            self.log.append(f"result {message.result.step}")
         elif isinstance(message, LayerLoaded):
             self.log.append(f"loaded {message.version}")
 

@@ -18,13 +18,22 @@ from hypothesis import strategies as st
 
 from experts.errors import CollectiveError
 from moeserve.engine.ranks.meeting import Meeting
-from moeserve.engine.ranks.messages import Forward, Joined, LayerLoaded, RankBeat, RankError, RankResult, Shutdown
+from moeserve.engine.ranks.messages import (
+    Forward,
+    FromRank,
+    Joined,
+    LayerLoaded,
+    RankBeat,
+    RankError,
+    RankResult,
+    Shutdown,
+)
 from moeserve.engine.ranks.plan_link import PlanReceiver
 from moeserve.engine.ranks.steps import RankedExecutor
 from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import RankHub, RankLink
 from moeserve.plan import Chunk, ChunkExtras, ChunkResult, SamplingParams, StepPlan, StepResult, TokenLogprobs
-from moeserve.wire import MAX_FRAME_BYTES, DecodeError, decode_result, encode_result
+from moeserve.wire import MAX_FRAME_BYTES, DecodeError, decode, encode
 from tests.support.examples import examples
 
 LOGPROBS = st.builds(
@@ -51,13 +60,13 @@ RESULTS = st.builds(
 @examples(0.6)
 @given(RESULTS)
 def test_a_result_survives_the_wire(result: StepResult) -> None:
-    assert decode_result(encode_result(result)) == result
+    assert decode(encode(RankResult(1, result), 4), FromRank) == (4, RankResult(1, result))
 
 
 @pytest.mark.parametrize("data", [b"", b"\xc1", b"\x92\x01", b"\x92\x01\x91\x91\x01", b"\x91" * 5000])
 def test_what_is_no_result_is_refused(data: bytes) -> None:
     with pytest.raises(DecodeError):
-        decode_result(data)
+        decode(data, FromRank)
 
 
 class FirstRank:
@@ -145,14 +154,14 @@ def test_a_step_is_announced_before_the_results_of_the_one_before_have_come(grou
     assert [plans.decode(step.plan).step for step in steps] == [1, 2]
     # One of several ranks may be a step ahead of another's message.
     for step, token in ((2, 8), (1, 7)):
-        group.link.send(RankResult(1, encode_result(StepResult(step, [ChunkResult(), ChunkResult(token)]))))
+        group.link.send(RankResult(1, StepResult(step, [ChunkResult(), ChunkResult(token)])))
     assert [pending[step].result()[1].chunks[1].token_id for step in range(2)] == [7, 8]
     assert group.first.log == ["launch 1", "launch 2", "wait 1", "wait 2"]
 
 
 def test_what_is_in_flight_is_computed_before_the_others_are_let_go(group: Group) -> None:
     group.executor.launch(make_plans(1))
-    group.link.send(RankResult(1, encode_result(StepResult(1, [ChunkResult(), ChunkResult(7)]))))
+    group.link.send(RankResult(1, StepResult(1, [ChunkResult(), ChunkResult(7)])))
     group.executor.close()
     assert group.first.log == ["launch 1", "wait 1"]
     assert [type(group.link.receive()) for _ in range(2)] == [Forward, Shutdown]
@@ -160,7 +169,7 @@ def test_what_is_in_flight_is_computed_before_the_others_are_let_go(group: Group
 
 def test_who_is_late_in_a_step_in_flight_is_named(group: Group) -> None:
     first, second = (group.executor.launch(make_plans(step)) for step in (1, 2))
-    group.link.send(RankResult(1, encode_result(StepResult(1, [ChunkResult(), ChunkResult(7)]))))
+    group.link.send(RankResult(1, StepResult(1, [ChunkResult(), ChunkResult(7)])))
     first.result()
     with pytest.raises(RankError, match=r"Rank 1 \(process \d+\) hung: it did not finish step 2"):
         second.result()
@@ -176,7 +185,7 @@ def test_a_collective_that_fails_in_flight_is_laid_to_a_rank(group: Group) -> No
 def test_a_step_goes_out_to_the_ranks_and_its_results_come_home(group: Group) -> None:
     plans = make_plans()
     group.link.send(LayerLoaded(1, 2, None))
-    group.link.send(RankResult(1, encode_result(StepResult(9, [ChunkResult(), ChunkResult(7)]))))
+    group.link.send(RankResult(1, StepResult(9, [ChunkResult(), ChunkResult(7)])))
     results = group.executor.launch(plans).result()
     assert [[chunk.token_id for chunk in result.chunks] for result in results] == [[1], [None, 7]]
     assert group.received == [LayerLoaded(1, 2, None)]
@@ -194,7 +203,7 @@ def test_a_plan_and_a_result_larger_than_a_frame_arrive(group: Group) -> None:
     sampling = SamplingParams(max_tokens=2, presence_penalty=0.5)
     extras = ChunkExtras(array("i", bytes(MAX_FRAME_BYTES + 4)), 5)
     plan = StepPlan(9, [Chunk("a", array("i", [5]), 3, array("i", [0]), sampling, extras)])
-    group.link.send(RankResult(1, encode_result(StepResult(9, [ChunkResult(7)], bytes(MAX_FRAME_BYTES + 1)))))
+    group.link.send(RankResult(1, StepResult(9, [ChunkResult(7)], bytes(MAX_FRAME_BYTES + 1))))
     pending = group.executor.launch([StepPlan(9, []), plan])
     assert PlanReceiver().decode(group.link.receive().plan) == plan
     assert pending.result()[1].chunks == [ChunkResult(7)]

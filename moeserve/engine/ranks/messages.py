@@ -11,6 +11,8 @@ and names the new version in the next `Forward`. With KV on disk it sends `OpenD
 from __future__ import annotations
 
 from experts.memory.residency import ExpertMemoryStats
+from moeserve.device import KvBudget
+from moeserve.plan import StepResult
 from moeserve.wire import Message
 from radix_cache import BlockCopy
 
@@ -42,20 +44,14 @@ class Dismissed(Message):
 class Setup(Message):
     """The decisions of rank 0 that hold for all ranks.
 
-    settings: the settings of rank 0, JSON of a `ServeConfig` without API keys. pid: the process of rank 0. num_blocks:
-    the KV blocks of each rank, like the other numbers of `moeserve.device.KvBudget`. placement[layer][expert]: the
-    ranks that hold the expert. expert_slots: by layer, the number of slots on each rank; None if
-    every rank keeps all its experts in memory.
+    settings: the settings of rank 0, JSON of a `ServeConfig` without API keys. pid: the process of rank 0. kv: of each
+    rank. placement[layer][expert]: the ranks that hold the expert. expert_slots: by layer, the number of slots on each
+    rank; None if every rank keeps all its experts in memory.
     """
 
     settings: bytes
     pid: int
-    num_blocks: int
-    max_model_len: int
-    num_state_slots: int
-    num_snapshots: int
-    num_window_blocks: int
-    window: int
+    kv: KvBudget
     placement: tuple[tuple[tuple[int, ...], ...], ...]
     expert_slots: tuple[int, ...] | None = None
 
@@ -92,10 +88,10 @@ class Forward(Message):
 
 
 class RankResult(Message):
-    """The result of a rank's plan, as bytes of `moeserve.wire`."""
+    """The result of a rank's plan; its routing is bytes."""
 
     rank: int
-    result: bytes
+    result: StepResult
 
 
 class PlaceLayer(Message):

@@ -29,7 +29,6 @@ from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, find_fault
 from moeserve.plan import Pending, StepPlan, StepResult
 from moeserve.scheduling.steps import Runner
-from moeserve.wire import decode_result, encode_result
 
 _POLL_SECONDS = 0.1  # between two looks whether a rank is late
 # Between two looks at the device and at the socket: about as long as a launch takes.
@@ -122,8 +121,7 @@ class RankedExecutor:
 
     def _take(self, message: object) -> None:
         if isinstance(message, RankResult):
-            result = decode_result(message.result)
-            self._results[result.step][message.rank] = result
+            self._results[message.result.step][message.rank] = message.result
         elif message is not None:
             for listener in self._listeners:
                 listener(message)
@@ -210,7 +208,9 @@ class RankSteps:
         result = step.result()
         if outcome := self._migrator.outcome():
             self._link.send(LayerLoaded(self._rank, outcome.version, outcome.error))
-        self._link.send(RankResult(self._rank, encode_result(result)))
+        if result.routing is not None:
+            result.routing = bytes(result.routing)
+        self._link.send(RankResult(self._rank, result))
 
 
 def follow(message: PlaceLayer | DropLayer, migrator: ExpertMigrator[Any]) -> None:
