@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from typing import Any
 
-from moeserve.frontend.dialects import chat, completions, messages, responses_answer
+from moeserve.frontend.dialects import chat, completions, messages, prefixes, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, longest_output, unavailable
 from moeserve.frontend.keys import Identity, cache_namespace
@@ -32,7 +32,7 @@ FORMATTERS: dict[Kind, MakeFormatter] = {
     "completions": completions.CompletionFormatter,
     "messages": messages.MessageFormatter,
     "responses": responses_answer.ResponsesFormatter,
-    "warm": chat.WarmFormatter,
+    "warm": prefixes.WarmFormatter,
 }
 
 TOKENS_AT_ONCE = 256  # with log probabilities, in one write

@@ -6,7 +6,7 @@ import pytest
 from tokenizers import AddedToken
 
 from moeserve.config import ServeConfig
-from moeserve.frontend.dialects.fields import openai_usage
+from moeserve.frontend.dialects.writing import openai_usage
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
 from moeserve.frontend.exchange import build_generates, derive_seed
 from moeserve.frontend.http import ApiError, longest_output

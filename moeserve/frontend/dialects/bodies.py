@@ -107,7 +107,7 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
                 raise unsupported(name)
         return msgspec.json.decode(body, type=expected), tuple(sorted(unknown - UNSUPPORTED.keys()))
     except msgspec.ValidationError as error:
-        raise _wrong_type(str(error)) from None
+        raise _wrong_type(str(error), expected) from None
     except (msgspec.DecodeError, UnicodeDecodeError):
         raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
     except RecursionError:
@@ -199,20 +199,41 @@ def _compact(raw: bytes) -> bytes:
         return raw
 
 
-def _wrong_type(message: str) -> ApiError:
+def _wrong_type(message: str, expected: type[msgspec.Struct]) -> ApiError:
     path = re.search(r" - at `\$\.?(.*?)`$", message)
     reason = message[: path.start()] if path else message
     param = (path[1] if path else None) or None
+    if param in (spans := _spans(expected)) and re.match(r"Expected `\w+` [<>]", reason):
+        return _beyond(str(param), *spans[str(param)])
     name = f"Invalid value for `{param}`: " if param else "Invalid body: "
     return invalid(name + reason[:1].lower() + reason[1:], param)
+
+
+@cache
+def _spans(expected: type[msgspec.Struct]) -> dict[str, tuple[float, float, bool]]:
+    """Return the arguments of `bounded` for the fields of a struct whose types have bounds."""
+    found = {}
+    described = msgspec.inspect.type_info(expected)
+    assert isinstance(described, msgspec.inspect.StructType)
+    for field in described.fields:
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        for kind in kinds:
+            if isinstance(kind, msgspec.inspect.IntType | msgspec.inspect.FloatType) and kind.le is not None:
+                low = kind.ge if kind.gt is None else kind.gt
+                found[field.encode_name] = (low or 0, kind.le, kind.gt is not None)
+    return found
 
 
 def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
     """Return `value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
     if not math.isfinite(value) or value < low or value > high or (above and value == low):
-        interval = f"{'above' if above else 'at least'} {_plain(low)} and at most {_plain(high)}"
-        raise invalid(f"`{name}` must be {interval}", name)
+        raise _beyond(name, low, high, above)
     return value
+
+
+def _beyond(name: str, low: float, high: float, above: bool) -> ApiError:
+    interval = f"{'above' if above else 'at least'} {_plain(low)} and at most {_plain(high)}"
+    return invalid(f"`{name}` must be {interval}", name)
 
 
 def _plain(bound: float) -> str:

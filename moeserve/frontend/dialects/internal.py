@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Generator
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.http import KEEP_ALIVE, ApiError
 from moeserve.kv_transfer import KvTicket
 from moeserve.plan import BeamParams, SamplingParams, TokenLogprobs
 
@@ -337,30 +338,30 @@ def by_tier(num_cached: int, num_on_disk: int) -> dict[str, int]:
 Writing = Generator[None, None, bytes]
 
 
-class Formatter(Protocol):
+class Formatter(ABC):
     """Writes one answer in one dialect. Events are whole SSE events, any number of them in one value."""
 
     def start(self, index: int, usage: Usage) -> bytes:
         """Return the events before the first delta of a choice; for the first, the answer's first events too."""
-        ...
+        return b""
 
+    @abstractmethod
     def delta(self, delta: Delta, usage: Usage) -> bytes:
         """Return the events of one delta. usage: so far."""
-        ...
 
+    @abstractmethod
     def end(self, usage: Usage) -> bytes:
         """Return the last events, when every choice has ended."""
-        ...
 
     def error(self, error: ApiError) -> bytes:
         """Return the events that end a stream in an error."""
-        ...
+        return error.event()
 
     def ping(self) -> bytes:
         """Return an event, or a comment, that keeps the connection open."""
-        ...
+        return KEEP_ALIVE
 
+    @abstractmethod
     def complete(self, choices: list[Delta], usage: Usage) -> Writing:
         """Return the body of an answer that is not streamed. Yields between parts of it, so that a long one lets others
         go on."""
-        ...

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import groupby
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, fields
+from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.bodies import bounded
+from moeserve.frontend.dialects.cache_fields import read_cache
 from moeserve.frontend.dialects.chat_parts import call_in_history, check_choice, check_tools, make_tool
 from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import (
     CacheOptions,
     ChatPrompt,
     Delta,
+    Formatter,
     GenerateRequest,
     ModelFacts,
     OutputFormat,
@@ -37,7 +40,7 @@ BILLING_HEADER = "x-anthropic-billing-header:"
 MAX_TEMPERATURE = 1.0
 ROLES = ("user", "assistant", "system")
 # Fields of other dialects, or of this one, that ask for something not served; fields of this one may be empty lists.
-REFUSED = ("n", "stop", "stream_options", "logit_bias")
+REFUSED = ("n", "stop", "stream_options", "logit_bias", "prompt_logprobs")
 REFUSED_UNLESS_EMPTY = ("container", "mcp_servers")
 REGIONS = (None, "global", "not_available")
 _CALL_PREFIX, _TOOL_USE_PREFIX = "call_", "toolu_"
@@ -148,6 +151,7 @@ class MessagesBody(fields.SamplingBody, kw_only=True):
 
     messages: list[Message] | None = None
     system: str | list[Block] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=MAX_TEMPERATURE)] | None = None
     stop_sequences: list[str] | None = None
     tools: list[ToolBody] | None = None
     tool_choice: ToolChoiceBody | None = None
@@ -172,26 +176,19 @@ class Repeated(msgspec.Struct):
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     """Return the internal request. Raises ApiError with the status that the client gets."""
-    asked, ignored = bodies.decode_json(body, MessagesBody)
-    name = fields.check_model(asked.model, model)
+    asked, ignored = fields.read_body(body, MessagesBody, model)
     if asked.max_tokens is None:
         raise invalid("`max_tokens` is required", "max_tokens")
     prompt, breakpoints, dropped = _read_prompt(asked)
     if prompt.messages[-1]["role"] == "assistant":
         raise invalid("The last of `messages` must not be the assistant's: prefill is not supported", "messages")
-    bounded("temperature", asked.temperature or 0.0, 0, MAX_TEMPERATURE)
-    return GenerateRequest(
-        model=name,
-        prompts=[prompt],
-        sampling=fields.read_sampling(asked, model, None),
-        max_tokens=fields.read_count("max_tokens", asked.max_tokens),
-        truncate=fields.read_truncation(asked, asked.max_tokens, model),
-        seed=fields.read_seed(asked.seed),
+    return fields.read_request(
+        asked,
+        model,
+        [prompt],
+        asked.max_tokens,
+        fields.read_sampling(asked, model, None),
         stop=fields.read_stop(asked.stop_sequences, "stop_sequences"),
-        stream=bool(asked.stream),
-        priority=fields.read_priority(asked),
-        background=bool(asked.background),
-        cache_salt=fields.read_cache_salt(asked.cache_salt),
         cache=_cache(asked, breakpoints),
         thought=_thought(asked),
         tools=prompt.tools,
@@ -206,8 +203,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 def parse_count(body: bytes, model: ModelFacts) -> ChatPrompt:
     """Return the prompt of a request to count its tokens: the very one that `parse` gives. Raises ApiError."""
-    asked, _ = bodies.decode_json(body, MessagesBody)
-    fields.check_model(asked.model, model)
+    asked, _ = fields.read_body(body, MessagesBody, model)
     if asked.truncate_prompt_tokens is not None:
         raise unsupported("truncate_prompt_tokens")
     return _read_prompt(asked)[0]
@@ -284,7 +280,7 @@ def _marks(num_messages: int, controls: Sequence[CacheControl | None]) -> Breakp
 
 def _cache(asked: MessagesBody, breakpoints: Breakpoints) -> CacheOptions:
     """Return the wishes for the prompt cache; a mark on the request itself is for the whole prompt."""
-    options = fields.read_cache(asked)
+    options = read_cache(asked)
     whole = [options.seconds, asked.cache_control.seconds if asked.cache_control else None]
     seconds = max((value for value in whole if value is not None), default=None)
     return CacheOptions(seconds, tuple(breakpoints), options.report, options.key)
@@ -467,7 +463,7 @@ def error_event(error: ApiError) -> bytes:
     return b"event: error\ndata: " + error_body(error, None) + b"\n\n"
 
 
-class MessageFormatter:
+class MessageFormatter(Formatter):
     """Writes answers in this dialect. In a stream one content block is open at a time."""
 
     def __init__(

@@ -12,7 +12,6 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies, fields
-from moeserve.frontend.dialects.bodies import bounded
 from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat
 from moeserve.frontend.dialects.responses_items import (
@@ -65,8 +64,8 @@ class ResponsesBody(fields.SamplingBody, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
-    max_tool_calls: int | None = None
-    max_output_tokens: int | None = None
+    max_tool_calls: fields.Tokens | None = None
+    max_output_tokens: fields.Tokens | None = None
     text: TextOptions | None = None
     reasoning: ReasoningOptions | None = None
     include: list[str] | None = None
@@ -137,8 +136,7 @@ def _conversation_id(named: str | ConversationName | None) -> str | None:
 
 def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
     """Return the internal request; its `repeated` is a `Turn`. Raises ApiError with the status for the client."""
-    asked, ignored = bodies.decode_json(body, ResponsesBody)
-    name = fields.check_model(asked.model, model)
+    asked, ignored = fields.read_body(body, ResponsesBody, model)
     for field, harmless in UNSUPPORTED.items():
         if getattr(asked, field) not in harmless:
             raise unsupported(field)
@@ -149,25 +147,19 @@ def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
             "A response in the `background` is fetched from where it is kept: `store` must not be false", "store"
         )
     tools = read_tools(asked.tools)
-    stream, _, _ = fields.read_stream_options(asked)
     sampling = fields.read_sampling(asked, model, _logprobs(asked, model))
     output_format, form = _read_format(asked.text)
     items = _own_items(asked.input)
     bodies.check_depth((items, asked.tools, form))
     verbosity = ("verbosity",) if asked.text is not None and asked.text.verbosity is not None else ()
-    return GenerateRequest(
-        model=name,
-        prompts=[_prompt(asked, items, tools, earlier)],
-        sampling=sampling,
-        max_tokens=fields.read_count("max_output_tokens", asked.max_output_tokens),
-        truncate=fields.read_truncation(asked, asked.max_output_tokens, model),
-        seed=fields.read_seed(asked.seed),
-        stop=fields.read_stop(asked.stop),
-        stream=stream,
+    return fields.read_request(
+        asked,
+        model,
+        [_prompt(asked, items, tools, earlier)],
+        asked.max_output_tokens,
+        sampling,
+        background=False,
         detached=bool(asked.background),
-        priority=fields.read_priority(asked),
-        cache_salt=fields.read_cache_salt(asked.cache_salt),
-        cache=fields.read_cache(asked),
         thought=fields.read_thought(asked, asked.reasoning.effort if asked.reasoning else None),
         tools=tuple(tools.tools),
         tool_choice=read_tool_choice(asked.tool_choice, tools),
@@ -209,8 +201,6 @@ def _check_labels(asked: ResponsesBody) -> None:
     for name in ("user", "safety_identifier", "service_tier"):
         if len(getattr(asked, name) or "") > limits.MAX_ECHOED_CHARS:
             raise invalid(f"`{name}` takes at most {limits.MAX_ECHOED_CHARS} characters", name)
-    if asked.max_tool_calls is not None:
-        bounded("max_tool_calls", asked.max_tool_calls, 1, limits.MAX_TOKENS)
     bodies.check_metadata(asked.metadata)
 
 

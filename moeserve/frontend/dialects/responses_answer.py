@@ -13,11 +13,19 @@ from typing import Any
 
 import msgspec
 
-from moeserve.frontend.dialects.fields import WRITTEN_AT_ONCE, logprob_entry
-from moeserve.frontend.dialects.internal import Delta, GenerateRequest, TokenText, ToolCallPart, Usage, Writing
+from moeserve.frontend.dialects.internal import (
+    Delta,
+    Formatter,
+    GenerateRequest,
+    TokenText,
+    ToolCallPart,
+    Usage,
+    Writing,
+)
 from moeserve.frontend.dialects.responses import Turn
 from moeserve.frontend.dialects.responses_items import CUSTOM_INPUT, ClientName, Item, item_id_of, seal_reasoning
-from moeserve.frontend.http import KEEP_ALIVE, ApiError
+from moeserve.frontend.dialects.writing import WRITTEN_AT_ONCE, logprob_entry
+from moeserve.frontend.http import ApiError
 from moeserve.frontend.text import TextTokenizer
 
 _LAST_NUMBER = 2**31 - 1
@@ -186,7 +194,7 @@ def _custom_input(arguments: str) -> str:
     return text if isinstance(text, str) else arguments
 
 
-class ResponsesFormatter:
+class ResponsesFormatter(Formatter):
     """Writes answers in this dialect. `kept` is the complete response that is to be stored; None before, and where none
     is."""
 
@@ -252,9 +260,6 @@ class ResponsesFormatter:
     def cancelled(self) -> bytes:
         """Return the events that end the stream of a response that was cancelled."""
         return self._close("incomplete") + self._log.event("response.incomplete", response=self._response("cancelled"))
-
-    def ping(self) -> bytes:
-        return KEEP_ALIVE
 
     def snapshot(self, status: str, error: ApiError | None = None) -> KeptResponse:
         """Return the response as it stands, in a state that `complete` does not give."""

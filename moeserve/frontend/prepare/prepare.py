@@ -23,7 +23,7 @@ from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
+from moeserve.frontend.dialects import bodies, cache_fields, chat, completions, fields, messages, prefixes, responses
 from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls, subschemas
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
@@ -176,7 +176,7 @@ READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
     "chat": chat.parse,
     "completions": completions.parse,
     "messages": messages.parse,
-    "warm": chat.parse_warm,
+    "warm": prefixes.parse_warm,
 }
 
 Encode = Callable[[ChatPrompt], Sequence[int]]
@@ -233,7 +233,7 @@ class Preparer:
             case "tokenize":
                 return self._tokenize(ask, body)
             case "detokenize":
-                token_ids = chat.parse_detokenize(body, facts)
+                token_ids = prefixes.parse_detokenize(body, facts)
                 self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
                 return _json({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
             case "count_message":
@@ -337,20 +337,20 @@ class Preparer:
         return decode_prompt(self._tokenizer, token_ids)
 
     def _prefix(self, ask: Ask, body: bytes) -> Prefix:
-        kind = chat.PrefixBody if ask.kind == "prefix" else chat.UnpinBody
+        kind = prefixes.PrefixBody if ask.kind == "prefix" else prefixes.UnpinBody
         read, ignored = bodies.decode_json(body, kind)
-        salt = fields.read_cache_salt(read.cache_salt)
-        if isinstance(read, chat.UnpinBody) and read.id is not None:
+        salt = cache_fields.read_cache_salt(read.cache_salt)
+        if isinstance(read, prefixes.UnpinBody) and read.id is not None:
             if read.prompt is not None or read.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return Prefix(None, read.id, salt, ignored)
-        chat.check_prefix(read, chat.PIN_FIELDS)
-        prompt = chat.read_prefix(read, ask.model)
+        prefixes.check_prefix(read, prefixes.PIN_FIELDS)
+        prompt = prefixes.read_prefix(read, ask.model)
         return Prefix(self._encode(prompt, ask.model, _owner(ask, salt)), None, salt, ignored)
 
     def _tokenize(self, ask: Ask, body: bytes) -> Body:
         facts = ask.model
-        asked = chat.parse_tokenize(body, facts)
+        asked = prefixes.parse_tokenize(body, facts)
         if isinstance(asked, ChatPrompt):
             token_ids = self._encode(asked, facts, ask.owner)
         else:

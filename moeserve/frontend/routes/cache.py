@@ -1,6 +1,6 @@
 """The prompt cache as its users and its operator steer it: list, warm, pin and unpin prefixes, drop one's own.
 
-Every route acts on the account of the caller's key. Warming is a generation (`dialects/chat.py`).
+Every route acts on the account of the caller's key. Warming is a generation (`dialects/prefixes.py`).
 
 Public prefixes are prompts that the operator declares in a file, computed once and shared by all keys. They are
 computed in the namespace PUBLIC, in which no client's request runs, and pinned there. A client's request uses them as
@@ -21,8 +21,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from moeserve.config import ConfigError
-from moeserve.frontend.dialects import bodies, fields
-from moeserve.frontend.dialects.chat import PUBLIC_FIELDS, PrefixBody, check_prefix
+from moeserve.frontend.dialects import bodies
+from moeserve.frontend.dialects.cache_fields import read_cache_salt
+from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.http import ApiError, invalid, json_response, longest_output
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prefix, expect
@@ -152,7 +153,7 @@ class CacheRoutes:
 
     def _salted(self, request: Request) -> str:
         """Return the namespace of a request without a body, whose salt is in the query."""
-        salt = fields.read_cache_salt(request.query_params.get("cache_salt"))
+        salt = read_cache_salt(request.query_params.get("cache_salt"))
         return cache_namespace(self._services.run.secret, _identity(request), salt)
 
     async def _command(self, request: Request, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

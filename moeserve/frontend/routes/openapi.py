@@ -17,8 +17,7 @@ from starlette.responses import Response
 
 from moeserve.config import VERSION
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import chat_parts, fields, messages, responses, responses_items
-from moeserve.frontend.dialects.bodies import BUDGETS
+from moeserve.frontend.dialects import cache_fields, chat_parts, fields, messages, responses, responses_items
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.http import ApiError
@@ -177,10 +176,6 @@ def _span(low: float, high: float = limits.MAX_TOKENS) -> Schema:
     return {"minimum": low, "maximum": high}
 
 
-def _above(low: float, high: float) -> Schema:
-    return {"exclusiveMinimum": low, "maximum": high}
-
-
 def _one_of(*values: Any) -> Schema:
     return {"enum": list(values)}
 
@@ -242,7 +237,7 @@ _ECHOED: Schema = {"maxLength": limits.MAX_ECHOED_CHARS}
 _EFFORT = _one_of(None, *sorted(fields.EFFORTS))
 _TTL: Schema = {
     "anyOf": [
-        {"type": "integer", **_span(1, fields.MAX_SECONDS)},
+        {"type": "integer", **_span(1, cache_fields.MAX_SECONDS)},
         {"type": "string", "pattern": "^([1-9][0-9]{0,4}s?|[1-9][0-9]{0,3}m|[1-9][0-9]?h|1d)$"},
         _NULL,
     ]
@@ -253,37 +248,18 @@ _STOPS: Schema = {"anyOf": [_STOP, _list(_STOP, limits.MAX_STOP_STRINGS), _NULL]
 # Bounds by field, in every body that names a model.
 _OF_FIELDS: dict[str, Schema] = {
     "messages": {"minItems": 1, "maxItems": limits.MAX_MESSAGES},
-    "n": _span(1, limits.MAX_N),
-    "best_of": _span(1, limits.MAX_N),
-    "cache_hit_threshold": _span(0, 1),
-    "temperature": _span(0, limits.MAX_TEMPERATURE),
-    "top_p": _above(0, 1),
-    "top_k": _span(-1),
-    "min_p": _span(0, 1),
-    "presence_penalty": _span(-limits.MAX_PENALTY, limits.MAX_PENALTY),
-    "frequency_penalty": _span(-limits.MAX_PENALTY, limits.MAX_PENALTY),
-    "length_penalty": _span(-limits.MAX_LENGTH_PENALTY, limits.MAX_LENGTH_PENALTY),
     "early_stopping": _one_of(True, False, "never", None),
-    "repetition_penalty": _above(0, limits.MAX_REPETITION_PENALTY),
     "logit_bias": {
         "maxProperties": limits.MAX_LOGIT_BIAS,
         "propertyNames": {"pattern": "^[0-9]{1,10}$"},
         "additionalProperties": {"type": "number", **_span(-limits.MAX_LOGIT_BIAS_VALUE, limits.MAX_LOGIT_BIAS_VALUE)},
     },
-    "seed": _span(limits.MIN_SEED, limits.MAX_SEED),
     "stop": _STOPS,
     "stop_token_ids": {"maxItems": limits.MAX_STOP_TOKEN_IDS},
-    "max_tokens": _span(1),
-    "max_completion_tokens": _span(1),
-    "max_output_tokens": _span(1),
-    "max_tool_calls": _span(1),
-    "min_tokens": _span(0),
-    "truncate_prompt_tokens": _span(-1) | {"not": {"const": 0}},
-    **dict.fromkeys(BUDGETS, _span(-1)),
-    "priority": _span(-limits.MAX_PRIORITY, limits.MAX_PRIORITY),
+    "truncate_prompt_tokens": {"not": {"const": 0}},
     "cache_salt": {"minLength": 1, "maxLength": limits.MAX_CACHE_SALT_CHARS},
-    "prompt_cache_key": {"maxLength": fields.MAX_KEY_CHARS},
-    "prompt_cache_retention": _one_of(None, *fields.RETENTION_SECONDS),
+    "prompt_cache_key": {"maxLength": cache_fields.MAX_KEY_CHARS},
+    "prompt_cache_retention": _one_of(None, *cache_fields.RETENTION_SECONDS),
     "prompt_cache_options": {
         "properties": {"mode": _one_of(None, "implicit", "explicit"), "ttl": _TTL},
         "additionalProperties": _NULL,
@@ -346,7 +322,6 @@ _RESPONSES_FORMAT: Schema = {
 _NO_FORMATS = dict.fromkeys(FormatFields.__struct_fields__, _NULL)
 # Bounds by the struct that reads a body, and by field.
 _OF_STRUCTS: dict[str, dict[str, Schema]] = {
-    "CompletionBody": {"max_tokens": _span(0)},
     "ChatBody": {"logprobs": _one_of(None, False, True)},
     "TokenizeBody": {"prompt": {"type": ["string", "null"]}},
     "PrefixBody": {"prompt": {"items": {"type": "integer"}}},
@@ -375,7 +350,6 @@ _OF_STRUCTS: dict[str, dict[str, Schema]] = {
         **_NO_FORMATS,
         **dict.fromkeys(messages.REFUSED, _NULL),
         **dict.fromkeys(messages.REFUSED_UNLESS_EMPTY, _one_of(None, [])),
-        "temperature": _span(0, messages.MAX_TEMPERATURE),
         "stop_sequences": {"items": _STOP, "maxItems": limits.MAX_STOP_STRINGS},
         "inference_geo": _one_of(*messages.REGIONS),
     },

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from starlette.types import ASGIApp
 
 from moeserve.frontend.dialects import messages
-from moeserve.frontend.dialects.chat import (
+from moeserve.frontend.dialects.chat import ChatBody
+from moeserve.frontend.dialects.completions import CompletionBody
+from moeserve.frontend.dialects.messages import MessagesBody
+from moeserve.frontend.dialects.prefixes import (
     MESSAGE_FIELDS,
     PIN_FIELDS,
     WARM_FIELDS,
-    ChatBody,
     DetokenizeBody,
     PrefixBody,
     TokenizeBody,
     UnpinBody,
 )
-from moeserve.frontend.dialects.completions import CompletionBody
-from moeserve.frontend.dialects.messages import MessagesBody
 from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, MetadataBody, ResponsesBody
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, TEXT, Route
