@@ -132,7 +132,7 @@ def _refuse_extension(code: int, _data: bytes) -> None:
 
 # The messages between frontend and engine.
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -458,7 +458,13 @@ class RunContext:
     @property
     def reader(self) -> str:
         """A name (hex) of all that reading a stored answer depends on: the model, its parsers, this program."""
-        facts = (VERSION, self.model_hash, self.config.tool_call_parser, self.config.reasoning_parser)
+        facts = (
+            VERSION,
+            str(PROTOCOL_VERSION),
+            self.model_hash,
+            self.config.tool_call_parser,
+            self.config.reasoning_parser,
+        )
         return hashlib.sha256("\0".join(facts).encode()).hexdigest()[:16]
 
     @property

@@ -16,12 +16,18 @@ from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from moeserve.model.spec import ModelError
+
+if TYPE_CHECKING:
+    Int32s = array[int]
+else:
+    Int32s = array  # msgspec reads the annotations of structs, and arrays take no parameter when programs run
 
 # Unicode's noncharacters: valid in UTF-8, never part of real text. A cut mark is one that the conversation lacks.
 CUT_MARKS = tuple(chr(code) for code in range(0xFDD0, 0xFDF0))
@@ -291,7 +297,7 @@ class PromptText:
     """The text of a prompt's tokens, and where in it each token's text begins."""
 
     text: str
-    offsets: array[int]
+    offsets: Int32s
 
 
 def decode_prompt(tokenizer: TextTokenizer, prompt: Sequence[int]) -> PromptText:

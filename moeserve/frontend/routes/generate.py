@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
@@ -264,7 +265,7 @@ def _of_line(scope: Scope, prepared: Prepared) -> Prepared:
     """Return a prepared request; the line of a batch stays in the background in every process that goes on with it."""
     if "batch_line" not in scope["state"]:
         return prepared
-    return replace(prepared, request=replace(prepared.request, background=True))
+    return msgspec.structs.replace(prepared, request=replace(prepared.request, background=True))
 
 
 def _name_of(scope: Scope, body: bytes) -> Name | None:
