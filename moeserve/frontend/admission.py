@@ -16,7 +16,7 @@ from math import inf
 
 from starlette.types import Scope
 
-from moeserve.frontend.http import OVERLOADED, ApiError, check_choices, invalid, unavailable
+from moeserve.frontend.errors import OVERLOADED, ApiError, check_choices, invalid, unavailable
 from moeserve.frontend.keys import Identity, cache_account
 from moeserve.plan import Terms
 from moeserve.scheduling.pacing import Load, Slo

@@ -21,7 +21,8 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import send_error, unavailable
+from moeserve.frontend.errors import unavailable
+from moeserve.frontend.http import send_error
 from moeserve.frontend.wills import Connection, WillLink
 
 _SECONDS_BETWEEN_PROBES = 0.2

@@ -12,7 +12,7 @@ from typing import Any
 
 from moeserve.frontend.dialects import chat, completions, messages, prefixes, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
-from moeserve.frontend.http import ApiError, context_length_exceeded, invalid, longest_output, unavailable
+from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, longest_output, unavailable
 from moeserve.frontend.keys import Identity, cache_namespace
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.prepare.messages import Kind, Prepared

@@ -1,29 +1,21 @@
-"""HTTP for all handlers: errors as a client sees them, bodies, forms and lists, clients that leave, event streams.
-
-Errors come from a fixed set of kinds and never show a traceback or other internals. Their shape is OpenAI's but where
-the routes of another API have an `ErrorBody` of their own.
-"""
+"""HTTP for all handlers: bodies in, responses and event streams out, clients that leave or do not read."""
 
 from __future__ import annotations
 
 import asyncio
 import math
-import re
 import zlib
-from collections.abc import Callable, Coroutine, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 import msgspec
-from starlette.datastructures import QueryParams
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
+from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.wills import NO_WILL, Will
 
-# The code of refusals for the time that a request would wait.
-OVERLOADED = "overloaded"
 KEEP_ALIVE = b": keep-alive\n\n"
 DONE = b"data: [DONE]\n\n"
 _SLICE_BYTES = 64 * 1024
@@ -32,131 +24,6 @@ _T = TypeVar("_T")
 
 # By the name of a content coding (RFC 9110, 8.4.1): the windowBits by which zlib expects its header.
 _WINDOW_BITS = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
-
-_BOUNDARY = re.compile(rb'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,200})"?', re.IGNORECASE)
-_NAME, _FILE_NAME = (re.compile(rb';\s*%b="((?:[^"\\]|\\.)*)"' % field) for field in (b"name", b"filename"))
-_MAX_PARTS = 16
-_MAX_PART_HEADER_BYTES = 4096
-
-_DEFAULT_PAGE, _MAX_PAGE = 20, 100
-
-
-class ApiError(Exception):
-    """A request that is refused or failed. `param` names the field, `code` is for programs, `message` for people.
-
-    may_retry: False tells clients of OpenAI and Anthropic, which retry after 5xx by themselves, not to.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float | None = None,
-        may_retry: bool = True,
-        close: bool = False,
-        allow: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-        self.may_retry = may_retry
-        self.close = close
-        self.allow = allow
-
-    def body(self) -> bytes:
-        """`{"error": {...}}`: the body of a response and the data of an error event."""
-        error = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return msgspec.json.encode({"error": error})
-
-    def event(self) -> bytes:
-        """The error as an event of OpenAI's streams."""
-        return b"data: " + self.body() + b"\n\n"
-
-    def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that belong to the status: when to retry, how to ask, and whether the connection ends here."""
-        headers = []
-        if self.allow is not None:
-            headers.append((b"allow", self.allow.encode()))
-        if self.retry_after_s is not None:
-            headers.append((b"retry-after", str(max(1, math.ceil(self.retry_after_s))).encode()))
-        if not self.may_retry:
-            headers.append((b"x-should-retry", b"false"))
-        if self.status == 401:
-            headers.append((b"www-authenticate", b"Bearer"))
-        if self.close:
-            headers.append((b"connection", b"close"))
-        return headers
-
-
-# Returns the body of an error's response, in the shape of one API, from the error and the request's id.
-ErrorBody = Callable[[ApiError, str], bytes]
-
-
-def openai_error_body(error: ApiError, _: str) -> bytes:
-    """Return the body that OpenAI's API has; the id is in a header alone."""
-    return error.body()
-
-
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    """400: the request cannot be served as it is."""
-    return ApiError(400, message, param=param, code=code)
-
-
-def unsupported(param: str, value: str | None = None) -> ApiError:
-    """400: a field, or a value of it, that would change the answer and that this server does not support."""
-    what = param if value is None else f"{param}={value}"
-    return ApiError(400, f"`{what}` is not supported by this server", param=param, code="unsupported_parameter")
-
-
-def context_length_exceeded(
-    limit: int, prompt_tokens: int, output_tokens: int, *, at_least: bool = False, param: str | None = None
-) -> ApiError:
-    """400: prompt and output do not fit; the message gives the limit and both counts. param: the prompt's field."""
-    about = "at least " if at_least else ""
-    message = (
-        f"This model's maximum context length is {limit} tokens, but {about}{prompt_tokens + output_tokens} were "
-        f"requested ({about}{prompt_tokens} in the prompt and {output_tokens} for the output). "
-        "Shorten the prompt or ask for fewer tokens."
-    )
-    return ApiError(400, message, param=param, code="context_length_exceeded")
-
-
-def longest_output(num_prompt_tokens: int, max_model_len: int, param: str | None = None) -> int:
-    """Return how many tokens the context leaves for the output. Raises ApiError where it leaves none."""
-    if num_prompt_tokens >= max_model_len:
-        raise context_length_exceeded(max_model_len, num_prompt_tokens, 1, param=param)
-    return max_model_len - num_prompt_tokens
-
-
-def check_choices(num_choices: int, most: int) -> None:
-    """Raise ApiError for a request of more choices than one may have."""
-    if num_choices > most:
-        raise invalid(f"The request asks for {num_choices} choices; this server takes {most} in one request", "n")
-
-
-def unknown_model(name: str, names: Sequence[str]) -> ApiError:
-    """404: no model of that name is served. names: of the served one."""
-    served = " or ".join(f"`{one}`" for one in names[:3])
-    message = f"The model `{name[:200]}` does not exist: this server has {served}"
-    return ApiError(404, message, param="model", code="model_not_found")
-
-
-def unavailable(message: str, code: str, retry_after_s: float = 1.0, *, close: bool = False) -> ApiError:
-    """503: not now."""
-    return ApiError(503, message, type="server_unavailable", code=code, retry_after_s=retry_after_s, close=close)
-
-
-def internal_error(message: str = "The request failed inside the server") -> ApiError:
-    """500: the server failed."""
-    return ApiError(500, message, type="server_error", code="internal_error")
 
 
 class ClientDisconnected(Exception):
@@ -220,45 +87,6 @@ def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
     if not stream.eof or stream.unused_data:
         raise invalid(f"The body is not one whole {coding.decode()} stream", code="invalid_content_encoding")
     return inflated
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A field of a form. file_name: of an uploaded file, else None."""
-
-    content: bytes
-    file_name: str | None
-
-
-def boundary_of(scope: Scope) -> bytes:
-    """Return the boundary that the content type names. Raises ApiError (415)."""
-    sent = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
-    found = _BOUNDARY.match(sent)
-    if found is None:
-        message = "Send a form: `content-type: multipart/form-data` with a boundary"
-        raise ApiError(415, message, code="unsupported_media_type")
-    return found[1]
-
-
-def read_form(boundary: bytes, body: bytes) -> dict[str, Part]:
-    """Return the fields of a form. Raises ApiError."""
-    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary, _MAX_PARTS)
-    if len(pieces) < 3 or not pieces[-1].startswith(b"--") or len(pieces) > _MAX_PARTS:
-        raise invalid(f"The body is no form that ends in its boundary and has at most {_MAX_PARTS - 2} fields")
-    form = {}
-    for piece in pieces[1:-1]:
-        head, _, content = piece.partition(b"\r\n\r\n")
-        if len(head) > _MAX_PART_HEADER_BYTES:
-            raise invalid(f"A field of the form has more than {_MAX_PART_HEADER_BYTES} bytes of headers")
-        disposition = next(
-            (line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b""
-        )
-        name, file_name = _NAME.search(disposition), _FILE_NAME.search(disposition)
-        if name is None:
-            raise invalid("A field of the form has no name")
-        shown = None if file_name is None else file_name[1].decode("utf-8", "replace")
-        form[name[1].decode("utf-8", "replace")] = Part(content, shown)
-    return form
 
 
 async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, _T]) -> _T:
@@ -326,34 +154,6 @@ def json_response(content: Any, status: int = 200, headers: dict[str, str] | Non
 
 def json_bytes(body: bytes) -> Response:
     return Response(body, media_type="application/json")
-
-
-def page_of(listed: Sequence[tuple[str, bytes]], query: QueryParams, *, most: int = _MAX_PAGE) -> Response:
-    """Return a page of a list of ids and JSON, which is in ascending order; the latest comes first unless `order` is
-    `asc`. Raises ApiError for a query that is none."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE)), query.get("after")
-    if order not in ("asc", "desc"):
-        raise invalid("`order` must be asc or desc", "order")
-    if not limit.isdecimal() or not 1 <= int(limit[:9]) <= most:
-        raise invalid(f"`limit` must be 1 to {most}", "limit")
-    items = list(listed) if order == "asc" else list(reversed(listed))
-    if after is not None:
-        ids = [name for name, _ in items]
-        if after not in ids:
-            raise invalid(f"`after` is {after[:80]!r}, which is not in this list", "after")
-        items = items[ids.index(after) + 1 :]
-    return list_of(items[: int(limit)], has_more=len(items) > int(limit))
-
-
-def list_of(page: Sequence[tuple[str, bytes]], *, has_more: bool = False) -> Response:
-    content = {
-        "object": "list",
-        "data": [msgspec.Raw(item) for _, item in page],
-        "first_id": page[0][0] if page else None,
-        "last_id": page[-1][0] if page else None,
-        "has_more": has_more,
-    }
-    return json_bytes(msgspec.json.encode(content))
 
 
 class PatientSend:

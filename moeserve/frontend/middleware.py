@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import ApiError, ClientDisconnected, PatientSend, SlowReader, internal_error, send_error
+from moeserve.frontend.errors import ApiError, internal_error
+from moeserve.frontend.http import ClientDisconnected, PatientSend, SlowReader, send_error
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.route import RouteTable
 

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.route import RouteTable
 
 # By path: the file in the folder `pages`. Every path is named here, so that nothing else is public.

@@ -9,7 +9,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgspec
 
-from moeserve.frontend.http import ErrorBody, openai_error_body
+from moeserve.frontend.errors import ErrorBody, openai_error_body
 
 JSON, TEXT, EVENTS, HTML, BYTES = (
     "application/json",

@@ -16,7 +16,8 @@ from starlette.types import Receive, Scope
 from moeserve.frontend.admission import Admission, most_choices
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier, Named
-from moeserve.frontend.http import ApiError, content_coding, receive_body, unavailable, until_disconnect
+from moeserve.frontend.errors import ApiError, unavailable
+from moeserve.frontend.http import content_coding, receive_body, until_disconnect
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics

@@ -7,7 +7,7 @@ import pytest
 from starlette.routing import Route as StarletteRoute
 
 from moeserve.frontend.app import create_app
-from moeserve.frontend.http import openai_error_body
+from moeserve.frontend.errors import openai_error_body
 from moeserve.frontend.route import Route, RouteTable
 from moeserve.frontend.routes.openapi import describe
 from moeserve.frontend.routes.table import ROUTES

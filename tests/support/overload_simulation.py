@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from random import Random
 
 from moeserve.frontend.admission import Admission
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.plan import DEFAULT_TERMS, ChunkResult, Request, SamplingParams, StepPlan, StepResult, Terms
 from moeserve.scheduling.outcomes import QueueFullError, TooLateError
 from moeserve.scheduling.pacing import Slo

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import ApiError, ClientDisconnected, content_coding, inflate, receive_body
+from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import ClientDisconnected, content_coding, inflate, receive_body
 
 
 class Connection:

@@ -10,10 +10,10 @@ import jsonschema
 import pytest
 
 from moeserve.frontend.dialects import chat, completions, messages, responses
-from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.dialects.internal import ModelFacts
+from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.dialects.responses_items import Earlier
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.routes import openapi
 from moeserve.frontend.routes.openapi import describe
 from moeserve.frontend.routes.table import ROUTES

@@ -15,7 +15,7 @@ from moeserve.config import ConfigError
 from moeserve.frontend.dialects.cache_fields import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.prefixes import parse_warm
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
 from moeserve.frontend.parsers.families import PLAIN
 from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import AddedToken, Tokenizer
 
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, OutputFormat, Tool, ToolChoice
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.families import (
     ANSWER,
     CALLS,

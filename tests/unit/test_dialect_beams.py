@@ -7,7 +7,7 @@ import pytest
 
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.plan import BeamParams
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)

@@ -15,7 +15,8 @@ from moeserve.frontend.dialects.internal import (
     TokenText,
     Usage,
 )
-from moeserve.frontend.http import DONE, ApiError
+from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import DONE
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type

@@ -20,7 +20,7 @@ from moeserve.frontend.dialects.internal import (
     ToolChoice,
     Usage,
 )
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type

@@ -7,7 +7,8 @@ import pytest
 
 from moeserve.frontend.dialects import completions
 from moeserve.frontend.dialects.internal import Delta, GenerateRequest, ModelFacts, TokenText, Usage
-from moeserve.frontend.http import DONE, ApiError
+from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import DONE
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type

@@ -19,7 +19,7 @@ from moeserve.frontend.dialects.internal import (
     Tool,
     ToolChoice,
 )
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {"temperature": 0.6}, 20)
 BASE: dict[str, Any] = {"model": "tiny", "max_tokens": 9, "messages": [{"role": "user", "content": "hi"}]}

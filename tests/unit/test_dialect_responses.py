@@ -9,7 +9,7 @@ import pytest
 from moeserve.frontend.dialects import chat, responses
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, OutputFormat, Tool, ToolChoice
 from moeserve.frontend.dialects.responses_items import ClientName, Earlier, Named, seal_reasoning
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object"}}

@@ -12,7 +12,7 @@ from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.bodies import BUDGETS, UNSUPPORTED
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import GenerateRequest, ModelFacts, ThoughtOptions
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 
 FACTS = ModelFacts(
     names=("tiny", "alias"),

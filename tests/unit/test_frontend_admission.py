@@ -11,7 +11,7 @@ import pytest
 
 from moeserve.config import ConfigError
 from moeserve.frontend.admission import Admission, read_terms
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.keys import ADMIN, ANYONE, USER, Identity, Rights, load_keys
 from moeserve.plan import Terms
 from moeserve.scheduling.pacing import Backlog, Load, Slo

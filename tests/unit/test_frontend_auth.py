@@ -8,7 +8,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from moeserve.config import ConfigError
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.keys import ANYONE, AuthGate, Identity, KeyRing, cache_namespace, load_keys
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.table import ROUTES

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from moeserve.frontend.http import ApiError, context_length_exceeded, unavailable
+from moeserve.frontend.errors import ApiError, context_length_exceeded, unavailable
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.routes.service import ExpertRoutes
 from moeserve.wire import Stats

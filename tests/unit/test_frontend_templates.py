@@ -8,7 +8,7 @@ import pytest
 from tokenizers import AddedToken
 
 from moeserve.frontend.dialects.internal import ChatPrompt, Tool
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.prepare.templates import ChatTemplate, TemplateError, guard_prompt, load_chat_template
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 from tests.support.tiny_model import ASSISTANT, BOS, END, TEMPLATE, USER, byte_tokenizer

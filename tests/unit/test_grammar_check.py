@@ -7,7 +7,7 @@ import pytest
 
 from moeserve.frontend.dialects.formats import Constraint, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.prepare.prepare import GrammarCheck, find_error
 from moeserve.frontend.prepare.watch import Watch
 from moeserve.plan import SamplingParams

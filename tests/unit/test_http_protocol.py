@@ -18,15 +18,8 @@ import uvicorn
 
 from moeserve.frontend import limits
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
-from moeserve.frontend.http import (
-    EventStream,
-    PatientSend,
-    SlowReader,
-    invalid,
-    receive_body,
-    send_body,
-    until_disconnect,
-)
+from moeserve.frontend.errors import invalid
+from moeserve.frontend.http import EventStream, PatientSend, SlowReader, receive_body, send_body, until_disconnect
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.route import RouteTable

@@ -11,7 +11,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import chat, completions
 from moeserve.frontend.dialects.formats import ascii_classes, constrain, constraint_of, of_calls, prepare_schema
 from moeserve.frontend.dialects.internal import ModelFacts, OutputFormat, StructuralTags, Tag
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.plan import SamplingParams
 
 FACTS = ModelFacts(("tiny",), 512, 260, (259,), {}, 20)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.pages import PageGate
 from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.table import ROUTES

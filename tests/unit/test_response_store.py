@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from moeserve.frontend.dialects.responses_answer import KeptResponse
 from moeserve.frontend.dialects.responses_items import Named
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.store import responses
 from moeserve.frontend.store.file import StoreError, connect, prepare
 from moeserve.frontend.store.store import Bounds, Shelf, Store, drop_old

@@ -10,7 +10,7 @@ from moeserve.frontend.dialects import responses
 from moeserve.frontend.dialects.internal import Delta, ModelFacts, TokenText, ToolCallPart, Usage
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
 from moeserve.frontend.dialects.responses_items import Earlier
-from moeserve.frontend.http import internal_error
+from moeserve.frontend.errors import internal_error
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import TokenLogprobs
 from tests.support.openai_types import openai_type

@@ -16,7 +16,7 @@ import pytest
 
 from launcher import frontend_main
 from moeserve.frontend.dialects.internal import ModelFacts
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.families import PLAIN
 from moeserve.frontend.prepare.messages import Ask, Prepared, Reply
 from moeserve.frontend.prepare.prepare import Preparer

@@ -18,7 +18,8 @@ import uvicorn
 from launcher.wills import WillKeeper, wills_within
 from moeserve.config import ServeConfig
 from moeserve.frontend.connections import BoundedHttpProtocol, Places
-from moeserve.frontend.http import EventStream, send_body, unavailable
+from moeserve.frontend.errors import unavailable
+from moeserve.frontend.http import EventStream, send_body
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.middleware import RequestBoundary
 from moeserve.frontend.route import RouteTable

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, unsupported
 
 _ABSENT = frozenset({b"null"})
 _OFF = frozenset({b"null", b"false"})

@@ -10,7 +10,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import CacheOptions
-from moeserve.frontend.http import invalid, unsupported
+from moeserve.frontend.errors import invalid, unsupported
 
 MAX_KEY_CHARS = 1024
 MAX_SECONDS = 86_400

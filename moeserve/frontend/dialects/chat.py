@@ -32,7 +32,7 @@ from moeserve.frontend.dialects.internal import (
     Writing,
 )
 from moeserve.frontend.dialects.search import SearchBody, read_beams, read_search_request
-from moeserve.frontend.http import invalid, unsupported
+from moeserve.frontend.errors import invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
 
 # The variables that a request sets in fields of their own, or not at all.

@@ -13,7 +13,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.cache_fields import CacheBreakpoint, read_breakpoint
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
-from moeserve.frontend.http import invalid, unsupported
+from moeserve.frontend.errors import invalid, unsupported
 
 _NAME = re.compile(r"[a-zA-Z0-9_.-]+")
 

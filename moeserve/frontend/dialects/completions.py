@@ -20,7 +20,7 @@ from moeserve.frontend.dialects.internal import (
     Writing,
 )
 from moeserve.frontend.dialects.search import SearchBody, read_beams, read_search_request
-from moeserve.frontend.http import ApiError, invalid
+from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.text import TextTokenizer
 
 DEFAULT_MAX_TOKENS = 16

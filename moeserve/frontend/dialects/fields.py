@@ -13,7 +13,7 @@ from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import BUDGETS, bounded
 from moeserve.frontend.dialects.cache_fields import CacheFields, read_cache, read_cache_salt
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, ThoughtOptions
-from moeserve.frontend.http import invalid, unknown_model
+from moeserve.frontend.errors import invalid, unknown_model
 from moeserve.plan import SamplingParams
 
 EFFORT = "reasoning_effort"  # the variable of chat templates

@@ -17,7 +17,7 @@ from llguidance import regex_to_lark
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
-from moeserve.frontend.http import invalid, unsupported
+from moeserve.frontend.errors import invalid, unsupported
 from moeserve.plan import SamplingParams
 
 # Lower than every other logit: EOS is sampled where nothing else is allowed, and nowhere else.

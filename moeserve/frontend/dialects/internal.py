@@ -7,7 +7,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from moeserve.frontend.http import KEEP_ALIVE, ApiError
+from moeserve.frontend.errors import ApiError
+from moeserve.frontend.http import KEEP_ALIVE
 from moeserve.kv_transfer import KvTicket
 from moeserve.plan import BeamParams, SamplingParams, TokenLogprobs
 

@@ -33,7 +33,7 @@ from moeserve.frontend.dialects.internal import (
     Usage,
     Writing,
 )
-from moeserve.frontend.http import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
 
 BILLING_HEADER = "x-anthropic-billing-header:"

@@ -24,7 +24,7 @@ from moeserve.frontend.dialects.internal import (
     Usage,
     Writing,
 )
-from moeserve.frontend.http import invalid, unsupported
+from moeserve.frontend.errors import invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 

@@ -25,7 +25,7 @@ from moeserve.frontend.dialects.responses_items import (
     read_tool_choice,
     read_tools,
 )
-from moeserve.frontend.http import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, unsupported
 from moeserve.plan import SamplingParams
 
 _LOGPROBS = "message.output_text.logprobs"

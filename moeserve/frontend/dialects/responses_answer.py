@@ -25,7 +25,7 @@ from moeserve.frontend.dialects.internal import (
 from moeserve.frontend.dialects.responses import Turn
 from moeserve.frontend.dialects.responses_items import CUSTOM_INPUT, ClientName, Item, item_id_of, seal_reasoning
 from moeserve.frontend.dialects.writing import WRITTEN_AT_ONCE, logprob_entry
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.text import TextTokenizer
 
 _LAST_NUMBER = 2**31 - 1

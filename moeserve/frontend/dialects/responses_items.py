@@ -18,7 +18,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.chat_parts import call_in_history, check_choice, check_tool_name, check_tools, make_tool
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
-from moeserve.frontend.http import ApiError, invalid, unsupported
+from moeserve.frontend.errors import ApiError, invalid, unsupported
 
 CUSTOM_INPUT = "input"
 

@@ -11,7 +11,7 @@ from moeserve.frontend.dialects.chat_parts import Prediction, read_prediction
 from moeserve.frontend.dialects.fields import Choices, SamplingBody, Share, read_request
 from moeserve.frontend.dialects.formats import read_format
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
-from moeserve.frontend.http import ApiError, invalid
+from moeserve.frontend.errors import ApiError, invalid
 from moeserve.kv_transfer import KvTicket, read_params
 from moeserve.plan import BeamParams, SamplingParams
 

@@ -19,7 +19,7 @@ import structlog
 from starlette.types import ASGIApp, Message, Scope
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import ApiError, internal_error
+from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import batches

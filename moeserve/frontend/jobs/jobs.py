@@ -12,8 +12,9 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import Formatter
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
+from moeserve.frontend.errors import ApiError, unavailable
 from moeserve.frontend.exchange import DeltaWriter, completed
-from moeserve.frontend.http import ApiError, EventStream, unavailable
+from moeserve.frontend.http import EventStream
 from moeserve.frontend.jobs.runner import (
     Entry,
     JobRecord,

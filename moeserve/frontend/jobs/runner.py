@@ -22,8 +22,8 @@ from moeserve.frontend import limits
 from moeserve.frontend.admission import terms_of
 from moeserve.frontend.dialects.internal import Delta, Formatter
 from moeserve.frontend.dialects.responses_answer import ResponsesFormatter
+from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.exchange import FORMATTERS, Progress, answer_of, completed, generates_of, submitted, tell_engine
-from moeserve.frontend.http import ApiError, internal_error
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect, pack_reply, unpack_reply
 from moeserve.frontend.relay.request_group import EngineGone, Past, RequestGroup

@@ -22,7 +22,7 @@ from typing import Any, Literal
 from moeserve.config import ServeConfig
 from moeserve.frontend.dialects.formats import ANSWER, closed, enforceable
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, Tool
-from moeserve.frontend.http import invalid
+from moeserve.frontend.errors import invalid
 from moeserve.frontend.parsers.calls import CallShape, GlmCalls, JsonCalls, MarkedCalls, MistralCalls, TaggedCalls
 from moeserve.frontend.parsers.parser import (
     HARMONY_BODY_ENDS,

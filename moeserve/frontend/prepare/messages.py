@@ -16,7 +16,7 @@ import msgspec
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts, Tool
 from moeserve.frontend.dialects.responses_items import Earlier, Named
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.text import Int32s, PromptText
 from moeserve.plan import CacheWish
 

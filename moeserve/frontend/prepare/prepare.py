@@ -27,7 +27,8 @@ from moeserve.frontend.dialects import bodies, cache_fields, chat, completions, 
 from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls, subschemas
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
-from moeserve.frontend.http import ApiError, check_choices, context_length_exceeded, inflate, invalid, longest_output
+from moeserve.frontend.errors import ApiError, check_choices, context_length_exceeded, invalid, longest_output
+from moeserve.frontend.http import inflate
 from moeserve.frontend.parsers.families import OutputShape
 from moeserve.frontend.prepare.messages import Ask, Body, NeedsEarlier, Prefix, Prepared, Reply, for_answer
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt

@@ -24,7 +24,7 @@ import jinja2.sandbox
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import ChatPrompt, Tool
-from moeserve.frontend.http import invalid
+from moeserve.frontend.errors import invalid
 from moeserve.frontend.text import CUT_MARKS, TextTokenizer
 from moeserve.model.files import read_json, read_text
 from moeserve.model.spec import ModelError

@@ -20,7 +20,7 @@ import msgspec
 import structlog
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import internal_error, unavailable
+from moeserve.frontend.errors import internal_error, unavailable
 from moeserve.frontend.prepare.messages import SIZE_BYTES, Ask, Reply, pack_ask, unpack_reply
 from moeserve.frontend.prepare.prepare import NotHere, Preparer
 from moeserve.frontend.prepare.text_program import CPU_SECONDS, CheckLine

@@ -28,7 +28,7 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
-from moeserve.frontend.http import ApiError, internal_error
+from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.parsers.families import choose_shape, model_type_of
 from moeserve.frontend.prepare.messages import SIZE_BYTES, pack_reply, unpack_ask
 from moeserve.frontend.prepare.prepare import Preparer, make_programs

@@ -16,7 +16,7 @@ import signal
 from enum import IntEnum
 from pathlib import Path
 
-from moeserve.frontend.http import ApiError, internal_error, invalid
+from moeserve.frontend.errors import ApiError, internal_error, invalid
 from moeserve.frontend.limits import GRAMMAR_CPU_SECONDS, RENDER_CPU_SECONDS
 
 PAGE_BYTES = 4096

@@ -13,7 +13,7 @@ import msgspec
 from starlette.types import Scope
 
 from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Usage, by_tier
-from moeserve.frontend.http import OVERLOADED, ApiError, internal_error, invalid
+from moeserve.frontend.errors import OVERLOADED, ApiError, internal_error, invalid
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser

@@ -14,17 +14,11 @@ from starlette.responses import Response
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
-from moeserve.frontend.http import (
-    ApiError,
-    boundary_of,
-    invalid,
-    json_bytes,
-    page_of,
-    read_form,
-    receive_body,
-    unavailable,
-)
+from moeserve.frontend.errors import ApiError, invalid, unavailable
+from moeserve.frontend.forms import boundary_of, read_form
+from moeserve.frontend.http import json_bytes, receive_body
 from moeserve.frontend.keys import caller_of
+from moeserve.frontend.lists import page_of
 from moeserve.frontend.store import batches
 from moeserve.frontend.store.batches import BATCH_PREFIX, FILE_PREFIX, StoredBatch, StoredFile
 from moeserve.frontend.store.jobs import NoRoom

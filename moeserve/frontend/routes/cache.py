@@ -24,7 +24,8 @@ from moeserve.config import ConfigError
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.cache_fields import read_cache_salt
 from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
-from moeserve.frontend.http import ApiError, invalid, json_response, longest_output
+from moeserve.frontend.errors import ApiError, invalid, longest_output
+from moeserve.frontend.http import json_response
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prefix, expect
 from moeserve.frontend.relay.request_group import EngineGone, RequestRejected

@@ -20,6 +20,7 @@ from moeserve.frontend.admission import Held, read_terms
 from moeserve.frontend.dialects import messages
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses import previous_id_of
+from moeserve.frontend.errors import OVERLOADED, ApiError, invalid, unavailable
 from moeserve.frontend.exchange import (
     FORMATTERS,
     TOKENS_AT_ONCE,
@@ -32,18 +33,7 @@ from moeserve.frontend.exchange import (
     submitted,
     tell_engine,
 )
-from moeserve.frontend.http import (
-    OVERLOADED,
-    ApiError,
-    EventStream,
-    content_coding,
-    invalid,
-    receive_body,
-    send_body,
-    unavailable,
-    until_disconnect,
-    with_headers,
-)
+from moeserve.frontend.http import EventStream, content_coding, receive_body, send_body, until_disconnect, with_headers
 from moeserve.frontend.jobs.jobs import RESUMED, STATUS_WAITS, Jobs, JobView
 from moeserve.frontend.keys import Identity, caller_of
 from moeserve.frontend.prepare.messages import Kind, Prepared, expect

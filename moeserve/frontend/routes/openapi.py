@@ -20,7 +20,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import cache_fields, chat_parts, fields, messages, responses, responses_items
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import ModelFacts
-from moeserve.frontend.http import ApiError
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.route import JSON, Route
 from moeserve.frontend.services import Services
 

@@ -24,19 +24,9 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import bounded
 from moeserve.frontend.dialects.internal import GenerateRequest
+from moeserve.frontend.errors import ApiError, invalid, longest_output, unavailable, unknown_model
 from moeserve.frontend.exchange import thought_budgets
-from moeserve.frontend.http import (
-    KEEP_ALIVE,
-    ApiError,
-    EventStream,
-    invalid,
-    json_response,
-    longest_output,
-    receive_body,
-    unavailable,
-    unknown_model,
-    until_disconnect,
-)
+from moeserve.frontend.http import KEEP_ALIVE, EventStream, json_response, receive_body, until_disconnect
 from moeserve.frontend.keys import cache_namespace
 from moeserve.frontend.metrics import CONTENT_TYPE, VllmNames
 from moeserve.frontend.prepare.messages import Body, Kind, Prepared, expect

@@ -20,7 +20,7 @@ from typing import TypeVar
 import structlog
 
 from moeserve.frontend import limits
-from moeserve.frontend.http import ApiError, unavailable
+from moeserve.frontend.errors import ApiError, unavailable
 from moeserve.frontend.store.file import connect, prepare
 
 # Seconds between two recorded uses of an item: reading does not always write.
