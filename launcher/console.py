@@ -13,9 +13,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Column
 from rich.text import Text
 
-from launcher.processes import Ready
 from moeserve.model.spec import ModelError
 from moeserve.model.spec import Progress as Progressed
+from moeserve.statuses import Ready
 
 
 class ProgressDisplay:

@@ -16,7 +16,7 @@ from contextlib import suppress
 from typing import TextIO
 
 from launcher.child import die_with_parent
-from launcher.processes import Report
+from moeserve.statuses import Ended, Forked, Report
 from moeserve.wire import RunContext, load_run_context
 
 # Serves until the event is set, and returns the exit code.
@@ -44,7 +44,7 @@ class Copies:
             pid, code = self._run_copy(context)
             if self._stopped:
                 return code
-            self._report({"event": "ended", "rank": self._rank, "pid": pid, "code": code})
+            self._report(Ended(self._rank, pid, code))
             _wait_until_readable(self._orders.fileno())
             order = self._orders.readline().strip()
             if not order:
@@ -75,7 +75,7 @@ class Copies:
             stop = threading.Event()
             signal.signal(signal.SIGTERM, lambda *_: stop.set())
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-            self._report({"event": "forked", "rank": self._rank, "pid": os.getpid()})
+            self._report(Forked(self._rank, os.getpid()))
             code = self._serve(context, stop)
         except BaseException:
             traceback.print_exc()

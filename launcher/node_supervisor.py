@@ -12,20 +12,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from launcher.life import RestartPolicy
-from launcher.processes import (
-    Child,
-    Computing,
-    Ended,
-    Failed,
-    Forked,
-    Loading,
-    Met,
-    Ready,
-    describe_end,
-    start_computing,
-    statuses,
-)
+from launcher.processes import Child, describe_end, start_computing, statuses
 from launcher.supervisor import GROUP_MODULE, handled_signals
+from moeserve.statuses import Computing, Ended, Failed, Forked, Loading, Met, Ready
 from moeserve.wire import RunContext
 
 # A node that gets SIGTERM waits this many seconds longer for node 0 than node 0 gives its streams to drain.

@@ -1,4 +1,4 @@
-"""Child processes: the environment they inherit, how they start and end, and the statuses they report on a pipe."""
+"""Child processes: the environment they inherit, how they start and end, and the pipes between them and this one."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
 import msgspec
 
 from launcher.preflight import usable_cores
 from moeserve.config import ServeConfig, environment_name
+from moeserve.statuses import Failed, Report, Status
 from moeserve.wire import RunContext
 
 # They are for this process: systemd's, and where another service counts.
@@ -147,90 +148,7 @@ def describe_end(code: int | None) -> str:
     return f"ended with exit code {code}"
 
 
-# Takes an object with "event" and the fields of one class below, as the engine reports it.
-Report = Callable[[dict[str, Any]], None]
-
-
-class Loading(msgspec.Struct, tag_field="event", tag="loading"):
-    """`done` of `total` bytes of weights are read."""
-
-    done: int
-    total: int
-    stage: str = "loading weights"
-
-
-class Ready(msgspec.Struct, tag_field="event", tag="ready"):
-    """The engine takes requests. `model_max_len` is the model's own limit; `max_model_len` may be clamped below it.
-
-    Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
-    Layers that see the last `window` tokens have `num_window_blocks` blocks of their own, on all ranks; both 0 without.
-    `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
-    `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
-    `model` says in a line what the model is, `arithmetic` how it multiplies. `stretched_from`: the tokens beyond which
-    a request's angles change, None where contexts never change them. `default_max_tokens`, `longest_answer`: see
-    `EngineReady`.
-    """
-
-    device: str
-    dtype: str
-    weights_bytes: int
-    kv_bytes: int
-    num_blocks: int
-    block_size: int
-    max_model_len: int
-    model_max_len: int | None = None
-    no_compiled_kernels: str | None = None
-    num_state_slots: int = 0
-    num_snapshots: int = 0
-    state_row_bytes: int = 0
-    num_window_blocks: int = 0
-    window: int = 0
-    model: str | None = None
-    pid: int | None = None
-    arithmetic: str = ""
-    stretched_from: int | None = None
-    default_max_tokens: int | None = None
-    longest_answer: int | None = None
-
-
-class Computing(msgspec.Struct, tag_field="event", tag="computing"):
-    """A rank other than 0 takes steps from now on."""
-
-
-class Failed(msgspec.Struct, tag_field="event", tag="error"):
-    """The engine ends; `message` says why, in one sentence.
-
-    `code`: the exit code, or the signal below zero, of its process that ended first, where the reporter knows it.
-    """
-
-    message: str
-    code: int | None = None
-
-
-class Met(msgspec.Struct, tag_field="event", tag="met"):
-    """A rank other than 0 has found the life `incarnation` of rank 0."""
-
-    incarnation: int
-
-
-class Forked(msgspec.Struct, tag_field="event", tag="forked"):
-    """A copy of the process that has loaded the model, or a rank's part of it, serves from now on."""
-
-    rank: int
-    pid: int
-
-
-class Ended(msgspec.Struct, tag_field="event", tag="ended"):
-    """A copy has ended, with exit code `code` or by a signal below zero. Another copy can be made."""
-
-    rank: int
-    pid: int
-    code: int
-
-
-Status = Loading | Ready | Computing | Failed | Met | Forked | Ended
 _decoder = msgspec.json.Decoder(Status)
-_encoder = msgspec.json.Encoder()
 
 
 def decode_status(line: bytes) -> Status:
@@ -255,10 +173,10 @@ async def statuses(descriptor: int) -> AsyncIterator[Status]:
 
 
 def reporter(pipe: TextIO) -> Report:
-    """Return a function that writes one status per call to `pipe`, a JSON object on a line."""
+    """Return a function that writes statuses to `pipe`."""
 
-    def report(status: dict[str, Any]) -> None:
-        pipe.write(_encoder.encode(status).decode() + "\n")
+    def report(status: Status) -> None:
+        pipe.write(msgspec.json.encode(status).decode() + "\n")
         pipe.flush()
 
     return report

@@ -22,9 +22,8 @@ import threading
 import time
 from contextlib import suppress
 
-import msgspec
-
-from launcher.processes import Ended, Failed, Forked, Report, decode_status, describe_end, reporter
+from launcher.processes import decode_status, describe_end, reporter
+from moeserve.statuses import Ended, Failed, Forked, Report
 from moeserve.wire import RunContext, load_run_context
 
 # The time that rank 0 has to say why after the copy of another rank has ended.
@@ -86,11 +85,11 @@ class RankLives(threading.Thread):
             case Forked(rank=rank, pid=pid):
                 with suppress(ProcessLookupError):
                     self._copies[rank] = os.pidfd_open(pid)
-                self._pass_on(status)
+                self._report(status)
             case Ended():
                 self._on_end(status)
             case _:
-                self._pass_on(status)
+                self._report(status)
 
     def _on_end(self, end: Ended) -> None:
         if (pidfd := self._copies.pop(end.rank, None)) is not None:
@@ -98,10 +97,10 @@ class RankLives(threading.Thread):
         self._ended.append(end)
         if end.code < 0 and not self._has_killed:
             # It could not say so itself.
-            self._pass_on(Failed(f"Rank {end.rank} (process {end.pid}) {describe_end(end.code)}.", end.code))
+            self._report(Failed(f"Rank {end.rank} (process {end.pid}) {describe_end(end.code)}.", end.code))
         if len(self._ended) == self._num_ranks:
             self._kill_at = None
-            self._pass_on(self._ended[0])
+            self._report(self._ended[0])
         elif end.rank == 0:
             self._kill_at = time.monotonic()
         elif self._kill_at is None:
@@ -112,9 +111,6 @@ class RankLives(threading.Thread):
         for pidfd in self._copies.values():
             with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-
-    def _pass_on(self, status: msgspec.Struct) -> None:
-        self._report(msgspec.to_builtins(status))
 
 
 _MEETING_SECONDS = 600  # within which the nodes' torchrun agents must have met
@@ -189,16 +185,14 @@ def _run(arguments: list[str], report: Report) -> int:
     except SignalException:
         return 0
     except DistError as error:
-        report(
-            {"event": "error", "message": f"The nodes did not meet: {str(error).partition(chr(10))[0].rstrip('.')}."}
-        )
+        report(Failed(f"The nodes did not meet: {str(error).partition(chr(10))[0].rstrip('.')}."))
         return 1
     except ChildFailedError as error:
         # A rank that was killed is the cause: the others fail because it is missing.
         rank, failure = min(error.failures.items(), key=lambda item: (item[1].exitcode >= 0, item[1].timestamp))
         code = failure.exitcode
         end = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        report({"event": "error", "message": f"Rank {rank} (process {failure.pid}) {end}.", "code": code})
+        report(Failed(f"Rank {rank} (process {failure.pid}) {end}.", code))
         return 1
     return 0
 

@@ -38,7 +38,6 @@ from launcher.preflight import (
     url,
     usable_cores,
 )
-from launcher.processes import Loading, Ready
 from launcher.response_store import response_store
 from launcher.run_directory import make_context, run_directory
 from launcher.settings_options import ServeCommand, settings_options
@@ -46,6 +45,7 @@ from launcher.supervisor import Listeners, Supervisor, handled_signals
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.engine.ranks.messages import RankError
 from moeserve.model.spec import ModelError
+from moeserve.statuses import Loading, Ready
 from moeserve.wire import RunContext
 
 

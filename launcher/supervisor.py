@@ -20,23 +20,12 @@ from typing import Any
 
 from launcher.idleness import Idleness
 from launcher.life import Life, MemoryKills, RestartPolicy, is_from_outside
-from launcher.processes import (
-    Child,
-    Ended,
-    Failed,
-    Forked,
-    Loading,
-    Ready,
-    Status,
-    child_environment,
-    describe_end,
-    start_computing,
-    statuses,
-)
+from launcher.processes import Child, child_environment, describe_end, start_computing, statuses
 from launcher.watches import Vitals, any_is_stopped, wait_for_hang, wait_for_silence, wait_for_stop
 from launcher.wills import WillKeeper, allow_wills, wills_within
 from moeserve.engine.crashes.judgement import suspicion_after
 from moeserve.engine.crashes.record import read_record
+from moeserve.statuses import Ended, Failed, Forked, Loading, Ready, Status
 from moeserve.wire import EngineNews, Rest, RunContext, Tick, encode_news
 
 WORKER_MODULE = "launcher.worker"

@@ -22,10 +22,11 @@ from typing import TextIO, cast
 from launcher.child import die_with_parent
 from launcher.copies import Copies
 from launcher.logs import LogStream, configure_logs
-from launcher.processes import Report, reporter
+from launcher.processes import reporter
 from moeserve.config import ConfigError
 from moeserve.engine.ranks.messages import RankError
 from moeserve.model.spec import ModelError
+from moeserve.statuses import Failed, Report
 from moeserve.wire import RunContext, load_run_context
 
 _EXIT_FAILED = 3
@@ -126,10 +127,10 @@ def _served(run: Callable[[], int], report: Report, name: str) -> int:
     try:
         return run()
     except (ModelError, ConfigError, RankError) as error:
-        report({"event": "error", "message": str(error)})
+        report(Failed(str(error)))
     except Exception as error:
         traceback.print_exc()
-        report({"event": "error", "message": f"{name} failed: {type(error).__name__}: {error}"})
+        report(Failed(f"{name} failed: {type(error).__name__}: {error}"))
     return _EXIT_FAILED
 
 

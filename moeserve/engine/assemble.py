@@ -6,7 +6,7 @@ spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> KV memory, warm-u
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,14 +53,13 @@ from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Runner
 from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.generation import parse_generation
+from moeserve.statuses import Loading, Report
 from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
 
 if TYPE_CHECKING:
     # Both import torch.distributed and deepspeed, which a single rank does not need.
     from experts.parallel.collectives import Collectives
     from experts.parallel.dispatch import Compute
-
-Report = Callable[[dict[str, Any]], None]
 
 # The tokens of the first prompt, if a block holds as many.
 _PROMPT_TOKENS = 4
@@ -292,7 +291,7 @@ def _progress(plan: ModelPlan, report: Report) -> Progress:
             stage += f", expanded from {plan.spec.quantization.kind}"
         if not plan.rounding.is_none:
             stage += f", {'kept as' if plan.rounding.keeps_stored else 'rounded to'} {plan.rounding.name}"
-    return lambda done, total: report({"event": "loading", "done": done, "total": total, "stage": stage})
+    return lambda done, total: report(Loading(done, total, stage))
 
 
 def arithmetic_of(plan: ModelPlan, config: ServeConfig) -> str:

@@ -24,7 +24,7 @@ from experts.parallel.collectives import Collectives
 from experts.placement.placement import Placement
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import current_gpu, too_few_gpus
-from moeserve.engine.assemble import LoadedRank, Report, collective_timeout, load_rank
+from moeserve.engine.assemble import LoadedRank, collective_timeout, load_rank
 from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
@@ -39,6 +39,7 @@ from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
 from moeserve.engine.service import serve
 from moeserve.model.spec import ModelError, ModelSpec
+from moeserve.statuses import Computing, Met, Report
 from moeserve.wire import RunContext
 
 # While the service starts, a rank may be silent for this many times the engine's timeout.
@@ -289,7 +290,7 @@ def _follow_first(
 ) -> None:
     """Run any rank but 0: join, and compute what rank 0 sends."""
     meeting, number = meet_first(context), member.number
-    report({"event": "met", "incarnation": meeting.incarnation})
+    report(Met(meeting.incarnation))
     link = RankLink(sockets, meeting, number)
     beats = BeatThread(
         sockets, meeting, number, lambda: member.collectives.traffic.num_entered, lambda: member.rank.memory_stats()
@@ -310,7 +311,7 @@ def _follow_first(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         started = _start(meeting, member)
         link.send(Started(number))
-        report({"event": "computing"})
+        report(Computing())
         assert started.migrator is not None
         copies = MemberCopies(number, lambda: memories_of(started), link.send)
         RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()

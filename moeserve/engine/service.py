@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import structlog
 import torch
 import zmq
@@ -18,7 +17,7 @@ import zmq
 from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import LoadedRank, Report, build_scheduler, load_rank
+from moeserve.engine.assemble import LoadedRank, build_scheduler, load_rank
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
@@ -42,6 +41,7 @@ from moeserve.scheduling.pacing import service_slo
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.settings.generation import MAX_NEW_TOKENS, parse_generation
 from moeserve.settings.kv_events import KvEventsConfig, parse_kv_events
+from moeserve.statuses import Ready, Report
 from moeserve.wire import EngineReady, RunContext, keep_ready
 from radix_cache import PrefixCache
 
@@ -189,7 +189,7 @@ def serve(
         heartbeat.start()
         ends.callback(heartbeat.stop)
         keep_ready(context, ready)
-        report(_ready_event(ready, model))
+        report(_ready_status(ready, model))
         engine.run(stop)
 
 
@@ -251,20 +251,20 @@ def _default_max_tokens(config: ServeConfig, defaults: GenerationDefaults) -> in
     return ANSWER_TOKENS if defaults.max_new_tokens is None and is_demo else defaults.max_new_tokens
 
 
-def _ready_event(ready: EngineReady, model: ServedModel) -> dict[str, Any]:
-    return {
-        "event": "ready",
-        **msgspec.structs.asdict(ready),
-        "num_state_slots": model.kv.num_state_slots,
-        "num_snapshots": model.kv.num_snapshots,
-        "state_row_bytes": model.state_row_bytes,
-        "num_window_blocks": ready.num_blocks // model.kv.num_blocks * model.kv.num_window_blocks,
-        "window": model.kv.window,
-        "model_max_len": model.spec.max_position,
-        "stretched_from": model.rope_switch,
-        "model": summary(model.spec),
-        "no_compiled_kernels": native_kernels_absence() if model.device == "cpu" else None,
-    }
+def _ready_status(ready: EngineReady, model: ServedModel) -> Ready:
+    shared = {name: getattr(ready, name) for name in Ready.__struct_fields__ if name in EngineReady.__struct_fields__}
+    return Ready(
+        **shared,
+        num_state_slots=model.kv.num_state_slots,
+        num_snapshots=model.kv.num_snapshots,
+        state_row_bytes=model.state_row_bytes,
+        num_window_blocks=ready.num_blocks // model.kv.num_blocks * model.kv.num_window_blocks,
+        window=model.kv.window,
+        model_max_len=model.spec.max_position,
+        stretched_from=model.rope_switch,
+        model=summary(model.spec),
+        no_compiled_kernels=native_kernels_absence() if model.device == "cpu" else None,
+    )
 
 
 def _monitor(

@@ -35,6 +35,7 @@ ROOMS = {
         "grammars",
         "scheduling",
         "wire",
+        "statuses",
         "model",
         "engine",
         "bench",

@@ -19,9 +19,10 @@ from rich.console import Console
 from launcher import preflight
 from launcher.console import ProgressDisplay, format_bytes, ready_banner
 from launcher.preflight import LaunchError, gpu_names, is_loopback, open_listener, reachable_address, url, usable_cores
-from launcher.processes import Failed, Loading, Ready, child_environment, decode_status
+from launcher.processes import child_environment, decode_status
 from launcher.run_directory import hash_model, remove_stale, run_directory
 from launcher.serve import notify_systemd, pat_watchdog
+from moeserve.statuses import Failed, Loading, Ready
 from tests.support.service import descendants
 
 READY = Ready(

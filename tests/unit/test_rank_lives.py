@@ -25,7 +25,7 @@ class Node:
     def __init__(self) -> None:
         self.said: queue.Queue[Report] = queue.Queue()
         reading, self._orders = os.pipe()
-        self._lives = RankLives(2, reading, self.said.put)
+        self._lives = RankLives(2, reading, lambda status: self.said.put(msgspec.to_builtins(status)))
         self._lives.start()
         _, reports, _, orders = self._lives.arguments
         self._reports = int(reports)

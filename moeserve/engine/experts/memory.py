@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from moeserve.model.expert_store import ExpertPacker, ensure_expert_store, layou
 from moeserve.model.expert_weights import NativeExperts, StoredExperts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import ModelError, ModelSpec
+from moeserve.statuses import Loading, Report
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +78,7 @@ def open_experts(
     spec: ModelSpec,
     plan: ResidencyPlan,
     config: ServeConfig,
-    report: Callable[[dict[str, Any]], None],
+    report: Report,
     observers: Sequence[AnyObserver] = (),
 ) -> CpuResidentModel:
     """Open the tier below the slots, and allocate them. Raise ModelError.
@@ -122,12 +122,12 @@ def _open_file(
     num_experts: int,
     plan: ResidencyPlan,
     config: ServeConfig,
-    report: Callable[[dict[str, Any]], None],
+    report: Report,
 ) -> tuple[DiskTier, dict[str, str]]:
     """Return the tier of the expert file, and how the file is read."""
 
     def progress(stage: str, done: int, total: int) -> None:
-        report({"event": "loading", "done": done, "total": total, "stage": stage})
+        report(Loading(done, total, stage))
 
     root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
     store = ensure_expert_store(directory, stored, num_experts, plan.layouts, root, progress)

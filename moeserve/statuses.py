@@ -1,0 +1,89 @@
+"""The statuses that model processes report to the supervisor on a pipe, each a JSON object on a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+
+class Loading(msgspec.Struct, tag_field="event", tag="loading"):
+    """`done` of `total` bytes of weights are read."""
+
+    done: int
+    total: int
+    stage: str = "loading weights"
+
+
+class Ready(msgspec.Struct, tag_field="event", tag="ready"):
+    """The engine takes requests. `model_max_len` is the model's own limit; `max_model_len` may be clamped below it.
+
+    Of each rank's recurrent states there are `num_state_slots` for running requests and `num_snapshots` for prefixes.
+    Layers that see the last `window` tokens have `num_window_blocks` blocks of their own, on all ranks; both 0 without.
+    `pid`: of the engine's process, which may be a copy of the one that reports (`launcher.copies`).
+    `no_compiled_kernels` says in a sentence why torch computes on the CPU in place of compiled kernels, if it does.
+    `model` says in a line what the model is, `arithmetic` how it multiplies. `stretched_from`: the tokens beyond which
+    a request's angles change, None where contexts never change them. `default_max_tokens`, `longest_answer`: see
+    `EngineReady`.
+    """
+
+    device: str
+    dtype: str
+    weights_bytes: int
+    kv_bytes: int
+    num_blocks: int
+    block_size: int
+    max_model_len: int
+    model_max_len: int | None = None
+    no_compiled_kernels: str | None = None
+    num_state_slots: int = 0
+    num_snapshots: int = 0
+    state_row_bytes: int = 0
+    num_window_blocks: int = 0
+    window: int = 0
+    model: str | None = None
+    pid: int | None = None
+    arithmetic: str = ""
+    stretched_from: int | None = None
+    default_max_tokens: int | None = None
+    longest_answer: int | None = None
+
+
+class Computing(msgspec.Struct, tag_field="event", tag="computing"):
+    """A rank other than 0 takes steps from now on."""
+
+
+class Failed(msgspec.Struct, tag_field="event", tag="error"):
+    """The engine ends; `message` says why, in one sentence.
+
+    `code`: the exit code, or the signal below zero, of its process that ended first, where the reporter knows it.
+    """
+
+    message: str
+    code: int | None = None
+
+
+class Met(msgspec.Struct, tag_field="event", tag="met"):
+    """A rank other than 0 has found the life `incarnation` of rank 0."""
+
+    incarnation: int
+
+
+class Forked(msgspec.Struct, tag_field="event", tag="forked"):
+    """A copy of the process that has loaded the model, or a rank's part of it, serves from now on."""
+
+    rank: int
+    pid: int
+
+
+class Ended(msgspec.Struct, tag_field="event", tag="ended"):
+    """A copy has ended, with exit code `code` or by a signal below zero. Another copy can be made."""
+
+    rank: int
+    pid: int
+    code: int
+
+
+Status = Loading | Ready | Computing | Failed | Met | Forked | Ended
+# Sends a status to the supervisor.
+Report = Callable[[Status], None]
