@@ -59,11 +59,8 @@ def main() -> int:
     with ExitStack() as pipes:
         report = reporter(pipes.enter_context(_open(folder, status, "w")))
         of_orders = None if orders is None else pipes.enter_context(_open(folder, orders, "r"))
-        stop = threading.Event()
-        if context.config.expert_parallel_size > 1:
-            return _served(lambda: _run_rank(context, rank, of_orders, report, logs), report, f"Rank {rank}")
-        signal.signal(signal.SIGTERM, lambda *_: stop.set())
-        return _served(lambda: _run_alone(context, of_orders, report, stop, logs), report, _ALONE)
+        name = f"Rank {rank}" if context.config.expert_parallel_size > 1 else _ALONE
+        return _served(lambda: _run(context, rank, of_orders, report, logs, name), report, name)
 
 
 def _open(folder: str, descriptor: str, mode: str) -> TextIO:
@@ -74,52 +71,45 @@ def _open(folder: str, descriptor: str, mode: str) -> TextIO:
     return cast("TextIO", pipe)
 
 
-def _run_rank(context: RunContext, rank: int, orders: TextIO | None, report: Report, logs: LogStream) -> int:
-    from moeserve.engine.ranked_service import load_member, serve_member
+def _run(context: RunContext, rank: int, orders: TextIO | None, report: Report, logs: LogStream, name: str) -> int:
+    """Load the rank's part of the model and serve with it; return the exit code. name: of this process, in sentences.
 
-    member = load_member(context, rank, report, to_copy=orders is not None)
-    if member is None:
-        return 0
-    if orders is None or not member.can_be_copied:
-        serve_member(context, member, report)
-        return 0
-
-    def serve(context: RunContext, stop: threading.Event) -> int:
-        def run() -> int:
-            if not stop.is_set():
-                serve_member(context, member, report)
-            return 0
-
-        code = _served(run, report, f"Rank {rank}")
-        logs.drain()
-        return code
-
-    return Copies(serve, orders, report, rank).run(context)
-
-
-def _run_alone(
-    context: RunContext, orders: TextIO | None, report: Report, stop: threading.Event, logs: LogStream
-) -> int:
+    SIGTERM ends one of several ranks at once until all have joined: it may wait for a lost one for long.
+    """
+    stop, is_alone = threading.Event(), name == _ALONE
+    if is_alone:
+        signal.signal(signal.SIGTERM, lambda *_: stop.set())
     # Imports torch, which takes seconds: the signals must already be in place.
-    from moeserve.engine.service import load_alone, serve_alone
+    from moeserve.engine.service import LoadedPart, load_alone, serve_alone
 
-    loaded = load_alone(context, report, to_copy=orders is not None)
-    if orders is None or not loaded.can_be_copied:
-        serve_alone(context, loaded, report, stop)
-        return 0
+    loaded: LoadedPart | None
+    if is_alone:
+        loaded = load_alone(context, report, to_copy=orders is not None)
+    else:
+        from moeserve.engine.ranked_service import load_member, serve_member
+
+        loaded = load_member(context, rank, report, to_copy=orders is not None)
 
     def serve(context: RunContext, stop: threading.Event) -> int:
-        def run() -> int:
+        assert loaded is not None
+        if is_alone:
             serve_alone(context, loaded, report, stop)
-            return 0
+        elif not stop.is_set():
+            serve_member(context, loaded, report)
+        return 0
 
-        code = _served(run, report, _ALONE)
+    def serve_in_copy(context: RunContext, stop: threading.Event) -> int:
+        code = _served(lambda: serve(context, stop), report, name)
         logs.drain()
         return code
 
+    if loaded is None:
+        return 0
+    if orders is None or not loaded.can_be_copied:
+        return serve(context, stop)
     # From here on it waits until `Copies` listens, which does not know of `stop`.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    return 0 if stop.is_set() else Copies(serve, orders, report).run(context)
+    return 0 if stop.is_set() else Copies(serve_in_copy, orders, report, rank).run(context)
 
 
 def _served(run: Callable[[], int], report: Report, name: str) -> int:

@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -19,12 +19,12 @@ import structlog
 import torch
 import zmq
 
-from experts.errors import CollectiveError, ExpertStoreError
+from experts.errors import CollectiveError
 from experts.parallel.collectives import Collectives
 from experts.placement.placement import Placement
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import current_gpu, too_few_gpus
-from moeserve.engine.assemble import LoadedRank, collective_timeout, load_rank
+from moeserve.engine.assemble import collective_timeout
 from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
@@ -37,8 +37,7 @@ from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, me
 from moeserve.engine.ranks.messages import Dismissed, Joined, Loaded, RankError, Setup, Start, Started
 from moeserve.engine.ranks.steps import RankedExecutor, RankSteps
 from moeserve.engine.ranks.transport import BeatThread, RankHub, RankLink, dismiss_strangers, find_fault, introduction
-from moeserve.engine.service import serve
-from moeserve.model.spec import ModelError, ModelSpec
+from moeserve.engine.service import LoadedPart, expert_faults_in_words, load_part, serve
 from moeserve.statuses import Computing, Met, Report
 from moeserve.wire import RunContext
 
@@ -49,48 +48,26 @@ _SECONDS_TO_COME = 300.0
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class LoadedMember:
-    """A rank that has loaded its part of the model, before it is in a group.
-
-    config: the settings of rank 0. can_be_copied: True if forks of the process can serve, one life of the engine after
-    another. threads: of torch, when it serves.
-    """
-
-    number: int
-    config: ServeConfig
-    spec: ModelSpec
-    rank: LoadedRank
-    can_be_copied: bool
-    threads: int
-
-    @property
-    def collectives(self) -> Collectives:
-        assert self.rank.group is not None
-        return self.rank.group.collectives
-
-
-def load_member(context: RunContext, number: int, report: Report, *, to_copy: bool) -> LoadedMember | None:
+@expert_faults_in_words()
+def load_member(context: RunContext, number: int, report: Report, *, to_copy: bool) -> LoadedPart | None:
     """Load the part of rank `number`, with all other ranks; return None if rank 0 ends meanwhile.
 
-    to_copy: load it so that it can be copied, if possible; see `load_alone`. SIGTERM ends a rank at
+    to_copy: load it so that it can be copied, if possible; see `load_part`. SIGTERM ends a rank at
     once: one that waits for a lost rank would wait for long. Raise ModelError, ConfigError or RankError, one sentence
     each, if the service cannot start.
     """
     _bind_rank(context.config, number)
     if context.config.device == "cuda":
         _take_gpu(context.config)
-    try:
-        # The context's threads are gone when the process is forked.
-        with zmq.Context() as sockets:
-            if number == 0:
-                return _load_first(context, sockets, report, to_copy)
-            return _load_other(context, sockets, number, to_copy)
-    except ExpertStoreError as error:
-        raise ModelError(str(error)) from error
+    # The context's threads are gone when the process is forked.
+    with zmq.Context() as sockets:
+        if number == 0:
+            return _load_first(context, sockets, report, to_copy)
+        return _load_other(context, sockets, number, to_copy)
 
 
-def serve_member(context: RunContext, member: LoadedMember, report: Report) -> None:
+@expert_faults_in_words()
+def serve_member(context: RunContext, member: LoadedPart, report: Report) -> None:
     """Serve one life of the engine: as rank 0 until SIGTERM, as another rank until rank 0 ends.
 
     Until all ranks have joined, SIGTERM ends each at once. Raise ModelError, ConfigError or RankError, one sentence
@@ -99,19 +76,16 @@ def serve_member(context: RunContext, member: LoadedMember, report: Report) -> N
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     torch.set_num_threads(member.threads)
     context = replace(context, config=member.config)
-    try:
-        with zmq.Context() as sockets:
-            if member.number == 0:
-                _serve_first(context, sockets, member, report)
-            else:
-                _follow_first(context, sockets, member, report)
-    except ExpertStoreError as error:
-        raise ModelError(str(error)) from error
+    with zmq.Context() as sockets:
+        if member.number == 0:
+            _serve_first(context, sockets, member, report)
+        else:
+            _follow_first(context, sockets, member, report)
 
 
 def _load_first(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], report: Report, to_copy: bool
-) -> LoadedMember:
+) -> LoadedPart:
     """Load rank 0: plan for all ranks, and wait until all have loaded."""
     directory = Path(context.model_dir)
     plan = plan_model(directory, context.config)
@@ -140,7 +114,7 @@ def _join(context: RunContext, meeting: Meeting, hub: RankHub, *, within: float)
 
 def _load_other(
     context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], number: int, to_copy: bool
-) -> LoadedMember | None:
+) -> LoadedPart | None:
     """Load any rank but 0 as rank 0 says."""
     meeting, own = meet_first(context, loading=True), context.config.device
     link = RankLink(sockets, meeting, number)
@@ -166,23 +140,15 @@ def _load_other(
         link.close()
 
 
-def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report, to_copy: bool) -> LoadedMember:
+def _load_part(context: RunContext, number: int, plan: ModelPlan, report: Report, to_copy: bool) -> LoadedPart:
     """Load a rank's part of the model. Raise ModelError or ConfigError."""
-    config = context.config
     device = current_gpu() if plan.device == "cuda" else torch.device("cpu")
-    collectives = Collectives(number, config.expert_parallel_size, device=device)
-    threads = config.threads or torch.get_num_threads()
-    can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
-    if can_be_copied:
-        # A pool of threads does not survive a fork.
-        torch.set_num_threads(1)
-    limited = replace(config, threads=1) if can_be_copied else config
-    rank = load_rank(Path(context.model_dir), plan, limited, report, collectives)
-    return LoadedMember(number, config, plan.spec, rank, can_be_copied, threads)
+    collectives = Collectives(number, context.config.expert_parallel_size, device=device)
+    return load_part(context, number, plan, report, to_copy=to_copy, collectives=collectives)
 
 
 def _serve_first(
-    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedMember, report: Report
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedPart, report: Report
 ) -> None:
     # Read now: an earlier life may have saved more than was there when the model was loaded.
     recording = plan_recording(context.config, Path(context.model_dir), member.spec)
@@ -206,21 +172,26 @@ def _serve_first(
         hub.close()
 
 
-def _start_first(meeting: Meeting, hub: RankHub, member: LoadedMember) -> Rank:
+def _start_first(meeting: Meeting, hub: RankHub, member: LoadedPart) -> Rank:
     """Return rank 0 once it has warmed up with all others."""
-    collectives = member.collectives
+    collectives = _collectives(member)
     try:
         return _start(meeting, member)
     except CollectiveError as error:
         raise find_fault(hub, error, collectives.traffic.num_entered, collectives.waits.seconds) from error
 
 
-def _start(meeting: Meeting, member: LoadedMember) -> Rank:
+def _collectives(member: LoadedPart) -> Collectives:
+    assert member.rank.group is not None
+    return member.rank.group.collectives
+
+
+def _start(meeting: Meeting, member: LoadedPart) -> Rank:
     """Open the collectives and start the rank, together with all others.
 
     Ranks are patient until each has started: on a busy machine one may take seconds longer for its own part.
     """
-    member.collectives.open(meeting.rendezvous, _patience(member.config), interface=meeting.interface)
+    _collectives(member).open(meeting.rendezvous, _patience(member.config), interface=meeting.interface)
     return member.rank.start()
 
 
@@ -286,14 +257,14 @@ def _serve_with_others(
 
 
 def _follow_first(
-    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedMember, report: Report
+    context: RunContext, sockets: zmq.Context[zmq.Socket[bytes]], member: LoadedPart, report: Report
 ) -> None:
     """Run any rank but 0: join, and compute what rank 0 sends."""
     meeting, number = meet_first(context), member.number
     report(Met(meeting.incarnation))
     link = RankLink(sockets, meeting, number)
     beats = BeatThread(
-        sockets, meeting, number, lambda: member.collectives.traffic.num_entered, lambda: member.rank.memory_stats()
+        sockets, meeting, number, lambda: _collectives(member).traffic.num_entered, lambda: member.rank.memory_stats()
     )
     beats.busy.set()
     beats.start()

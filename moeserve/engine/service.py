@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import structlog
 import torch
@@ -28,7 +28,7 @@ from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.loop import Copier, Engine
-from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.memory_plan import ModelPlan, plan_model
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
@@ -45,57 +45,77 @@ from moeserve.statuses import Ready, Report
 from moeserve.wire import EngineReady, RunContext, keep_ready
 from radix_cache import PrefixCache
 
+if TYPE_CHECKING:
+    from experts.parallel.collectives import Collectives  # It imports deepspeed, which a single rank does not need.
+
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model that a single process has loaded, before its first step.
+class LoadedPart:
+    """A rank that has loaded its part of the model, before its first step.
 
-    can_be_copied: True if a fork of the process can serve too. threads: of torch, when it serves.
+    config: the settings of rank 0. can_be_copied: True if forks of the process can serve, one life of the engine after
+    another. threads: of torch, when it serves.
     """
 
-    rank: LoadedRank
+    number: int
+    config: ServeConfig
     spec: ModelSpec
+    rank: LoadedRank
     can_be_copied: bool
     threads: int
 
 
-def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedModel:
-    """Load the model and tell `report` of progress.
+def load_part(
+    context: RunContext,
+    number: int,
+    plan: ModelPlan,
+    report: Report,
+    *,
+    to_copy: bool,
+    collectives: Collectives | None = None,
+) -> LoadedPart:
+    """Load a rank's part of the model and tell `report` of progress. Raise ModelError or ConfigError.
 
     to_copy: load it so that it can be copied, if possible: on a CPU, with all experts in memory. Then a single thread
-    loads it, because a pool of threads does not survive a fork. Raise ModelError or ConfigError, one sentence each, if
-    it cannot be served.
+    loads it, because a pool of threads does not survive a fork. collectives: None on a single rank.
     """
-    directory, config = Path(context.model_dir), context.config
-    plan = plan_model(directory, config)
-    # Its file may be wrong: find out before weights are read.
-    plan_recording(config, directory, plan.spec)
-    can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
+    config = context.config
     threads = config.threads or torch.get_num_threads()
+    can_be_copied = to_copy and plan.device == "cpu" and plan.residency is None
     if can_be_copied:
-        config = replace(config, threads=1)
         torch.set_num_threads(1)
+    limited = replace(config, threads=1) if can_be_copied else config
+    rank = load_rank(Path(context.model_dir), plan, limited, report, collectives)
+    return LoadedPart(number, config, plan.spec, rank, can_be_copied, threads)
+
+
+@contextmanager
+def expert_faults_in_words() -> Iterator[None]:
+    """Turn a failure of the experts' file into a ModelError."""
     try:
-        rank = load_rank(directory, plan, config, report)
+        yield
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    return LoadedModel(rank, plan.spec, can_be_copied, threads)
 
 
-def serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
+@expert_faults_in_words()
+def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedPart:
+    """Load the whole model; see `load_part`. Raise ModelError or ConfigError, one sentence each."""
+    directory = Path(context.model_dir)
+    plan = plan_model(directory, context.config)
+    # Its file may be wrong: find out before weights are read.
+    plan_recording(context.config, directory, plan.spec)
+    return load_part(context, 0, plan, report, to_copy=to_copy)
+
+
+@expert_faults_in_words()
+def serve_alone(context: RunContext, loaded: LoadedPart, report: Report, stop: threading.Event) -> None:
     """Serve a loaded model until `stop` is set, and tell `report` of readiness.
 
     Raise ModelError or ConfigError, one sentence each, if the model cannot be served, or no longer.
     """
-    try:
-        _serve_alone(context, loaded, report, stop)
-    except ExpertStoreError as error:
-        raise ModelError(str(error)) from error
-
-
-def _serve_alone(context: RunContext, loaded: LoadedModel, report: Report, stop: threading.Event) -> None:
     config = context.config
     torch.set_num_threads(loaded.threads)
     # Read now: an earlier life may have saved more than was there when the model was loaded.

@@ -14,11 +14,12 @@ import zmq
 
 from moeserve.config import ServeConfig
 from moeserve.engine import ranked_service
-from moeserve.engine.ranked_service import LoadedMember, serve_member
+from moeserve.engine.ranked_service import serve_member
 from moeserve.engine.ranks import transport
 from moeserve.engine.ranks.meeting import Meeting
 from moeserve.engine.ranks.messages import Joined, Loaded, RankBeat, RankError, Shutdown
 from moeserve.engine.ranks.transport import RankHub, RankLink
+from moeserve.engine.service import LoadedPart
 from moeserve.wire import RunContext
 
 NUM_BEATS = 3  # one every 0.2 s: longer than ranks wait for each other in a step
@@ -107,7 +108,7 @@ class SlowStart:
         monkeypatch.setattr(ranked_service, "_start", self._start)
         monkeypatch.setattr(ranked_service, "_serve_with_others", self._serve)
 
-    def _start(self, meeting: Meeting, member: LoadedMember) -> Any:
+    def _start(self, meeting: Meeting, member: LoadedPart) -> Any:
         if member.number == 1:
             assert self._go_on.wait(60)
         self.log.append(f"rank {member.number} has started")
@@ -121,7 +122,7 @@ class SlowStart:
     def run(self, context: RunContext) -> None:
         collectives = SimpleNamespace(traffic=SimpleNamespace(num_entered=0))
         rank = SimpleNamespace(group=SimpleNamespace(collectives=collectives), memory_stats=lambda: None)
-        members = [LoadedMember(number, CONFIG, cast("Any", None), cast("Any", rank), False, 1) for number in (0, 1)]
+        members = [LoadedPart(number, CONFIG, cast("Any", None), cast("Any", rank), False, 1) for number in (0, 1)]
         lives = [threading.Thread(target=serve_member, args=(context, one, lambda _: None)) for one in members]
         for life in lives:
             life.start()
