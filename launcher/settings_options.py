@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from moeserve.config import ServeConfig, environment_name, flag_name, value_type
+from moeserve.settings.quantities import parse_size
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _ARGUMENT = "model"
@@ -65,7 +66,7 @@ def _option(setting: Field[Any]) -> Callable[[_F], _F]:
         return click.option(f"{flag}/--no-{flag[2:]}", setting.name, default=None, help=text)
     if "choices" in metadata:
         metavar = "|".join(metadata["choices"])
-    elif metadata.get("kind") == "size":
+    elif metadata.get("parse") is parse_size:
         metavar = "SIZE"
     else:
         metavar = metadata.get("metavar") or {int: "N", float: "SECONDS", str: "TEXT"}[kind]

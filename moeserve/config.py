@@ -54,15 +54,65 @@ class ConfigError(ValueError):
 def setting(default: Any, help: str, *, group: str, **extra: Any) -> Any:
     """Return a dataclass field with its help text and heading.
 
-    `extra` may hold `choices`, `kind`, `minimum`, `maximum`, `metavar` and `secret`. Kinds: "size" (bytes), "duration"
-    (see `parse_duration`), "count" (0 is `auto`), "limits" (see `parse_limits`), "drafts" (see `parse_speculative`),
-    "efforts" (see `parse_effort_budgets`), "generation" (see `parse_generation`), "kv_events" (see
-    `parse_kv_events`), "kv_transfer" (see `parse_kv_transfer`), "prose" (a text whose white space stays).
+    `extra` may hold `choices`, `minimum`, `maximum`, `metavar` and `secret`; `parse`, which makes the value out of what
+    a source gives; and `check`, which raises ValueError, a clause, for a text that cannot be used.
     """
     metadata = {"help": help, "group": group, **extra}
     if isinstance(default, tuple):
         return field(default=default, metadata={**metadata, "multiple": True})
     return field(default=default, metadata=metadata)
+
+
+class _NotThat(Exception):
+    """A source gives no value of the setting's type."""
+
+
+def _as_bool(given: Any) -> bool:
+    if isinstance(given, bool):
+        return given
+    word = given.strip().lower() if isinstance(given, str) else ""
+    if word not in _TRUE | _FALSE:
+        raise _NotThat
+    return word in _TRUE
+
+
+def _as_int(given: Any) -> int:
+    try:
+        if not isinstance(given, bool | float):
+            return int(given)
+    except (TypeError, ValueError):
+        pass
+    raise _NotThat
+
+
+def _as_float(given: Any) -> float:
+    try:
+        if not isinstance(given, bool) and math.isfinite(value := float(given)):
+            return value
+    except (TypeError, ValueError, OverflowError):
+        pass
+    raise _NotThat
+
+
+def _as_prose(given: Any) -> str:
+    """Return a text, whose white space stays."""
+    if not isinstance(given, str) or not given.strip():
+        raise _NotThat
+    return given
+
+
+def _as_text(given: Any) -> str:
+    return _as_prose(given).strip()
+
+
+def _as_count(given: Any) -> int:
+    """Return a number; `auto` is 0."""
+    return 0 if given == "auto" else _as_int(given)
+
+
+def _check_slo(text: str) -> None:
+    if "ttft" not in parse_limits(text, ("ttft", "tpot")):
+        raise ValueError("ttft is missing")
 
 
 _model, _nodes, _memory, _experts, _expert_memory, _http, _operation = (
@@ -127,7 +177,7 @@ class ServeConfig:
         "JSON object of values that go before the model's generation_config.json, as vLLM means it: temperature, "
         'top_p, top_k, min_p, repetition_penalty; {"max_new_tokens": N} bounds every answer, whatever its request asks '
         "for.",
-        kind="generation",
+        check=parse_generation,
         metavar="JSON",
     )
     seed: int = _model(0, "Base of the seeds drawn for requests that bring none.", minimum=0)
@@ -177,12 +227,12 @@ class ServeConfig:
     curve_key_file: str | None = _nodes(None, "Key that all nodes share (moeserve curve-key FILE makes one).")
     block_size: int = _memory(16, "Tokens per KV block.", minimum=1, maximum=1024)
     kv_cache_memory: int | None = _memory(
-        None, "Memory of each rank for KV blocks; by default a share of the free memory.", kind="size", minimum=1
+        None, "Memory of each rank for KV blocks; by default a share of the free memory.", parse=parse_size, minimum=1
     )
     state_cache_memory: int | None = _memory(
         None,
         "Memory of each rank for snapshots of recurrent states; by default a quarter of the KV memory.",
-        kind="size",
+        parse=parse_size,
         minimum=1,
     )
     kv_cache_dtype: str = _memory(
@@ -219,7 +269,7 @@ class ServeConfig:
         None,
         "Memory of the host for KV that a GPU evicts. No such tier is there yet, and on a CPU all KV is in the host's "
         "memory anyway (--kv-cache-memory), so a value is refused.",
-        kind="size",
+        parse=parse_size,
         minimum=1,
     )
     kv_disk_path: str | None = _memory(
@@ -230,7 +280,7 @@ class ServeConfig:
     kv_disk_size: int = _memory(
         20 * 10**9,
         "Most bytes of files in --kv-disk-path; beyond it the files used longest ago are removed.",
-        kind="size",
+        parse=parse_size,
         minimum=1,
     )
     kv_disk_age: float = _memory(
@@ -254,7 +304,7 @@ class ServeConfig:
         "ttft:2s",
         "Times that the service aims at, to the first token and per output token (ttft:2s,tpot:100ms): in a lasting "
         "overload, requests that would begin later are refused, and prompts leave running streams their pace.",
-        kind="limits",
+        check=_check_slo,
         metavar="LIMITS",
     )
     max_queue_seconds: float = _memory(
@@ -267,28 +317,28 @@ class ServeConfig:
         "Draft tokens that steps verify, in vLLM's JSON or a method alone: none, ngram and suffix (guesses out of "
         "known text, verified whenever there are some), mtp (these, and those of the checkpoint's MTP layer), auto (as "
         "many as are likely to pay); see drafts.md.",
-        kind="drafts",
+        check=parse_speculative,
         metavar="JSON",
     )
     kv_events_config: str | None = _memory(
         None,
         "JSON object that has the cached KV blocks published for routers, with the fields that vLLM's has; see "
         "replicas.md.",
-        kind="kv_events",
+        check=parse_kv_events,
         metavar="JSON",
     )
     kv_transfer_config: str | None = _memory(
         None,
         "JSON object that lets services compute prompts for each other: key_file, kv_ip, kv_port, lease_seconds; see "
         "replicas.md.",
-        kind="kv_transfer",
+        check=parse_kv_transfer,
         metavar="JSON",
     )
     expert_memory: int | None = _expert_memory(
         None,
         "Most bytes of expert weights in the memory of each rank, or of its GPU; other experts are loaded when needed, "
         "from disk or from the GPU's host. All experts when left out.",
-        kind="size",
+        parse=parse_size,
         minimum=1,
     )
     expert_store_dir: str | None = _expert_memory(
@@ -337,20 +387,20 @@ class ServeConfig:
     reasoning_budget_message: str | None = _http(
         None,
         "Text that is put before the end of the first thought whose budget is spent.",
-        kind="prose",
+        parse=_as_prose,
         metavar="TEXT",
     )
     reasoning_effort_budgets: str = _http(
         "{}",
         "JSON object of budgets of thought by effort, for requests that name the effort and no budget, such as "
         '{"low": 1024, "high": 16384}.',
-        kind="efforts",
+        check=parse_effort_budgets,
         metavar="JSON",
     )
     num_frontends: int = _http(
         1,
         "HTTP processes on one port for one engine; auto is one for each 8 cores and 32 of --max-num-seqs, 1 to 8.",
-        kind="count",
+        parse=_as_count,
         minimum=0,
         maximum=64,
     )
@@ -375,19 +425,19 @@ class ServeConfig:
     response_store_size: int = _http(
         2**30,
         "Most bytes that responses and conversations take; the least recently used ones make room.",
-        kind="size",
+        parse=parse_size,
         minimum=2**20,
     )
     response_store_days: float = _http(
         30.0, "Days after their last use for which responses and conversations are kept.", minimum=0.001
     )
-    max_request_bytes: int = _http(4 * 2**20, "Largest request body.", kind="size", minimum=1)
+    max_request_bytes: int = _http(4 * 2**20, "Largest request body.", parse=parse_size, minimum=1)
     shutdown_timeout: float = _operation(30.0, "Seconds that running requests get to finish after SIGTERM.", minimum=0)
     sleep_after: float | None = _operation(
         None,
         "Time without a request after which weights and KV leave memory, until a request comes: 90s, 15m, 2h; never "
         "when left out. See sleep.md.",
-        kind="duration",
+        parse=parse_duration,
         metavar="DURATION",
         minimum=1,
     )
@@ -483,23 +533,14 @@ def _value(setting: Field[Any], given: Any, source: str) -> Any:
 
 def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     metadata = setting.metadata
-    kind = metadata.get("kind")
-    value = given
     try:
-        if kind not in _QUANTITIES:
-            value = (_as_count if kind == "count" else _CONVERT[value_type(setting)])(given)
-    except (TypeError, ValueError, OverflowError):
+        value = metadata.get("parse", _CONVERT[value_type(setting)])(given)
+        metadata.get("check", str)(value)
+    except _NotThat:
         shown = "the given value" if metadata.get("secret") else repr(given)
         raise ConfigError(f"{source}: {shown} is not {_NOUNS[value_type(setting)]}") from None
-    try:
-        if kind in _QUANTITIES:
-            value = _QUANTITIES[kind](given)
-        elif kind in _CHECKS:
-            _CHECKS[kind](value)
     except ValueError as error:
         raise ConfigError(f"{source}: {error}") from None
-    if kind == "prose":
-        value = given
     if "choices" in metadata and value not in metadata["choices"]:
         raise ConfigError(f"{source}: {value!r} is not one of {', '.join(metadata['choices'])}")
     if "minimum" in metadata and value < metadata["minimum"]:
@@ -509,56 +550,6 @@ def _scalar(setting: Field[Any], given: Any, source: str) -> Any:
     return value
 
 
-def _check_slo(text: str) -> None:
-    if "ttft" not in parse_limits(text, ("ttft", "tpot")):
-        raise ValueError("ttft is missing")
-
-
-_CHECKS: dict[str, Callable[[str], object]] = {
-    "drafts": parse_speculative,
-    "efforts": parse_effort_budgets,
-    "generation": parse_generation,
-    "kv_events": parse_kv_events,
-    "kv_transfer": parse_kv_transfer,
-    "limits": _check_slo,
-}
-
-
-def _as_bool(given: Any) -> bool:
-    if isinstance(given, bool):
-        return given
-    word = given.strip().lower() if isinstance(given, str) else ""
-    if word not in _TRUE | _FALSE:
-        raise ValueError
-    return word in _TRUE
-
-
-def _as_int(given: Any) -> int:
-    if isinstance(given, bool | float):
-        raise TypeError
-    return int(given)
-
-
-def _as_float(given: Any) -> float:
-    if isinstance(given, bool):
-        raise TypeError
-    value = float(given)
-    if not math.isfinite(value):
-        raise ValueError
-    return value
-
-
-def _as_text(given: Any) -> str:
-    if not isinstance(given, str) or not given.strip():
-        raise TypeError
-    return given.strip()
-
-
-def _as_count(given: Any) -> int:
-    return 0 if given == "auto" else _as_int(given)
-
-
-_QUANTITIES: dict[str, Callable[[Any], Any]] = {"size": parse_size, "duration": parse_duration}
 _CONVERT: dict[type, Callable[[Any], Any]] = {bool: _as_bool, int: _as_int, float: _as_float, str: _as_text}
 _NOUNS = {bool: "true or false", int: "a whole number", float: "a number", str: "a text that is not empty"}
 

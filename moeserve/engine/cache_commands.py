@@ -238,22 +238,10 @@ def _spellings(namespace: str) -> tuple[str, str]:
 
 
 def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:
-    return {
-        "id": f"{rank}.{prefix.serial}",
-        "parent": None if prefix.parent is None else f"{rank}.{prefix.parent}",
-        "namespace": prefix.namespace,
-        "num_prefix_tokens": prefix.num_prefix_tokens,
-        "num_tokens": prefix.num_tokens,
-        "num_blocks": prefix.num_blocks,
-        "hits": prefix.hits,
-        "tokens_saved": prefix.tokens_saved,
-        "unused_for": prefix.unused_for,
-        "retained_for": prefix.retained_for,
-        "is_retained": prefix.is_retained,
-        "is_pinned": prefix.is_pinned,
-        "is_leased": prefix.is_leased,
-        "preview": pack_token_ids(prefix.preview),
-    }
+    """Return the fields of a prefix, with ids that are unique among all ranks, and the preview as int32 bytes."""
+    parent = None if prefix.parent is None else f"{rank}.{prefix.parent}"
+    own = {"id": f"{rank}.{prefix.serial}", "parent": parent, "preview": pack_token_ids(prefix.preview)}
+    return msgspec.to_builtins(prefix) | own
 
 
 def _transfer_samples(transfer: KvTransfer, block_bytes: int) -> FeatureSamples:

@@ -40,6 +40,7 @@ from moeserve.model.sizes import ParameterCount, count_parameters, expected_inde
 from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
+from moeserve.settings.quantities import parse_size
 
 if TYPE_CHECKING:
     from moeserve.model.hf.sizes import SizedModel
@@ -570,7 +571,7 @@ def _flags_of(config: ServeConfig) -> tuple[str, ...]:
         value = getattr(config, setting.name)
         if value == setting.default or (setting.name, value) == ("device", "cpu"):
             continue
-        if setting.metadata.get("kind") == "size":
+        if setting.metadata.get("parse") is parse_size:
             value = next(f"{value // unit}{name}" for unit, name in _UNITS if value % unit == 0)
         shown += [flag_name(setting), str(value)]
     return tuple(shown)
