@@ -19,13 +19,9 @@ from benchmarks.experts.lab_traces import LabTrace
 from benchmarks.experts.lab_traces import remote_ranks as remote_ranks_by_token
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SPARSE, SyntheticSpec, synthetic_trace
 from benchmarks.experts.traces import BUILDS, halves, recorded_trace, with_controls
+from experts.placement.balanced import load_balanced, with_replicas
+from experts.placement.coactivation import coactivation_placement, token_sets
 from experts.placement.placement import Placement, balancedness, contiguous, from_first_ranks, round_robin
-from experts.placement.search import (
-    coactivation_placement,
-    load_balanced,
-    token_sets,
-    with_replicas,
-)
 
 Load = NDArray[np.float64]
 

@@ -16,8 +16,8 @@ from typing import Generic, Protocol, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.placement.moves import evened_out, load_shares
 from experts.placement.placement import Placement, Ranks, Serving
-from experts.placement.search import evened_out, load_shares
 
 Weights = TypeVar("Weights")
 

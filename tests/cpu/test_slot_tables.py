@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from experts.parallel.collectives import Collectives
 from experts.parallel.dispatch import ExpertParallel
 from experts.parallel.exchange import SlotTables
+from experts.placement.balanced import load_balanced
 from experts.placement.placement import Placement, contiguous
-from experts.placement.search import load_balanced
 from kernels.activation import Activation
 
 NUM_EXPERTS, NUM_ROWS, TOP_K, HIDDEN = 6, 4, 2, 3

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from experts.parallel.collectives import Collectives
 from experts.parallel.dispatch import ExpertParallel
+from experts.placement.balanced import load_balanced
 from experts.placement.placement import Placement, contiguous
-from experts.placement.search import load_balanced
 from kernels.activation import Activation
 from kernels.moe import moe_experts, moe_experts_partial, pack_experts
 

@@ -8,8 +8,8 @@ import pytest
 
 from benchmarks.experts.lab_traces import remote_ranks, shuffled_control, uniform_control
 from benchmarks.experts.synthetic_traces import MIXTRAL_LIKE, SPARSE, synthetic_trace
+from experts.placement.coactivation import Exchanges, coactivation_placement, fewest_ranks, token_sets
 from experts.placement.placement import balancedness, contiguous, round_robin
-from experts.placement.search import Exchanges, coactivation_placement, fewest_ranks, token_sets
 
 
 def grouped_routing(num_tokens, num_experts, top_k, seed):

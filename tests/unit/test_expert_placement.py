@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.experts.lab_traces import remote_ranks
+from experts.placement.balanced import load_balanced, with_replicas
 from experts.placement.placement import (
     Placement,
     PlacementError,
@@ -17,7 +18,6 @@ from experts.placement.placement import (
     rank_load,
     round_robin,
 )
-from experts.placement.search import load_balanced, with_replicas
 from tests.support.examples import examples
 
 

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from experts.placement.balanced import load_balanced
+from experts.placement.moves import evened_out, load_shares
 from experts.placement.placement import Placement, balancedness, contiguous, rank_load
 from experts.placement.rebalance import Drop, Load, LoadWindow, RebalancePolicy, Rebalancer, Switch
-from experts.placement.search import evened_out, load_balanced, load_shares
 from tests.support.examples import examples
 
 

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
+from experts.placement.balanced import load_balanced
 from experts.placement.placement import PlacementError, balancedness, contiguous
-from experts.placement.search import load_balanced
 from experts.routing.choices import Affinity, RoutingStatistics, StatisticsSpec
 from experts.routing.files import RoutingTrace, StatisticsError, TraceError, load_statistics, load_trace
 
