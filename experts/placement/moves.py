@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from experts.placement.balanced import ordered_ranks
 from experts.placement.placement import (
     Ranks,
     destinations_of,
