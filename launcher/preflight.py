@@ -60,6 +60,13 @@ def fewer_connections(config: ServeConfig) -> str | None:
     )
 
 
+def check_all(config: ServeConfig) -> None:
+    """Raise ConfigError or LaunchError for settings and packages that cannot be used."""
+    check_settings(config)
+    check_nodes(config)
+    check_packages()
+
+
 def check_settings(config: ServeConfig) -> None:
     """Raise ConfigError for settings that contradict each other."""
     if config.expert_parallel_size == 1:

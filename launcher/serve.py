@@ -8,8 +8,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,10 +25,8 @@ from launcher.logs import LogStream
 from launcher.node_supervisor import NodeSupervisor
 from launcher.preflight import (
     LaunchError,
+    check_all,
     check_machine,
-    check_nodes,
-    check_packages,
-    check_settings,
     fewer_connections,
     frontends_for,
     gpu_names,
@@ -59,19 +57,24 @@ def serve(config_file: Path | None, **flags: Any) -> None:
     environment, that over the file.
     """
     errors = _error_console()
-    try:
+    with faults_in_words(errors, 1):
         check_machine()
         config = load_config(flags, os.environ, config_file)
-        check_settings(config)
-        check_nodes(config)
-        check_packages()
+        check_all(config)
         sys.exit(run_first_node(config, errors) if config.node_rank == 0 else _run_other_node(config, errors))
+
+
+@contextmanager
+def faults_in_words(errors: Console, code: int) -> Iterator[None]:
+    """End this process with one sentence, and code 2 for settings that cannot be used, `code` for other faults."""
+    try:
+        yield
     except ConfigError as error:
         say(errors, "Error", str(error))
         sys.exit(2)
     except (LaunchError, ModelError, RankError) as error:
         say(errors, "Error", str(error))
-        sys.exit(1)
+        sys.exit(code)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
 

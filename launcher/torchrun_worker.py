@@ -18,15 +18,13 @@ from rich.console import Console
 
 from launcher.child import die_with_parent
 from launcher.logs import configure_logs
-from launcher.preflight import LaunchError, check_machine, check_nodes, check_packages, check_settings
+from launcher.preflight import check_all, check_machine
 from launcher.processes import child_environment, default_threads
 from launcher.run_directory import make_context
-from launcher.serve import resolve, run_first_node, say
+from launcher.serve import faults_in_words, resolve, run_first_node
 from launcher.settings_options import ServeCommand, settings_options
 from launcher.supervisor import WORKER_MODULE
 from moeserve.config import ConfigError, ServeConfig, load_config
-from moeserve.engine.ranks.messages import RankError
-from moeserve.model.spec import ModelError
 
 _EXIT_FAILED = 3
 # Torchrun kills ranks that have not ended this many seconds after its SIGTERM.
@@ -38,23 +36,13 @@ _TORCHRUN_PATIENCE = 30.0
 def serve_rank(config_file: Path | None, **flags: Any) -> None:
     """One rank of a service, started by torchrun, which says how many there are and which one this is."""
     errors = Console(stderr=True, soft_wrap=True)
-    try:
+    with faults_in_words(errors, _EXIT_FAILED):
         check_machine()
         if "TORCHELASTIC_RUN_ID" in os.environ:
             die_with_parent(os.getppid())
         config = _config_of_group(load_config(flags, os.environ, config_file))
-        check_settings(config)
-        check_nodes(config)
-        check_packages()
+        check_all(config)
         sys.exit(_run(config, errors))
-    except ConfigError as error:
-        say(errors, "Error", str(error))
-        sys.exit(2)
-    except (LaunchError, ModelError, RankError) as error:
-        say(errors, "Error", str(error))
-        sys.exit(_EXIT_FAILED)
-    except KeyboardInterrupt:
-        sys.exit(128 + signal.SIGINT)
 
 
 def _config_of_group(config: ServeConfig) -> ServeConfig:
