@@ -47,8 +47,6 @@ ROOMS = {
         "wills",
         "errors",
         "http",
-        "forms",
-        "lists",
         "route",
         "connections",
         "keys",

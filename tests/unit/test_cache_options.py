@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 
 from moeserve.config import ConfigError
-from moeserve.frontend.dialects.cache_fields import read_cache_options
+from moeserve.frontend.dialects.fields import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.errors import ApiError

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import cache_fields, fields, writing
+from moeserve.frontend.dialects import fields, writing
 from moeserve.frontend.dialects.chat_parts import (
     ChatMessage,
     check_choice,
@@ -105,7 +105,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 def read_cache(chat: ChatBody) -> CacheOptions:
     """Return the settings for the prompt cache in a body and in the marks of its messages. Raises ApiError."""
-    options = cache_fields.read_cache(chat)
+    options = fields.read_cache(chat)
     breakpoints = read_breakpoints(chat.messages, chat.prompt_cache_options)
     return replace(options, breakpoints=breakpoints) if breakpoints else options
 

@@ -11,7 +11,7 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
-from moeserve.frontend.dialects.cache_fields import CacheBreakpoint, read_breakpoint
+from moeserve.frontend.dialects.fields import CacheBreakpoint, read_breakpoint
 from moeserve.frontend.dialects.internal import Tool, ToolChoice
 from moeserve.frontend.errors import invalid, unsupported
 

@@ -15,8 +15,8 @@ from msgspec import Meta
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import fields
 from moeserve.frontend.dialects.bodies import bounded
-from moeserve.frontend.dialects.cache_fields import read_cache
 from moeserve.frontend.dialects.chat_parts import call_in_history, check_choice, check_tools, make_tool
+from moeserve.frontend.dialects.fields import read_cache
 from moeserve.frontend.dialects.formats import checked_size, refuse_formats
 from moeserve.frontend.dialects.internal import (
     CacheOptions,

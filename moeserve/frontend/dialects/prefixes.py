@@ -13,8 +13,8 @@ import msgspec
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies, fields
-from moeserve.frontend.dialects.cache_fields import read_cache_salt
 from moeserve.frontend.dialects.chat import ChatBody, read_cache, read_chat_prompt
+from moeserve.frontend.dialects.fields import read_cache_salt
 from moeserve.frontend.dialects.internal import (
     ChatPrompt,
     Delta,

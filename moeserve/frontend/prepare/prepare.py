@@ -23,7 +23,7 @@ from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, cache_fields, chat, completions, fields, messages, prefixes, responses
+from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, prefixes, responses
 from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls, subschemas
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
@@ -340,7 +340,7 @@ class Preparer:
     def _prefix(self, ask: Ask, body: bytes) -> Prefix:
         kind = prefixes.PrefixBody if ask.kind == "prefix" else prefixes.UnpinBody
         read, ignored = bodies.decode_json(body, kind)
-        salt = cache_fields.read_cache_salt(read.cache_salt)
+        salt = fields.read_cache_salt(read.cache_salt)
         if isinstance(read, prefixes.UnpinBody) and read.id is not None:
             if read.prompt is not None or read.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")

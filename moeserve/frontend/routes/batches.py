@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import defaultdict
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.errors import ApiError, invalid, unavailable
-from moeserve.frontend.forms import boundary_of, read_form
-from moeserve.frontend.http import json_bytes, receive_body
+from moeserve.frontend.http import json_bytes, page_of, receive_body
 from moeserve.frontend.keys import caller_of
-from moeserve.frontend.lists import page_of
 from moeserve.frontend.store import batches
 from moeserve.frontend.store.batches import BATCH_PREFIX, FILE_PREFIX, StoredBatch, StoredFile
 from moeserve.frontend.store.jobs import NoRoom
@@ -27,6 +28,10 @@ from moeserve.frontend.store.store import Shelf, Store
 _DAY_S = 86_400
 _MAX_BODY_BYTES = 64 * 1024
 _MAX_PAGE = 10_000
+_BOUNDARY = re.compile(rb'multipart/form-data\s*;.*?boundary="?([^";,\s]{1,200})"?', re.IGNORECASE)
+_NAME, _FILE_NAME = (re.compile(rb';\s*%b="((?:[^"\\]|\\.)*)"' % field) for field in (b"name", b"filename"))
+_MAX_PARTS = 16
+_MAX_PART_HEADER_BYTES = 4096
 
 
 class BatchBody(msgspec.Struct):
@@ -214,3 +219,42 @@ def _batch_id(request: Request) -> str:
 def _no_file(file_id: str, param: str = "file_id") -> ApiError:
     message = f"There is no file {file_id[:80]!r}: it was never kept, was deleted, or had to make room"
     return ApiError(404, message, param=param, code="file_not_found")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A field of a form. file_name: of an uploaded file, else None."""
+
+    content: bytes
+    file_name: str | None
+
+
+def boundary_of(scope: Scope) -> bytes:
+    """Return the boundary that the content type names. Raises ApiError (415)."""
+    sent = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
+    found = _BOUNDARY.match(sent)
+    if found is None:
+        message = "Send a form: `content-type: multipart/form-data` with a boundary"
+        raise ApiError(415, message, code="unsupported_media_type")
+    return found[1]
+
+
+def read_form(boundary: bytes, body: bytes) -> dict[str, Part]:
+    """Return the fields of a form. Raises ApiError."""
+    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary, _MAX_PARTS)
+    if len(pieces) < 3 or not pieces[-1].startswith(b"--") or len(pieces) > _MAX_PARTS:
+        raise invalid(f"The body is no form that ends in its boundary and has at most {_MAX_PARTS - 2} fields")
+    form = {}
+    for piece in pieces[1:-1]:
+        head, _, content = piece.partition(b"\r\n\r\n")
+        if len(head) > _MAX_PART_HEADER_BYTES:
+            raise invalid(f"A field of the form has more than {_MAX_PART_HEADER_BYTES} bytes of headers")
+        disposition = next(
+            (line for line in head.split(b"\r\n") if line.lower().startswith(b"content-disposition:")), b""
+        )
+        name, file_name = _NAME.search(disposition), _FILE_NAME.search(disposition)
+        if name is None:
+            raise invalid("A field of the form has no name")
+        shown = None if file_name is None else file_name[1].decode("utf-8", "replace")
+        form[name[1].decode("utf-8", "replace")] = Part(content, shown)
+    return form

@@ -22,7 +22,7 @@ from starlette.responses import Response
 
 from moeserve.config import ConfigError
 from moeserve.frontend.dialects import bodies
-from moeserve.frontend.dialects.cache_fields import read_cache_salt
+from moeserve.frontend.dialects.fields import read_cache_salt
 from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.errors import ApiError, invalid, longest_output
 from moeserve.frontend.http import json_response

@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from moeserve.config import VERSION
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import cache_fields, chat_parts, fields, messages, responses, responses_items
+from moeserve.frontend.dialects import chat_parts, fields, messages, responses, responses_items
 from moeserve.frontend.dialects.formats import FormatFields
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.errors import ApiError
@@ -237,7 +237,7 @@ _ECHOED: Schema = {"maxLength": limits.MAX_ECHOED_CHARS}
 _EFFORT = _one_of(None, *sorted(fields.EFFORTS))
 _TTL: Schema = {
     "anyOf": [
-        {"type": "integer", **_span(1, cache_fields.MAX_SECONDS)},
+        {"type": "integer", **_span(1, fields.MAX_SECONDS)},
         {"type": "string", "pattern": "^([1-9][0-9]{0,4}s?|[1-9][0-9]{0,3}m|[1-9][0-9]?h|1d)$"},
         _NULL,
     ]
@@ -258,8 +258,8 @@ _OF_FIELDS: dict[str, Schema] = {
     "stop_token_ids": {"maxItems": limits.MAX_STOP_TOKEN_IDS},
     "truncate_prompt_tokens": {"not": {"const": 0}},
     "cache_salt": {"minLength": 1, "maxLength": limits.MAX_CACHE_SALT_CHARS},
-    "prompt_cache_key": {"maxLength": cache_fields.MAX_KEY_CHARS},
-    "prompt_cache_retention": _one_of(None, *cache_fields.RETENTION_SECONDS),
+    "prompt_cache_key": {"maxLength": fields.MAX_KEY_CHARS},
+    "prompt_cache_retention": _one_of(None, *fields.RETENTION_SECONDS),
     "prompt_cache_options": {
         "properties": {"mode": _one_of(None, "implicit", "explicit"), "ttl": _TTL},
         "additionalProperties": _NULL,

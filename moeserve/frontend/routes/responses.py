@@ -15,11 +15,10 @@ from moeserve.frontend.dialects.responses import Checked, conversation_not_found
 from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesFormatter
 from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier, Named, listed_item
 from moeserve.frontend.errors import ApiError, invalid
-from moeserve.frontend.http import content_coding, json_bytes, receive_body
+from moeserve.frontend.http import content_coding, json_bytes, list_of, page_of, receive_body
 from moeserve.frontend.jobs.jobs import Jobs, JobView
 from moeserve.frontend.jobs.runner import unpack_record
 from moeserve.frontend.keys import caller_of
-from moeserve.frontend.lists import list_of, page_of
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events
 from moeserve.frontend.services import Services
