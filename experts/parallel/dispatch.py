@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from experts.parallel.collectives import Collectives
-from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, FixedCapacity, SlotTables
+from experts.parallel.exchange import AllGather, AllToAll, DeviceAllToAll, Exchange, FixedCapacity
+from experts.parallel.tables import SlotTables
 from experts.placement.placement import Placement, Ranks, refilled
 from kernels.activation import Activation
 

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from experts.parallel.collectives import Collectives
 from experts.parallel.dispatch import ExpertParallel
-from experts.parallel.exchange import SlotTables
+from experts.parallel.tables import SlotTables
 from experts.placement.balanced import load_balanced
 from experts.placement.placement import Placement, contiguous
 from kernels.activation import Activation
