@@ -29,6 +29,7 @@ WITH_TORCH = {
     "experts.parallel.collectives",
     "experts.parallel.dispatch",
     "experts.parallel.exchange",
+    "experts.parallel.tables",
     "experts.prediction.lookahead",
     "experts.prediction.prefetcher",
     "experts.routing.gates",
