@@ -9,8 +9,6 @@ from enum import StrEnum
 from math import inf
 from typing import Any, Generic, Literal, Protocol, TypeVar
 
-import msgspec
-
 from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import BudgetedThought, ThoughtBudget
 from radix_cache import Lease, Miss, Snapshot
@@ -507,7 +505,8 @@ def wanted_logits(chunks: Sequence[Chunk]) -> tuple[list[int], list[range]]:
     return wanted, places
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
     """The log probability of one token; `top` holds (token id, logprob) of the likeliest tokens, best first."""
 
     logprob: float
@@ -524,7 +523,8 @@ class FoundText:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
 
 
-class ChunkResult(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class ChunkResult:
     """The result of a chunk: the sampled token (None without sampling), or the error that fails its request alone.
 
     `further` are the tokens sampled after drafts that were right, with their log probabilities: draft i is right if it
@@ -544,7 +544,8 @@ class ChunkResult(msgspec.Struct, array_like=True):
         return [] if self.token_id is None else [(self.token_id, self.logprobs), *self.further]
 
 
-class StepResult(msgspec.Struct, array_like=True):
+@dataclass(slots=True)
+class StepResult:
     """One `ChunkResult` per chunk of the plan, in the plan's order.
 
     `routing`: the experts that the gates chose for the plan's rows, if recorded: bytes of `experts.routing.choices`, or

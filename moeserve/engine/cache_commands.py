@@ -241,7 +241,8 @@ def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:
     """Return the fields of a prefix, with ids that are unique among all ranks, and the preview as int32 bytes."""
     parent = None if prefix.parent is None else f"{rank}.{prefix.parent}"
     own = {"id": f"{rank}.{prefix.serial}", "parent": parent, "preview": pack_token_ids(prefix.preview)}
-    return msgspec.to_builtins(prefix) | own
+    fields: dict[str, Any] = msgspec.to_builtins(prefix)
+    return fields | own
 
 
 def _transfer_samples(transfer: KvTransfer, block_bytes: int) -> FeatureSamples:

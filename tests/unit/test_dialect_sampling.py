@@ -168,7 +168,7 @@ def test_values_out_of_bounds_are_refused_by_name(dialect: str, field: str, valu
 @pytest.mark.parametrize(
     ("field", "interval"),
     [
-        ("max_tokens", "at least 1 and at most 2147483647"),
+        ("min_tokens", "at least 0 and at most 2147483647"),
         ("seed", "at least -9223372036854775808 and at most 9223372036854775807"),
         ("top_p", "above 0 and at most 1"),
     ],

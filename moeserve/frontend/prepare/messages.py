@@ -110,6 +110,7 @@ class _Error(msgspec.Struct, tag_field="reply"):
 
 
 Reply = Prepared | Prefix | Body | NeedsEarlier | ApiError
+_Packed = Prepared | Prefix | Body | NeedsEarlier | _Error
 
 
 _R = TypeVar("_R")
@@ -143,7 +144,7 @@ def pack_reply(reply: Reply) -> bytes:
         payload.append(values.tobytes())
         return len(payload[-1])
 
-    packed: msgspec.Struct
+    packed: _Packed
     match reply:
         case ApiError():
             packed = _Error(*(getattr(reply, name) for name in _Error.__struct_fields__))
@@ -170,15 +171,15 @@ def unpack_reply(frame: bytes) -> Reply:
         payload = payload[num_bytes:]
         return values
 
-    reply = msgspec.json.decode(head, type=Prepared | Prefix | Body | NeedsEarlier | _Error, dec_hook=take)
-    match reply:
+    packed: _Packed = msgspec.json.decode(head, type=_Packed, dec_hook=take)
+    match packed:
         case _Error():
-            return ApiError(**msgspec.structs.asdict(reply))
+            return ApiError(**msgspec.structs.asdict(packed))
         case Prepared():
-            return msgspec.structs.replace(reply, request=replace(reply.request, repeated=bytes(payload)))
+            return msgspec.structs.replace(packed, request=replace(packed.request, repeated=bytes(payload)))
         case Body():
             return Body(bytes(payload))
-    return reply
+    return packed
 
 
 def for_answer(request: GenerateRequest) -> GenerateRequest:
