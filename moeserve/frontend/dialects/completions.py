@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -41,19 +42,19 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
     completion, ignored = fields.read_body(body, CompletionBody, model)
     asked, echo = completion.logprobs, bool(completion.echo)
     logprobs = None if asked is None else fields.read_logprobs("logprobs", asked, model)
-    max_tokens = DEFAULT_MAX_TOKENS if completion.max_tokens is None else completion.max_tokens
     # Without output tokens an answer is about its prompt alone.
     shows_prompt = echo or fields.read_prompt_logprobs(completion, model) is not None
-    bodies.bounded("max_tokens", max_tokens, 0 if shows_prompt else 1, limits.MAX_TOKENS)
+    if completion.max_tokens == 0 and not shows_prompt:
+        bodies.bounded("max_tokens", 0, 1, limits.MAX_TOKENS)
     beams = read_beams(completion, logprobs)
     if beams is not None and echo and logprobs is not None:
         raise invalid("`echo` with `logprobs` cannot be used together with `use_beam_search`", "echo")
     n, best = _read_best(completion) if beams is None else (beams.num_answers, None)
-    return read_search_request(
+    request = read_search_request(
         completion,
         model,
         read_prompts(completion.prompt, model.vocab_size),
-        max_tokens,
+        completion.max_tokens,
         fields.read_sampling(completion, model, 0 if best and logprobs is None else logprobs, echo),
         ignored=ignored,
         beams=beams,
@@ -62,6 +63,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
         best=best,
         repeated=msgspec.json.encode(_Repeated(logprobs)),
     )
+    return request if request.max_tokens is not None else replace(request, max_tokens=DEFAULT_MAX_TOKENS)
 
 
 def _read_best(completion: CompletionBody) -> tuple[int, int | None]:
