@@ -6,22 +6,23 @@ import signal
 import subprocess
 import sys
 
+import msgspec
 import zmq
 
 from launcher.processes import reporter
+from moeserve.statuses import Failed, Loading, Ready
 from moeserve.wire import Heartbeat, encode, load_run_context
 
-READY = {
-    "event": "ready",
-    "device": "cpu",
-    "dtype": "float32",
-    "weights_bytes": 2**20,
-    "kv_bytes": 2**20,
-    "num_blocks": 100,
-    "block_size": 16,
-    "max_model_len": 1000,
-    "model_max_len": 4000,
-}
+READY = Ready(
+    device="cpu",
+    dtype="float32",
+    weights_bytes=2**20,
+    kv_bytes=2**20,
+    num_blocks=100,
+    block_size=16,
+    max_model_len=1000,
+    model_max_len=4000,
+)
 
 
 def main() -> None:
@@ -36,15 +37,15 @@ def main() -> None:
     with open(arguments.status_fd, "w") as pipe:
         report = reporter(pipe)
         if manner == "refuses":
-            report({"event": "error", "message": "The model is too big for this machine."})
+            report(Failed("The model is too big for this machine."))
             sys.exit(3)
         if manner == "loads for ever" or (manner == "loads for ever again" and context.incarnation > 7):
-            report({"event": "loading", "done": 1, "total": 2})
+            report(Loading(1, 2))
             signal.pause()
         with zmq.Context() as zmq_context, zmq_context.socket(zmq.PUB) as heartbeats:
             heartbeats.bind(context.heartbeat_address)
             rank = subprocess.Popen(["sleep", "60"]) if manner == "is an agent" else None
-            report(READY if rank is None else READY | {"pid": rank.pid})
+            report(READY if rank is None else msgspec.structs.replace(READY, pid=rank.pid))
             turn = 0
             while signal.sigtimedwait([signal.SIGTERM], 0.05) is None:
                 if manner == "crashes":
