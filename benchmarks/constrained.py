@@ -19,8 +19,9 @@ import click
 from tokenizers import Tokenizer
 
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.planner import build_scheduler
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.grammars.masks import GrammarMasks

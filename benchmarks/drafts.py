@@ -23,8 +23,9 @@ from tokenizers import Tokenizer
 
 from benchmarks.constrained import SCHEMA
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.planner import build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat

@@ -20,9 +20,10 @@ import torch
 from experts.placement.placement import contiguous
 from experts.routing.choices import RoutingShape
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.assemble import load_rank
 from moeserve.engine.experts.observe import ExpertRecording, RecordingPlan, first_statistics, plan_recording
 from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.planner import build_scheduler
 from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepPlan, StepResult
 
 _WARM_UP_STEPS = 8

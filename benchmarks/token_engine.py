@@ -8,8 +8,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.planner import build_scheduler
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.plan import BeamParams, FinishReason, FoundText, Request, SamplingParams, TokenLogprobs
 from moeserve.scheduling.steps import LocalExecutor, Steps

@@ -17,8 +17,9 @@ from random import Random
 import click
 
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.planner import build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import Computed, Pending, Request, SamplingParams, StepPlan, StepResult

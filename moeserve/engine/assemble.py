@@ -6,13 +6,12 @@ spec -> memory plan (`plan_model`) -> weights (`load_rank`) -> KV memory, warm-u
 from __future__ import annotations
 
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import structlog
 import torch
-from torch import Tensor
 
 from experts.memory.residency import ExpertMemoryStats
 from experts.observer import AnyObserver
@@ -21,40 +20,29 @@ from experts.prediction.prefetcher import PrefetchObserver
 from experts.routing.gates import FittedGatesError
 from experts.routing.tap import RoutingTap
 from kernels.cpu.library import native_kernels, native_kernels_absence
-from kernels.moe import moe_experts_partial
-from kernels.ops import CpuOps, Experts, Ops
-from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import KvBudget, current_gpu, step_budget
-from moeserve.engine.experts.memory import CpuResidentModel, open_experts
+from kernels.ops import Experts, Ops
+from moeserve.config import ServeConfig
+from moeserve.device import current_gpu
+from moeserve.engine.cpu_body import CpuBody
+from moeserve.engine.experts.memory import open_experts
 from moeserve.engine.experts.observe import SentCounter
 from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetching
 from moeserve.engine.experts.resident_model import ResidentModel, experts_of, in_mib
 from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype, no_experts, owned_experts, state_demand
 from moeserve.engine.rank import Group, ObservedRunner, Prepared, Rank, ServedModel, StepProgress
-from moeserve.engine.ranks.together import GroupSteps, ShapeChoice, StepRows
-from moeserve.kv_transfer import TicketOffice
+from moeserve.engine.ranks.together import GroupSteps, ShapeChoice
 from moeserve.model.checkpoint import OwnedExperts
 from moeserve.model.decoder import StepDecoder
 from moeserve.model.expert_store import stored_experts
 from moeserve.model.expert_weights import LayerExperts, Rereader
 from moeserve.model.families import load_generation_defaults
-from moeserve.model.kv_pool import KVPool, kv_pool_bytes
-from moeserve.model.runner import ModelRunner
 from moeserve.model.spec import NO_NUMBERS, CheckpointError, DecoderSpec, ModelSpec
-from moeserve.model.state_pool import StatePool, state_row_bytes
 from moeserve.model.tensor_reader import Progress
 from moeserve.model.weights import load_decoder
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan
-from moeserve.scheduling.drafting import Drafting
-from moeserve.scheduling.overflow import Overflow
-from moeserve.scheduling.pacing import Slo
-from moeserve.scheduling.request_states import StatePolicy
-from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Runner
-from moeserve.settings.drafts import parse_speculative
 from moeserve.settings.generation import parse_generation
 from moeserve.statuses import Loading, Report
-from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
 
 if TYPE_CHECKING:
     # Both import torch.distributed and deepspeed, which a single rank does not need.
@@ -68,7 +56,7 @@ log = structlog.get_logger(__name__)
 
 
 class Body(Protocol):
-    """The part of assembling a rank that depends on the device: `_CpuBody` or `moeserve.engine.gpu_body.GpuBody`.
+    """The part of assembling a rank that depends on the device: `CpuBody` or `moeserve.engine.gpu_body.GpuBody`.
 
     resident: None where all experts are in memory. captured_sizes: the sizes of decode steps that ranks replay. depth:
     see `moeserve.scheduling.steps.Steps`.
@@ -106,64 +94,6 @@ class Body(Protocol):
 
         tap: observes the decoder's gates.
         """
-
-
-class _CpuBody:
-    captured_sizes: Sequence[int] = ()
-    depth = 0
-
-    def __init__(self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None) -> None:
-        self.ops: Ops = CpuOps(plan.rounding.arithmetic, narrow_rows=plan.rounding.narrow)
-        self.resident = resident
-        self._plan = plan
-        self._config = config
-
-    @property
-    def _is_compiled(self) -> bool:
-        """True if nothing prepares itself for a number of rows at its first product."""
-        plan = self._plan
-        return plan.dtype == torch.float32 and isinstance(plan.spec, DecoderSpec) and native_kernels() is not None
-
-    def compute_of(self, layer: int) -> Compute[Any]:
-        return moe_experts_partial if self.resident is None else self.resident.layers[layer].partial
-
-    def take_expert(self, reader: LayerExperts) -> Tensor:
-        return reader.read(0)
-
-    def install_expert(self, experts: Experts, slot: int, taken: Tensor) -> None:
-        experts.replace(slot, taken)
-
-    def note_loaded(self) -> None:
-        """Do nothing: the memory plan knows the size of the weights."""
-
-    def meet(self, decoder: StepDecoder, group: Group) -> None:
-        """Do nothing: no kernel is compiled at its first call."""
-
-    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
-        plan, block_size = self._plan, self._config.block_size
-        kv, layers = plan.kv, plan.spec.kv_layers
-        kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype, plan.rounding)
-        pool = KVPool(layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
-        states = plan.spec.state_layers
-        state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
-        num_drafts = parse_speculative(self._config.speculative_config).num_predicted_tokens
-        runner = ModelRunner(decoder, pool, tap, state_pool, num_drafts)
-
-        def begin_step(num_rows: int) -> None:
-            if group is not None:
-                group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
-
-        # Each further token would load experts.
-        only_size = 1 if self.resident is not None and self._is_compiled and group is None else None
-        measured = runner.warm_up(step_budget(self._config), begin_step, only_size)
-        kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
-        row_bytes = state_row_bytes(states, plan.dtype)
-        weights_bytes = plan.weights_bytes
-        return Prepared(runner, kv, kv_bytes, weights_bytes, _release_nothing, row_bytes, pool, state_pool, measured)
-
-
-def _release_nothing() -> None:
-    """Do nothing: a runner on a CPU holds nothing of the group."""
 
 
 def load_rank(
@@ -238,7 +168,7 @@ def _open_body(
                 policy=config.expert_policy,
                 **resident.reads,
             )
-        return _CpuBody(plan, config, resident)
+        return CpuBody(plan, config, resident)
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     assert isinstance(plan.spec, DecoderSpec)
@@ -471,79 +401,3 @@ def collective_timeout(config: ServeConfig) -> float:
     The supervisor waits longer for rank 0, which can thus name the late rank before it is ended.
     """
     return 0.4 * config.engine_timeout
-
-
-def build_scheduler(
-    config: ServeConfig,
-    kv: KvBudget,
-    device: str = "cpu",
-    *,
-    depth: int = 0,
-    rope_switch: int | None = None,
-    slo: Slo | None = None,
-    stored: StoredBlocks | None = None,
-    tells_facts: bool = False,
-    office: TicketOffice | None = None,
-    lease_s: float = 0.0,
-    offers_early: bool = False,
-    warm_up: Sequence[tuple[int, float]] = (),
-    kv_read_s: Mapping[bool, float] | None = None,
-) -> tuple[Scheduler, list[PrefixCache]]:
-    """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
-
-    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.tell_time`. stored: the blocks on disk, of all ranks; None if none are kept there. tells_facts: see
-    `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up, kv_read_s: see `Scheduler`.
-    """
-    budget = step_budget(config, device)
-    if budget < config.max_num_seqs:
-        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
-    num_slots = kv.num_state_slots
-    caches = [
-        PrefixCache(
-            kv.num_blocks,
-            config.block_size,
-            caching=config.enable_prefix_caching,
-            retention_share=config.cache_retention_share,
-            pin_share=config.cache_pin_share,
-            max_recorded_evictions=MAX_RECORDED_EVICTIONS // config.expert_parallel_size,
-            snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
-            num_window_blocks=kv.num_window_blocks,
-            window=kv.window,
-            stored=stored,
-            tells_facts=tells_facts,
-        )
-        for _ in range(config.expert_parallel_size)
-    ]
-    scheduler = Scheduler(
-        caches,
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=budget,
-        max_num_queued_reqs=config.max_num_queued_reqs,
-        max_model_len=kv.max_model_len,
-        run_ahead=depth > 0,
-        states=StatePolicy(num_slots) if num_slots else None,
-        slo=slo,
-        rope_switch=rope_switch,
-        drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
-        overflow=Overflow(config.kv_overflow),
-        office=office,
-        lease_s=lease_s,
-        offers_early=offers_early,
-        warm_up=warm_up,
-        kv_read_s=kv_read_s,
-    )
-    return scheduler, caches
-
-
-def _drafting(config: ServeConfig, *, has_states: bool, run_ahead: bool) -> Drafting | None:
-    """Return what makes draft tokens, None for none. Raise ConfigError if they were never tried there.
-
-    `auto` makes none where nothing was measured: where steps are planned ahead.
-    """
-    speculative = parse_speculative(config.speculative_config)
-    if speculative.method == "none" or (speculative.method == "auto" and run_ahead):
-        return None
-    if has_states and run_ahead:
-        raise ConfigError("--speculative-config: models with recurrent states get draft tokens on a CPU alone.")
-    return Drafting(speculative)

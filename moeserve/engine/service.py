@@ -17,7 +17,7 @@ import zmq
 from experts.errors import ExpertStoreError
 from kernels.cpu.library import native_kernels_absence
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import LoadedRank, build_scheduler, load_rank
+from moeserve.engine.assemble import LoadedRank, load_rank
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
@@ -29,6 +29,7 @@ from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.loop import Copier, Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
+from moeserve.engine.planner import build_scheduler
 from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread

@@ -37,6 +37,7 @@ WITH_TORCH = {
     "moeserve.bench.decode",
     "moeserve.bench.quality",
     "moeserve.engine.assemble",
+    "moeserve.engine.cpu_body",
     "moeserve.engine.doctor",
     "moeserve.engine.gguf_choice",
     "moeserve.engine.gpu_body",

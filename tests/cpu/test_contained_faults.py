@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from moeserve.config import ServeConfig
-from moeserve.engine.assemble import build_scheduler, load_rank
+from moeserve.engine.assemble import load_rank
 from moeserve.engine.containment import ContainingExecutor
 from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.planner import build_scheduler
 from moeserve.engine.rank import Rank
 from moeserve.model import sampler
 from moeserve.plan import Chunk, FinishReason, Request, SamplingParams

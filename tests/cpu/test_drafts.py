@@ -17,7 +17,7 @@ import pytest
 from benchmarks.token_engine import Completion, TokenEngine
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget
-from moeserve.engine.assemble import build_scheduler
+from moeserve.engine.planner import build_scheduler
 from moeserve.frontend.dialects.formats import constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.plan import SamplingParams

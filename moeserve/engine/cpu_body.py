@@ -1,0 +1,90 @@
+"""The part of assembling a rank that is particular to a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from experts.routing.tap import RoutingTap
+from kernels.cpu.library import native_kernels
+from kernels.moe import moe_experts_partial
+from kernels.ops import CpuOps, Experts, Ops
+from moeserve.config import ServeConfig
+from moeserve.device import step_budget
+from moeserve.engine.experts.memory import CpuResidentModel
+from moeserve.engine.memory_plan import ModelPlan, cpu_kv_dtype
+from moeserve.engine.rank import Group, Prepared
+from moeserve.engine.ranks.together import StepRows
+from moeserve.model.decoder import StepDecoder
+from moeserve.model.expert_weights import LayerExperts
+from moeserve.model.kv_pool import KVPool, kv_pool_bytes
+from moeserve.model.runner import ModelRunner
+from moeserve.model.spec import DecoderSpec
+from moeserve.model.state_pool import StatePool, state_row_bytes
+from moeserve.settings.drafts import parse_speculative
+
+if TYPE_CHECKING:
+    from experts.parallel.dispatch import Compute  # It imports torch.distributed, which a single rank does not need.
+
+
+class CpuBody:
+    """Implements `moeserve.engine.assemble.Body` on a CPU."""
+
+    captured_sizes: Sequence[int] = ()
+    depth = 0
+
+    def __init__(self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None) -> None:
+        self.ops: Ops = CpuOps(plan.rounding.arithmetic, narrow_rows=plan.rounding.narrow)
+        self.resident = resident
+        self._plan = plan
+        self._config = config
+
+    @property
+    def _is_compiled(self) -> bool:
+        """True if nothing prepares itself for a number of rows at its first product."""
+        plan = self._plan
+        return plan.dtype == torch.float32 and isinstance(plan.spec, DecoderSpec) and native_kernels() is not None
+
+    def compute_of(self, layer: int) -> Compute[Any]:
+        return moe_experts_partial if self.resident is None else self.resident.layers[layer].partial
+
+    def take_expert(self, reader: LayerExperts) -> Tensor:
+        return reader.read(0)
+
+    def install_expert(self, experts: Experts, slot: int, taken: Tensor) -> None:
+        experts.replace(slot, taken)
+
+    def note_loaded(self) -> None:
+        """Do nothing: the memory plan knows the size of the weights."""
+
+    def meet(self, decoder: StepDecoder, group: Group) -> None:
+        """Do nothing: no kernel is compiled at its first call."""
+
+    def prepare(self, decoder: StepDecoder, tap: RoutingTap | None, group: Group | None) -> Prepared:
+        plan, block_size = self._plan, self._config.block_size
+        kv, layers = plan.kv, plan.spec.kv_layers
+        kv_dtype = cpu_kv_dtype(self._config, plan.spec, plan.dtype, plan.rounding)
+        pool = KVPool(layers, kv.num_blocks, block_size, kv_dtype, num_window_blocks=kv.num_window_blocks)
+        states = plan.spec.state_layers
+        state_pool = StatePool(states, kv.num_state_rows, plan.dtype) if states else None
+        num_drafts = parse_speculative(self._config.speculative_config).num_predicted_tokens
+        runner = ModelRunner(decoder, pool, tap, state_pool, num_drafts)
+
+        def begin_step(num_rows: int) -> None:
+            if group is not None:
+                group.steps.begin(StepRows.alike(group.collectives.num_ranks, num_rows, 1))
+
+        # Each further token would load experts.
+        only_size = 1 if self.resident is not None and self._is_compiled and group is None else None
+        measured = runner.warm_up(step_budget(self._config), begin_step, only_size)
+        kv_bytes = kv_pool_bytes(layers, kv.num_blocks, kv.num_window_blocks, block_size, kv_dtype)
+        row_bytes = state_row_bytes(states, plan.dtype)
+        weights_bytes = plan.weights_bytes
+        return Prepared(runner, kv, kv_bytes, weights_bytes, _release_nothing, row_bytes, pool, state_pool, measured)
+
+
+def _release_nothing() -> None:
+    """Do nothing: a runner on a CPU holds nothing of the group."""

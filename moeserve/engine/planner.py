@@ -1,0 +1,92 @@
+"""The scheduler of a service and its prefix caches, by the settings and the memory that there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import KvBudget, step_budget
+from moeserve.kv_transfer import TicketOffice
+from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.overflow import Overflow
+from moeserve.scheduling.pacing import Slo
+from moeserve.scheduling.request_states import StatePolicy
+from moeserve.scheduling.scheduler import Scheduler
+from moeserve.settings.drafts import parse_speculative
+from radix_cache import MAX_RECORDED_EVICTIONS, PrefixCache, StoredBlocks
+
+
+def build_scheduler(
+    config: ServeConfig,
+    kv: KvBudget,
+    device: str = "cpu",
+    *,
+    depth: int = 0,
+    rope_switch: int | None = None,
+    slo: Slo | None = None,
+    stored: StoredBlocks | None = None,
+    tells_facts: bool = False,
+    office: TicketOffice | None = None,
+    lease_s: float = 0.0,
+    offers_early: bool = False,
+    warm_up: Sequence[tuple[int, float]] = (),
+    kv_read_s: Mapping[bool, float] | None = None,
+) -> tuple[Scheduler, list[PrefixCache]]:
+    """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
+
+    depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
+    `Scheduler.tell_time`. stored: the blocks on disk, of all ranks; None if none are kept there. tells_facts: see
+    `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up, kv_read_s: see `Scheduler`.
+    """
+    budget = step_budget(config, device)
+    if budget < config.max_num_seqs:
+        raise ConfigError(f"--max-num-batched-tokens {budget} is below --max-num-seqs {config.max_num_seqs}.")
+    num_slots = kv.num_state_slots
+    caches = [
+        PrefixCache(
+            kv.num_blocks,
+            config.block_size,
+            caching=config.enable_prefix_caching,
+            retention_share=config.cache_retention_share,
+            pin_share=config.cache_pin_share,
+            max_recorded_evictions=MAX_RECORDED_EVICTIONS // config.expert_parallel_size,
+            snapshot_rows=range(num_slots, kv.num_state_rows) if num_slots else None,
+            num_window_blocks=kv.num_window_blocks,
+            window=kv.window,
+            stored=stored,
+            tells_facts=tells_facts,
+        )
+        for _ in range(config.expert_parallel_size)
+    ]
+    scheduler = Scheduler(
+        caches,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=budget,
+        max_num_queued_reqs=config.max_num_queued_reqs,
+        max_model_len=kv.max_model_len,
+        run_ahead=depth > 0,
+        states=StatePolicy(num_slots) if num_slots else None,
+        slo=slo,
+        rope_switch=rope_switch,
+        drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
+        overflow=Overflow(config.kv_overflow),
+        office=office,
+        lease_s=lease_s,
+        offers_early=offers_early,
+        warm_up=warm_up,
+        kv_read_s=kv_read_s,
+    )
+    return scheduler, caches
+
+
+def _drafting(config: ServeConfig, *, has_states: bool, run_ahead: bool) -> Drafting | None:
+    """Return what makes draft tokens, None for none. Raise ConfigError if they were never tried there.
+
+    `auto` makes none where nothing was measured: where steps are planned ahead.
+    """
+    speculative = parse_speculative(config.speculative_config)
+    if speculative.method == "none" or (speculative.method == "auto" and run_ahead):
+        return None
+    if has_states and run_ahead:
+        raise ConfigError("--speculative-config: models with recurrent states get draft tokens on a CPU alone.")
+    return Drafting(speculative)
