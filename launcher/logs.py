@@ -113,7 +113,8 @@ class LogStream(io.TextIOBase):
 def configure_logs(level: str, log_format: str, fields: Mapping[str, Any] | None = None) -> LogStream:
     """Set up structlog, and return its stream, which is drained when the interpreter ends.
 
-    uvicorn's own lines are shown from warnings on. `log_format`: auto, console or json. fields: of every line.
+    Lines of libraries, in the same form, are shown from warnings on. `log_format`: auto, console or json. fields: of
+    every line.
     """
     common = dict(fields or {})
     as_json = log_format == "json" or (log_format == "auto" and not sys.stderr.isatty())
@@ -132,8 +133,17 @@ def configure_logs(level: str, log_format: str, fields: Mapping[str, Any] | None
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", stream)),
         cache_logger_on_first_use=True,
     )
-    logging.basicConfig(level=logging.WARNING, stream=stream, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, handlers=[_Forwarding()])
     return stream
+
+
+class _Forwarding(logging.Handler):
+    """Writes what libraries log as lines of this program; `logger` names the library's logger."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        logger = structlog.get_logger(record.name)
+        write = logger.error if record.levelno >= logging.ERROR else logger.warning
+        write(record.getMessage(), logger=record.name, exc_info=record.exc_info)
 
 
 def _json_notice(count: int) -> str:

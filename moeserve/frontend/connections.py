@@ -18,6 +18,8 @@ from pathlib import Path
 from struct import Struct
 from typing import Any, cast
 
+import httptools
+import structlog
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from moeserve.frontend import limits
@@ -25,6 +27,9 @@ from moeserve.frontend.errors import unavailable
 from moeserve.frontend.http import send_error
 from moeserve.frontend.wills import Connection, WillLink
 
+log = structlog.get_logger(__name__)
+
+_FRAMING = (b"content-length", b"transfer-encoding")  # the headers that say where a body ends
 _SECONDS_BETWEEN_PROBES = 0.2
 _POKES_AT_FIRST = 3
 _SECONDS_BETWEEN_FIRST_POKES = 0.5
@@ -53,6 +58,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     `scope["extensions"]["moeserve.connection"]` returns the `wills.Connection` to leave a last will for.
 
+    A request that offers another protocol (`Upgrade: h2c`, as Java's client does with each first one) is answered in
+    this one, its body included, which httptools takes for bytes of the other. Trailers behind a chunked body are no
+    headers.
+
     places: of the process. wills: to whom last wills are left, load: where busy connections are counted, if anywhere.
     """
 
@@ -69,6 +78,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._received_bytes = 0  # since the headers began, as they came
         self._header_bytes = 0  # of complete header fields
         self._in_headers = True
+        self._is_upgrade = False  # the request's head offers another protocol, and its body has not begun
+        self._repeats_head = False  # the parser gets a head that it has had
+        self._running: RequestResponseCycle | None = None  # the request that is answered; later ones wait in `pipeline`
         self._deadline: asyncio.TimerHandle | None = None
         self._is_half_closed = False
         self._probe_timer: asyncio.TimerHandle | None = None
@@ -92,6 +104,9 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         for timer in (self._end, self._probe_timer):
             if timer is not None:
                 timer.cancel()
+        if self._running is not None:
+            # uvicorn tells one request: not the latest, which may wait behind it.
+            self.cycle = self._running
         super().connection_lost(exc)
 
     def eof_received(self) -> bool:  # type: ignore[override]
@@ -124,7 +139,13 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().timeout_keep_alive_handler()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            log.info("invalid_http")
+            self.send_400_response("Invalid HTTP request received.")
+            return
         if not self._in_headers:
             return
         # One packet may hold headers and body, so only data after which the headers still go on counts.
@@ -132,7 +153,24 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._received_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response("Request headers are too large.")
 
+    def _feed(self, data: bytes) -> None:
+        """Have the parser read. Raises HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                data = data[upgrade.args[0] :]
+            # The rest is read by another parser, for which this request offers nothing.
+            framing = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
+            self._is_upgrade, self._repeats_head = False, True
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n")
+
     def on_message_begin(self) -> None:
+        if self._repeats_head:
+            return
         super().on_message_begin()
         self._set_busy(True)
         self._in_headers = True
@@ -144,17 +182,32 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             "moeserve.connection": self._connection,
         }
 
+    def on_url(self, url: bytes) -> None:
+        if not self._repeats_head:
+            super().on_url(url)
+
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
+        if self._repeats_head:
+            return
+        if self._in_headers:
+            super().on_header(name, value)
         self._header_bytes += len(name) + len(value)
         if len(self.headers) > limits.MAX_HEADERS or self._header_bytes > limits.MAX_HEADER_BYTES:
             raise ValueError("request headers are too large")
 
     def on_headers_complete(self) -> None:
+        if self._repeats_head:
+            self._repeats_head = False
+            return
         self._in_headers = False
         self._received_bytes = 0
         self._disarm()
+        self._is_upgrade = self.parser.should_upgrade()
         super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        if not self._is_upgrade:
+            super().on_message_complete()
 
     @property
     def is_idle(self) -> bool:
@@ -178,6 +231,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         if cycle.scope["http_version"] == "1.0" and cycle is self.cycle:
             cycle = self.cycle = PlainCycle.of(cycle)
+        self._running = cycle
         super()._start_asgi_task(cycle, app)
 
     def _end_soon(self) -> None:

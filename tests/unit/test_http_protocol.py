@@ -489,3 +489,85 @@ def test_a_refusal_comes_before_the_body_that_it_refuses() -> None:
             writer.close()
 
     asyncio.run(scenario())
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with the body and the names of the headers."""
+    body = await receive_body(scope, receive, 2**20)
+    names = [name.decode() for name, _ in scope["headers"]]
+    await send_body(send, 200, json.dumps([body.decode(), names]).encode())
+
+
+def answers(received: bytes) -> list[Any]:
+    """The bodies of the answers that came on one connection."""
+    return [json.loads(answer.partition(b"\r\n\r\n")[2]) for answer in received.split(b"HTTP/1.1 200 OK")[1:]]
+
+
+FRAMED = {
+    "length": (b"content-length: 5\r\n\r\n", b"hello"),
+    "chunks": (b"transfer-encoding: chunked\r\n\r\n", b"2\r\nhe\r\n3\r\nllo\r\n0\r\n\r\n"),
+}
+
+
+@pytest.mark.parametrize("framed", list(FRAMED))
+@pytest.mark.parametrize("bytewise", [False, True])
+def test_a_request_that_offers_another_protocol_is_answered_in_this_one(framed: str, bytewise: bool) -> None:
+    offer = b"host: x\r\nconnection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAEAAEAAAAIAAAAA\r\n"
+    head, body = FRAMED[framed]
+    requests = b"POST / HTTP/1.1\r\n" + offer + head + body
+    requests += b"GET / HTTP/1.1\r\n" + offer + b"\r\nPOST / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n" + head + body
+
+    async def scenario() -> None:
+        server = Server(echo, 10)
+        async with server.listening() as port:
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                client.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                pieces = [requests[at : at + 1] for at in range(len(requests))] if bytewise else [requests]
+                for piece in pieces:
+                    client.sendall(piece)
+                    await asyncio.sleep(0)
+                received = await all_of(client)
+        assert [body for body, _ in answers(received)] == ["hello", "", "hello"]
+
+    run(scenario())
+
+
+def test_trailers_are_no_headers() -> None:
+    request = (
+        b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
+        b"5\r\nhello\r\n0\r\nauthorization: Bearer x\r\nexpect: 100-continue\r\n\r\n"
+    )
+
+    async def scenario() -> None:
+        server = Server(echo, 10)
+        async with server.listening() as port:
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                client.sendall(request)
+                received = await all_of(client)
+        assert answers(received) == [["hello", ["host", "transfer-encoding", "connection"]]]
+
+    run(scenario())
+
+
+def test_a_client_that_leaves_is_found_out_by_each_of_its_requests() -> None:
+    async def scenario() -> None:
+        ended = asyncio.Event()
+        begun = asyncio.Event()
+
+        async def noted(scope: Any, receive: Any, send: Any) -> None:
+            begun.set()
+            try:
+                await slow(scope, receive, send)
+            finally:
+                ended.set()
+
+        server = Server(noted, 10)
+        async with server.listening() as port:
+            client = socket.create_connection(("127.0.0.1", port), timeout=20)
+            client.sendall(b"GET /for-ever HTTP/1.1\r\nHost: x\r\n\r\n" * 3)
+            await begun.wait()
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, bytes((1, 0, 0, 0, 0, 0, 0, 0)))
+            client.close()
+            await asyncio.wait_for(ended.wait(), 20)
+
+    run(scenario())

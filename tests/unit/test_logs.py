@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import subprocess
 import sys
@@ -90,16 +91,21 @@ print("done", flush=True)
     assert (done.returncode, done.stdout) == (0, b"done\n")
 
 
-def test_the_last_lines_of_a_process_are_written(pipe: Pipe) -> None:
+def test_the_last_lines_of_a_process_are_written_those_of_libraries_in_the_same_form(pipe: Pipe) -> None:
     script = """
 import logging, structlog
 from launcher.logs import configure_logs
 configure_logs("info", "json")
 structlog.get_logger().info("last")
-logging.getLogger("uvicorn.error").warning("words")
+try:
+    1 / 0
+except ZeroDivisionError:
+    logging.getLogger("uvicorn.error").warning("more %s", "words", exc_info=True)
 """
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, stderr=pipe.writing, timeout=60, check=False)
     assert done.returncode == 0
     first, second = pipe.read_to_end()
     assert '"event": "last"' in first
-    assert second == "WARNING uvicorn.error: words"
+    words = json.loads(second)
+    assert (words["event"], words["level"], words["logger"]) == ("more words", "warning", "uvicorn.error")
+    assert words["exception"].endswith("ZeroDivisionError: division by zero")
