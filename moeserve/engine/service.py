@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -185,14 +185,9 @@ def serve(
             ends.callback(exchange.close)
         sockets: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         ends.callback(sockets.term)
-        socket = EngineSocket(sockets, context.engine_address, context.incarnation)
-        ends.callback(socket.close)
-        masks = GrammarMasks(
-            Path(context.model_dir) / "tokenizer.json",
-            model.spec.vocab_size,
-            model.eos_token_ids,
-            most_drafts=scheduler.most_forced_drafts,
-        )
+        socket = ends.enter_context(closing(EngineSocket(sockets, context.engine_address, context.incarnation)))
+        tokenizer, most_drafts = Path(context.model_dir) / "tokenizer.json", scheduler.most_forced_drafts
+        masks = GrammarMasks(tokenizer, model.spec.vocab_size, model.eos_token_ids, most_drafts=most_drafts)
         ends.callback(masks.close)
         events = _start_events(kv_events, caches, sockets, ends) if kv_events.is_on else None
         drafts, event_sources = scheduler.draft_counters is not None, [] if events is None else events.sources

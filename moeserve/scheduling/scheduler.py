@@ -285,22 +285,42 @@ class Scheduler:
 
         A rank with nothing to do gets an empty plan. Mutates the requests that it schedules.
         """
-        if self._rope_switch is not None:
-            for request in [request for request in self._running.requests if self._outgrows(request)]:
-                self._open_prompts.remove(request)
-                self._running.preempt(request)
-                self._extend(request)
-                self._open_prompts.add(request)
+        self._turn_outgrown()
         tells_following = self._drafting is not None and self._drafting.reads_predictions
         draft = PlanDraft(
             self._step + 1, self._max_num_batched_tokens, len(self._memories), tells_following=tells_following
         )
         self._trial.begin_step()
-        prompts, closings = list[Request](), list[Request]()
         self._num_places = self._pace.num_places()
         self._running.make_room(self._num_places, lacks_memory=bool(self._lacking))
         # A request that is not tried in this step may find memory by now.
         self._lacking = {}
+        prompts = self._plan_running(draft)
+        draft.end_decodes(self._pace.step_bound(draft.requests))
+        self._plan_prompts(prompts, draft)
+        self._admit(draft)
+        self._pace.note_waiting(self.waiting.queue.telling, is_awaited=self.waiting.queue.is_awaited)
+        self._num_tried = self._num_arrivals
+        if not draft.requests:
+            return None
+        self._beams.plan_copies(draft)
+        self._step += 1
+        self._in_flight.append(draft)
+        return draft.plans
+
+    def _turn_outgrown(self) -> None:
+        """Let requests that outgrow the context up to which the model uses its first angles begin anew with others."""
+        if self._rope_switch is None:
+            return
+        for request in [request for request in self._running.requests if self._outgrows(request)]:
+            self._open_prompts.remove(request)
+            self._running.preempt(request)
+            self._extend(request)
+            self._open_prompts.add(request)
+
+    def _plan_running(self, draft: PlanDraft) -> list[Request]:
+        """Plan the running requests that are behind their prompts; return the others. Preempts some for memory."""
+        prompts, closings = list[Request](), list[Request]()
         num_drafts = self._num_drafts(draft)
         # Preemption removes requests from the list during this loop, but only behind the current one.
         for request in self._running.requests:
@@ -321,7 +341,10 @@ class Scheduler:
         for request in closings:
             if request.lease is not None:
                 self._chunks.plan_known(request, num_drafts.get(request.request_id, 0), draft)
-        draft.end_decodes(self._pace.step_bound(draft.requests))
+        return prompts
+
+    def _plan_prompts(self, prompts: list[Request], draft: PlanDraft) -> None:
+        """Plan running prompts in the turns of their tenants, and before some of them waiting requests."""
         awaited = next(self.waiting.queue.candidates(), None) if prompts else None
         prompts.sort(key=self._tenants.turn)
         urgent, patient = list[Request](), list[Request]()
@@ -333,15 +356,6 @@ class Scheduler:
             candidates = self.waiting.queue.candidates()
             self._admit(draft, takewhile(lambda request: self._tenants.goes_before(request, patient[0]), candidates))
             self._schedule_prompts(patient, draft)
-        self._admit(draft)
-        self._pace.note_waiting(self.waiting.queue.telling, is_awaited=self.waiting.queue.is_awaited)
-        self._num_tried = self._num_arrivals
-        if not draft.requests:
-            return None
-        self._beams.plan_copies(draft)
-        self._step += 1
-        self._in_flight.append(draft)
-        return draft.plans
 
     def commit(self, plans: Sequence[StepPlan], results: Sequence[StepResult]) -> list[RequestOutput]:
         """Apply the ranks' results of a step: publish full blocks, append tokens, end requests.
