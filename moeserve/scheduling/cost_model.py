@@ -22,6 +22,30 @@ _MOST_WEIGHT = 32.0
 _MOST_TIMES_EXPECTED = 4.0
 # The number of observed steps from which on the model is trusted.
 _TRUSTED_FROM = 6
+# A step with prompts is taken to last this many times the expected seconds while none has told: requests have just
+# come, and the processes that receive them want the same cores.
+_UNTOLD = 2.0
+_MOST_STRETCHED = 4.0
+# The share of the way to the latest step's ratio, and back to _UNTOLD with a step without prompts.
+_TOLD_SHARE, _FORGOTTEN_SHARE = 0.5, 0.05
+
+
+class Stretch:
+    """How many times the expected seconds steps with prompts take of late, since other processes use the same cores.
+
+    The cost model follows what lasts; this follows a crowd of requests that is gone after a second.
+    """
+
+    def __init__(self) -> None:
+        self.times = _UNTOLD
+
+    def note(self, expected_s: float, seconds: float, *, has_prompts: bool) -> None:
+        """Learn from a measured step. expected_s: what the cost model says without it, 0 if it knows nothing."""
+        if not has_prompts:
+            self.times += _FORGOTTEN_SHARE * (_UNTOLD - self.times)
+        elif expected_s > 0:
+            ratio = min(max(1.0, seconds / expected_s), _MOST_STRETCHED)
+            self.times += _TOLD_SHARE * (ratio - self.times)
 
 
 @dataclass(slots=True)

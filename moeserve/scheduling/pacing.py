@@ -13,7 +13,7 @@ from math import inf
 
 from moeserve.config import ServeConfig
 from moeserve.plan import FinishReason, Request
-from moeserve.scheduling.cost_model import CostModel, StepSize
+from moeserve.scheduling.cost_model import CostModel, StepSize, Stretch
 from moeserve.scheduling.survival import Survival
 from moeserve.settings.quantities import parse_limits
 
@@ -195,10 +195,10 @@ class Load:
 class StepBound:
     """The seconds that a step should take at most, and so the tokens of prompts that it has room for.
 
-    `pace_s` keeps the pace that running requests ask for. `ttft_s` leaves time to requests that come during the step,
-    more if others wait already (`is_awaited`); while nobody waits, `gap_s` lets no stream stall. Where the least step
-    takes nearly as long, as with experts that are loaded from a disk in every step, a short step would only cost
-    throughput.
+    `pace_s` keeps the pace that running requests ask for, in the model's seconds. `ttft_s` leaves time to requests that
+    come during the step, more if others wait already (`is_awaited`); while nobody waits, `gap_s` lets no stream stall.
+    Where the least step takes nearly as long, as with experts that are loaded from a disk in every step, a short step
+    would only cost throughput.
     """
 
     cost: CostModel
@@ -243,6 +243,7 @@ class Pace:
         self._max_num_seqs = max_num_seqs
         self._num_ranks = num_ranks
         self._cost = CostModel()
+        self._stretch = Stretch()
         for count, seconds in warm_up:
             self._cost.observe(*StepSize().plus(count, 0), seconds)
         self._is_awaited = False
@@ -267,8 +268,9 @@ class Pace:
         """Set the time, which must not go back."""
         self.now = now
 
-    def count_step(self, size: StepSize, seconds: float) -> None:
+    def count_step(self, size: StepSize, seconds: float, *, has_prompts: bool = False) -> None:
         """Learn from a measured step."""
+        self._stretch.note(self._cost.seconds(size.rows, size.attended), seconds, has_prompts=has_prompts)
         self._cost.observe(size.rows, size.attended, seconds)
         self._attended += _SMOOTHING * (size.attended - self._attended)
         self._attended_of_row += _SMOOTHING * (size.attended / size.rows - self._attended_of_row)
@@ -391,7 +393,8 @@ class Pace:
         else:
             usual, gap_s, ttft_s = self._slo.tpot_s or inf, _LONGEST_GAP_S, self._slo.ttft_s
         paces = [request.terms.tpot_s or usual for request in decodes if not request.terms.background]
-        return StepBound(self._cost, min(paces, default=inf), gap_s if paces else inf, ttft_s, self._is_awaited)
+        pace_s = min(paces, default=inf) / self._stretch.times
+        return StepBound(self._cost, pace_s, gap_s if paces else inf, ttft_s, self._is_awaited)
 
     def load(self, tenants: dict[str, Backlog], lacks_memory: bool) -> Load:
         """Return the load that a new request would find. lacks_memory: whether no more requests fit than run now."""

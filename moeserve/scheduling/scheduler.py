@@ -441,7 +441,7 @@ class Scheduler:
     def count_step(self, seconds: float) -> None:
         """Learn from the seconds that the last committed step took."""
         if self._committed is not None:
-            self._pace.count_step(self._committed.size, seconds)
+            self._pace.count_step(self._committed.size, seconds, has_prompts=bool(self._committed.prompts))
             if self._drafting is not None and not self._committed.prompts:
                 self._drafting.count_step(self._committed.size, seconds)
             self._committed = None

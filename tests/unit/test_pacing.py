@@ -291,3 +291,24 @@ def test_a_step_with_streams_is_no_shorter_than_five_times_their_work_and_twice_
     pace = measured_pace(lambda rows: 0.02 * rows)
     pace.note_waiting(None, is_awaited=False)
     assert longest_step_s(pace, 1) == pytest.approx(2 * 0.02 * 17, rel=0.05)
+
+
+def test_steps_keep_a_pace_although_other_processes_stretch_those_with_prompts() -> None:
+    pace = measured_pace(lambda rows: 0.02 + 0.0005 * rows)
+    pace.note_waiting(None, is_awaited=False)
+    stream = answered()
+    stream.terms = Terms(tpot_s=0.1)
+
+    def longest_s() -> float:
+        return pace.step_bound([stream]).seconds(StepSize(1, 0.0))
+
+    # Nobody has told: the first step of a crowd may take twice as long.
+    assert longest_s() == pytest.approx(0.05)
+    for _ in range(12):
+        pace.count_step(StepSize(50), 0.045, has_prompts=True)
+    assert longest_s() == pytest.approx(0.1, rel=0.01)
+    pace.count_step(StepSize(50), 3 * 0.045, has_prompts=True)
+    assert longest_s() == pytest.approx(0.1 / 2, rel=0.01)
+    for _ in range(200):
+        pace.count_step(StepSize(1), 0.0205)
+    assert longest_s() == pytest.approx(0.05, rel=0.01)
