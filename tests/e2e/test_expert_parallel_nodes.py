@@ -246,7 +246,7 @@ def torchrun(*arguments: str, folder: Path) -> Iterator[tuple[subprocess.Popen[b
 
 
 def client_of(said: Path, process: subprocess.Popen[bytes]) -> httpx2.Client:
-    wait_until(lambda: process.poll() is not None or "ready on" in said.read_text(), timeout=60)
+    wait_until(lambda: process.poll() is not None or "ready on" in said.read_text(), timeout=240)
     found = re.search(r"ready on (http://\S+)", said.read_text())
     assert found is not None, said.read_text()
     return httpx2.Client(base_url=found[1], timeout=60)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.forking import popen
 from tests.support.local_http import Handler, local_server
 
 COMMIT = "c0ffee" + 34 * "0"
@@ -113,8 +114,10 @@ def pull(endpoint: str, home: Path, *arguments: str) -> subprocess.CompletedProc
         "HF_HUB_OFFLINE": "0",
         "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
     }
-    command = [sys.executable, "-m", "launcher.cli", "pull", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    command, pipe = [sys.executable, "-m", "launcher.cli", "pull", *arguments], subprocess.PIPE
+    with popen(command, torch=False, env=environment, stdout=pipe, stderr=pipe, text=True) as program:
+        said, errors = program.communicate()
+    return subprocess.CompletedProcess(command, program.returncode, said, errors)
 
 
 def test_a_model_is_fetched_resumed_and_verified(tmp_path: Path) -> None:
