@@ -34,7 +34,7 @@ from moeserve.scheduling.pacing import Load
 from moeserve.thoughts import ThoughtBudget
 from radix_cache import Miss
 
-MAX_FRAME_BYTES = 64 * 1024 * 1024  # of any message but those of steps between ranks
+MAX_FRAME_BYTES = 64 * 1024 * 1024  # of any message but steps and results of ranks
 MAX_STEP_BYTES = 2**31  # of a plan or a result, which travels between ranks in several frames if need be
 
 _T = TypeVar("_T")

@@ -189,7 +189,7 @@ class _Read:
         self._begun: float | None = None
 
     def begin(self) -> None:
-        """Note that a thread has got to the job: the seconds before that are those of others."""
+        """Note that a thread has got to the job; other jobs took the seconds before that."""
         with self._lock:
             self._begun = self._begun or time.monotonic()
 

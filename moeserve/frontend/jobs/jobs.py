@@ -325,7 +325,7 @@ class _Behind:
         self._left = number + 1
 
     def end(self) -> bytes:
-        """Return the words at the end of a stream that lacks no event. Raises ApiError where it had not so many."""
+        """Return the words at the end of a stream that lacks no event. Raises ApiError where it has ended before."""
         if self._left:
             last = self._number - self._left
             message = f"The response has ended with event {last}: there is none of number {self._number}"
