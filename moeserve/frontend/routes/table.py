@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from moeserve.frontend.dialects import messages
+from moeserve.frontend.dialects import messages_answer
 from moeserve.frontend.dialects.chat import ChatBody
 from moeserve.frontend.dialects.completions import CompletionBody
 from moeserve.frontend.dialects.messages import MessagesBody
@@ -207,7 +207,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         "user",
         "Answer messages",
         lambda e: e.messages,
-        error_body=messages.error_body,
+        error_body=messages_answer.error_body,
         body=MessagesBody,
         required=("model", "messages", "max_tokens"),
         example={"messages": _HELLO, "max_tokens": 16},
@@ -219,7 +219,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         "user",
         "Count the tokens",
         lambda e: e.tokens.count_message,
-        error_body=messages.error_body,
+        error_body=messages_answer.error_body,
         body=MessagesBody,
         required=("model", "messages"),
         example={"messages": _HELLO},
