@@ -59,27 +59,36 @@ class Chunks:
         draft.add(request, count, state, memory.window_table(request), num_drafts)
         self._note_planned(request, count + num_drafts)
 
-    def plan_next(self, request: Request, draft: PlanDraft, num_drafts: Mapping[str, int]) -> bool:
-        """Plan the token that a request lacks if the request needs nothing else. Return whether it is planned.
+    def plan_run(self, requests: Sequence[Request], first: int, draft: PlanDraft, num_drafts: Mapping[str, int]) -> int:
+        """Plan the token that each request lacks, from place `first` on, up to one that needs something else.
 
         So it is with most requests of a large step, which costs by their number. num_drafts: by request, where there
-        are any.
+        are any. Return the place of the request that is not planned, the number of requests without one.
         """
-        start = request.num_computed_tokens
-        if (
-            request.num_scheduled_tokens
-            or len(request.token_ids) - start != 1
-            or request.yields
-            or request.suspect_until
-            or not request.is_always_plain
-            or not self._memories[request.rank].holds_slot(request, start)
-            or draft.budgets[request.rank] <= 0
-            or request.request_id in num_drafts
-        ):
-            return False
-        draft.add_next(request, start)
-        self._tenants.charge(request, 1)
-        return True
+        block_sizes = [memory.block_size if memory.needs_slots_alone else 0 for memory in self._memories]
+        budgets, place = draft.budgets[:], first
+        for place in range(first, len(requests)):
+            request = requests[place]
+            rank, lease, start = request.rank, request.lease, request.num_computed_tokens
+            if (
+                request.num_scheduled_tokens
+                or len(request.token_ids) - start != 1
+                or request.yields
+                or request.suspect_until
+                or not request.is_always_plain
+                or lease is None
+                or start >= len(lease.block_ids) * block_sizes[rank]
+                or budgets[rank] <= 0
+                or request.request_id in num_drafts
+            ):
+                break
+            budgets[rank] -= 1
+        else:
+            place = len(requests)
+        planned = requests[first:place]
+        draft.add_next(planned)
+        self._tenants.charge_each(planned)
+        return place
 
     def plan(self, request: Request, num_pending: int, draft: PlanDraft) -> None:
         """Plan as many of the request's pending tokens as fit into the step and into memory, preempting if none does.

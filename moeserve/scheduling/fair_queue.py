@@ -9,7 +9,7 @@ round robin in which the deficit is paid afterwards. With one tenant it is a pla
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heapreplace
 from itertools import chain
@@ -96,6 +96,12 @@ class Tenants:
         """Count tokens that are computed for a request."""
         tenant = self.of(request)
         tenant.served += num_tokens / tenant.terms.weight
+
+    def charge_each(self, requests: Iterable[Request]) -> None:
+        """Count a token for each request."""
+        for request in requests:
+            tenant = self.of(request)
+            tenant.served += 1 / tenant.terms.weight
 
     def share(self, terms: Terms) -> float:
         """Return a tenant's part of the weights of all tenants with requests in the foreground, its own included."""

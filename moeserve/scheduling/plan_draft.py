@@ -77,22 +77,21 @@ class PlanDraft:
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
 
-    def add_next(self, request: Request, start: int) -> None:
-        """Plan the last known token of a plain request without recurrent state and window blocks, which has a slot.
-
-        start: its position.
-        """
-        rank, lease = request.rank, request.lease
-        assert lease is not None
-        request.num_scheduled_tokens = 1
-        chunk = Chunk(request.request_id, request.token_ids[start:], start, lease.block_ids, request.sampling)
-        chunk.first_angle = request.first_angle
-        self.plans[rank].chunks.append(chunk)
-        self.requests.append(request)
-        self.budgets[rank] -= 1
-        size = self.sizes[rank]
-        size.rows += 1
-        size.attended += start + 0.5
+    def add_next(self, requests: Sequence[Request]) -> None:
+        """Plan the last known tokens of plain requests without recurrent state and window blocks, which have slots."""
+        plans, budgets, sizes = self.plans, self.budgets, self.sizes
+        for request in requests:
+            rank, lease, start = request.rank, request.lease, request.num_computed_tokens
+            assert lease is not None
+            request.num_scheduled_tokens = 1
+            chunk = Chunk(request.request_id, request.token_ids[start:], start, lease.block_ids, request.sampling)
+            chunk.first_angle = request.first_angle
+            plans[rank].chunks.append(chunk)
+            budgets[rank] -= 1
+            size = sizes[rank]
+            size.rows += 1
+            size.attended += start + 0.5
+        self.requests += requests
 
     @property
     def size(self) -> StepSize:

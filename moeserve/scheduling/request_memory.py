@@ -26,9 +26,10 @@ class RequestMemory:
         """states: None without recurrent states."""
         self._cache = cache
         self._states = states
-        self._block_size = cache.block_size
+        self.block_size = cache.block_size
         self._windows = cache.windows
-        self._needs_slots_alone = states is None and cache.windows is None
+        # Whether a chunk needs nothing here but slots for its tokens.
+        self.needs_slots_alone = states is None and cache.windows is None
 
     def num_available_blocks(self, request: Request, *, sparing: bool, enough: int | None = None) -> int:
         """Count the blocks that the request could get now. See `grow` for `sparing`.
@@ -39,7 +40,7 @@ class RequestMemory:
 
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the most blocks that `num_tokens` further tokens of a request can begin."""
-        return -(-num_tokens // self._block_size)
+        return -(-num_tokens // self.block_size)
 
     def share(self, request: Request) -> None:
         """Set the terms of the request's account, by which its prefixes are evicted."""
@@ -59,7 +60,7 @@ class RequestMemory:
         """Count the blocks that the request lacks for its tokens."""
         lease = request.lease
         assert lease is not None
-        return -(-len(request.token_ids) // self._block_size) - len(lease.block_ids)
+        return -(-len(request.token_ids) // self.block_size) - len(lease.block_ids)
 
     def num_missing_windows(self, request: Request) -> int:
         """Count the window blocks that the request lacks to be computed step by step."""
@@ -67,7 +68,7 @@ class RequestMemory:
             return 0
         lease = request.lease
         assert lease is not None
-        wanted = min(self._windows.num_needed, -(-len(request.token_ids) // self._block_size))
+        wanted = min(self._windows.num_needed, -(-len(request.token_ids) // self.block_size))
         return max(0, wanted - (len(lease.block_ids) - lease.first_window))
 
     def has_windows(self, count: int) -> bool:
@@ -78,7 +79,7 @@ class RequestMemory:
         """Count the slots that the request holds and no plan fills yet."""
         lease = request.lease
         assert lease is not None
-        return len(lease.block_ids) * self._block_size - request.num_planned_tokens
+        return len(lease.block_ids) * self.block_size - request.num_planned_tokens
 
     def attach(self, request: Request) -> None:
         """Lease the cached prefix of the request's tokens and count it as computed.
@@ -101,7 +102,7 @@ class RequestMemory:
         """
         lease = request.lease
         assert lease is not None
-        last = (request.num_prompt_tokens - 1) // self._block_size * self._block_size
+        last = (request.num_prompt_tokens - 1) // self.block_size * self.block_size
         positions = [last, *range(PROMPT_INTERVAL_TOKENS, last, PROMPT_INTERVAL_TOKENS)]
         if self._cache.is_branch(lease):
             positions += [lease.num_known_tokens, lease.num_published_tokens]
@@ -114,7 +115,7 @@ class RequestMemory:
         """Raise ValueError unless `width` beams of up to `num_tokens` tokens can run here alone."""
         if self._states is not None:
             raise ValueError("beam search needs a model without recurrent states")
-        num_shared = num_prompt_tokens // self._block_size if self._cache.keeps_prefixes else 0
+        num_shared = num_prompt_tokens // self.block_size if self._cache.keeps_prefixes else 0
         num_own = self.num_blocks_for(num_tokens) - num_shared
         wanted = self.num_blocks_for(num_prompt_tokens) + width * num_own
         if wanted > self._cache.num_blocks:
@@ -222,11 +223,6 @@ class RequestMemory:
         if self._states is not None:
             self._states.commit(request, chunk, keep=keep)
 
-    def holds_slot(self, request: Request, position: int) -> bool:
-        """Return whether the chunk of the token at `position` needs nothing but a slot that the request holds."""
-        lease = request.lease
-        return lease is not None and self._needs_slots_alone and position < len(lease.block_ids) * self._block_size
-
     def grow(self, request: Request, count: int, *, sparing: bool) -> Sequence[int] | None:
         """Lease blocks for `count` more tokens. Return the new ids, or None with nothing changed if memory is short.
 
@@ -234,7 +230,7 @@ class RequestMemory:
         """
         lease = request.lease
         assert lease is not None
-        missing = (request.num_planned_tokens + count - 1) // self._block_size + 1 - len(lease.block_ids)
+        missing = (request.num_planned_tokens + count - 1) // self.block_size + 1 - len(lease.block_ids)
         if missing <= 0:
             return ()
         return self._cache.extend(lease, missing, sparing=sparing)
@@ -255,7 +251,7 @@ class RequestMemory:
         num_blocks = self.num_available_blocks(request, sparing=sparing)
         if self._windows is not None:
             num_blocks = min(num_blocks, self._windows.num_available)
-        return self.num_empty_slots(request) + num_blocks * self._block_size
+        return self.num_empty_slots(request) + num_blocks * self.block_size
 
     def publish(self, request: Request) -> list[int] | None:
         """Publish the full blocks that the request has computed.
@@ -264,7 +260,7 @@ class RequestMemory:
         """
         lease = request.lease
         assert lease is not None
-        if request.num_computed_tokens - lease.num_published_tokens < self._block_size:
+        if request.num_computed_tokens - lease.num_published_tokens < self.block_size:
             return None
         duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
         return duplicates or None
@@ -282,7 +278,7 @@ class RequestMemory:
         """
         lease, tokens = request.lease, request.token_ids
         assert lease is not None
-        end = lease.num_published_tokens + self._block_size
+        end = lease.num_published_tokens + self.block_size
         if not lease.use_cache or end >= len(tokens):
             return False
         awaits = self._is_computed_by if self._states is None else self._waits_for_snapshot
@@ -294,7 +290,7 @@ class RequestMemory:
         lease = request.lease
         assert lease is not None
         # Two requests that wait for a snapshot may want different ones, unless their prompts are equal.
-        end = lease.num_published_tokens + self._block_size if self._states is None else len(request.token_ids) - 1
+        end = lease.num_published_tokens + self.block_size if self._states is None else len(request.token_ids) - 1
         return request.token_ids[:end]
 
     def _waits_for_snapshot(self, request: Request, other: Request) -> bool:
@@ -317,7 +313,7 @@ class RequestMemory:
 
         Whole blocks from the first token on, and never the request's last token.
         """
-        size = self._block_size
+        size = self.block_size
         longest = (min(len(request.token_ids) - 1, len(other.token_ids)) // size) * size
         mine, theirs = request.token_ids, other.token_ids
         if request.namespace != other.namespace or not longest:

@@ -323,8 +323,10 @@ class Scheduler:
         prompts, closings = list[Request](), list[Request]()
         num_drafts = self._num_drafts(draft)
         # Preemption removes requests from the list during this loop, but only behind the current one.
-        for request in self._running.requests:
-            if self._chunks.plan_next(request, draft, num_drafts) or not self._may_go_on(request):
+        running, place = self._running.requests, 0
+        while (place := self._chunks.plan_run(running, place, draft, num_drafts)) < len(running):
+            request, place = running[place], place + 1
+            if not self._may_go_on(request):
                 continue
             num_pending = request.num_pending_tokens
             if request.beams and not num_pending:
