@@ -32,6 +32,8 @@ class Chunks:
         self._trial = trial
         self._beams = beams
         self._rope_switch = rope_switch
+        # By rank, the slots of a block, where chunks need nothing but slots; else 0.
+        self._block_sizes = [memory.block_size if memory.needs_slots_alone else 0 for memory in memories]
 
     def plan_beams(self, leader: Request, draft: PlanDraft) -> list[Request]:
         """Plan the beams that lack one token. Return the beams that lack more: they have lost their memory."""
@@ -65,8 +67,7 @@ class Chunks:
         So it is with most requests of a large step, which costs by their number. num_drafts: by request, where there
         are any. Return the place of the request that is not planned, the number of requests without one.
         """
-        block_sizes = [memory.block_size if memory.needs_slots_alone else 0 for memory in self._memories]
-        budgets, place = draft.budgets[:], first
+        budgets, block_sizes, place = draft.budgets[:], self._block_sizes, first
         for place in range(first, len(requests)):
             request = requests[place]
             rank, lease, start = request.rank, request.lease, request.num_computed_tokens
@@ -85,9 +86,10 @@ class Chunks:
             budgets[rank] -= 1
         else:
             place = len(requests)
-        planned = requests[first:place]
-        draft.add_next(planned)
-        self._tenants.charge_each(planned)
+        if place > first:
+            planned = requests[first:place]
+            draft.add_next(planned)
+            self._tenants.charge_each(planned)
         return place
 
     def plan(self, request: Request, num_pending: int, draft: PlanDraft) -> None:

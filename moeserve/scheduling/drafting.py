@@ -230,8 +230,10 @@ class Drafting:
             guessed = [request for request in own if request.draft_tokens]
             if not guessed:
                 continue
-            rows = sum(map(_num_rows, own))
-            size = StepSize(rows, float(sum(len(request.token_ids) * _num_rows(request) for request in own)))
+            counts = list(map(_num_rows, own))
+            rows = sum(counts)
+            attended = sum(len(request.token_ids) * count for request, count in zip(own, counts, strict=True))
+            size = StepSize(rows, float(attended))
             most = min(_num_drafts(draft.budgets[rank], rows), sum(len(request.draft_tokens) for request in guessed))
             # Rows that are computed again give no token, so that drafts behind them may pay sooner.
             if rows == len(own) and not self._may_pay(rows, most, size):
@@ -347,7 +349,7 @@ def _lost_rows(chances: Sequence[float], request: Request) -> list[float]:
 
 def _num_rows(request: Request) -> int:
     """Return how many tokens the request's next chunk has before its drafts."""
-    return max(1, len(request.token_ids) - request.num_planned_tokens)
+    return max(1, len(request.token_ids) - request.num_computed_tokens - request.num_scheduled_tokens)
 
 
 def _num_drafts(budget: int, num_rows: int) -> int:
