@@ -15,7 +15,7 @@ from rich.status import Status
 
 from benchmarks.experts.figures import Amount, Measure, Unavailable
 from benchmarks.experts.report import Findings, print_report, to_json
-from moeserve.bench.serve import describe_machine
+from moeserve.bench.runs import describe_machine
 
 _NUM_SEEDS, _NUM_PAIRS = 5, 10
 _QUICK_SEEDS, _QUICK_PAIRS = 2, 2

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from benchmarks.experts.figures import Amount, Figure, Limit, Sense, Verdict
-from moeserve.bench.serve import Environment
+from moeserve.bench.runs import Environment
 
 _STYLES = {Verdict.MET: "green", Verdict.MISSED: "red", Verdict.OPEN: "yellow", Verdict.REPORTED: "dim"}
 

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from datetime import datetime
-from itertools import groupby
+from collections.abc import Sequence
 from math import inf
 from pathlib import Path
-from time import monotonic, process_time
 from typing import Any
 
 import click
 import msgspec
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
 from moeserve.bench.client import ChatClient, Endpoint, RequestFailed
 from moeserve.bench.goodput import Crowd, Point, measure_curve, print_curve
-from moeserve.bench.metrics import Column, Metrics, RequestRecord, RunMetrics, Slo, columns, summarise
-from moeserve.bench.workloads import WORKLOADS, Shape, Workload, run_workload, seeded_text
-from moeserve.config import VERSION
-from moeserve.machine import read_processor
+from moeserve.bench.metrics import Slo
+from moeserve.bench.report import print_report, to_json
+from moeserve.bench.runs import (
+    Environment,
+    Findings,
+    ReadyTarget,
+    Settings,
+    Target,
+    describe_machine,
+    measure,
+    prepare,
+)
+from moeserve.bench.workloads import WORKLOADS, Shape
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
 _TABLE_WIDTH = 160
@@ -34,15 +35,7 @@ _USUAL_WORKLOADS = ("agents", "stream", "streams", "prefix-ttft")
 _NAMED_URL = re.compile(r"([\w.-]+)=(https?://.+)")
 _COUNT = click.IntRange(min=1)
 _USUAL = Shape()
-_WARM_UP_WORDS, _WARM_UP_TOKENS = 16, 4
-_READY_POLL_S = 0.5
-# Statuses with which servers refuse a field that they do not know.
-_FIELD_REFUSED = (400, 422)
-# A chat template's own text may be cached in a fresh prompt, but it is a small part of a prompt.
-_WARM_SHARE = 0.5
-_NONE = "-"
 _GOODPUT_SLO = Slo(ttft=2.0)
-_CACHED_SHOWN = ("cold", "cached")
 
 
 def _levels(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...] | None:
@@ -289,322 +282,3 @@ def _one_for_each(option: str, values: Sequence[str], urls: Sequence[str]) -> li
     if len(values) > 1:
         raise click.UsageError(f"{option} is given {len(values)} times for {len(urls)} servers")
     return [values[0] if values else None] * len(urls)
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """A server to measure; `client.model` is empty until the server was asked for one."""
-
-    name: str
-    url: str
-    client: ChatClient
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyTarget:
-    """A server that has answered. `ignores_eos` is False if it stops at its end-of-sequence token."""
-
-    name: str
-    url: str
-    client: ChatClient
-    version: str | None
-
-    @property
-    def ignores_eos(self) -> bool:
-        return self.client.ignore_eos
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Workload names, lengths, seed, number of runs, objectives, and warm-up requests per server.
-
-    wait_s: the longest wait for a server that is not ready.
-    """
-
-    workloads: tuple[str, ...]
-    shape: Shape
-    seed: int
-    repeat: int
-    slo: Slo | None
-    warm_up: int
-    wait_s: float
-
-
-@dataclass(slots=True)
-class Findings:
-    """All measured runs. `warnings` name doubts about the figures; `errors` counts failures by message."""
-
-    runs: list[RunMetrics] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    errors: dict[str, int] = field(default_factory=dict)
-
-
-async def prepare(target: Target, settings: Settings, say: Callable[[str], None]) -> ReadyTarget:
-    """Find the model and the version, and warm the server up. Raises RequestFailed.
-
-    A server that is not ready is waited for, and `say` gets a sentence about that. A server that refuses `ignore_eos`
-    is asked again, and measured, without it.
-    """
-    client = target.client
-    await _wait_until_ready(target, settings.wait_s, say)
-    version = await client.version()
-    if not client.model:
-        client = replace(client, model=await client.first_model())
-    try:
-        await _warm_up(client, settings)
-    except RequestFailed as error:
-        if not client.ignore_eos or error.status not in _FIELD_REFUSED:
-            raise
-        client = replace(client, ignore_eos=False)
-        await _warm_up(client, settings)
-    return ReadyTarget(target.name, target.url, client, version)
-
-
-async def measure(targets: list[ReadyTarget], settings: Settings, progress: Callable[[str], None]) -> Findings:
-    """Run every workload on every server, several times.
-
-    The order of the servers is reversed from run to run, so that none is always measured first.
-    """
-    findings = Findings()
-    for run in range(settings.repeat):
-        in_turn = targets if run % 2 == 0 else targets[::-1]
-        for workload in _workloads(settings, run):
-            for target in in_turn:
-                label = f"{workload.name}, {workload.concurrency} at once,"
-                progress(f"run {run + 1} of {settings.repeat}: {label} on {target.name}")
-                await _measure_one(target, workload, run, settings.slo, findings)
-    # Columns are shown in the order in which the servers were named, whichever ran first.
-    order = {target.name: index for index, target in enumerate(targets)}
-    findings.runs.sort(key=lambda measured: order[measured.server])
-    return findings
-
-
-def _workloads(settings: Settings, run: int) -> Iterator[Workload]:
-    for name in settings.workloads:
-        yield from WORKLOADS[name](settings.shape, settings.seed, run)
-
-
-async def _measure_one(target: ReadyTarget, workload: Workload, run: int, slo: Slo | None, findings: Findings) -> None:
-    cpu_before = process_time()
-    records = await run_workload(target.client, workload)
-    client_cpu_s = process_time() - cpu_before
-    for variant, measured in _records_by_variant(records).items():
-        metrics: Metrics = summarise(measured, slo.met if slo else None)
-        metrics["client_cpu_s"] = client_cpu_s * len(measured) / len(records)
-        findings.runs.append(RunMetrics(workload.name, variant, target.name, run, metrics))
-    for record in records:
-        if record.error is not None:
-            message = f"{target.name}, {workload.name}: {record.error}"
-            findings.errors[message] = findings.errors.get(message, 0) + 1
-    if was_warm(records):
-        findings.warnings.append(
-            f"{target.name} had text of {workload.name} in its prefix cache before run {run + 1}: "
-            "take a --seed that it has not seen"
-        )
-
-
-def was_warm(records: list[RequestRecord]) -> bool:
-    """Return whether a large part of every prompt was cached although one at least should have been cold."""
-    cold = [record for record in records if record.cold]
-    return bool(cold) and all((r.cached_tokens or 0) > _WARM_SHARE * (r.prompt_tokens or 0) for r in cold)
-
-
-def _records_by_variant(records: list[RequestRecord]) -> dict[str, list[RequestRecord]]:
-    groups: dict[str, list[RequestRecord]] = {}
-    for record in records:
-        groups.setdefault(record.variant, []).append(record)
-    return groups
-
-
-async def _wait_until_ready(target: Target, wait_s: float, say: Callable[[str], None]) -> None:
-    """Wait while the server answers 503 at `/ready`. Raises RequestFailed if it still does after `wait_s`.
-
-    A server without that route is taken as ready.
-    """
-    until = monotonic() + wait_s
-    said = False
-    while True:
-        try:
-            await target.client.get("/ready")
-            return
-        except RequestFailed as error:
-            if error.status != 503:
-                return
-            if monotonic() >= until:
-                raise RequestFailed(f"not ready after {wait_s:g} s: {error}", error.status) from error
-            if not said:
-                say(f"{target.url} is not ready, waiting for at most {wait_s:g} s: {error}")
-                said = True
-        await asyncio.sleep(_READY_POLL_S)
-
-
-async def _warm_up(client: ChatClient, settings: Settings) -> None:
-    prompts = [seeded_text(_WARM_UP_WORDS, settings.seed, "warm-up", index) for index in range(settings.warm_up)]
-    answers = [client.chat([{"role": "user", "content": prompt}], _WARM_UP_TOKENS) for prompt in prompts]
-    for outcome in await asyncio.gather(*answers, return_exceptions=True):
-        if isinstance(outcome, BaseException):
-            raise outcome
-
-
-def print_report(
-    console: Console, environment: Environment, targets: list[ReadyTarget], settings: Settings, findings: Findings
-) -> None:
-    """Print one table per workload, a column per server and variant, then the machine, the servers and the doubts."""
-    for workload, of_workload in groupby(_side_by_side(columns(findings.runs)), key=lambda column: column.workload):
-        console.print(f"{workload}: {_lengths(workload, settings.shape)}", style="bold", highlight=False)
-        console.print(_table(list(of_workload), settings))
-        console.print()
-    for line in _denominators(environment, targets, settings):
-        console.print(line, highlight=False, style="dim", soft_wrap=True)
-    for warning in findings.warnings:
-        console.print(f"warning: {escape(warning)}", style="yellow", highlight=False)
-    for message, count in findings.errors.items():
-        console.print(f"{count} times: {escape(message)}", style="red", highlight=False)
-
-
-def to_json(environment: Environment, targets: list[ReadyTarget], settings: Settings, findings: Findings) -> bytes:
-    """Return all runs, medians, advantages, the machine and the servers; times in seconds."""
-    document: dict[str, Any] = {
-        "environment": environment,
-        "settings": settings,
-        "servers": [
-            {
-                "name": target.name,
-                "url": target.url,
-                "version": target.version,
-                "model": target.client.model,
-                "ignore_eos": target.ignores_eos,
-            }
-            for target in targets
-        ],
-        "medians": columns(findings.runs),
-        "runs": findings.runs,
-        "warnings": findings.warnings,
-        "errors": findings.errors,
-    }
-    return msgspec.json.format(msgspec.json.encode(document), indent=2) + b"\n"
-
-
-def _side_by_side(found: list[Column]) -> list[Column]:
-    """Bring the servers of one variant side by side and keep the order otherwise."""
-    first: dict[tuple[str, str], int] = {}
-    workloads: dict[str, int] = {}
-    for index, column in enumerate(found):
-        first.setdefault((column.workload, column.variant), index)
-        workloads.setdefault(column.workload, index)
-    return sorted(found, key=lambda column: (workloads[column.workload], first[column.workload, column.variant]))
-
-
-def _table(found: list[Column], settings: Settings) -> Table:
-    table = Table()
-    table.add_column("")
-    for column in found:
-        table.add_column("\n".join(filter(None, (escape(column.server), column.variant))), justify="right")
-    for label, cell in _rows(settings):
-        cells = [cell(column) for column in found]
-        if any(text != _NONE for text in cells):
-            table.add_row(label, *cells)
-    cached_prefix = _cold_to_cached(found)
-    if cached_prefix:
-        table.add_row("TTFT cold / cached", *cached_prefix)
-    return table
-
-
-def _rows(settings: Settings) -> Iterator[tuple[str, Callable[[Column], str]]]:
-    for name, label in (("ttft", "TTFT"), ("itl", "inter-token"), ("tpot", "per output token")):
-        yield f"{label} p50", _with_advantage(f"{name}_p50", _seconds)
-        if name != "tpot":
-            yield f"{label} p95", _plain(f"{name}_p95", _seconds)
-            yield f"{label} p99", _plain(f"{name}_p99", _seconds)
-    yield "output tokens/s", _with_advantage("tokens_per_s", "{:.1f}".format)
-    yield "requests/s", _plain("requests_per_s", "{:.2f}".format)
-    if settings.slo is not None:
-        yield "goodput requests/s", _with_advantage("goodput_per_s", "{:.2f}".format)
-        yield "goodput share", _plain("goodput", "{:.0%}".format)
-    yield "prompt tokens", _plain("prompt_tokens", "{:.0f}".format)
-    yield "of them cached", _plain("cached_tokens", "{:.0f}".format)
-    yield "output tokens", _plain("output_tokens", "{:.0f}".format)
-    yield "tokens per event", _plain("tokens_per_event", "{:.2f}".format)
-    yield "requests", _plain("requests", "{:.0f}".format)
-    yield "errors", _plain("errors", "{:.0f}".format)
-
-
-def _plain(name: str, shown: Callable[[float], str]) -> Callable[[Column], str]:
-    return lambda column: shown(column.medians[name]) if name in column.medians else _NONE
-
-
-def _with_advantage(name: str, shown: Callable[[float], str]) -> Callable[[Column], str]:
-    def cell(column: Column) -> str:
-        ratio = f" ({column.advantage[name]:.2f}x)" if name in column.advantage else ""
-        return _plain(name, shown)(column) + ratio
-
-    return cell
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1000:.1f} ms"
-
-
-def _cold_to_cached(found: list[Column]) -> list[str]:
-    ttft = {(column.server, column.variant): column.medians.get("ttft_p50") for column in found}
-    cells = []
-    for column in found:
-        cold, cached = (ttft.get((column.server, variant)) for variant in _CACHED_SHOWN)
-        cells.append(f"{cold / cached:.1f}x" if cold and cached and column.variant == "cached" else "")
-    return cells if any(cells) else []
-
-
-def _lengths(workload: str, shape: Shape) -> str:
-    tokens = shape.max_tokens
-    return {
-        "agents": f"{shape.num_agents} agents x {shape.num_turns} turns, {shape.agents_at_once} at once, "
-        f"{shape.system_words} words of shared prompt, {shape.question_words} per question, "
-        f"{tokens(48)} output tokens",
-        "stream": f"one stream of {tokens(96)} tokens",
-        "streams": f"16 streams at once of {tokens(64)} tokens",
-        "prefix-ttft": f"TTFT of about 1000 tokens, {shape.prefix_repetitions} times cold and cached",
-        "sweep": f"streams of {tokens(64)} tokens, two for each place",
-    }[workload]
-
-
-def _denominators(environment: Environment, targets: list[ReadyTarget], settings: Settings) -> Iterator[str]:
-    runs = "one run" if settings.repeat == 1 else f"medians of {settings.repeat} interleaved runs"
-    yield f"{environment.date}, {runs}, seed {settings.seed}, {environment.client}"
-    yield f"{environment.cpu}, {environment.num_cores} cores, load {environment.load_before} before the start"
-    for target in targets:
-        ended = "all tokens asked for" if target.ignores_eos else "ends at the end-of-sequence token"
-        version = target.version or "version not told"
-        yield f"{escape(target.name)}: {escape(target.url)}, {version}, model {escape(target.client.model)}, {ended}"
-    if len(targets) > 1:
-        yield f"(x): how many times better than {escape(targets[0].name)}, median of the ratios within a run"
-    if settings.slo is not None:
-        limits = settings.slo
-        named = (("TTFT", limits.ttft), ("per output token", limits.tpot), ("request", limits.e2e))
-        yield "goodput: " + ", ".join(f"{name} ≤ {_seconds(limit)}" for name, limit in named if limit is not None)
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """`load_before` is the load average of the last minute: above about 0.1 the machine was not quiet."""
-
-    date: str
-    client: str
-    cpu: str
-    num_cores: int
-    memory_gib: float
-    system: str
-    load_before: float
-
-
-def describe_machine() -> Environment:
-    """Describe the machine of the client; the server may run on another one."""
-    name, instruction_sets = read_processor()
-    return Environment(
-        date=datetime.now().astimezone().isoformat(timespec="seconds"),
-        client=f"moeserve bench {VERSION}, Python {platform.python_version()}",
-        cpu=" ".join((name, *instruction_sets[:1])),
-        num_cores=len(os.sched_getaffinity(0)),
-        memory_gib=round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        system=f"{platform.system()} {platform.release()}",
-        load_before=round(os.getloadavg()[0], 2),
-    )

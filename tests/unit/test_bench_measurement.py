@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from moeserve.bench.client import Endpoint, StreamError, error_message, read_answer, timed_data
 from moeserve.bench.metrics import RequestRecord, RunMetrics, Slo, columns, covered, percentile, summarise
-from moeserve.bench.serve import was_warm
+from moeserve.bench.runs import was_warm
 from moeserve.bench.workloads import WORKLOADS, Shape, seeded_text
 
 
