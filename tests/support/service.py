@@ -178,7 +178,7 @@ def is_alive(pid: int) -> bool:
     return fields != [] and fields[0] != "Z"
 
 
-def wait_until(condition: Any, timeout: float = 60) -> None:
+def wait_until(condition: Any, timeout: float = 120) -> None:
     """Polls another process's state; there is nothing to wait on. timeout: of a machine that does many other things."""
     deadline = time.monotonic() + timeout
     while not condition():
