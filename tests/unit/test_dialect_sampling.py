@@ -165,6 +165,12 @@ def test_values_out_of_bounds_are_refused_by_name(dialect: str, field: str, valu
     assert error.param.startswith(field)
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400)], ids=["large", "small"])
+@pytest.mark.parametrize("field", ["temperature", "max_tokens", "top_logprobs", "logprobs", "prompt_logprobs"])
+def test_a_number_of_hundreds_of_digits_is_out_of_bounds(dialect: str, field: str, number: int) -> None:
+    assert refuse(dialect, **{"logprobs": True, field: number}).status == 400
+
+
 @pytest.mark.parametrize(
     ("field", "interval"),
     [

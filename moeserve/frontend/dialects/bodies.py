@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection
 from functools import cache
@@ -226,7 +225,8 @@ def _spans(expected: type[msgspec.Struct]) -> dict[str, tuple[float, float, bool
 
 def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
     """Return `value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
-    if not math.isfinite(value) or value < low or value > high or (above and value == low):
+    # A comparison with NaN fails as well; JSON's integers may be too large for a float.
+    if not low <= value <= high or (above and value == low):
         raise _beyond(name, low, high, above)
     return value
 
