@@ -59,7 +59,7 @@ class Workspace {
     value_dim_ = value_dim;
     queries.resize(rows * key_dim);
     positions.resize(rows);
-    weights.resize(rows * kTileKeys);
+    scores.resize(kGroupRows * kTileKeys);
     if (kind == Kind::kInt8) {
       rounded_queries.reserve(rows, key_dim);
       integers.reserve(key_dim, value_dim);
@@ -77,7 +77,8 @@ class Workspace {
     return {base, base + rows_, base + 2 * rows_};
   }
 
-  std::vector<float> queries, keys, weights;
+  std::vector<float> queries;
+  Lines<float> keys, scores;
   std::vector<int64_t> positions;
   RoundedQueries rounded_queries;
   IntegerTile integers;
@@ -86,7 +87,7 @@ class Workspace {
   const uint8_t *key_rows[kTileKeys], *value_rows[kTileKeys];
 
  private:
-  std::vector<float> states_;
+  Lines<float> states_;
   int64_t rows_ = 0, value_dim_ = 0;
 };
 
@@ -99,7 +100,7 @@ struct WideRows {
 
   template <int Rows>
   static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
-    float* scores = work.weights.data() + row * kTileKeys;
+    float* scores = work.scores.data();
     score<Rows>(work.queries.data() + row * in.key_dim, in.key_dim, work.keys.data(), scores);
     Seen seen[Rows];
     float shares[Rows];
@@ -118,14 +119,13 @@ struct PairRows {
 
   template <int Rows>
   static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
-    float* scores = work.weights.data() + row * kTileKeys;
+    float* scores = work.scores.data();
     score_pairs<Rows>(work.query_pairs.data() + row * num_pairs(in.key_dim), in.key_dim, work.pairs.keys.data(), scores);
     Seen seen[Rows];
     float shares[Rows];
     for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, num_keys);
-    weigh<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares);
-    Pair weights[Rows * kTileKeys / 2];
-    round_to_pairs(scores, Rows * kTileKeys, weights);
+    alignas(64) Pair weights[Rows * kTileKeys / 2];
+    weigh_pairs<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares, weights);
     float* sums = state.sums + row * in.value_dim;
     const uint32_t* values = work.pairs.values.data();
     int64_t channel = 0;
@@ -146,7 +146,7 @@ struct IntegerRows {
   static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
     const RoundedQueries& queries = work.rounded_queries;
     const IntegerTile& tile = work.integers;
-    float* scores = work.weights.data() + row * kTileKeys;
+    float* scores = work.scores.data();
     for (int64_t column = 0; column < kTileKeys; column += kColumnsAtOnce * kLanes)
       score_integers<Rows>(queries.high.data() + row * in.key_dim, queries.low.data() + row * in.key_dim,
                            queries.high_shifts.data() + row, queries.low_shifts.data() + row, in.key_dim,

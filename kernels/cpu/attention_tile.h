@@ -3,6 +3,7 @@
 #pragma once
 
 #include <algorithm>
+#include <vector>
 
 #include "kv_rows.h"
 
@@ -17,6 +18,21 @@ constexpr int parts_at_once(int rows) {
   return kPartLanes == kLanes || rows == 1 ? all : rows <= 3 ? 4 : 2;  // 12 of the 16 registers of 8 floats.
 }
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
+// Numbers from the beginning of a cache line on. A vector that was stored across two lines is not forwarded to its load.
+template <typename Number>
+class Lines {
+ public:
+  void resize(int64_t count) { lines_.resize((count * int64_t(sizeof(Number)) + 63) / 64); }
+  Number* data() { return reinterpret_cast<Number*>(lines_.data()); }
+  const Number* data() const { return reinterpret_cast<const Number*>(lines_.data()); }
+
+ private:
+  struct alignas(64) Line {
+    uint8_t bytes[64];
+  };
+  std::vector<Line> lines_;
+};
 
 // Running softmax of some rows: the largest score, the sum of weights and the weighted sum of values.
 struct State {
@@ -160,28 +176,29 @@ void add_all_values(const float* weights, const float* shares, const uint8_t* co
 // The keys of a tile that a row sees, from the first to before the last; either may lie outside the tile.
 struct Seen {
   int64_t first, last;
+
+  bool sees_all() const { return first == 0 && last == kTileKeys; }
 };
+
+// Which of 16 keys from `first_key` on a row sees.
+static inline Ints sees_keys(const Seen& seen, int first_key) {
+  const Ints key = Ints{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} + first_key;
+  return (Ints)(key >= int32_t(std::min(seen.first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(seen.last, 0)));
+}
 
 // scores[r] times their scales, kNothing where the row does not see the key, and the largest of each row in its lane.
 // scale_of(r, v): of 16 scores.
 template <int Rows, typename ScaleOf>
 static inline Floats scale_scores(const Seen* seen, float* scores, ScaleOf scale_of) {
-  const Ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   Floats tops[Rows];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
-    const auto [first, last] = seen[r];
-    const bool sees_all = first == 0 && last == kTileKeys;
+    const bool sees_all = seen[r].sees_all();
     tops[r] = splat(kNothing);
     for (int v = 0; v < kVectors; ++v) {
       float* at = scores + r * kTileKeys + v * kLanes;
       Floats scaled = load(at) * scale_of(r, v);
-      if (!sees_all) {
-        const Ints key = lane + v * kLanes;
-        const Ints is_seen =
-            (Ints)(key >= int32_t(std::min(first, kTileKeys))) & (Ints)(key < int32_t(std::max<int64_t>(last, 0)));
-        scaled = select(is_seen, scaled, splat(kNothing));
-      }
+      if (!sees_all) scaled = select(sees_keys(seen[r], v * kLanes), scaled, splat(kNothing));
       store(at, scaled);
       tops[r] = max(tops[r], scaled);
     }

@@ -12,7 +12,10 @@ namespace {
 // Activations, sixteen channels at a time. All but the last have a gate.
 enum class Activation : int64_t { kSilu, kGelu, kGeluTanh, kRelu, kSwigluOai, kRelu2 };
 
-inline Floats sigmoid(Floats x) { return 1.0f / (1.0f + exp(-x)); }
+// Beyond 88 the result is that for 88, some 1e-38 from 0 or from 1.
+inline Floats sigmoid(Floats x) {
+  return 1.0f / (1.0f + exp_of_moderate(min(max(-x, splat(kLeastExponent)), splat(88.0f))));
+}
 
 inline Floats gelu(Floats x) {
   float lanes[kLanes];
@@ -183,6 +186,7 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
       });
 }
 
+constexpr int64_t kLeastParts = 128;       // The smallest part of a product that a thread takes at once is 1 of these.
 constexpr int64_t kCombinedAtOnce = 65536;  // Products that a thread sums at once: fewer cost less than to share them.
 
 // Sums a token's products [top_k, hidden] in the order of its choice. ids: null where all experts are here.
@@ -201,8 +205,8 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
          int64_t out_stride) {
   const int64_t groups = int64_t(step.rows.experts.size()), chosen = int64_t(step.rows.places.size());
   const int64_t gate_up_panels = shape.gate_up_panels(), down_panels = num_panels(shape.hidden);
-  const int64_t gate_up_grain = std::max<int64_t>(1, groups * gate_up_panels / 16);
-  const int64_t down_grain = std::max<int64_t>(1, groups * down_panels / 12);
+  const int64_t gate_up_grain = std::max<int64_t>(1, groups * gate_up_panels / kLeastParts);
+  const int64_t down_grain = std::max<int64_t>(1, groups * down_panels / kLeastParts);
   if (shape.has_order) for_shared(chosen, 4, [&](int64_t row) { order_row(shape, step, row); });
   if (shape.rounds(shape.gate_up)) {
     const float* x = shape.has_order ? step.ordered : step.x;

@@ -71,8 +71,8 @@ struct RoundedQueries {
 
 // The tile itself: codes of keys plus 128 as [dim / 4][64][4], codes of values as [16][dim][4], and their scales.
 struct IntegerTile {
-  std::vector<uint32_t> keys, values;
-  float key_scales[kTileKeys], value_scales[kTileKeys];
+  Lines<uint32_t> keys, values;
+  alignas(64) float key_scales[kTileKeys], value_scales[kTileKeys];
 
   void reserve(int64_t key_dim, int64_t value_dim) {
     keys.resize(key_dim / 4 * kTileKeys);

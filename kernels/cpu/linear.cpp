@@ -8,7 +8,9 @@
 namespace moeserve {
 namespace {
 
-constexpr int64_t kRowBlock = 192;  // Rows that stay in the second-level cache while all panels pass.
+constexpr int64_t kRowBlock = 192;     // Rows that stay in the second-level cache while all panels pass.
+constexpr int64_t kFewRowBlock = 48;  // Rows of a task where panels are too few to be shared by threads.
+constexpr int64_t kFewPanels = 8;
 
 // A matrix of a product, the rows as it multiplies them, and where its panels and its columns of y begin.
 struct Factor {
@@ -77,12 +79,13 @@ void multiply_rows(const Matrix* matrices, int64_t count, const float* x, int64_
     columns += m->width;
   }
   round_rows(p);
-  const int64_t row_blocks = (num_rows + kRowBlock - 1) / kRowBlock;
-  for_shared(row_blocks * panels, std::max<int64_t>(1, panels / 16), [&](int64_t task) {
-    const int64_t first = task / panels * kRowBlock, panel = task % panels;
+  const int64_t row_block = panels < kFewPanels ? kFewRowBlock : kRowBlock;
+  const int64_t row_blocks = (num_rows + row_block - 1) / row_block;
+  for_shared(row_blocks * panels, std::max<int64_t>(1, panels / 64), [&](int64_t task) {
+    const int64_t first = task / panels * row_block, panel = task % panels;
     const Factor* factor = &p.factors.back();
     while (factor->first_panel > panel) --factor;
-    panel_product(p, *factor, panel - factor->first_panel, first, std::min(kRowBlock, num_rows - first));
+    panel_product(p, *factor, panel - factor->first_panel, first, std::min(row_block, num_rows - first));
   });
 }
 

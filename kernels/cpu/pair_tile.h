@@ -2,8 +2,6 @@
 // weights are rounded to bfloat16, too, and products are summed in float32.
 #pragma once
 
-#include <vector>
-
 #include "attention_tile.h"
 #include "panels.h"
 
@@ -11,7 +9,7 @@ namespace moeserve {
 
 // Keys as [dim / 2][64] pairs of channels, values as [32][dim] pairs of keys.
 struct PairTile {
-  std::vector<uint32_t> keys, values;
+  Lines<uint32_t> keys, values;
 
   void reserve(int64_t key_dim, int64_t value_dim) {
     keys.resize(key_dim / 2 * kTileKeys);
@@ -67,6 +65,61 @@ void score_pairs(const Pair* queries, int64_t dim, const uint32_t* keys, float* 
   }
 }
 
+constexpr float kLogE = 1.44269504f;  // Of base 2.
+
+// 2^x for x up to about 0, to 3 millionths. Exactly 0 from -127 down, where the exponent's bits become those of 0; not a
+// number counts as less than that.
+static inline Floats exp2_of_negative(Floats x) {
+  const Floats magic = splat(12582912.0f);  // Adding it rounds to an integer in the low bits.
+  const Floats bounded = max(x, splat(-127.0f)), shifted = bounded + magic, part = bounded - (shifted - magic);
+  Floats value = fma(splat(0.009582852944731712f), part, splat(0.055906426161527634f));
+  value = fma(value, part, splat(0.24024099111557007f));
+  value = fma(value, part, splat(0.6931241750717163f));
+  value = fma(value, part, splat(1.0f));
+  return (Floats)((Ints)value + ((Ints)shifted << 23));
+}
+
+// Turns the scores of rows in a tile into weights, rows of 32 pairs, and folds them into the rows' state; see `weigh`.
+// Sums are of weights that are not rounded. scale: above 0.
+template <int Rows>
+static inline void weigh_pairs(float scale, const Seen* seen, float* scores, float* largest_seen, float* total,
+                               float* shares, Pair* weights) {
+  Floats tops[Rows];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    float* row = scores + r * kTileKeys;
+    if (!seen[r].sees_all())
+      for (int v = 0; v < kVectors; ++v)
+        store(row + v * kLanes, select(sees_keys(seen[r], v * kLanes), load(row + v * kLanes), splat(kNothing)));
+    tops[r] = load(row);
+    for (int v = 1; v < kVectors; ++v) tops[r] = max(tops[r], load(row + v * kLanes));
+  }
+  const Floats before = load_first<Rows>(largest_seen), here = largest_each(tops) * scale;
+  const Floats largest = select((Ints)(before < here), here, before);
+  // Rows that have seen nothing get weights of zero.
+  const Floats bases = select((Ints)(largest == kNothing), Floats{}, largest);
+  float base[Rows];
+  store_first<Rows>(base, bases * kLogE);
+  Floats sums[Rows];
+#pragma GCC unroll 6
+  for (int r = 0; r < Rows; ++r) {
+    Floats weight[kVectors];
+#pragma GCC unroll 4
+    for (int v = 0; v < kVectors; ++v)
+      weight[v] = exp2_of_negative(fma(load(scores + r * kTileKeys + v * kLanes), splat(scale * kLogE), splat(-base[r])));
+    sums[r] = (weight[0] + weight[1]) + (weight[2] + weight[3]);
+#pragma GCC unroll 2
+    for (int v = 0; v < kVectors; v += 2)
+      _mm512_storeu_si512(weights + (r * kVectors + v) * kLanes / 2,
+                          (__m512i)_mm512_cvtne2ps_pbh((__m512)weight[v + 1], (__m512)weight[v]));
+  }
+  const Floats share = exp_of_negative(before - bases), old = load_first<Rows>(total);
+  const Floats kept = select((Ints)(share == 1.0f), old, old * share);  // See `weigh`.
+  store_first<Rows>(largest_seen, largest);
+  store_first<Rows>(total, kept + sum_each(sums));
+  store_first<Rows>(shares, share);
+}
+
 // sums[r] = shares[r] * sums[r] + weights[r] . values over `Parts` parts of channels. weights: rows of 32 pairs.
 template <int Rows, int Parts>
 void add_pairs(const Pair* weights, const float* shares, const uint32_t* values, int64_t count, int64_t value_dim,
@@ -98,6 +151,9 @@ void add_pairs(const Pair* weights, const float* shares, const uint32_t* values,
 #else
 template <int Rows>
 void score_pairs(const Pair*, int64_t, const uint32_t*, float*) {}
+
+template <int Rows>
+void weigh_pairs(float, const Seen*, float*, float*, float*, float*, Pair*) {}
 
 template <int Rows, int Parts>
 void add_pairs(const Pair*, const float*, const uint32_t*, int64_t, int64_t, float*) {}

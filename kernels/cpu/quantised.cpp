@@ -232,35 +232,46 @@ MOESERVE_INLINE void add_products(const uint8_t* const* half, int part, const Ro
   }
 }
 
-// Adds the products of a group of weights. x: the block of each row; what is left of it is `rest` blocks further on,
-// where rows were rounded twice, else 0.
-template <Format F, int Rows, int Halves>
+// What a row's products of integers begin with.
+template <Format F>
+MOESERVE_INLINE Ints shift_of(const Rounded* block, int part) {
+  constexpr Traits format = traits_of(F);
+  if constexpr (format.shift != Shift::kConstant) return Ints{};
+  return splat(format.parts == 1 ? block->shift : block->shift_of_half[part]);
+}
+
+// Adds the products of a group of weights. x: the block of each row; where rows were rounded twice, what is left of it is
+// `rest` blocks further on.
+template <Format F, bool Twice, int Rows, int Halves>
 MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, const Rounded* const* x, int64_t rest,
                                Floats (&sums)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
 #pragma GCC unroll 2
   for (int part = 0; part < format.parts; ++part) {
-    const auto shift_of = [&](const Rounded* block) __attribute__((always_inline)) {
-      if constexpr (format.shift != Shift::kConstant) return Ints{};
-      return splat(format.parts == 1 ? block->shift : block->shift_of_half[part]);
-    };
     Ints products[Rows][Halves];
     const Rounded* blocks[Rows];
 #pragma GCC unroll 6
     for (int r = 0; r < Rows; ++r) {
       blocks[r] = x[r];
 #pragma GCC unroll 2
-      for (int h = 0; h < Halves; ++h) products[r][h] = shift_of(x[r]);
+      for (int h = 0; h < Halves; ++h) products[r][h] = shift_of<F>(x[r], part);
     }
-    for (int64_t left = rest;; left = 0) {
-      add_products<F>(half, part, blocks, products);
-      if (left == 0) break;
+    add_products<F>(half, part, blocks, products);
+    if constexpr (Twice) {
+      // The compiler would keep codes in registers that the sums need.
+      const uint8_t* again[Halves];
+#pragma GCC unroll 2
+      for (int h = 0; h < Halves; ++h) {
+        again[h] = half[h];
+        asm("" : "+r"(again[h]));
+      }
 #pragma GCC unroll 6
       for (int r = 0; r < Rows; ++r) {
-        blocks[r] += left;
+        blocks[r] += rest;
 #pragma GCC unroll 2
-        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of(blocks[r]);
+        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of<F>(blocks[r], part);
       }
+      add_products<F>(again, part, blocks, products);
     }
 #pragma GCC unroll 2
     for (int h = 0; h < Halves; ++h) {
@@ -281,7 +292,7 @@ MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, c
 }
 
 // A code of a row is read once for the halves that are computed together.
-template <Format F, int Rows, int Halves>
+template <Format F, bool Twice, int Rows, int Halves>
 MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t half_bytes,
                                      int64_t num_blocks, Floats (&sums)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
@@ -301,7 +312,7 @@ MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, c
       for (int h = 0; h < Halves; ++h)
         for (int line = 0; line < format.group_bytes(); line += 64)
           __builtin_prefetch(half[h] + line + kPrefetch / Halves);
-      add_group<F>(half, super, x, rest, sums);
+      add_group<F, Twice>(half, super, x, rest, sums);
       for (int h = 0; h < Halves; ++h) half[h] += format.group_bytes();
       for (int r = 0; r < Rows; ++r) ++x[r];
     }
@@ -316,18 +327,18 @@ constexpr int kRowsThatShare = 4;
 constexpr int kRowsThatShare = 1 << 20;
 #endif
 
-template <Format F, int Rows>
+template <Format F, bool Twice, int Rows>
 void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
                       Columns* out) {
   const int64_t half_bytes = num_blocks * traits_of(F).block_bytes();
   if constexpr (Rows >= kRowsThatShare) {
     Floats sums[Rows][2];
-    multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, sums);
+    multiply_halves<F, Twice>(rows, rest, panel, half_bytes, num_blocks, sums);
     for (int r = 0; r < Rows; ++r) out[r] = {sums[r][0], sums[r][1]};
   } else {
     Floats low[Rows][1], high[Rows][1];
-    multiply_halves<F>(rows, rest, panel, half_bytes, num_blocks, low);
-    multiply_halves<F>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
+    multiply_halves<F, Twice>(rows, rest, panel, half_bytes, num_blocks, low);
+    multiply_halves<F, Twice>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
     for (int r = 0; r < Rows; ++r) out[r] = {low[r][0], high[r][0]};
   }
 }
@@ -445,9 +456,9 @@ void widen_half(const uint8_t* half, int64_t num_blocks, float* out) {
 constexpr int kTileSizes[] = {1, 2, 3, 4, 6, 8, 10, 12};
 constexpr int kNumTileSizes = kTileRows == 12 ? 8 : 3;
 
-template <Format F, size_t... Rows>
+template <Format F, bool Twice, size_t... Rows>
 constexpr std::array<RoundedTile, kRoundedRows> rounded_tiles(std::index_sequence<Rows...>) {
-  if constexpr (takes_rounded(F)) return {&multiply_rounded<F, Rows + 1>...};
+  if constexpr (takes_rounded(F)) return {&multiply_rounded<F, Twice, Rows + 1>...};
   return {};
 }
 
@@ -458,7 +469,7 @@ constexpr std::array<PairTile, kNumTileSizes> pair_tiles(std::index_sequence<Siz
 }
 
 struct Kernels {
-  std::array<RoundedTile, kRoundedRows> rounded;
+  std::array<RoundedTile, kRoundedRows> rounded, rounded_twice;
   std::array<PairTile, kNumTileSizes> of_pairs;
   Expand expand;
   std::array<WideTile, kWideRows> wide;
@@ -467,7 +478,8 @@ struct Kernels {
 
 template <size_t... F>
 constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...>) {
-  return {Kernels{rounded_tiles<Format(F)>(std::make_index_sequence<kRoundedRows>()),
+  return {Kernels{rounded_tiles<Format(F), false>(std::make_index_sequence<kRoundedRows>()),
+                  rounded_tiles<Format(F), true>(std::make_index_sequence<kRoundedRows>()),
                   pair_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
                   &expand_panel<Format(F)>,
                   {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,
@@ -479,7 +491,10 @@ constexpr auto kKernels = all_kernels(std::make_index_sequence<size_t(Format::kC
 
 }  // namespace
 
-RoundedTile rounded_tile(Format format, int num_rows) { return kKernels[int(format)].rounded[num_rows - 1]; }
+RoundedTile rounded_tile(Format format, int num_rows, bool twice) {
+  const Kernels& kernels = kKernels[int(format)];
+  return (twice ? kernels.rounded_twice : kernels.rounded)[num_rows - 1];
+}
 
 PairTile pair_tile(Format format, int num_rows) {
   return kKernels[int(format)].of_pairs[num_rows <= 4 ? num_rows - 1 : (num_rows + 1) / 2 + 1];

@@ -114,7 +114,8 @@ constexpr int kRoundedRows = 6;  // 12 sums of integers and 12 of floats, of the
 constexpr int kRoundedRows = 3;
 #endif
 
-// Computes products of up to kRoundedRows rows with a panel. rest: see for_rounded_tiles.
+// Computes products of up to kRoundedRows rows with a panel. rest: the blocks from one of a row to the block of what is
+// left of it, for rows that were rounded twice.
 using RoundedTile = void (*)(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
                              Columns* sums);
 // The same for up to kTileRows rows. pairs: its weights as `Expand` writes them, or null.
@@ -128,7 +129,7 @@ using Expand = void (*)(const uint8_t* panel, int64_t num_blocks, uint8_t* out);
 
 constexpr int kWideRows = 4;  // Up to so many rows multiply weights that are widened in registers.
 
-RoundedTile rounded_tile(Format format, int num_rows);
+RoundedTile rounded_tile(Format format, int num_rows, bool twice);
 PairTile pair_tile(Format format, int num_rows);
 WideTile wide_tile(Format format, int num_rows);
 Widen widen(Format format);
@@ -148,7 +149,7 @@ static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights,
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
     const int count = int(last - first);
     for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
-    rounded_tile(weights.format, count)(rows, rest, panel, num_blocks, sums);
+    rounded_tile(weights.format, count, times == 2)(rows, rest, panel, num_blocks, sums);
     use(first, count, sums);
   }
 }

@@ -185,10 +185,15 @@ static inline Floats exp(Floats x) {
 
 static inline float exp(float x) { return exp(splat(x))[0]; }
 
-// The same bits for x <= 0 in fewer steps: n is added to the exponent.
+// The same bits for x from kLeastExponent to 88.37 in fewer steps: n is added to the exponent.
+static inline Floats exp_of_moderate(Floats x) {
+  const PartsOfExp parts = parts_of_exp(x);
+  return (Floats)((Ints)parts.mantissa + ((Ints)parts.shifted << 23));
+}
+
+// The same bits for x <= 0.
 static inline Floats exp_of_negative(Floats x) {
-  const PartsOfExp parts = parts_of_exp(max(x, splat(kLeastExponent)));
-  return select((Ints)(x < kLeastExponent), Floats{}, (Floats)((Ints)parts.mantissa + ((Ints)parts.shifted << 23)));
+  return select((Ints)(x < kLeastExponent), Floats{}, exp_of_moderate(max(x, splat(kLeastExponent))));
 }
 
 // rows[i] becomes column i of a 16 x 16 matrix.

@@ -30,6 +30,7 @@ constexpr auto kCallerAwake = std::chrono::microseconds(50);
 
 constexpr uint32_t kOpen = 1u << 31, kCallerSleeps = 1u << 30, kInside = kCallerSleeps - 1;
 constexpr int kMostThreads = 256;
+constexpr int64_t kPartsOfThread = 8;  // With n threads, each takes 1 / (8 n) of what is left at once.
 
 void relax() {
 #if defined(__x86_64__)
@@ -62,7 +63,7 @@ bool await(Done done, Clock::duration longest) {
 }
 
 struct Job {
-  int64_t count, grain;
+  int64_t count, grain, parts;
   WorkPart part;
   const void* body;
 };
@@ -148,10 +149,11 @@ class Team {
 
   void compute() {
     const Job& job = job_;
-    for (;;) {
-      const int64_t first = next_.fetch_add(job.grain, std::memory_order_relaxed);
-      if (first >= job.count) return;
-      job.part(job.body, first, std::min(first + job.grain, job.count));
+    for (int64_t first = next_.load(std::memory_order_relaxed); first < job.count;) {
+      const int64_t left = job.count - first, last = first + std::min(left, std::max(job.grain, left / job.parts));
+      if (!next_.compare_exchange_weak(first, last, std::memory_order_relaxed)) continue;
+      job.part(job.body, first, last);
+      first = next_.load(std::memory_order_relaxed);
     }
   }
 
@@ -185,7 +187,7 @@ void share_out(int64_t count, int64_t grain, WorkPart part, const void* body) {
   const int threads = int(std::min(team_size(), (count + grain - 1) / grain));
   Team& team = the_team();
   if (threads == 1 || !team.take()) return part(body, 0, count);
-  team.run({count, grain, part, body}, threads);
+  team.run({count, grain, kPartsOfThread * threads, part, body}, threads);
   team.give_back();
 }
 
