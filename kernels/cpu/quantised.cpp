@@ -240,9 +240,12 @@ MOESERVE_INLINE Ints shift_of(const Rounded* block, int part) {
   return splat(format.parts == 1 ? block->shift : block->shift_of_half[part]);
 }
 
+// How often rows were rounded; kEither is known at run time.
+enum class Times { kOnce, kTwice, kEither };
+
 // Adds the products of a group of weights. x: the block of each row; where rows were rounded twice, what is left of it is
-// `rest` blocks further on.
-template <Format F, bool Twice, int Rows, int Halves>
+// `rest` blocks further on. kEither: 0 for rows that were rounded once.
+template <Format F, Times T, int Rows, int Halves>
 MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, const Rounded* const* x, int64_t rest,
                                Floats (&sums)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
@@ -256,22 +259,26 @@ MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, c
 #pragma GCC unroll 2
       for (int h = 0; h < Halves; ++h) products[r][h] = shift_of<F>(x[r], part);
     }
-    add_products<F>(half, part, blocks, products);
-    if constexpr (Twice) {
-      // The compiler would keep codes in registers that the sums need.
-      const uint8_t* again[Halves];
-#pragma GCC unroll 2
-      for (int h = 0; h < Halves; ++h) {
-        again[h] = half[h];
-        asm("" : "+r"(again[h]));
-      }
+    for (int64_t left = rest;; left = 0) {
+      add_products<F>(half, part, blocks, products);
+      if (T == Times::kOnce || (T == Times::kEither && left == 0)) break;
 #pragma GCC unroll 6
       for (int r = 0; r < Rows; ++r) {
-        blocks[r] += rest;
+        blocks[r] += left;
 #pragma GCC unroll 2
         for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of<F>(blocks[r], part);
       }
-      add_products<F>(again, part, blocks, products);
+      if constexpr (T == Times::kTwice) {
+        // The compiler would keep codes in registers that the sums need.
+        const uint8_t* again[Halves];
+#pragma GCC unroll 2
+        for (int h = 0; h < Halves; ++h) {
+          again[h] = half[h];
+          asm("" : "+r"(again[h]));
+        }
+        add_products<F>(again, part, blocks, products);
+        break;
+      }
     }
 #pragma GCC unroll 2
     for (int h = 0; h < Halves; ++h) {
@@ -292,7 +299,7 @@ MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, c
 }
 
 // A code of a row is read once for the halves that are computed together.
-template <Format F, bool Twice, int Rows, int Halves>
+template <Format F, Times T, int Rows, int Halves>
 MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t half_bytes,
                                      int64_t num_blocks, Floats (&sums)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
@@ -312,7 +319,7 @@ MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, c
       for (int h = 0; h < Halves; ++h)
         for (int line = 0; line < format.group_bytes(); line += 64)
           __builtin_prefetch(half[h] + line + kPrefetch / Halves);
-      add_group<F, Twice>(half, super, x, rest, sums);
+      add_group<F, T>(half, super, x, rest, sums);
       for (int h = 0; h < Halves; ++h) half[h] += format.group_bytes();
       for (int r = 0; r < Rows; ++r) ++x[r];
     }
@@ -327,18 +334,18 @@ constexpr int kRowsThatShare = 4;
 constexpr int kRowsThatShare = 1 << 20;
 #endif
 
-template <Format F, bool Twice, int Rows>
+template <Format F, Times T, int Rows>
 void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
                       Columns* out) {
   const int64_t half_bytes = num_blocks * traits_of(F).block_bytes();
   if constexpr (Rows >= kRowsThatShare) {
     Floats sums[Rows][2];
-    multiply_halves<F, Twice>(rows, rest, panel, half_bytes, num_blocks, sums);
+    multiply_halves<F, T>(rows, rest, panel, half_bytes, num_blocks, sums);
     for (int r = 0; r < Rows; ++r) out[r] = {sums[r][0], sums[r][1]};
   } else {
     Floats low[Rows][1], high[Rows][1];
-    multiply_halves<F, Twice>(rows, rest, panel, half_bytes, num_blocks, low);
-    multiply_halves<F, Twice>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
+    multiply_halves<F, T>(rows, rest, panel, half_bytes, num_blocks, low);
+    multiply_halves<F, T>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
     for (int r = 0; r < Rows; ++r) out[r] = {low[r][0], high[r][0]};
   }
 }
@@ -456,9 +463,10 @@ void widen_half(const uint8_t* half, int64_t num_blocks, float* out) {
 constexpr int kTileSizes[] = {1, 2, 3, 4, 6, 8, 10, 12};
 constexpr int kNumTileSizes = kTileRows == 12 ? 8 : 3;
 
-template <Format F, bool Twice, size_t... Rows>
+template <Format F, Times T, size_t... Rows>
 constexpr std::array<RoundedTile, kRoundedRows> rounded_tiles(std::index_sequence<Rows...>) {
-  if constexpr (takes_rounded(F)) return {&multiply_rounded<F, Twice, Rows + 1>...};
+  if constexpr (takes_rounded(F))
+    return {&multiply_rounded<F, (Rows + 1 < kRowsThatShare ? Times::kEither : T), Rows + 1>...};
   return {};
 }
 
@@ -478,8 +486,8 @@ struct Kernels {
 
 template <size_t... F>
 constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...>) {
-  return {Kernels{rounded_tiles<Format(F), false>(std::make_index_sequence<kRoundedRows>()),
-                  rounded_tiles<Format(F), true>(std::make_index_sequence<kRoundedRows>()),
+  return {Kernels{rounded_tiles<Format(F), Times::kOnce>(std::make_index_sequence<kRoundedRows>()),
+                  rounded_tiles<Format(F), Times::kTwice>(std::make_index_sequence<kRoundedRows>()),
                   pair_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
                   &expand_panel<Format(F)>,
                   {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,

@@ -115,7 +115,7 @@ constexpr int kRoundedRows = 3;
 #endif
 
 // Computes products of up to kRoundedRows rows with a panel. rest: the blocks from one of a row to the block of what is
-// left of it, for rows that were rounded twice.
+// left of it, 0 for rows that were rounded once.
 using RoundedTile = void (*)(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
                              Columns* sums);
 // The same for up to kTileRows rows. pairs: its weights as `Expand` writes them, or null.
