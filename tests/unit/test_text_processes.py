@@ -7,10 +7,10 @@ import json
 import os
 import re
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -21,7 +21,7 @@ from moeserve.frontend.parsers.families import PLAIN
 from moeserve.frontend.prepare.messages import Ask, Prepared, Reply
 from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
-from moeserve.frontend.prepare.watch import Watch
+from moeserve.frontend.prepare.watch import Stage, Watch
 from moeserve.frontend.text import TextTokenizer
 from moeserve.model.spec import ModelError
 from tests.support.frontend import run_context
@@ -253,6 +253,44 @@ def test_a_template_that_spins_for_one_key_holds_up_no_other(folder: Path) -> No
             assert not any(task.done() for task in spinning)
         for reply in await asyncio.gather(*spinning):
             assert isinstance(reply, ApiError)
+
+    used(folder, use)
+
+
+class Killed:
+    """A text process that ends with each body while it reads."""
+
+    async def connected(self) -> None:
+        """It is there."""
+
+    async def exchange(self, frame: Sequence[bytes]) -> tuple[Reply, float]:
+        raise asyncio.IncompleteReadError(b"", 1)
+
+    def end(self) -> bytes:
+        return bytes((Stage.READ, 0))
+
+
+def test_a_body_whose_process_is_killed_is_prepared_by_another_one(folder: Path) -> None:
+    async def use(processes: TextProcesses) -> None:
+        for worker in processes._workers:
+            assert worker is not None
+            worker.end()
+        processes._workers[:] = [cast("Any", Killed()) for _ in processes._workers]
+        assert "still" in text_of(await processes.prepare(*chat("still there")))
+
+    used(folder, use)
+
+
+def test_a_body_that_ends_two_processes_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use(processes: TextProcesses) -> None:
+        monkeypatch.setattr(processes._living_nursery(), "fork", lambda _: Killed())
+        for place, worker in enumerate(processes._workers):
+            assert worker is not None
+            worker.end()
+            processes._workers[place] = None
+        reply = await processes.prepare(*chat("bad"))
+        assert isinstance(reply, ApiError)
+        assert reply.status == 400
 
     used(folder, use)
 

@@ -24,7 +24,7 @@ from moeserve.frontend.errors import internal_error, unavailable
 from moeserve.frontend.prepare.messages import SIZE_BYTES, Ask, Reply, pack_ask, unpack_reply
 from moeserve.frontend.prepare.prepare import NotHere, Preparer
 from moeserve.frontend.prepare.text_program import CPU_SECONDS, CheckLine
-from moeserve.frontend.prepare.watch import PAGE_BYTES, Stage, refusal
+from moeserve.frontend.prepare.watch import PAGE_BYTES, Stage, least_seconds, refusal
 from moeserve.model.spec import ModelError
 
 _T = TypeVar("_T")
@@ -40,6 +40,7 @@ _MODULE = "moeserve.frontend.prepare.text_program"
 _LONGEST_JOB_S = 60.0  # on the clock, for a machine that has no time for the process; it bounds its processor time
 _LONGEST_START_S = 120.0
 _LONGEST_CHECK_S = 180.0
+_MOST_PROCESSES = 4  # that get one body
 _HINT_BYTES = 1024  # bodies that begin alike are of one conversation, whose tokens one process knows
 _MAX_REPLY_BYTES = 2**30
 _CORES_PER_PROCESS = 8
@@ -292,8 +293,13 @@ class TextProcesses:
             self._turn()
 
     async def _do(self, place: int, job: _Job) -> tuple[Reply, float]:
-        """Return a job's reply and its processor time. A process that ends while it idles is replaced."""
-        for _ in range(2):
+        """Return a job's reply and its processor time.
+
+        A process that ends while it idles is replaced. One that ends with the body before its time may have been killed
+        from outside: another one gets the body once more.
+        """
+        num_ended = 0  # with the body
+        for _ in range(_MOST_PROCESSES):
             worker = self._workers[place]
             if worker is None:
                 worker = self._workers[place] = self._living_nursery().fork(job.eos_token_ids)
@@ -304,12 +310,15 @@ class TextProcesses:
                 async with asyncio.timeout(_LONGEST_JOB_S):
                     return await worker.exchange(job.frame)
             except (TimeoutError, asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
-                page = worker.end()
+                page, took = worker.end(), loop.time() - began
                 self._workers[place] = None
                 log.warning("text_process_ended", stage=page[0])
-                if page[0] != Stage.IDLE:
-                    return refusal(page), loop.time() - began
-        raise RuntimeError("two text processes ended before they began with a body")
+                if page[0] == Stage.IDLE:
+                    continue
+                num_ended += 1
+                if num_ended == 2 or took >= least_seconds(page):
+                    return refusal(page), took
+        raise RuntimeError(f"{_MOST_PROCESSES} text processes ended before they had read a body")
 
     def _living_nursery(self) -> _Nursery:
         if self._nursery is None or not self._nursery.lives:

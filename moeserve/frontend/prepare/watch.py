@@ -91,6 +91,11 @@ def refusal(page: bytes) -> ApiError:
             return invalid("The request takes too long to read, or too much memory", code="too_many_values")
 
 
+def least_seconds(page: bytes) -> float:
+    """Return the seconds that the latest stage may take at least, by the page of its process."""
+    return _CPU_SECONDS[Stage(page[0])][0]
+
+
 def limit_cpu(seconds: float) -> None:
     """End this process by SIGPROF after this number of further seconds of processor time; 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
