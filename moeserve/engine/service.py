@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -222,7 +223,9 @@ def _start_events(
     config: KvEventsConfig, caches: Sequence[PrefixCache], sockets: zmq.Context[zmq.Socket[bytes]], ends: ExitStack
 ) -> KvEvents:
     """Publish what the caches hold from now on, until `ends`. Raise ConfigError if an address cannot be had."""
-    publisher = KvEventPublisher(config, caches[0].block_size, len(caches), sockets)
+    # Milliseconds of the Unix time: no life publishes more batches than it lasts.
+    first = time.time_ns() // 1_000_000
+    publisher = KvEventPublisher(config, caches[0].block_size, len(caches), sockets, first)
     publisher.start()
     ends.callback(publisher.stop)
     return KvEvents(caches, publisher)

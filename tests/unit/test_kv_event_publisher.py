@@ -22,17 +22,20 @@ _PATIENCE_MS = 20_000
 
 
 class Router:
-    """Subscribes to one rank and asks it for replays."""
+    """Asks one rank for replays, and subscribes to it from `follow` on."""
 
-    def __init__(self, sockets: zmq.Context, source: dict, topic: str = "") -> None:
+    def __init__(self, sockets: zmq.Context, source: dict) -> None:
         self.consumer = EventConsumer()
+        self.endpoint = source["endpoint"]
         self.live = sockets.socket(zmq.SUB)
         self.live.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
-        self.live.subscribe(topic)
-        self.live.connect(source["endpoint"])
         self.replay = sockets.socket(zmq.DEALER)
         self.replay.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
         self.replay.connect(source["replay_endpoint"])
+
+    def follow(self) -> None:
+        self.live.subscribe("")
+        self.live.connect(self.endpoint)
 
     def ask(self, request: bytes) -> list[tuple[bytes, int, bytes]]:
         self.replay.send_multipart([b"", request])
@@ -109,28 +112,31 @@ def test_the_first_batch_of_a_life_clears_what_was_known():
 
 def test_live_batches_go_on_where_a_replay_ended():
     with publishing() as (caches, events, (router,), _):
-        # A subscription takes effect at some time: batches are made until one comes.
-        router.live.setsockopt(zmq.RCVTIMEO, 50)
-        token = 0
-        while True:
-            token += 2
-            compute(caches[0], token, token + 1)
-            events.send()
-            try:
-                _, number, payload = router.next()
-                break
-            except zmq.Again:
-                continue
+        compute(caches[0], 1, 2)
+        events.send()
+        router.follow()
+        _, number, payload = router.next()
         if number:
             catch_up(router, number - 1)
         router.consumer.take(number, payload)
-        router.live.setsockopt(zmq.RCVTIMEO, _PATIENCE_MS)
         compute(caches[0], 1001, 1002)
         events.send()
         while (None, (1001, 1002)) not in router.consumer.prefixes:
             _, number, payload = router.next()
             router.consumer.take(number, payload)
         assert len(router.consumer.blocks) == caches[0].num_cached
+
+
+def test_who_subscribes_after_the_first_batch_is_told_all_blocks():
+    with publishing() as (caches, events, (router,), _):
+        compute(caches[0], 1, 2)
+        events.send()
+        catch_up(router, 1)
+        router.follow()
+        _, number, payload = router.next()
+        told = msgpack.unpackb(payload)[1]
+        assert (number, [event["type"] for event in told]) == (2, ["AllBlocksCleared", "BlockStored"])
+        assert told[1]["token_ids"] == [1, 2]
 
 
 def test_a_snapshot_tells_the_present_blocks_with_the_number_of_the_next_batch():

@@ -1,7 +1,8 @@
 """Publishes what the prefix caches hold: a thread that numbers, encodes and sends batches of events over ZeroMQ.
 
-The engine's thread hands over the facts of a turn and goes on. Each rank has a PUB socket, and, if the settings name a
-replay endpoint, a ROUTER for subscribers that missed batches:
+The engine's thread hands over the facts of a turn and goes on. Each rank has a PUB socket. Subscribers of an earlier
+life connect again when the first batch has gone, which tells them to forget: so all blocks are told anew when somebody
+subscribes soon after the start. With a replay endpoint in the settings a ROUTER serves who missed batches:
 
 - `["", number]` (8 bytes, big-endian) is answered with the batches from that number on, or, where the buffer no longer
   has the first of them, with a snapshot that has the number of the newest batch;
@@ -72,10 +73,12 @@ def _as_map(event: Event, block_size: int) -> dict[str, Any]:
             return {"type": "AllBlocksCleared"}
 
 
+_SUBSCRIBES = b"\x01"  # the first byte of the message that a subscription is
 _SNAPSHOT = b"snapshot"
 _BLOCKS_OF_SNAPSHOT = 1000  # blocks in one message of a snapshot
 _MAX_BUFFER_BYTES = 256 * 2**20  # payloads that one rank's replay buffer holds
 _LINGER_MS = 200  # that an ending service waits for subscribers to take the last events
+_TOLD_ANEW_S = 60.0  # all blocks are told anew if somebody subscribes within this time after the start
 _SPARE_MESSAGES = 1000  # that wait for one who asks for a replay, beside a whole buffer
 
 log = structlog.get_logger(__name__)
@@ -121,22 +124,27 @@ class _Handed:
 class _RankStream:
     """The batches of one rank: its blocks, its sockets, and the newest batches for a replay."""
 
-    def __init__(self, rank: int, config: KvEventsConfig, block_size: int, sockets: zmq.Context[Any]) -> None:
-        """Raise ConfigError if an address cannot be had."""
+    def __init__(
+        self, rank: int, config: KvEventsConfig, block_size: int, sockets: zmq.Context[Any], first: int
+    ) -> None:
+        """first: see `KvEventPublisher`. Raise ConfigError if an address cannot be had."""
         self._rank = rank
         self._config = config
         self._topic = config.topic.encode()
         self._blocks = KvBlocks(block_size)
         self._block_size = block_size
-        self._next = 0
+        self._next = first
         self._buffer: deque[bytes] = deque()
         self._buffer_bytes = 0
-        self._live = sockets.socket(zmq.PUB)
-        self._live.setsockopt(zmq.LINGER, _LINGER_MS)
-        self._live.setsockopt(zmq.SNDHWM, config.hwm)
+        self._until = time.monotonic() + _TOLD_ANEW_S
+        # A PUB socket that tells of its subscribers.
+        self.live = sockets.socket(zmq.XPUB)
+        self.live.setsockopt(zmq.XPUB_VERBOSE, 1)
+        self.live.setsockopt(zmq.LINGER, _LINGER_MS)
+        self.live.setsockopt(zmq.SNDHWM, config.hwm)
         self.replay: zmq.Socket[bytes] | None = None
         try:
-            endpoint, replay_endpoint = self._open(self._live, config.endpoint), None
+            endpoint, replay_endpoint = self._open(self.live, config.endpoint), None
             if config.replay_endpoint is not None:
                 self.replay = sockets.socket(zmq.ROUTER)
                 self.replay.setsockopt(zmq.LINGER, 0)
@@ -151,7 +159,23 @@ class _RankStream:
 
     def start(self) -> None:
         """Publish the first batch: who followed an earlier life of the engine forgets it."""
+        self._has_newcomers()
         self._publish([AllBlocksCleared()])
+
+    def welcome(self) -> None:
+        """Publish all blocks if somebody has subscribed soon after the start, who has missed the first batch."""
+        if self._has_newcomers() and time.monotonic() < self._until:
+            for events in self._blocks.snapshot(_BLOCKS_OF_SNAPSHOT):
+                self._publish(events)
+
+    def _has_newcomers(self) -> bool:
+        """Return whether somebody has subscribed since the last call."""
+        has_any = False
+        while True:
+            try:
+                has_any |= self.live.recv(zmq.NOBLOCK)[:1] == _SUBSCRIBES
+            except zmq.Again:
+                return has_any
 
     def tell(self, handed: _Handed) -> None:
         """Publish facts as the next batch, unless they change nothing for others."""
@@ -171,7 +195,7 @@ class _RankStream:
                 self._reply(self.replay, frames[0], self._asked(frames[2]))
 
     def close(self) -> None:
-        self._live.close()
+        self.live.close()
         if self.replay is not None:
             self.replay.close()
 
@@ -189,7 +213,7 @@ class _RankStream:
         while len(self._buffer) > self._config.buffer_steps or self._buffer_bytes > _MAX_BUFFER_BYTES:
             self._buffer_bytes -= len(self._buffer.popleft())
         # A PUB socket never waits: it drops messages for peers that do not read.
-        self._live.send_multipart([self._topic, pack_number(self._next), payload])
+        self.live.send_multipart([self._topic, pack_number(self._next), payload])
         self._next += 1
 
     def _asked(self, request: bytes) -> Iterator[tuple[int, bytes]]:
@@ -221,9 +245,18 @@ class KvEventPublisher(threading.Thread):
     """Sends the events of all ranks."""
 
     def __init__(
-        self, config: KvEventsConfig, block_size: int, num_ranks: int, sockets: zmq.Context[zmq.Socket[bytes]]
+        self,
+        config: KvEventsConfig,
+        block_size: int,
+        num_ranks: int,
+        sockets: zmq.Context[zmq.Socket[bytes]],
+        first: int = 0,
     ) -> None:
-        """Open the sockets. Raise ConfigError, one sentence, if an address cannot be had."""
+        """Open the sockets. Raise ConfigError, one sentence, if an address cannot be had.
+
+        first: the number of the first batch. Some subscribers pass over numbers that they have had, so it is to be
+        beyond those of an earlier life.
+        """
         super().__init__(name="kv-events", daemon=True)
         self._max_queued = config.max_queue_size
         self._handed: deque[_Handed] = deque()
@@ -231,7 +264,7 @@ class KvEventPublisher(threading.Thread):
         self._streams: list[_RankStream] = []
         try:
             for rank in range(num_ranks):
-                self._streams.append(_RankStream(rank, config, block_size, sockets))
+                self._streams.append(_RankStream(rank, config, block_size, sockets, first))
         except ConfigError:
             self._close()
             raise
@@ -272,7 +305,8 @@ class KvEventPublisher(threading.Thread):
         poller = zmq.Poller()
         poller.register(self._news, zmq.POLLIN)
         asked = {stream.replay: stream for stream in self._streams if stream.replay is not None}
-        for socket in asked:
+        subscribed = {stream.live: stream for stream in self._streams}
+        for socket in (*asked, *subscribed):
             poller.register(socket, zmq.POLLIN)
         for stream in self._streams:
             stream.start()
@@ -287,6 +321,8 @@ class KvEventPublisher(threading.Thread):
             for source, _ in ready:
                 if source in asked:
                     asked[source].answer()
+                elif source in subscribed:
+                    subscribed[source].welcome()
 
     def stop(self) -> None:
         """Send all queued facts, close the sockets and end the thread."""
