@@ -234,8 +234,10 @@ class DiskTier:
     def read_back(self, tokens: array[int], namespace: str, rank: int, now: float, num_spoken_for: int) -> bool:
         """Begin to read the blocks of a prefix that are on disk and not in a rank's memory, for no request yet.
 
-        Return False if there is nothing, or too little memory beside `num_spoken_for` blocks.
+        Return False if there is nothing, or too little memory beside `num_spoken_for` blocks, or while others are read.
         """
+        if self.is_reading:
+            return False
         names: list[bytes] = []
         cache = self._caches[rank]
         first = cache.peek(tokens, namespace) // cache.block_size
@@ -391,6 +393,8 @@ class DiskTier:
         """
         is_gentle = num_running > 0
         read_s = self._read_s.get(is_gentle)
+        if read_s is None and request.num_preemptions:
+            read_s = self._write_s
         if read_s is None:
             return True
         num_blocks = (stop - start) // self._block_size
@@ -418,7 +422,8 @@ class DiskTier:
         return max(self._pace.compute_s(start, end, num_running) - rest_s, 1e-9)
 
     def _costs(self, compute_s: float, num_delayed: int, num_running: int) -> OverflowCosts:
-        read_s = self._read_s.get(num_running > 0)
+        # Blocks are written before the first one is read: all victims until then would be read to measure that.
+        read_s = self._read_s.get(num_running > 0, self._write_s)
         return OverflowCosts(compute_s, read_s, self._write_s, num_delayed, self._caches[0].num_blocks)
 
 

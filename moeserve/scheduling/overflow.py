@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+_UNSURE = 1.1  # a reading may wait for others: it has to promise this many times less than computing
+
 
 class Overflow(StrEnum):
     """The setting: what to do with the KV of preempted requests that has to leave memory."""
@@ -64,7 +66,7 @@ class OverflowCosts:
             return True
         idle_share = num_blocks / self.num_blocks
         lost_s = num_blocks * self.read_s * (1 + idle_share * self.num_running) + more_s
-        return lost_s <= self.compute_s * (1 + self.num_running)
+        return _UNSURE * lost_s <= self.compute_s * (1 + self.num_running)
 
 
 def fate_of(victim: Victim, costs: OverflowCosts, policy: Overflow) -> Fate:
