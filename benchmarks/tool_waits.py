@@ -3,12 +3,16 @@
 Scheduler, tree and decisions are the service's; steps and copies take as long as a script says
 (`benchmarks.kv_overflow_simulation`). Each agent's prompt grows by its answer and the tool's result with every turn. A
 job's time is that of all its turns, without the time of its tools.
+
+Bélády's rule knows when each agent comes back: the KV that is needed last leaves memory first, and with a disk it comes
+back just before it is needed.
 """
 
 from __future__ import annotations
 
 from array import array
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from heapq import heappop, heappush
 from math import exp, inf, log
@@ -24,6 +28,8 @@ from moeserve.scheduling.tool_waits import ToolWaits
 from radix_cache import PrefixCache, StoredBlocks
 
 SIZE = 16
+_WEIGHT_BITS = 24  # between the weights of accounts one after another: more than their holdings differ by
+_LEAD = 3.0  # Bélády's KV is read this many times as long before it is needed as that takes
 # Median seconds of tools, and how often each is called.
 TOOLS = {"read": (2.0, 5), "search": (10.0, 3), "build": (90.0, 2)}
 
@@ -34,6 +40,10 @@ class Policy(StrEnum):
     LRU = "LRU"
     WAITS = "kept for the tool"
     BELADY = "Bélády"
+
+
+# The rows of the table that all are compared with.
+BASES = [f"{policy.value}{tier}" for policy in (Policy.LRU, Policy.BELADY) for tier in ("", ", disk")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,16 +71,13 @@ class Agent:
     number: int
     random: Random
     tokens: array[int] = field(default_factory=lambda: array("i"))
+    namespace: str = ""
     job: int = 0
     turn: int = 0
     asked_at: float = 0.0
     due: float = 0.0
     busy_s: float = 0.0
     is_waiting: bool = True
-
-    @property
-    def namespace(self) -> str:
-        return f"key/{self.number}"
 
     def draw(self, count: int) -> array[int]:
         """Return new tokens."""
@@ -104,6 +111,7 @@ class Bench:
         self.calls: list[tuple[float, int]] = []
         self.agents = [Agent(number, Random(1000 * replay.seed + number)) for number in range(replay.agents)]
         for agent in self.agents:
+            agent.namespace = f"{agent.number}" if policy is Policy.BELADY else f"key/{agent.number}"
             agent.tokens = agent.draw(replay.prompt)
             agent.due = 2.0 * agent.number
             heappush(self.calls, (agent.due, agent.number))
@@ -136,7 +144,7 @@ class Bench:
         for job in scheduler.waiting.take_copies(self.now):
             self.copies.start(job, self.now)
         if self.policy is Policy.BELADY:
-            self.make_room()
+            self.foresee()
         plans = scheduler.schedule()
         if plans is None:
             ends = self.copies.next_end() if self.copies.is_busy else inf
@@ -154,6 +162,8 @@ class Bench:
         agent = self.agents[int(request.request_id)]
         agent.busy_s += self.now - agent.asked_at
         agent.turn += 1
+        if self.waits is not None:
+            self.waits.note_end(request, self.now, is_whole=True)
         if agent.turn == self.replay.turns:
             self.end_job(agent)
             return
@@ -162,7 +172,6 @@ class Bench:
         agent.tokens = request.token_ids + agent.draw(self.replay.result)
         heappush(self.calls, (agent.due, agent.number))
         if self.waits is not None:
-            self.waits.note_end(request, is_whole=True)
             self.waits.begin(request.request_id, [tool], self.now)
 
     def end_job(self, agent: Agent) -> None:
@@ -176,35 +185,50 @@ class Bench:
         if agent.due < inf:
             heappush(self.calls, (agent.due, agent.number))
 
-    def make_room(self) -> None:
-        """Drop the KV of agents that come last, until that of the others fits beside the running requests."""
-        growth = self.replay.answer + self.replay.result
-        needed = sum(-(-(len(agent.tokens) + growth) // SIZE) for agent in self.agents if not agent.is_waiting)
-        for agent in sorted((one for one in self.agents if one.is_waiting), key=lambda one: one.due):
-            kept = self.cache.peek(agent.tokens, agent.namespace) // SIZE
-            if needed + kept > self.num_blocks:
-                for _ in self.cache.drop([agent.namespace]):
-                    pass
-            else:
-                needed += kept
+    def foresee(self) -> None:
+        """Let KV leave memory in the reverse order of the agents' returns, and have the next ones' read from disk.
+
+        Each agent is an account of its own here, and the weights of accounts give the order.
+        """
+        waiting = sorted((one for one in self.agents if one.is_waiting), key=lambda one: one.due if one.turn else inf)
+        for place, agent in enumerate(waiting, start=1):
+            self.cache.share(agent.namespace, 2.0 ** (-_WEIGHT_BITS * place), 1.0)
+        if self.replay.token_s is None:
+            return
+        for agent in waiting:
+            if not agent.turn or agent.due - self.now > _LEAD * self.replay.token_s * len(agent.tokens):
+                return
+            self.scheduler.waiting.read_back(agent.tokens, agent.namespace, 0)
+
+
+def mean_job_s(replay: Replay, policy: Policy, seeds: int) -> float:
+    return mean(Bench(replace(replay, seed=1 + seed), policy).run() for seed in range(seeds))
+
+
+def table(replay: Replay, seeds: int) -> Iterator[str]:
+    """Yield the rows of a table: the mean seconds of a job by policy without the disk and with it."""
+    in_memory = replace(replay, token_s=None)
+    found: dict[str, float] = {}
+    for policy in Policy:
+        found[policy.value] = mean_job_s(in_memory, policy, seeds)
+        found[f"{policy.value}, disk"] = mean_job_s(replay, policy, seeds)
+    found["all KV in memory"] = mean_job_s(replace(in_memory, share=2.0), Policy.LRU, seeds)
+    for name, seconds in found.items():
+        yield f"| {name} | {seconds:.2f} | " + " | ".join(f"{seconds / found[base]:.2f}" for base in BASES) + " |"
 
 
 @click.command()
 @click.option("--share", type=float, default=0.25, show_default=True, help="KV, of the working set.")
 @click.option("--token-ms", type=float, default=0.05, show_default=True, help="Of a copy, with a disk.")
+@click.option("--speed", type=float, default=16.0, show_default=True, help="Of steps, times the demo's on two cores.")
 @click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True)
-def command(share: float, token_ms: float, seeds: int) -> None:
+def command(share: float, token_ms: float, speed: float, seeds: int) -> None:
     """Print the mean time of a job by policy, with KV in memory alone and with a disk."""
-    click.echo("| tiers | policy | mean time of a job, s | of LRU's | of Bélády's |")
-    click.echo("|---|---|---|---|---|")
-    for name, token_s in (("memory", None), (f"memory and disk, {token_ms:g} ms per token", token_ms / 1000)):
-        found = {
-            policy: mean(Bench(Replay(share, token_s, seed=seed), policy).run() for seed in range(1, seeds + 1))
-            for policy in Policy
-        }
-        for policy, seconds in found.items():
-            of = f"{seconds / found[Policy.LRU]:.2f} | {seconds / found[Policy.BELADY]:.2f}"
-            click.echo(f"| {name} | {policy.value} | {seconds:.1f} | {of} |")
+    headings = ["policy", "mean time of a job, s", *(f"of that of {base}" for base in BASES)]
+    click.echo(f"| {' | '.join(headings)} |")
+    click.echo("|---" * len(headings) + "|")
+    for row in table(Replay(share, token_ms / 1000, speed=speed), seeds):
+        click.echo(row)
 
 
 if __name__ == "__main__":

@@ -525,9 +525,30 @@ class PrefixCache:
             self.retentions.retain(lease, lease.num_published_tokens, ttl, share)
         node = lease.node
         self.release(lease)
-        self._tree.demote(node, after_s)
+        self._tree.place(node, after_s)
         is_new = len(self._tree.ledger.account(account_of(namespace)).retentions) > before
         return node.retention if is_new else None
+
+    def place(self, tokens: array[int], namespace: str, seconds: float) -> bool:
+        """Let the cached prefix of `tokens` go like prefixes that were last used `seconds` ago.
+
+        Return False, with nothing changed, if nothing of it is cached or its end is retained.
+        """
+        node, _, num_found = self._tree.locate(namespace, self._reusable(tokens, 0))
+        if node is None or not num_found or node.keeps:
+            return False
+        self._tree.place(node, seconds)
+        return True
+
+    def seconds_of_next(self, num_blocks: int) -> float:
+        """Return how long ago the prefix was last used, by its place, that goes first if `num_blocks` are needed.
+
+        inf if as many are free; 0 if it is retained.
+        """
+        if self._allocator.num_free >= num_blocks:
+            return inf
+        leaf = self._tree.victims.next_leaf()
+        return 0.0 if leaf is None or leaf.retention is not None else self._tree.seconds_since(leaf.last_used)
 
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.

@@ -32,9 +32,8 @@ class RadixTree:
     Invariants: a lease's node ends exactly where the lease's published tokens end (a partly matched run is split); an
     unreferenced leaf is queued once among the victims; a root lives as long as it has children or references.
 
-    Recency: the release of a lease sets a stamp, on its deepest node alone, and `demote` an older one. A node was used
-    at least as recently as its children and becomes a leaf only after they are gone, so a node that vanishes passes
-    its stamp up.
+    Recency: the release of a lease sets a stamp, on its deepest node alone, and `place` another one. A node becomes a
+    leaf only after its children are gone, and one that vanishes passes its stamp up if it is the newer one.
 
     A namespace's prefixes lie below its root, or below a prefix of the namespace PUBLIC that they begin with: a match
     follows public runs as far as it can, then the namespace's own runs. A namespace whose name ends with APART has only
@@ -222,25 +221,29 @@ class RadixTree:
                 del self._times[: _MOST_TIMES // 2]
         self._drop_reference(node)
 
-    def demote(self, node: Node, seconds: float) -> None:
-        """Age the prefix that ends with `node`, and one run behind it, by `seconds`, for the order of eviction.
+    def place(self, node: Node, seconds: float) -> None:
+        """Let the prefix that ends with `node`, and one run behind it, go like prefixes last used `seconds` ago.
 
-        Runs that something else continues keep their age. The prefix's next release makes it the newest again.
+        Runs that something else continues keep their place. The prefix's next release makes it the newest again.
         """
-        used_at = self.now - seconds
-        stamp = self._clock_at(used_at)
+        stamp = self._clock_at(self.now - seconds)
         below = next(iter(node.children.values())) if len(node.children) == 1 else None
         if below is not None and not below.children:
-            self._make_older(below, stamp)
+            self._stamp(below, stamp)
         current: Node | None = node
         while current is not None and current.parent is not None and current.namespace == node.namespace:
             if current.refs or len(current.children) > 1:
                 return
-            self._make_older(current, stamp)
+            self._stamp(current, stamp)
             current = current.parent
 
-    def _make_older(self, node: Node, stamp: int) -> None:
-        node.last_used = min(node.last_used, stamp)
+    def seconds_since(self, stamp: int) -> float:
+        """Return about how long ago prefixes were given a stamp."""
+        index = bisect_right(self._times, stamp, key=lambda entry: entry[1]) - 1
+        return self.now - self._times[max(0, index)][0]
+
+    def _stamp(self, node: Node, stamp: int) -> None:
+        node.last_used = stamp
         self._requeue(node)
 
     def _clock_at(self, time: float) -> int:

@@ -318,7 +318,8 @@ class Engine:
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
-                self._tool_waits.note_end(output.request, is_whole=output.finish_reason is FinishReason.STOP)
+                is_whole = output.finish_reason is FinishReason.STOP
+                self._tool_waits.note_end(output.request, time.monotonic(), is_whole=is_whole)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
 
@@ -339,7 +340,7 @@ class Engine:
             del self._asked_by[request_id]
             if (ended := self._scheduler.abort(request_id)) is not None:
                 self._stats.count_end(ended.request)
-                self._tool_waits.note_end(ended.request, is_whole=False)
+                self._tool_waits.note_end(ended.request, time.monotonic(), is_whole=False)
 
 
 def _to_message(output: RequestOutput) -> Output:

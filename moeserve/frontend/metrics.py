@@ -307,7 +307,7 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
     ),
     "moeserve_kv_disk_slower": ("Prefixes on disk that were computed because that was sooner",),
     "moeserve_tool_waits": (
-        "Conversations whose tools run: begun; with KV kept, read back from disk; returned, with KV still kept",
+        "Conversations whose tools run: begun; with KV retained, read back from disk; returned, with KV in memory",
         "event",
     ),
     "moeserve_kv_overflow": (

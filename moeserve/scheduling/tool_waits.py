@@ -1,15 +1,16 @@
-"""How long a conversation's KV is kept while its tools run. No clock here; the caller tells the time.
+"""Which conversations' KV stays in memory while their tools run. No clock here; the caller tells the time.
 
-A turn that calls tools comes back when they have run. The service learns how long each tool of each account takes, and
-keeps the conversation's KV for the time that costs least: keeping costs a share of memory for as long, losing it costs
-the seconds that it takes to have it again. Where it is on disk that is cheap, so it is kept for less; it then comes
-back into memory shortly before the conversation is expected.
+A turn that calls tools comes back when they have run. The service learns how long each tool of each account takes. From
+that it has the rate at which a conversation is expected back, which changes while it waits: KV leaves memory in the
+order of these rates, beside prefixes that go by their last use. Where it is on disk it is read back as soon as it is
+expected sooner than what would have to go for it. In memory it is also retained against all other prefixes for the time
+that costs least: keeping costs a share of memory for as long, losing it the seconds that it takes to have it again.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import insort
+from bisect import bisect_right, insort
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,9 +33,19 @@ _PRICE = 0.2
 # An open wait is expected to last its age times this factor.
 _TIMES_SO_FAR = 1.5
 _MARGIN = 1.1  # KV that is expected after a duration is kept for this many times the duration
-_EARLY, _LATE = 0.1, 0.9  # quantiles of a tool's duration between which KV that was read back is kept
-_LEAST_KEPT_S = 1.0  # seconds that KV which was read back is kept at least
 _WORTH_READING_S = 0.02  # readings that take less are left to the request that needs them
+# An answer whose tools are not told within this number of seconds calls none: its conversation waits for the user.
+_TOLD_WITHIN_S = 2.0
+_NO_TOOL = ""
+_LOOK_S = 0.5  # seconds between two looks at all waits
+# The shortest time for which a rate of return is told, in seconds and as a share of the wait so far: with few durations
+# a shorter one would tell of chance.
+_LEAST_RATED_S, _LEAST_RATED_SHARE = 0.25, 0.25
+_LEAST_RATE = 1e-6  # returns per second
+# A wait is placed anew once its expected time is this factor off. KV is read back if what has to go for it is expected
+# later by the second one: each reading takes from the disk and from memory.
+_LONGER, _CLEARLY_LONGER = 1.3, 2.0
+_MOST_READ_BACK = 32  # waits, the first ones expected, that are looked at for reading
 
 
 class Durations:
@@ -75,12 +86,30 @@ def best_keep_s(samples: Sequence[float], lost_s: float, rent: float) -> float:
     return best
 
 
+def return_rate(samples: Sequence[float], waited_s: float) -> float:
+    """Return the most returns per second, of KV in memory, that a wait promises for any time from now on.
+
+    samples: durations, the shortest first. waited_s: how long the wait is open.
+    """
+    least_s = max(_LEAST_RATED_S, _LEAST_RATED_SHARE * waited_s)
+    first = bisect_right(samples, waited_s)
+    num_left, spent_s, best = len(samples) - first, 0.0, _LEAST_RATE
+    if not num_left:
+        return max(best, 1 / max(least_s, (_TIMES_SO_FAR - 1) * waited_s))
+    for count, sample in enumerate(samples[first:], start=1):
+        seconds = max(least_s, sample - waited_s)
+        spent_s += seconds
+        best = max(best, count / (spent_s + (num_left - count) * seconds))
+    return best
+
+
 @dataclass(eq=False, slots=True)
 class Wait:
     """A conversation whose tools run since `since`.
 
-    kept_until, read_at: when its KV is no longer retained, and is read back; None not to do so. retention: None without
-    one of its own, `ttl` its seconds.
+    expected_s: in which it is expected back now. At `placed_at` it was put into the order of eviction as expected after
+    `placed_s`. is_coming: it is read from disk, and has its place in that order once it is in memory. retention: None
+    without one of its own, `ttl` its seconds.
     """
 
     tokens: array[int]
@@ -90,16 +119,18 @@ class Wait:
     rank: int
     share: float | None
     since: float
-    kept_until: float | None = None
-    read_at: float | None = None
+    expected_s: float = 0.0
+    placed_at: float = 0.0
+    placed_s: float = 0.0
+    is_coming: bool = False
     ttl: float = 0.0
     retention: Retention | None = None
 
 
 @dataclass(slots=True)
 class ToolWaitCounters:
-    """Totals since the start. num_kept: of `num_waits`. num_returned: came back, `num_in_time` while they were kept.
-    num_read: were read back from disk before they came."""
+    """Totals since the start. num_kept: of `num_waits`, retained. num_returned: came back, `num_in_time` while they
+    were in memory. num_read: were read back from disk before they came."""
 
     num_waits: int = 0
     num_kept: int = 0
@@ -115,13 +146,15 @@ class ToolWaits:
         self._caches = caches
         self._recovery = recovery
         self._durations: OrderedDict[tuple[str, str], Durations] = OrderedDict()
-        self._ended: OrderedDict[str, Request] = OrderedDict()
+        # The requests that have ended, and when.
+        self._ended: OrderedDict[str, tuple[Request, float]] = OrderedDict()
         # By the request that continues them.
         self._returned: dict[str, Wait] = {}
         # By namespace; the oldest first.
         self._waits: dict[str, list[Wait]] = {}
         self._in_order: deque[Wait] = deque()
         self._open: defaultdict[tuple[str, str], list[Wait]] = defaultdict(list)
+        self._next_look = 0.0
         self.counters = ToolWaitCounters()
 
     @property
@@ -129,26 +162,27 @@ class ToolWaits:
         """The number of conversations that are waited for."""
         return len(self._in_order)
 
-    def note_end(self, request: Request, *, is_whole: bool) -> None:
+    def note_end(self, request: Request, now: float, *, is_whole: bool) -> None:
         """Note that a request has ended. is_whole: its answer, which may have called tools."""
         wait = self._returned.pop(request.request_id, None)
         if wait is not None and wait.retention is not None:
             self._caches[wait.rank].retentions.end(wait.retention, wait.ttl)
         if is_whole and request.session is not None:
-            self._ended[request.request_id] = request
+            self._ended[request.request_id] = (request, now)
             if len(self._ended) > _MOST_ENDED:
                 self._ended.popitem(last=False)
 
     def begin(self, request_id: str, tools: Sequence[str], now: float) -> None:
         """Note which tools a request that has ended called. They run from now on."""
-        request = self._ended.pop(request_id, None)
-        if request is None or not tools:
-            return
+        request, _ = self._ended.pop(request_id, (None, now))
+        if request is not None and tools:
+            self._begin(request, "+".join(sorted(set(tools)))[:_MOST_NAME_CHARS], now)
+
+    def _begin(self, request: Request, tool: str, now: float) -> None:
         cache = self._caches[request.rank]
         num_tokens = len(request.token_ids) // cache.block_size * cache.block_size
         if not num_tokens:
             return
-        tool = "+".join(sorted(set(tools)))[:_MOST_NAME_CHARS]
         share = None if request.cache is None else request.cache.share
         tokens, session = request.token_ids[:num_tokens], request.session or ""
         wait = Wait(tokens, request.namespace, session, tool, request.rank, share, now)
@@ -175,23 +209,63 @@ class ToolWaits:
         if seconds <= _LATEST_S:
             self._durations_of(wait).add(seconds)
             self.counters.num_returned += 1
-            self.counters.num_in_time += wait.kept_until is not None and now <= wait.kept_until
+            self.counters.num_in_time += self._is_in_memory(wait)
 
     def advance(self, now: float) -> None:
-        """Read back the KV of conversations that are expected soon, and forget conversations that did not come."""
+        """Put KV in order by when it is expected, read back from disk, and forget conversations that did not come."""
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_S
         while self._in_order and now - self._in_order[0].since > _LATEST_S:
             self._forget(self._in_order[0])
+        self._end_turns(now)
         for wait in self._in_order:
-            if wait.read_at is None or now < wait.read_at:
+            wait.expected_s = 1 / return_rate(self._samples(wait, now), now - wait.since)
+            self._place(wait, now)
+        waits = sorted(self._in_order, key=lambda wait: wait.expected_s)
+        for rank in range(len(self._caches)):
+            self._read_back([wait for wait in waits if wait.rank == rank], rank)
+
+    def _place(self, wait: Wait, now: float) -> None:
+        """Put a wait's KV where it belongs in the order of eviction, if it is off."""
+        if wait.is_coming and not self._is_in_memory(wait):
+            return
+        as_placed = now - wait.placed_at + wait.placed_s
+        is_off = wait.is_coming or not wait.expected_s / _LONGER < as_placed < wait.expected_s * _LONGER
+        wait.is_coming = False
+        if is_off and self._caches[wait.rank].place(wait.tokens, wait.namespace, wait.expected_s):
+            wait.placed_at, wait.placed_s = now, wait.expected_s
+
+    def _end_turns(self, now: float) -> None:
+        """Let conversations whose last answer called no tool wait for their users."""
+        while self._ended:
+            request_id, (request, ended_at) = next(iter(self._ended.items()))
+            if now - ended_at < _TOLD_WITHIN_S:
+                return
+            del self._ended[request_id]
+            self._begin(request, _NO_TOOL, ended_at)
+
+    def _read_back(self, waits: Sequence[Wait], rank: int) -> None:
+        """Read the KV of the first of a rank's waits that is not in memory, if it is worth more than what goes."""
+        cache = self._caches[rank]
+        for wait in waits[:_MOST_READ_BACK]:
+            num_blocks = len(wait.tokens) // cache.block_size
+            if cache.seconds_of_next(num_blocks) < _CLEARLY_LONGER * wait.expected_s:
+                return
+            if self._is_in_memory(wait) or self._recovery.recovery_s(wait.tokens, wait.namespace) < _WORTH_READING_S:
                 continue
-            wait.read_at = None
-            if self._recovery.read_back(wait.tokens, wait.namespace, wait.rank):
+            if self._recovery.read_back(wait.tokens, wait.namespace, rank):
                 self.counters.num_read += 1
-                late = wait.since + _quantile(self._samples(wait, now), _LATE)
-                self._retain(wait, now, 0.0, max(_LEAST_KEPT_S, late - now))
+                wait.is_coming = True
+                return
+
+    def _is_in_memory(self, wait: Wait) -> bool:
+        """Return whether a wait's KV is in memory, but for its last block."""
+        cache = self._caches[wait.rank]
+        return cache.peek(wait.tokens, wait.namespace) >= len(wait.tokens) - cache.block_size
 
     def _keep(self, wait: Wait, now: float) -> None:
-        """Decide for how long a new wait's KV is kept, and when it is read back."""
+        """Decide where in the order of eviction a new wait's KV is, and for how long it is retained."""
         cache = self._caches[wait.rank]
         samples = self._samples(wait, now)
         lost_s = self._recovery.recovery_s(wait.tokens, wait.namespace)
@@ -200,10 +274,10 @@ class ToolWaits:
         if seconds and not self._has_budget(wait):
             seconds = 0.0
         self.counters.num_kept += seconds > 0
-        self._retain(wait, now, _quantile(samples, 0.5), seconds)
-        early = _quantile(samples, _EARLY) - lost_s
-        if early > seconds and lost_s > _WORTH_READING_S:
-            wait.read_at = now + early
+        wait.placed_at, wait.placed_s = now, 1 / return_rate(samples, now - wait.since)
+        wait.expected_s = wait.placed_s
+        wait.retention = cache.expect_back(wait.tokens, wait.namespace, wait.expected_s, seconds, wait.share)
+        wait.ttl = seconds
 
     def _has_budget(self, wait: Wait) -> bool:
         """Return whether a wait's KV can be retained within its account's budget.
@@ -221,22 +295,17 @@ class ToolWaits:
             if other is None or other.retention is None:
                 return False
             cache.retentions.end(other.retention, other.ttl)
-            other.retention = other.kept_until = None
-
-    def _retain(self, wait: Wait, now: float, expected_s: float, seconds: float) -> None:
-        cache = self._caches[wait.rank]
-        wait.retention = cache.expect_back(wait.tokens, wait.namespace, expected_s, seconds, wait.share)
-        wait.ttl, wait.kept_until = seconds, now + seconds if seconds else None
+            other.retention = None
 
     def _samples(self, wait: Wait, now: float) -> Sequence[float]:
         """Return durations that represent the end of a wait.
 
-        Waits that are open for longer than most ended ones say as well how long the tool takes.
+        Other waits that are open for longer than most ended ones say as well how long the tool takes.
         """
         samples = self._durations_of(wait).samples()
         usual = _quantile(samples, 0.5)
         waits = self._open.get((account_of(wait.namespace), wait.tool), ())
-        longer = [now - one.since for one in waits if now - one.since > usual]
+        longer = [now - one.since for one in waits if now - one.since > usual and one is not wait]
         return sorted((*samples, *(_TIMES_SO_FAR * seconds for seconds in longer))) if longer else samples
 
     def _continues(self, tokens: array[int], wait: Wait) -> bool:

@@ -482,6 +482,9 @@ class History:
                 case 9:
                     now += choices.choice([0.5, 3.0, 90.0])
                     life.scheduler.tell_time(now)
+                case 10:
+                    for cache in life.caches:
+                        cache.place(tokens, namespace, choices.choice([0.0, 2.0, 100.0]))
             life.cache.check_invariants()
 
 

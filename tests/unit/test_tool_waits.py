@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from moeserve.plan import Request, SamplingParams
-from moeserve.scheduling.tool_waits import ToolWaits, best_keep_s
+from moeserve.scheduling.tool_waits import ToolWaits, best_keep_s, return_rate
 from radix_cache import PrefixCache
 from tests.support.kv_life import Disk, Life, ask
 
@@ -21,6 +21,17 @@ def test_kv_is_kept_while_that_costs_less_than_to_have_it_again() -> None:
     assert best_keep_s([1.0, 2.0, 3.0], lost_s=0.1, rent=0.1) == 0.0
     # The last one of four takes too long to wait for.
     assert best_keep_s([1.0, 1.0, 1.0, 500.0], lost_s=4.0, rent=0.5) == pytest.approx(1.1)
+
+
+def test_a_return_is_expected_at_the_best_rate_that_any_time_from_now_on_promises() -> None:
+    assert return_rate([10.0], 0.0) == pytest.approx(0.1)
+    # One of two comes soon: to wait for the other one would not pay.
+    assert return_rate([1.0, 1000.0], 0.0) == pytest.approx(0.5)
+    assert return_rate([1.0, 1000.0], 10.0) == pytest.approx(1 / 990)
+    # It has taken longer than ever: about half as long again.
+    assert return_rate([1.0], 100.0) == pytest.approx(1 / 50)
+    # A single duration just ahead is no certainty.
+    assert return_rate([60.1], 60.0) == pytest.approx(1 / 15)
 
 
 class Costs:
@@ -54,17 +65,26 @@ class Conversations:
         request = Request(f"{self.num}", array("i", tokens), SamplingParams(1), namespace, session=session)
         self.cache.tell_time(self.now)
         self.waits.note_return(request, self.now)
-        lease = self.cache.match(request.token_ids, namespace)
+        self.compute(tokens, namespace)
+        self.waits.note_end(request, self.now, is_whole=True)
+        self.waits.begin(request.request_id, [tool], self.now)
+        self.wait(after_s)
+        self.cache.check_invariants()
+
+    def compute(self, tokens: list[int], namespace: str = "key") -> None:
+        """Cache a prefix."""
+        ids = array("i", tokens)
+        lease = self.cache.match(ids, namespace)
         missing = len(tokens) // SIZE - len(lease.block_ids)
         if missing > 0 and self.cache.extend(lease, missing) is not None:
-            self.cache.free(self.cache.publish(lease, request.token_ids, len(tokens) // SIZE * SIZE))
+            self.cache.free(self.cache.publish(lease, ids, len(tokens) // SIZE * SIZE))
         self.cache.release(lease)
-        self.waits.note_end(request, is_whole=True)
-        self.waits.begin(request.request_id, [tool], self.now)
-        self.now += after_s
+
+    def wait(self, seconds: float) -> None:
+        """Let time go on."""
+        self.now += seconds
         self.cache.tell_time(self.now)
         self.waits.advance(self.now)
-        self.cache.check_invariants()
 
     def fill(self, count: int) -> None:
         """Use blocks for something else that is not kept."""
@@ -109,7 +129,7 @@ def test_kv_is_kept_until_the_request_that_continues_it_has_ended() -> None:
     request = Request("next", array("i", range(24)), SamplingParams(1), "key", session="")
     talks.waits.note_return(request, talks.now)
     assert talks.cache.retentions.num_blocks > 0
-    talks.waits.note_end(request, is_whole=False)
+    talks.waits.note_end(request, talks.now, is_whole=False)
     assert talks.cache.retentions.num_blocks == 0
     talks.waits.begin("next", ["t"], talks.now)
     assert talks.waits.num_open == 0
@@ -127,18 +147,46 @@ def test_kv_is_forgotten_in_the_end_and_unknown_requests_are_left_alone() -> Non
     assert (talks.waits.num_open, talks.cache.retentions.num_blocks) == (0, 0)
 
 
-def test_kv_on_disk_comes_back_before_the_conversation_does() -> None:
+def test_kv_on_disk_comes_back_once_it_is_expected_sooner_than_what_is_in_memory() -> None:
     talks = Conversations(seconds=0.1)
     for number in range(6):
         talks.turn([number, *range(100, 119)], "build", 60.0, session="s")
-    talks.turn([7, *range(100, 119)], "build", 30.0, session="s")
+    talks.turn([7, *range(100, 119)], "build", 0.0, session="s")
+    talks.fill(40)
+    talks.compute(list(range(300, 460)))
     talks.costs.read.clear()
-    talks.waits.advance(talks.now)
+    talks.wait(20.0)
     assert talks.costs.read == []
-    talks.now += 30.0
-    talks.cache.tell_time(talks.now)
-    talks.waits.advance(talks.now)
+    talks.wait(35.0)
     assert talks.costs.read == [20]
+
+
+def test_a_conversation_whose_answer_calls_no_tool_waits_for_its_user() -> None:
+    talks = Conversations()
+    request = Request("a", array("i", range(20)), SamplingParams(1), "key", session="")
+    talks.compute(list(range(20)))
+    talks.waits.note_end(request, talks.now, is_whole=True)
+    talks.wait(1.0)
+    assert talks.waits.num_open == 0
+    talks.wait(5.0)
+    assert talks.waits.num_open == 1
+    talks.waits.begin("a", ["t"], talks.now)
+    assert talks.waits.num_open == 1
+    talks.turn(list(range(28)), "t", 0.0)
+    assert (talks.waits.num_open, talks.waits.counters.num_returned) == (1, 1)
+
+
+@pytest.mark.parametrize(("waited_s", "stays"), [(0.6, True), (10.0, False)])
+def test_kv_goes_before_older_prefixes_once_its_tool_has_not_ended_when_most_do(waited_s: float, stays: bool) -> None:
+    talks = Conversations(seconds=0.0)
+    for seconds in (300.0, 300.0, 1.0, 1.0, 1.0, 1.0):
+        talks.turn([1, *range(100, 107)], "t", seconds, session="s")
+    older, waiting = list(range(500, 580)), list(range(80))
+    talks.compute(older)
+    talks.wait(5.0)
+    talks.turn(waiting, "t", waited_s, session="s")
+    talks.fill(20)
+    assert (talks.cached(waiting), talks.cached(older)) == ((80, 0) if stays else (0, 80))
 
 
 def test_what_clients_retain_does_not_give_way() -> None:
