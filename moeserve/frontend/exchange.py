@@ -10,7 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from dataclasses import replace
 from typing import Any
 
-from moeserve.frontend.dialects import chat, completions, messages_answer, prefixes, responses_answer
+from moeserve.frontend.dialects import chat, completions, messages, responses_answer
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts, Usage
 from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, longest_output, unavailable
 from moeserve.frontend.keys import Identity, cache_namespace
@@ -30,9 +30,9 @@ MakeFormatter = Callable[[str, int, GenerateRequest, TextTokenizer, str], Format
 FORMATTERS: dict[Kind, MakeFormatter] = {
     "chat": chat.ChatFormatter,
     "completions": completions.CompletionFormatter,
-    "messages": messages_answer.MessageFormatter,
+    "messages": messages.MessageFormatter,
     "responses": responses_answer.ResponsesFormatter,
-    "warm": prefixes.WarmFormatter,
+    "warm": chat.WarmFormatter,
 }
 
 TOKENS_AT_ONCE = 256  # with log probabilities, in one write

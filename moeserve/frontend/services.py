@@ -22,11 +22,10 @@ from moeserve.frontend.keys import Identity
 from moeserve.frontend.live import LiveStats
 from moeserve.frontend.metrics import Metrics
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts, choose_shape, model_type_of
-from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply
+from moeserve.frontend.prepare.messages import Ask, Kind, NeedsEarlier, Reply, Watch
 from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.templates import read_sources
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
-from moeserve.frontend.prepare.watch import Watch
 from moeserve.frontend.relay.engine_client import EngineClient
 from moeserve.frontend.relay.request_group import CrashSuspect, EngineAsleep, EngineBusy, EngineGone, EngineSilent
 from moeserve.frontend.text import TextTokenizer

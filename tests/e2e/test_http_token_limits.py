@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, writing
+from moeserve.frontend.dialects import bodies, internal
 from moeserve.frontend.dialects.internal import GenerateRequest, TokenText
 from moeserve.frontend.text import TextTokenizer
 from tests.support.in_process import Exchange, application, completion
@@ -130,13 +130,13 @@ def test_a_prompt_far_too_long_is_counted_in_parts(tmp_path: Path, monkeypatch: 
 
 
 def test_while_an_answer_with_many_tokens_is_written_others_are_served() -> None:
-    tokens = [TokenText(65, place) for place in range(3 * writing.WRITTEN_AT_ONCE)]
-    written = writing.written(tokens, lambda token: token.offset)
+    tokens = [TokenText(65, place) for place in range(3 * internal.WRITTEN_AT_ONCE)]
+    written = internal.written(tokens, lambda token: token.offset)
     assert next(written) is None
     assert next(written) is None
     with pytest.raises(StopIteration) as done:
         next(written)
-    assert json.loads(bytes(done.value.value)) == list(range(3 * writing.WRITTEN_AT_ONCE))
+    assert json.loads(bytes(done.value.value)) == list(range(3 * internal.WRITTEN_AT_ONCE))
 
 
 def test_a_prompt_is_decoded_once_for_all_its_choices(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

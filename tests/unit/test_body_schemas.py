@@ -10,8 +10,8 @@ import jsonschema
 import pytest
 
 from moeserve.frontend.dialects import chat, completions, messages, responses
+from moeserve.frontend.dialects.chat import parse_warm
 from moeserve.frontend.dialects.internal import ModelFacts
-from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.routes import openapi

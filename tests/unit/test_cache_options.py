@@ -12,16 +12,15 @@ from unittest.mock import patch
 import pytest
 
 from moeserve.config import ConfigError
+from moeserve.frontend.dialects.chat import parse_warm
 from moeserve.frontend.dialects.fields import read_cache_options
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
-from moeserve.frontend.dialects.prefixes import parse_warm
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
 from moeserve.frontend.parsers.families import PLAIN
-from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared
+from moeserve.frontend.prepare.messages import Ask, Prefix, Prepared, Watch
 from moeserve.frontend.prepare.prepare import READERS, Preparer, make_programs
 from moeserve.frontend.prepare.templates import load_chat_template
-from moeserve.frontend.prepare.watch import Watch
 from moeserve.frontend.routes.cache import load_public_prefixes
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import CacheWish, SamplingParams

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.frontend.dialects.internal import CacheOptions, Delta, GenerateRequest, ToolCallPart, Usage
-from moeserve.frontend.dialects.messages_answer import MessageFormatter, error_body
+from moeserve.frontend.dialects.messages import MessageFormatter, error_body
 from moeserve.frontend.errors import ApiError, context_length_exceeded, internal_error, unavailable, unknown_model
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams

@@ -6,8 +6,15 @@ import pytest
 from tokenizers import AddedToken
 
 from moeserve.config import ServeConfig
-from moeserve.frontend.dialects.internal import ChatPrompt, Delta, GenerateRequest, TokenText, Tool, ToolChoice
-from moeserve.frontend.dialects.writing import openai_usage
+from moeserve.frontend.dialects.internal import (
+    ChatPrompt,
+    Delta,
+    GenerateRequest,
+    TokenText,
+    Tool,
+    ToolChoice,
+    openai_usage,
+)
 from moeserve.frontend.errors import ApiError, longest_output
 from moeserve.frontend.exchange import build_generates, derive_seed
 from moeserve.frontend.parsers.families import PLAIN, OutputShape, Thoughts

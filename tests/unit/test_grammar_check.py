@@ -8,8 +8,8 @@ import pytest
 from moeserve.frontend.dialects.formats import Constraint, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.frontend.errors import ApiError
+from moeserve.frontend.prepare.messages import Watch
 from moeserve.frontend.prepare.prepare import GrammarCheck, find_error
-from moeserve.frontend.prepare.watch import Watch
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import EOS, write_model_dir
 

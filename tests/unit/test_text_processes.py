@@ -18,10 +18,9 @@ from launcher import frontend_main
 from moeserve.frontend.dialects.internal import ModelFacts
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.families import PLAIN
-from moeserve.frontend.prepare.messages import Ask, Prepared, Reply
+from moeserve.frontend.prepare.messages import Ask, Prepared, Reply, Stage, Watch
 from moeserve.frontend.prepare.prepare import Preparer
 from moeserve.frontend.prepare.text_processes import TextProcesses, check_model_texts
-from moeserve.frontend.prepare.watch import Stage, Watch
 from moeserve.frontend.text import TextTokenizer
 from moeserve.model.spec import ModelError
 from tests.support.frontend import run_context

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from moeserve.frontend.dialects.internal import (
+    WRITTEN_AT_ONCE,
     Delta,
     Formatter,
     GenerateRequest,
@@ -21,10 +22,10 @@ from moeserve.frontend.dialects.internal import (
     ToolCallPart,
     Usage,
     Writing,
+    logprob_entry,
 )
 from moeserve.frontend.dialects.responses import Turn
 from moeserve.frontend.dialects.responses_items import CUSTOM_INPUT, ClientName, Item, item_id_of, seal_reasoning
-from moeserve.frontend.dialects.writing import WRITTEN_AT_ONCE, logprob_entry
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.text import TextTokenizer
 

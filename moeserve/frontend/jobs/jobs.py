@@ -15,18 +15,18 @@ from moeserve.frontend.dialects.responses_answer import KeptResponse, ResponsesF
 from moeserve.frontend.errors import ApiError, unavailable
 from moeserve.frontend.exchange import DeltaWriter, completed
 from moeserve.frontend.http import EventStream
-from moeserve.frontend.jobs.journal import (
+from moeserve.frontend.jobs.runner import (
     Entry,
     JobRecord,
     Journal,
     Replay,
+    Runner,
     formatter_of,
     unpack_entries,
     unpack_failure,
     unpack_prepared,
     unpack_record,
 )
-from moeserve.frontend.jobs.runner import Runner
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.prepare.messages import Kind, Prepared, pack_reply
 from moeserve.frontend.relay.request_group import EngineGone

@@ -23,16 +23,25 @@ from llguidance import LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend import limits
-from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, prefixes, responses
+from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
 from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls, subschemas
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError, check_choices, context_length_exceeded, invalid, longest_output
 from moeserve.frontend.http import inflate
 from moeserve.frontend.parsers.families import OutputShape
-from moeserve.frontend.prepare.messages import Ask, Body, NeedsEarlier, Prefix, Prepared, Reply, for_answer
+from moeserve.frontend.prepare.messages import (
+    Ask,
+    Body,
+    NeedsEarlier,
+    Prefix,
+    Prepared,
+    Reply,
+    Stage,
+    Watch,
+    for_answer,
+)
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
-from moeserve.frontend.prepare.watch import Stage, Watch
 from moeserve.frontend.text import PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
 from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of, load_tokens
 from moeserve.plan import CacheWish, SamplingParams
@@ -177,7 +186,7 @@ READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
     "chat": chat.parse,
     "completions": completions.parse,
     "messages": messages.parse,
-    "warm": prefixes.parse_warm,
+    "warm": chat.parse_warm,
 }
 
 Encode = Callable[[ChatPrompt], Sequence[int]]
@@ -234,7 +243,7 @@ class Preparer:
             case "tokenize":
                 return self._tokenize(ask, body)
             case "detokenize":
-                token_ids = prefixes.parse_detokenize(body, facts)
+                token_ids = chat.parse_detokenize(body, facts)
                 self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
                 return _json({"prompt": self._tokenizer.decode(token_ids, skip_special_tokens=False)})
             case "count_message":
@@ -338,20 +347,20 @@ class Preparer:
         return decode_prompt(self._tokenizer, token_ids)
 
     def _prefix(self, ask: Ask, body: bytes) -> Prefix:
-        kind = prefixes.PrefixBody if ask.kind == "prefix" else prefixes.UnpinBody
+        kind = chat.PrefixBody if ask.kind == "prefix" else chat.UnpinBody
         read, ignored = bodies.decode_json(body, kind)
         salt = fields.read_cache_salt(read.cache_salt)
-        if isinstance(read, prefixes.UnpinBody) and read.id is not None:
+        if isinstance(read, chat.UnpinBody) and read.id is not None:
             if read.prompt is not None or read.messages is not None:
                 raise invalid("Give either `id` or a prefix", "id")
             return Prefix(None, read.id, salt, ignored)
-        prefixes.check_prefix(read, prefixes.PIN_FIELDS)
-        prompt = prefixes.read_prefix(read, ask.model)
+        chat.check_prefix(read, chat.PIN_FIELDS)
+        prompt = chat.read_prefix(read, ask.model)
         return Prefix(self._encode(prompt, ask.model, _owner(ask, salt)), None, salt, ignored)
 
     def _tokenize(self, ask: Ask, body: bytes) -> Body:
         facts = ask.model
-        asked = prefixes.parse_tokenize(body, facts)
+        asked = chat.parse_tokenize(body, facts)
         if isinstance(asked, ChatPrompt):
             token_ids = self._encode(asked, facts, ask.owner)
         else:

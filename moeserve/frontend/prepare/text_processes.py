@@ -21,10 +21,19 @@ import structlog
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import internal_error, unavailable
-from moeserve.frontend.prepare.messages import SIZE_BYTES, Ask, Reply, pack_ask, unpack_reply
+from moeserve.frontend.prepare.messages import (
+    PAGE_BYTES,
+    SIZE_BYTES,
+    Ask,
+    Reply,
+    Stage,
+    least_seconds,
+    pack_ask,
+    refusal,
+    unpack_reply,
+)
 from moeserve.frontend.prepare.prepare import NotHere, Preparer
 from moeserve.frontend.prepare.text_program import CPU_SECONDS, CheckLine
-from moeserve.frontend.prepare.watch import PAGE_BYTES, Stage, least_seconds, refusal
 from moeserve.model.spec import ModelError
 
 _T = TypeVar("_T")

@@ -2,8 +2,8 @@
 
 It loads a checkpoint's tokenizer and chat template once and forks a worker for each request on its standard input, a
 socket: a worker that had to be ended is replaced within milliseconds, and all share tokenizer and template. A
-request carries the worker's own socket and its page (`watch.py`). A worker sends its process number, then answers one
-ask after another until its socket ends. CALLS and REASONING are the settings of `choose_shape`.
+request carries the worker's own socket and its page (`messages.py`). A worker sends its process number, then answers
+one ask after another until its socket ends. CALLS and REASONING are the settings of `choose_shape`.
 
 With `--check` the program loads the tokenizer and renders a first conversation once, before anything else does: the
 libraries that read these files can abort. It prints a line of JSON for each part before it is loaded, and one for what
@@ -30,18 +30,20 @@ from llguidance import LLTokenizer
 
 from moeserve.frontend.errors import ApiError, internal_error
 from moeserve.frontend.parsers.families import choose_shape, model_type_of
-from moeserve.frontend.prepare.messages import SIZE_BYTES, pack_reply, unpack_ask
-from moeserve.frontend.prepare.prepare import Preparer, make_programs
-from moeserve.frontend.prepare.templates import ChatTemplate, load_chat_template, read_sources
-from moeserve.frontend.prepare.watch import (
+from moeserve.frontend.prepare.messages import (
     PAGE_BYTES,
+    SIZE_BYTES,
     Watch,
     address_space,
     bound_pools,
     give_back,
     limit_cpu,
     limit_memory,
+    pack_reply,
+    unpack_ask,
 )
+from moeserve.frontend.prepare.prepare import Preparer, make_programs
+from moeserve.frontend.prepare.templates import ChatTemplate, load_chat_template, read_sources
 from moeserve.frontend.text import TextTokenizer
 from moeserve.grammars.compiler import GrammarError, load_tokens
 from moeserve.model.spec import ModelError

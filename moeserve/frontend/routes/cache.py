@@ -1,6 +1,6 @@
 """The prompt cache as its users and its operator steer it: list, warm, pin and unpin prefixes, drop one's own.
 
-Every route acts on the account of the caller's key. Warming is a generation (`dialects/prefixes.py`).
+Every route acts on the account of the caller's key. Warming is a generation (`dialects/chat.py`).
 
 Public prefixes are prompts that the operator declares in a file, computed once and shared by all keys. They are
 computed in the namespace PUBLIC, in which no client's request runs, and pinned there. A client's request uses them as
@@ -22,8 +22,8 @@ from starlette.responses import Response
 
 from moeserve.config import ConfigError
 from moeserve.frontend.dialects import bodies
+from moeserve.frontend.dialects.chat import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.dialects.fields import read_cache_salt
-from moeserve.frontend.dialects.prefixes import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.errors import ApiError, invalid, longest_output
 from moeserve.frontend.http import json_response
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace

@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from moeserve.frontend import limits
 from moeserve.frontend.admission import Held, read_terms
-from moeserve.frontend.dialects import messages_answer
+from moeserve.frontend.dialects import messages
 from moeserve.frontend.dialects.internal import Delta, Formatter, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses import previous_id_of
 from moeserve.frontend.errors import OVERLOADED, ApiError, invalid, unavailable
@@ -79,7 +79,7 @@ class Dialect:
 
 CHAT = Dialect("chat", "chatcmpl-")
 COMPLETIONS = Dialect("completions", "cmpl-")
-MESSAGES = Dialect("messages", "msg_", cut=messages_answer.error_event)
+MESSAGES = Dialect("messages", "msg_", cut=messages.error_event)
 WARM = Dialect("warm", "warm-")
 
 

@@ -17,7 +17,7 @@ from moeserve.frontend.dialects.responses_items import RESPONSE_PREFIX, Earlier,
 from moeserve.frontend.errors import ApiError, invalid
 from moeserve.frontend.http import content_coding, json_bytes, list_of, page_of, receive_body
 from moeserve.frontend.jobs.jobs import Jobs, JobView
-from moeserve.frontend.jobs.journal import unpack_record
+from moeserve.frontend.jobs.runner import unpack_record
 from moeserve.frontend.keys import caller_of
 from moeserve.frontend.prepare.messages import Body, Kind, expect
 from moeserve.frontend.routes.generate import Dialect, GenerateRoute, show_events

@@ -7,19 +7,18 @@ from dataclasses import dataclass
 
 from starlette.types import ASGIApp
 
-from moeserve.frontend.dialects import messages_answer
-from moeserve.frontend.dialects.chat import ChatBody
-from moeserve.frontend.dialects.completions import CompletionBody
-from moeserve.frontend.dialects.messages import MessagesBody
-from moeserve.frontend.dialects.prefixes import (
+from moeserve.frontend.dialects.chat import (
     MESSAGE_FIELDS,
     PIN_FIELDS,
     WARM_FIELDS,
+    ChatBody,
     DetokenizeBody,
     PrefixBody,
     TokenizeBody,
     UnpinBody,
 )
+from moeserve.frontend.dialects.completions import CompletionBody
+from moeserve.frontend.dialects.messages import MessagesBody, error_body
 from moeserve.frontend.dialects.responses import ConversationBody, ItemsBody, MetadataBody, ResponsesBody
 from moeserve.frontend.pages import FILES, Pages
 from moeserve.frontend.route import BYTES, EVENTS, HTML, JSON, TEXT, Route
@@ -207,7 +206,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         "user",
         "Answer messages",
         lambda e: e.messages,
-        error_body=messages_answer.error_body,
+        error_body=error_body,
         body=MessagesBody,
         required=("model", "messages", "max_tokens"),
         example={"messages": _HELLO, "max_tokens": 16},
@@ -219,7 +218,7 @@ ROUTES: tuple[Route[Endpoints], ...] = (
         "user",
         "Count the tokens",
         lambda e: e.tokens.count_message,
-        error_body=messages_answer.error_body,
+        error_body=error_body,
         body=MessagesBody,
         required=("model", "messages"),
         example={"messages": _HELLO},

@@ -28,7 +28,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class StoredJob:
-    """A job as the store has it. record: `moeserve.frontend.jobs.journal.JobRecord`."""
+    """A job as the store has it. record: `moeserve.frontend.jobs.runner.JobRecord`."""
 
     job_id: str
     caller: bytes
