@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import fmean, median
@@ -169,7 +168,13 @@ def _emulated_link(bandwidth: int | None) -> Iterator[None]:
     if bandwidth is None:
         yield
         return
-    with patch.object(moeserve.engine.experts.memory, "DiskTier", partial(SlowedTier, bandwidth)):
+    rate = float(bandwidth)
+
+    class Link(SlowedTier):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(rate, *arguments)
+
+    with patch.object(moeserve.engine.experts.memory, "DiskTier", Link):
         yield
 
 

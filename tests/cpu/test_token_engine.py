@@ -75,7 +75,7 @@ def test_a_batch_without_a_cache_gives_the_same_bits(model_dir: Path, alone: lis
 
 def test_a_hit_at_every_block_border_gives_the_same_bits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
-    monkeypatch.setattr("moeserve.engine.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
+    monkeypatch.setattr("moeserve.engine.planner.StatePolicy", partial(StatePolicy, min_gain=1))
     hits, alone = complete_at_every_border(model_dir)
     assert_same(hits, alone)
 

@@ -59,7 +59,7 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
 
 def test_a_hit_at_every_block_border_gives_the_same_bits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
-    monkeypatch.setattr("moeserve.engine.assemble.StatePolicy", partial(StatePolicy, min_gain=1))
+    monkeypatch.setattr("moeserve.engine.planner.StatePolicy", partial(StatePolicy, min_gain=1))
     hits, alone = complete_at_every_border(model_dir)
     assert_same(hits, alone)
 
