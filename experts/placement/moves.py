@@ -8,10 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.balanced import ordered_ranks
-from experts.placement.placement import (
-    Ranks,
-    destinations_of,
-)
+from experts.placement.placement import Ranks, destinations_of
 
 Float = NDArray[np.float64]
 # The heaviest load afterwards, and [E, R]: True where the rank holds the expert.

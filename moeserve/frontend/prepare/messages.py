@@ -1,4 +1,4 @@
-"""What the event loop and a text process share: an `Ask` with a body, one `Reply`, and the page of the job's stage.
+"""The event loop and a text process share these: an `Ask` with a body, one `Reply`, the page of the job's stage.
 
 A frame is the length of its head, the head and a payload. An ask's head is MessagePack, its payload the body as it is.
 A reply's head is JSON, since integers of clients are of any size. Its arrays of int32 lie behind it, where it has their
