@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from moeserve.plan import Request, SamplingParams
+from moeserve.scheduling import tool_waits
 from moeserve.scheduling.tool_waits import ToolWaits, best_keep_s, return_rate
 from radix_cache import PrefixCache
 from tests.support.kv_life import Disk, Life, ask
@@ -94,6 +96,24 @@ class Conversations:
 
     def cached(self, tokens: list[int], namespace: str = "key") -> int:
         return self.cache.peek(array("i", [*tokens, 1]), namespace)
+
+
+def test_a_look_rates_few_of_many_waits_and_all_of_them_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    talks = Conversations(num_blocks=800)
+    for number in range(100):
+        talks.turn([number, *range(200, 207)], "ls", 0.01)
+    looks: list[list[float]] = []
+
+    def rate(samples: Sequence[float], waited_s: float) -> float:
+        looks[-1].append(talks.now - waited_s)
+        return 1.0
+
+    monkeypatch.setattr(tool_waits, "return_rate", rate)
+    for _ in range(20):
+        looks.append([])
+        talks.wait(0.25)
+    assert max(map(len, looks)) <= 8
+    assert {round(since, 2) for look in looks for since in look} == {round(number / 100, 2) for number in range(100)}
 
 
 def test_a_conversation_whose_tool_is_quick_outlives_one_whose_tool_is_slow() -> None:
