@@ -30,7 +30,7 @@ class KvTransferConfig:
 
     key_file: of `moeserve curve-key`, the same for all of them. kv_ip, kv_port: where this service is asked for blocks;
     port 0 takes a free one. lease_seconds: how long the blocks of a prompt are held after its answer, or its last
-    fetch. early: a prompt that takes several steps is answered after the first one, and fetched while it is computed.
+    fetch. early: a prompt is answered when its first step begins, and fetched while it is computed.
     """
 
     key_file: str = ""

@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar
 
 from moeserve.kv_transfer import KvTicket
 from moeserve.thoughts import BudgetedThought, ThoughtBudget
-from radix_cache import Lease, Miss, Snapshot
+from radix_cache import Lease, Miss, Room, Snapshot
 
 
 class FinishReason(StrEnum):
@@ -187,6 +187,9 @@ class Request:
     there. `num_restores` counts its waits. `restored`: the rank, first token and end of the blocks that it waited for;
     `num_disk_tokens` of `num_cached_tokens` were such, None without a disk.
 
+    `no_room`: what there was when it last could not run for lack of room, and `no_room_to_fill` when its blocks could
+    not be read or fetched.
+
     `offers_kv`: once it has ended the blocks of its prompt are held for another service, by the ticket `offered`.
     `ticket`: its own blocks are to be fetched from another service; None once that has begun.
     """
@@ -224,6 +227,8 @@ class Request:
     num_restores: int = 0
     restored: tuple[int, int, int] = (0, 0, 0)
     num_disk_tokens: int | None = None
+    no_room: Room | None = None
+    no_room_to_fill: Room | None = None
     least_cached: float = 0.0
     offers_kv: bool = False
     ticket: KvTicket | None = None

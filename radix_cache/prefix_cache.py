@@ -19,6 +19,7 @@ from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Fork, Lease, Node, Retention, Snapshot
 from radix_cache.retention import account_of
 from radix_cache.retentions import Retentions
+from radix_cache.room import Room
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.stored import StoredBlocks
 from radix_cache.tree import RadixTree
@@ -103,6 +104,7 @@ class PrefixCache:
         self._leases: dict[int, Lease] = {}
         self._next_number = 0
         self._num_private_blocks = 0
+        self._num_changes = 0
         self._duplicates: set[int] = set()
         self._copies = BlockCopies()
         self._disk: TreeOnDisk | None = None
@@ -138,6 +140,14 @@ class PrefixCache:
             if num_sure >= enough:
                 return num_sure
         return max(self._allocator.num_free, self.num_available - self._tree.num_to_spare(account, num_spared))
+
+    def room(self, num_spoken_for: int) -> Room | None:
+        """Return the room that a waiting request finds now, None where prefixes need windows or states as well.
+
+        num_spoken_for: available blocks that others will need.
+        """
+        is_told = self._windows is None and not self._stateful
+        return Room(self, self._num_changes, self.num_available - num_spoken_for) if is_told else None
 
     @property
     def windows(self) -> WindowBlocks | None:
@@ -386,6 +396,8 @@ class PrefixCache:
         """
         self._check(lease)
         self.end_load(lease)
+        if len(lease.block_ids) * self.block_size > lease.num_cached_tokens:
+            self._num_changes += 1
         if self._disk is not None:
             self._disk.release(lease, keep_tokens)
         lease.owner = None
@@ -404,6 +416,10 @@ class PrefixCache:
                     self._disk.forget(lease.names[num_published - len(trimmed) : num_published])
                 private.extend(trimmed)
         self._free(private)
+
+    def note_prompt(self) -> None:
+        """Note that a part of a prompt was published: another request that begins alike needs less room (`Room`)."""
+        self._num_changes += 1
 
     def expect(self, lease: Lease, num_tokens: int) -> None:
         """Note that other prompts are likely to diverge from the lease's prompt after its first `num_tokens`.

@@ -136,11 +136,12 @@ class Engine:
                 self._exchange.turn(self._scheduler)
             self._exchange_copies()
             self._send_outputs(self._scheduler.decline_cold())
-            outputs = self._steps.advance()
+            outputs = self._steps.advance(self._offer_early)
             if outputs is not None:
                 self._stats.count_started(self._scheduler.take_started(), started)
+                if self._exchange is not None:
+                    self._exchange.send_computed(self._scheduler)
                 self._send_outputs(outputs)
-                self._send_outputs(self._scheduler.offer_early())
                 self._suspects.settle(self._steps.step)
                 seconds = time.monotonic() - started
                 self._stats.count_step(seconds)
@@ -161,6 +162,10 @@ class Engine:
         """
         progress = self._progress + self._step_progress()
         return Heartbeat(pid=self._ready.pid, progress=progress, busy=not self._scheduler.is_idle)
+
+    def _offer_early(self) -> None:
+        """Answer requests whose prompts are for other services before the step that computes them."""
+        self._send_outputs(self._scheduler.offer_early())
 
     def _idle(self) -> None:
         """Check what can be checked without a step, and wait a moment for messages unless there is work."""

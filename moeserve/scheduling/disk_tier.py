@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from moeserve.plan import Request
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
 from moeserve.scheduling.pacing import Pace
-from radix_cache import BlockCopy, Chores, Fill, PrefixCache, StoredBlock, StoredBlocks, begin_restore, end_restore
+from radix_cache import (
+    BlockCopy,
+    Chores,
+    Fill,
+    PrefixCache,
+    StoredBlock,
+    StoredBlocks,
+    begin_restore,
+    end_restore,
+    is_still_full,
+)
 
 _STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
@@ -202,6 +212,9 @@ class DiskTier:
         if request.is_looked_up or request.wants_prompt_logprobs:
             return False
         cache, size = self._caches[request.rank], self._block_size
+        room = cache.room(num_spoken_for)
+        if is_still_full(room, request.no_room_to_fill):
+            return False
         first = cache.peek(request.token_ids, request.namespace) // size
         stop = self._disks[request.rank].num_stored(request.token_ids, request.namespace, request.prefix_names, first)
         if stop == first:
@@ -217,6 +230,7 @@ class DiskTier:
             spare = num_spoken_for + -(-len(request.token_ids) // size) - stop
             fill = begin_restore(cache, request.token_ids, request.namespace, request.prefix_names, spare)
             if fill is None:
+                request.no_room_to_fill = room
                 return False
             reading = self._begin(fill, request.rank, now, is_gentle=num_running > 0)
         reading.waiting.append(request)

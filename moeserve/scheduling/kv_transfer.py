@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import Request
-from radix_cache import BlockCopy, Fill, Lease, PrefixCache, begin_fill, end_fill
+from radix_cache import BlockCopy, Fill, Lease, PrefixCache, begin_fill, end_fill, is_still_full
 
 _MOST_HELD = 0.5  # share of all blocks that are held for other services; beyond it the oldest leases end
 # A request waits for its blocks at most as long as computing them would take, but at least for the first of these
@@ -48,6 +48,7 @@ class KvOffers:
         self._lease_s = lease_s
         self._offers: dict[str, _Offer] = {}
         self._unwanted: list[Request] = []
+        self._has_news = False
         self._most_held = int(_MOST_HELD * cache.num_blocks)
         self.num_made = 0
         self.num_early = 0
@@ -78,6 +79,7 @@ class KvOffers:
             self._grow(request.offered.request_id, now)
             if (offer := self._offers.get(request.offered.request_id)) is not None:
                 offer.request = None
+                self._has_news = True
             return request.offered
         prompt = request.token_ids[: request.num_prompt_tokens]
         lease = self._cache.match(prompt, request.namespace)
@@ -103,6 +105,12 @@ class KvOffers:
         for ticket_id in [one for one, offer in self._offers.items() if offer.request is not None]:
             self._grow(ticket_id, now)
         self._keep_bound()
+
+    def take_news(self) -> bool:
+        """Return whether the blocks of early tickets have become more, or all that there will be, since the last
+        call."""
+        has_news, self._has_news = self._has_news, False
+        return has_news
 
     def drop(self, request: Request) -> None:
         """Note that the prompt of an early ticket will not be computed."""
@@ -140,6 +148,7 @@ class KvOffers:
             offer.lease = self._computed(request)
             offer.deadline, offer.num_seen = now + self._lease_s, num_tokens
             self._cache.release(before)
+            self._has_news = True
 
     def note_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
         """Note that blocks of a ticket were fetched, or the last of them, which ends its lease."""
@@ -150,11 +159,15 @@ class KvOffers:
             offer.deadline = now + self._lease_s
 
     def expire(self, now: float, *, lacks_memory: bool) -> None:
-        """End the leases whose time is over, and the oldest one if requests lack memory."""
+        """End the leases whose time is over. If requests lack memory, end the oldest one but those of running requests:
+        these need the blocks themselves."""
         for ticket_id in [one for one, offer in self._offers.items() if now > offer.deadline]:
             self._expire(ticket_id)
-        if lacks_memory and self._offers:
-            self._expire(next(iter(self._offers)))
+        if lacks_memory:
+            offers = self._offers.items()
+            oldest = next((one for one, offer in offers if offer.request is None or offer.request.lease is None), None)
+            if oldest is not None:
+                self._expire(oldest)
 
     def _expire(self, ticket_id: str) -> None:
         self.num_expired += 1
@@ -165,6 +178,7 @@ class KvOffers:
         offer = self._offers.pop(ticket_id)
         if offer.request is not None:
             self._unwanted.append(offer.request)
+            self._has_news = True
         self._cache.release(offer.lease)
 
 
@@ -252,10 +266,14 @@ class KvFetches:
             return False
         fetch = self._fetches.get(ticket.request_id)
         if fetch is None:
+            room = self._cache.room(num_spoken_for)
+            if is_still_full(room, request.no_room_to_fill):
+                return False
             if request.wants_prompt_logprobs or self.num_lacking(request) <= 0:
                 self._return(request)
                 return False
             fetch = self._begin(request, ticket, now, num_spoken_for)
+            request.no_room_to_fill = room if fetch is None else None
         if fetch is None or fetch.job.is_cancelled:
             # There is no room yet, or another request has just ended its fetch of these blocks.
             return False

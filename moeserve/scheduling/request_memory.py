@@ -12,7 +12,7 @@ from math import inf
 from moeserve.plan import CacheWish, Chunk, Request, StateUse, WindowTable
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.request_states import PROMPT_INTERVAL_TOKENS, RequestStates
-from radix_cache import PUBLIC, Fork, Miss, PrefixCache
+from radix_cache import PUBLIC, Fork, Miss, PrefixCache, Room, is_still_full
 
 
 class RequestMemory:
@@ -70,6 +70,10 @@ class RequestMemory:
         assert lease is not None
         wanted = min(self._windows.num_needed, -(-len(request.token_ids) // self.block_size))
         return max(0, wanted - (len(lease.block_ids) - lease.first_window))
+
+    def room(self, num_spoken_for: int) -> Room | None:
+        """Return the room that a waiting request finds now. See `PrefixCache.room`."""
+        return self._cache.room(num_spoken_for)
 
     def has_windows(self, count: int) -> bool:
         """Return whether `count` window blocks are available now."""
@@ -262,6 +266,8 @@ class RequestMemory:
         assert lease is not None
         if request.num_computed_tokens - lease.num_published_tokens < self.block_size:
             return None
+        if lease.num_published_tokens < request.num_prompt_tokens:
+            self._cache.note_prompt()
         duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
         return duplicates or None
 
@@ -397,6 +403,10 @@ class RankLoads:
         """
         if self._is_known_to_follow(request):
             return AdmissionOutcome.FOLLOWS
+        # A prompt that is computed may be one to wait for.
+        is_room_all = len(self._memories) == 1 and not any(steps)
+        if is_room_all and is_still_full(self._room(request), request.no_room):
+            return AdmissionOutcome.NO_ROOM
         for rank in self.preferred_ranks(request):
             request.rank = rank
             memory = self._memories[rank]
@@ -409,7 +419,11 @@ class RankLoads:
             if prefix is not None:
                 self._awaited.append((request.namespace, prefix))
                 return AdmissionOutcome.FOLLOWS
+        request.no_room = self._room(request) if is_room_all else None
         return AdmissionOutcome.NO_ROOM
+
+    def _room(self, request: Request) -> Room | None:
+        return self._memories[request.rank].room(self.num_spoken_for(request))
 
     @property
     def num_followers_tried(self) -> int:

@@ -221,15 +221,20 @@ class Scheduler:
             for request in self.transfer.offers.take_unwanted():
                 self._end(request, FinishReason.LATE)  # no client has left
 
+    def grow_offers(self) -> None:
+        """Offer what a step has computed of prompts that other services fetch meanwhile. To be called after its
+        commit."""
+        if self.transfer is not None:
+            self.transfer.offers.grow(self._pace.now)
+
     def offer_early(self) -> list[RequestOutput]:
         """Return the last outputs of requests whose prompts are offered to other services before they are computed.
 
-        These requests are computed on to the ends of their prompts.
+        These requests are computed on to the ends of their prompts. To be called after `schedule`.
         """
         if self.transfer is None or not self._offers_early:
             return []
         offers, outputs = self.transfer.offers, []
-        offers.grow(self._pace.now)
         for request in self._running.requests:
             if _may_be_offered(request) and (ticket := offers.make_early(request, self._pace.now)) is not None:
                 request.offered = ticket
@@ -677,6 +682,4 @@ class Scheduler:
 def _may_be_offered(request: Request) -> bool:
     """Return whether another service may fetch the request's prompt from now on, while the rest of it is computed."""
     is_meant = request.offers_kv and request.offered is None and request.sampling.max_tokens == 1
-    return (
-        is_meant and not request.wants_prompt_logprobs and 0 < request.num_computed_tokens < request.num_prompt_tokens
-    )
+    return is_meant and not request.wants_prompt_logprobs and request.num_computed_tokens < request.num_prompt_tokens

@@ -291,8 +291,13 @@ def test_with_early_tickets_a_prompt_is_fetched_while_it_is_computed(model: Path
             assert (bits(answer), cached(answer)) == (expected, 1184)
         wait_until(lambda: figure(early, "moeserve_kv_transfer_early_total") == 4)
         wait_until(lambda: figure(early, "moeserve_kv_transfer_held_blocks") == 0)
-        # A prompt of one step, and a request that wants tokens, are answered as ever.
-        assert prefill(early, completion(PROMPT[:40]))["is_early"] is False
+        # So is a prompt of one step; a request that wants tokens is answered as ever.
+        short = PROMPT[:40]
+        expected = bits(alone(pair.decodes, completion(short)))
+        params = prefill(early, completion(short))
+        assert (params["is_early"], params["remote_num_tokens"]) == (True, 32)
+        answer = post(pair.decodes, completion(short, kv_transfer_params=params))
+        assert (bits(answer), cached(answer)) == (expected, 32)
         assert len(bits(post(early, completion(LONG, max_tokens=3, kv_transfer_params=ASKS)))) == 3
         # The prompt that nobody fetches ends when the service that was to fetch it says so.
         post(pair.decodes, completion(LONG))

@@ -197,6 +197,47 @@ def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
     assert offers.make_early(huge, 0.0) is None
 
 
+def test_a_running_prompt_keeps_its_early_ticket_while_others_lack_memory() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE, 10.0)
+    compute(cache, tokens_of(50))
+    held = offers.make(request_of(1, tokens_of(50)), 0.0)
+    request = request_of(2, tokens_of(1))
+    request.lease = cache.match(request.token_ids)
+    ticket = request.offered = offers.make_early(request, 0.0)
+    assert held is not None
+    assert ticket is not None
+    for _ in range(3):
+        offers.expire(1.0, lacks_memory=True)
+    assert (offers.blocks(held.request_id), offers.is_growing(ticket.request_id)) == (None, True)
+    # Preempted, it holds blocks that others need.
+    cache.release(request.lease)
+    request.lease = None
+    offers.expire(1.0, lacks_memory=True)
+    assert (offers.take_unwanted(), cache.num_leased) == ([request], 0)
+
+
+def test_an_early_ticket_is_made_before_the_first_step_and_news_are_told_once() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE, 10.0)
+    request = request_of(1, tokens_of(1))
+    ticket = request.offered = offers.make_early(request, 0.0)
+    assert ticket is not None
+    assert (list(offers.blocks(ticket.request_id) or ()), offers.is_growing(ticket.request_id)) == ([], True)
+    offers.grow(1.0)
+    assert not offers.take_news()
+    compute(cache, request.token_ids[:8])
+    request.num_computed_tokens = 8
+    offers.grow(2.0)
+    assert (offers.take_news(), offers.take_news()) == (True, False)
+    compute(cache, request.token_ids)
+    request.num_computed_tokens = len(request.token_ids)
+    assert offers.make(request, 3.0) == ticket
+    assert (len(offers.blocks(ticket.request_id) or ()), offers.take_news()) == (ticket.num_blocks, True)
+    offers.note_fetch(ticket.request_id, 4.0, is_last=True)
+    assert (offers.take_news(), offers.take_unwanted(), cache.num_leased) == (False, [], 0)
+
+
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize("seed", first(4, range(30)))
 def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: int, depth: int) -> None:
@@ -214,6 +255,7 @@ def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: in
         simulation.add(f"r{number}", prompt, sampling, offers_kv=is_offered)
     while not scheduler.is_idle:
         simulation.step()
+        scheduler.grow_offers()
         for output in scheduler.offer_early():
             ticket = output.request.offered
             assert ticket is not None

@@ -52,6 +52,11 @@ class KvExchange:
         offers = scheduler.transfer.offers
         self._server.serve(offers.blocks, offers.is_growing)
 
+    def send_computed(self, scheduler: Scheduler) -> None:
+        """Have the blocks of a committed step sent to services that wait for them."""
+        scheduler.grow_offers()
+        self._tell_news(scheduler)
+
     def turn(self, scheduler: Scheduler, seconds: float = 0.0) -> None:
         """Report finished fetches to the scheduler, and begin new fetches. Wait up to `seconds` for one that ends."""
         for ticket_id, is_last in self._server.take_fetched():
@@ -59,8 +64,14 @@ class KvExchange:
         for result in self._fetcher.take(seconds):
             scheduler.waiting.end_fetch(result)
         scheduler.expire_offers()
+        self._tell_news(scheduler)
         for job in scheduler.waiting.take_fetches():
             self._fetcher.start(job)
+
+    def _tell_news(self, scheduler: Scheduler) -> None:
+        assert scheduler.transfer is not None
+        if scheduler.transfer.offers.take_news():
+            self._server.look_again()
 
     def close(self) -> None:
         """End all threads and close the sockets."""

@@ -17,7 +17,7 @@ from moeserve.engine.kv_transfer.messages import BLOCK, BLOCKS_AT_ONCE, FREE, GE
 from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 
-_NUM_THREADS = 4  # fetches at once
+_NUM_THREADS = 32  # fetches at once; most wait for blocks that are still computed
 _ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are requested before the first of them has come
 _POLL_MS = 100  # between two looks whether anybody still wants the blocks
 _SILENCE_SECONDS = 5.0  # after which a service counts as gone

@@ -28,7 +28,6 @@ from moeserve.engine.kv_transfer.messages import (
 )
 from moeserve.engine.ranks.meeting import RankKeys
 
-_LOOK_MS = 10  # between two checks whether awaited blocks are computed
 _WORD_SECONDS = 1.0  # between two messages to a waiting service; it ends its fetch after a longer silence
 
 log = structlog.get_logger(__name__)
@@ -80,6 +79,10 @@ class BlockServer(threading.Thread):
         self._blocks, self._is_growing = blocks, is_growing
         self.start()
 
+    def look_again(self) -> None:
+        """Look for the blocks that services wait for: more are computed, or will not be. Any thread may call it."""
+        os.eventfd_write(self._news, 1)
+
     def take_fetched(self) -> list[tuple[str, bool]]:
         """Return the tickets whose blocks were fetched since the last call, and whether for the last time."""
         taken = []
@@ -93,8 +96,10 @@ class BlockServer(threading.Thread):
         poller.register(self._socket, zmq.POLLIN)
         buffer = BlockBuffer(self._memory)
         while not self._stopped.is_set():
-            for source, _ in poller.poll(_LOOK_MS if self._waiting else None):
-                if source is self._socket:
+            for source, _ in poller.poll(1000 * _WORD_SECONDS if self._waiting else None):
+                if source == self._news:
+                    os.eventfd_read(self._news)
+                else:
                     try:
                         self._answer(self._socket.recv_multipart(zmq.NOBLOCK), buffer)
                     except zmq.ZMQError as error:

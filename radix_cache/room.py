@@ -1,0 +1,28 @@
+"""The room that a cache has for requests that wait, by which they know whether to look again."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Room(NamedTuple):
+    """The room in a cache at one time.
+
+    num_changes: how often a lease with blocks of its own has ended, or a part of a prompt was published. num_blocks:
+    available blocks, less those that others will need; below 0 if they are too few.
+    """
+
+    owner: object
+    num_changes: int
+    num_blocks: int
+
+
+def is_still_full(room: Room | None, before: Room | None) -> bool:
+    """Return whether a request finds no room now because it found none before.
+
+    While it waits its cached prefix gets no longer but by prompts, and for a block of it that is evicted the request
+    lacks one block more. room, before: None where they are not known.
+    """
+    if room is None or before is None or room.owner is not before.owner:
+        return False
+    return room.num_changes == before.num_changes and room.num_blocks <= before.num_blocks
