@@ -21,22 +21,10 @@ from moeserve.frontend.jobs.batches import Batches
 from moeserve.frontend.jobs.jobs import Jobs
 from moeserve.frontend.keys import AuthGate, load_keys
 from moeserve.frontend.middleware import RequestBoundary
-from moeserve.frontend.pages import PageGate, Pages
+from moeserve.frontend.pages import PageGate
 from moeserve.frontend.route import RouteTable
-from moeserve.frontend.routes.batches import BatchRoutes, FileRoutes
-from moeserve.frontend.routes.cache import CacheRoutes, load_public_prefixes, publish_prefixes
-from moeserve.frontend.routes.generate import CHAT, COMPLETIONS, MESSAGES, TELLING_HEADERS, WARM, GenerateRoute
-from moeserve.frontend.routes.openapi import DescriptionRoutes
-from moeserve.frontend.routes.responses import ConversationRoutes, KeptResponseRoutes, ResponsesRoute
-from moeserve.frontend.routes.service import (
-    ExpertRoutes,
-    LiveRoutes,
-    RenderRoute,
-    ReplicaRoutes,
-    ServiceRoutes,
-    SleepRoutes,
-    TokenRoutes,
-)
+from moeserve.frontend.routes.cache import load_public_prefixes, publish_prefixes
+from moeserve.frontend.routes.generate import TELLING_HEADERS
 from moeserve.frontend.routes.table import BATCH_ROUTES, ROUTES, Endpoints
 from moeserve.frontend.services import Services
 from moeserve.frontend.store.file import Owner
@@ -81,7 +69,7 @@ def create_app(services: Services) -> Starlette:
     store = Store(services.run.store_file, bounds)
     owner = Owner(services.run.store_file)
     jobs = Jobs(services, store, owner, keys.holder)
-    endpoints = _endpoints(services, store, jobs, owner.name)
+    endpoints = Endpoints(services, store, jobs, owner.name)
     batches = Batches(services, store, owner, keys.holder, {path: of(endpoints) for path, of in BATCH_ROUTES.items()})
     table = RouteTable(ROUTES)
 
@@ -142,31 +130,6 @@ async def _publishing(services: Services, prefixes: Sequence[bytes]) -> AsyncIte
     finally:
         publishing.cancel()
         await asyncio.gather(publishing, return_exceptions=True)
-
-
-def _endpoints(services: Services, store: Store, jobs: Jobs, owner: str) -> Endpoints:
-    return Endpoints(
-        chat=GenerateRoute(services, CHAT, jobs),
-        completions=GenerateRoute(services, COMPLETIONS, jobs),
-        messages=GenerateRoute(services, MESSAGES, jobs),
-        responses=ResponsesRoute(services, store, jobs),
-        warm=GenerateRoute(services, WARM, jobs),
-        kept=KeptResponseRoutes(services, store, jobs),
-        conversations=ConversationRoutes(services, store),
-        files=FileRoutes(store),
-        batches=BatchRoutes(store, owner, BATCH_ROUTES),
-        tokens=TokenRoutes(services),
-        render_chat=RenderRoute(services, "chat"),
-        render_completions=RenderRoute(services, "completions"),
-        replica=ReplicaRoutes(services),
-        service=ServiceRoutes(services),
-        sleep=SleepRoutes(services),
-        cache=CacheRoutes(services),
-        experts=ExpertRoutes(services),
-        live=LiveRoutes(services),
-        description=DescriptionRoutes(services, ROUTES),
-        pages=Pages(),
-    )
 
 
 def _starlette_routes(endpoints: Endpoints) -> list[BaseRoute]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -22,6 +22,7 @@ _PARAMETER = re.compile(r"{(\w+)(:path)?}")
 
 # The callers: anyone, or the holders of a key with this role.
 Role = Literal["public", "user", "metrics", "admin"]
+ROLES: tuple[Role, ...] = get_args(Role)
 _E = TypeVar("_E")
 
 

@@ -107,6 +107,12 @@ class NeedsEarlier(msgspec.Struct, frozen=True, tag_field="reply"):
     named: Named
 
 
+class Defect(msgspec.Struct, frozen=True, tag_field="reply"):
+    """A defect of a text process. trace: Python's, for the log of the frontend."""
+
+    trace: str
+
+
 class _Error(msgspec.Struct, tag_field="reply"):
     """The fields of an `ApiError`."""
 
@@ -120,8 +126,8 @@ class _Error(msgspec.Struct, tag_field="reply"):
     close: bool
 
 
-Reply = Prepared | Prefix | Body | NeedsEarlier | ApiError
-_Packed = Prepared | Prefix | Body | NeedsEarlier | _Error
+Reply = Prepared | Prefix | Body | NeedsEarlier | Defect | ApiError
+_Packed = Prepared | Prefix | Body | NeedsEarlier | Defect | _Error
 
 
 _R = TypeVar("_R")

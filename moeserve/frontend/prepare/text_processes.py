@@ -25,6 +25,7 @@ from moeserve.frontend.prepare.messages import (
     PAGE_BYTES,
     SIZE_BYTES,
     Ask,
+    Defect,
     Reply,
     Stage,
     least_seconds,
@@ -285,17 +286,21 @@ class TextProcesses:
 
     async def _run(self, place: int, running: Running[_Job]) -> None:
         loop, job = asyncio.get_running_loop(), running.job
+        reply: Reply | None = None
         began, cpu_s = loop.time(), 0.0
         try:
             reply, cpu_s = await self._do(place, job)
-            if not job.reply.done():
-                job.reply.set_result(reply)
+            if isinstance(reply, Defect):
+                log.error("text_process_failed", exception=reply.trace)
+                reply = internal_error()
         except Exception as error:  # A defect, or a process that cannot be started.
             log.error("text_process_failed", exc_info=error)
-            if not job.reply.done():
-                job.reply.set_result(internal_error())
+            reply = internal_error()
         finally:
-            job.reply.cancel()
+            if reply is None:
+                job.reply.cancel()
+            elif not job.reply.done():
+                job.reply.set_result(reply)
             now = loop.time()
             self._queue.finish(running, cpu_s or now - began, now)
             self._idle.append(place)
@@ -336,7 +341,7 @@ class TextProcesses:
 
 
 class _Nursery:
-    """The process that forks the others."""
+    """The process that forks the others. One that ends by itself is reaped at once."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair()
@@ -345,10 +350,12 @@ class _Nursery:
             self._process = subprocess.Popen(
                 command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, start_new_session=True
             )
+        self._ended = os.pidfd_open(self._process.pid)
+        asyncio.get_running_loop().add_reader(self._ended, self._reap)
 
     @property
     def lives(self) -> bool:
-        return self._process.poll() is None
+        return self._process.returncode is None
 
     def fork(self, eos_token_ids: Sequence[int]) -> _Worker:
         """Return a new process, to which `connected` is to be called."""
@@ -366,7 +373,13 @@ class _Nursery:
 
     def end(self) -> None:
         self._control.close()
-        self._process.kill()
+        if self.lives:
+            self._process.kill()
+            self._reap()
+
+    def _reap(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._ended)
+        os.close(self._ended)
         self._process.wait()
 
 

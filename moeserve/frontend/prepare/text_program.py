@@ -28,11 +28,12 @@ from pathlib import Path
 import msgspec
 from llguidance import LLTokenizer
 
-from moeserve.frontend.errors import ApiError, internal_error
+from moeserve.frontend.errors import ApiError
 from moeserve.frontend.parsers.families import choose_shape, model_type_of
 from moeserve.frontend.prepare.messages import (
     PAGE_BYTES,
     SIZE_BYTES,
+    Defect,
     Watch,
     address_space,
     bound_pools,
@@ -123,11 +124,9 @@ def _answer(preparer: Preparer, watch: Watch, frame: bytes) -> bytes:
     try:
         return pack_reply(preparer.prepare(*unpack_ask(frame)))
     except MemoryError:
-        reply = watch.refusal()
+        return pack_reply(watch.refusal())
     except Exception:  # A defect here is its request's alone.
-        traceback.print_exc()
-        reply = internal_error()
-    return pack_reply(reply)
+        return pack_reply(Defect(traceback.format_exc().encode("utf-8", "backslashreplace").decode()))
 
 
 def check(folder: Path) -> None:
