@@ -26,10 +26,7 @@ _COMMANDS = "/reset forgets the conversation, /exit ends."
 def chat(url: str, model: str | None, system: str | None, max_tokens: int | None, api_key: str | None) -> None:
     """Talk to a running server from the terminal."""
     console = Console(highlight=False, soft_wrap=True)
-    try:
-        conversation = Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens)
-    except ServerError as error:
-        raise click.ClickException(str(error)) from None
+    conversation = Conversation(url, model or first_model(url, api_key), api_key, system, max_tokens)
     if sys.stdin.isatty():
         console.print(f"[dim]{escape(conversation.model)} at {escape(url)}. {_COMMANDS}[/]")
     while (text := _read_line()) not in (None, "/exit"):
@@ -53,7 +50,7 @@ def _answer(console: Console, conversation: Conversation, text: str) -> None:
             console.out(piece, end="", highlight=False)
     except ServerError as error:
         if not sys.stdin.isatty():
-            raise click.ClickException(str(error)) from None
+            raise
         console.print(f"[red]{escape(str(error))}[/]", end="")
     except KeyboardInterrupt:
         console.print("[dim] (stopped)[/]", end="")

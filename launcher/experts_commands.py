@@ -10,7 +10,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from launcher.server_client import ServerError, open_url, server_option
+from launcher.server_client import open_url, server_option
 from moeserve.engine.experts.report import ReportError, draw_report, read_report_source
 
 _TIMEOUT = 60.0  # seconds for each request to the server
@@ -66,7 +66,7 @@ def _ask(url: str, body: dict[str, Any] | None, api_key: str | None) -> bytes:
         with open_url(url, body, api_key, _TIMEOUT) as response:
             content: bytes = response.read()
             return content
-    except (ServerError, OSError) as error:
+    except OSError as error:
         raise click.ClickException(str(error)) from None
 
 

@@ -55,7 +55,7 @@ def launch(
     try:
         with _server(url, key, settings) as address:
             code = run_agent(chosen, program, describe(address, key), arguments)
-    except (ServerError, ServiceNotStarted) as error:
+    except ServiceNotStarted as error:
         raise click.ClickException(str(error)) from None
     sys.exit(code)
 

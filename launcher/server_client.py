@@ -13,8 +13,8 @@ import click
 _TIMEOUT = 600.0  # seconds of silence after which a connection fails
 
 
-class ServerError(Exception):
-    """The server cannot be reached, or it refused; the message is one sentence."""
+class ServerError(click.ClickException):
+    """The server cannot be reached, or it refused; the message is one sentence, with which a command ends."""
 
 
 def _base_url(_context: click.Context, _parameter: click.Parameter, text: str | None) -> str | None:

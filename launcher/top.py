@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from launcher.server_client import ServerError, open_url, read_events, server_option
+from launcher.server_client import open_url, read_events, server_option
 
 # The server says something every ten seconds.
 _SILENCE_S = 30.0
@@ -39,8 +39,6 @@ def top(url: str, api_key: str | None, once: bool) -> None:
         with Live(console=console, screen=True, auto_refresh=False) as display:
             for frame in frames:
                 display.update(frame.render(), refresh=True)
-    except ServerError as error:
-        raise click.ClickException(str(error)) from None
     except KeyboardInterrupt:
         return
     raise click.ClickException("The server ended the stream.")

@@ -16,7 +16,7 @@ from math import inf
 
 from starlette.types import Scope
 
-from moeserve.frontend.errors import OVERLOADED, ApiError, check_choices, invalid, unavailable
+from moeserve.frontend.errors import OVERLOADED, ApiError, check_choices, forbidden, invalid, unavailable
 from moeserve.frontend.keys import Identity, cache_account
 from moeserve.plan import Terms
 from moeserve.scheduling.pacing import Load, Slo
@@ -42,13 +42,10 @@ def read_terms(
     identity: Identity = scope["state"]["identity"]
     background = background or "batch_line" in scope["state"]
     if priority < 0 and not identity.may_hurry:
-        raise ApiError(
-            403,
+        raise forbidden(
             "A `priority` below 0 needs a key that may ask for it: one with the role `admin`, or with `priority=yes` "
             "in the key file",
-            type="permission_error",
-            param="priority",
-            code="insufficient_role",
+            "priority",
         )
     if background and priority:
         raise invalid("A request has either a `priority` or `background`", "background")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
@@ -15,35 +16,26 @@ import msgspec
 OVERLOADED = "overloaded"
 
 
+@dataclass(eq=False)
 class ApiError(Exception):
     """A request that is refused or failed. `param` names the field, `code` is for programs, `message` for people.
 
     may_retry: False tells clients of OpenAI and Anthropic, which retry after 5xx by themselves, not to.
     """
 
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        type: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-        retry_after_s: float | None = None,
-        may_retry: bool = True,
-        close: bool = False,
-        allow: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.message = message
-        self.type = type
-        self.param = param
-        self.code = code
-        self.retry_after_s = retry_after_s
-        self.may_retry = may_retry
-        self.close = close
-        self.allow = allow
+    status: int
+    message: str
+    _: KW_ONLY
+    type: str = "invalid_request_error"
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+    may_retry: bool = True
+    close: bool = False
+    allow: str | None = None
+
+    def __str__(self) -> str:
+        return self.message
 
     def body(self) -> bytes:
         """`{"error": {...}}`: the body of a response and the data of an error event."""
@@ -88,6 +80,16 @@ def unsupported(param: str, value: str | None = None) -> ApiError:
     """400: a field, or a value of it, that would change the answer and that this server does not support."""
     what = param if value is None else f"{param}={value}"
     return ApiError(400, f"`{what}` is not supported by this server", param=param, code="unsupported_parameter")
+
+
+def forbidden(message: str, param: str | None = None, code: str = "insufficient_role") -> ApiError:
+    """403: the caller may not."""
+    return ApiError(403, message, type="permission_error", param=param, code=code)
+
+
+def conflict(message: str, code: str) -> ApiError:
+    """409: not as things stand."""
+    return ApiError(409, message, type="conflict", code=code)
 
 
 def context_length_exceeded(

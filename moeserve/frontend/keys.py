@@ -20,7 +20,7 @@ import structlog
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from moeserve.config import ConfigError
-from moeserve.frontend.errors import ApiError
+from moeserve.frontend.errors import ApiError, forbidden
 from moeserve.frontend.route import RouteTable
 
 log = structlog.get_logger(__name__)
@@ -107,11 +107,8 @@ class AuthGate:
             )
         role = USER if route is None else route.role
         if role not in identity.grants:
-            raise ApiError(
-                403,
-                f"This route needs a key with the role `{role}`: a line `{role}:KEY` in the file of `--api-key-file`",
-                type="permission_error",
-                code="insufficient_role",
+            raise forbidden(
+                f"This route needs a key with the role `{role}`: a line `{role}:KEY` in the file of `--api-key-file`"
             )
         return identity
 

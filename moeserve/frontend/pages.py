@@ -22,30 +22,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from moeserve.frontend.errors import ApiError
+from moeserve.frontend.errors import ApiError, forbidden
 from moeserve.frontend.route import RouteTable
 
-# By path: the file in the folder `pages`. Every path is named here, so that nothing else is public.
-FILES = {
-    "/dashboard": "dashboard.html",
-    "/pages/api.js": "api.js",
-    "/pages/chat.css": "chat.css",
-    "/pages/chat.html": "chat.html",
-    "/pages/chat.js": "chat.js",
-    "/pages/charts.js": "charts.js",
-    "/pages/conversations.js": "conversations.js",
-    "/pages/dashboard.css": "dashboard.css",
-    "/pages/dashboard.js": "dashboard.js",
-    "/pages/dom.js": "dom.js",
-    "/pages/experts.js": "experts.js",
-    "/pages/icon.svg": "icon.svg",
-    "/pages/markdown.js": "markdown.js",
-    "/pages/messages.js": "messages.js",
-    "/pages/prefixes.js": "prefixes.js",
-    "/pages/settings.js": "settings.js",
-    "/pages/style.css": "style.css",
-    "/pages/theme.js": "theme.js",
-}
+# The files of the folder `pages` below `/pages`. Each is named here, so that nothing else is public.
+_NAMES = (
+    "api.js chat.css chat.html chat.js charts.js conversations.js dashboard.css dashboard.js dom.js experts.js "
+    "icon.svg markdown.js messages.js prefixes.js settings.js style.css theme.js"
+)
+# By path: the name of a file.
+FILES = {"/dashboard": "dashboard.html", **{f"/pages/{name}": name for name in _NAMES.split()}}
 CHAT = "/pages/chat.html"
 _FOLDER = Path(__file__).parent / "pages"
 _TYPES = {
@@ -145,10 +131,10 @@ class PageGate:
         for name, value in headers:
             if name == b"host" and not self._is_own(_hostname(f"//{_text(value)}")):
                 shown = _text(value)
-                raise _foreign(
+                raise forbidden(
                     f"`Host: {shown}` is no known name of this server, which has no API keys: "
                     "allow it with --allowed-host, or set --api-key",
-                    "foreign_host",
+                    code="foreign_host",
                 )
 
     def _check_origin(self, headers: Iterable[tuple[bytes, bytes]]) -> None:
@@ -162,10 +148,10 @@ class PageGate:
         host = _hostname(origin)
         if address == _value(headers, b"host") or _is_loopback(host) or host in self._hosts:
             return
-        raise _foreign(
+        raise forbidden(
             f"Pages of {origin} may not call this server, which has no API keys: "
             "allow them with --cors-allow-origin, or set --api-key",
-            "foreign_origin",
+            code="foreign_origin",
         )
 
     def _is_own(self, host: str) -> bool:
@@ -190,10 +176,6 @@ def _no_preflight(origin: str | None) -> ApiError:
     pages = "pages" if origin is None else f"pages of {origin}"
     message = f"Browsers may not call this server from {pages}: start it with --cors-allow-origin {origin or 'ORIGIN'}"
     return ApiError(405, message, code="cors_not_enabled", allow="GET, POST, DELETE")
-
-
-def _foreign(message: str, code: str) -> ApiError:
-    return ApiError(403, message, type="permission_error", code=code)
 
 
 def _value(headers: Iterable[tuple[bytes, bytes]], wanted: bytes) -> str | None:

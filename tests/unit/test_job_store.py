@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import sqlite3
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from moeserve.frontend import limits
+from moeserve.frontend.jobs.jobs import Jobs
+from moeserve.frontend.jobs.runner import pack_entries
 from moeserve.frontend.store import batches, jobs
-from moeserve.frontend.store.file import VERSION, connect, prepare
-from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, TooManyJobs
-from moeserve.frontend.store.store import Bounds, Shelf, drop_old
-from tests.support.stores import shelves
+from moeserve.frontend.store.file import VERSION, Owner, connect, prepare
+from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, StoredJob, TooManyJobs
+from moeserve.frontend.store.store import Bounds, Shelf, Store, drop_old
+from tests.support.stores import LARGE, shelves
 
 MakeShelf = Callable[..., Shelf]
 NAME = Name(b"key", b"content")
@@ -140,3 +146,62 @@ def test_a_lines_job_goes_with_its_result_or_with_its_batch(shelf: MakeShelf) ->
     assert jobs.open_of(shelf(), "me") == {f"{batch.batch_id}-2", f"{batch.batch_id}-10", f"{other.batch_id}-1"}
     batches.end(shelf(), batch.batch_id, "cancelled", "cancelled")
     assert jobs.open_of(shelf(), "me") == {f"{other.batch_id}-1"}
+
+
+def test_a_store_tells_whether_anybody_has_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        one, other = (Store(tmp_path / "store", LARGE) for _ in range(2))
+        await one.start()
+        await other.start()
+        await one.has_changed()
+        assert not await one.has_changed()
+        for number, store in enumerate((other, one)):
+            await store.write(b"", partial(create, job_id=str(number)))
+            assert [await one.has_changed(), await one.has_changed()] == [True, False]
+        await one.stop()
+        await other.stop()
+
+    asyncio.run(run())
+
+
+class _CountedStore(Store):
+    """Counts its reads, and its looks at the file; `looked_often` is set after five looks."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, LARGE)
+        self.num_reads = self.num_looks = 0
+        self.looked_often = asyncio.Event()
+
+    async def read(self, caller: bytes, work: Callable[[Shelf], Any]) -> Any:
+        self.num_reads += 1
+        return await super().read(caller, work)
+
+    async def has_changed(self) -> bool:
+        self.num_looks += 1
+        if self.num_looks == 5:
+            self.looked_often.set()
+        return await super().has_changed()
+
+
+def test_a_follower_of_another_processes_job_reads_its_journal_only_when_somebody_has_written(tmp_path: Path) -> None:
+    async def run() -> None:
+        store = _CountedStore(tmp_path / "store")
+        await store.start()
+        await store.write(b"", partial(create, job_id="a", owner="other"))
+        engine = SimpleNamespace(dead_reason=None, ready=None)
+        services = SimpleNamespace(
+            run=SimpleNamespace(reader="", response_store=None), engine=engine, is_draining=False
+        )
+        following = Jobs(cast("Any", services), store, Owner(tmp_path / "store"), lambda _: None)
+        watching = asyncio.create_task(following._watch())
+        entries = following.follow(StoredJob("a", b"", b"record"))
+        first = asyncio.ensure_future(anext(entries))
+        await store.looked_often.wait()
+        assert store.num_reads <= 2
+        await store.write(b"", partial(jobs.append, owner="other", entries={"a": pack_entries([None])}))
+        assert await first == [None]
+        await entries.aclose()
+        watching.cancel()
+        await store.stop()
+
+    asyncio.run(run())

@@ -12,7 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
+from structlog.testing import capture_logs
 
 from launcher import frontend_main
 from moeserve.frontend.dialects.internal import ModelFacts
@@ -301,6 +303,36 @@ def test_a_process_that_was_killed_between_two_bodies_is_replaced(folder: Path) 
             await worker.connected()
             assert worker._pid_fd is not None
             signal.pidfd_send_signal(worker._pid_fd, signal.SIGKILL)
+        assert "still" in text_of(await processes.prepare(*chat("still there")))
+
+    used(folder, use)
+
+
+def test_a_defect_of_a_process_is_one_line_of_the_log_and_an_error_of_its_request_alone(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def use(processes: TextProcesses) -> None:
+        ask, body = chat("good")
+        with capture_logs() as lines:
+            # No frontend sends such an ask.
+            bad = await processes.prepare(msgspec.structs.replace(ask, kind=cast("Any", "nonsense")), body)
+            assert "good" in text_of(await processes.prepare(ask, body))
+        assert isinstance(bad, ApiError)
+        assert (bad.status, bad.code) == (500, "internal_error")
+        assert [line["event"] for line in lines] == ["text_process_failed"]
+        assert lines[0]["exception"].startswith("Traceback (most recent call last):")
+
+    used(folder, use)
+    assert capfd.readouterr().err == ""
+
+
+def test_a_nursery_that_was_killed_is_reaped_at_once(folder: Path) -> None:
+    async def use(processes: TextProcesses) -> None:
+        nursery = processes._living_nursery()
+        nursery._process.kill()
+        while nursery.lives:
+            await asyncio.sleep(0)
+        assert not Path(f"/proc/{nursery._process.pid}").exists()
         assert "still" in text_of(await processes.prepare(*chat("still there")))
 
     used(folder, use)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
 from functools import partial
 
 import msgspec
@@ -37,7 +38,7 @@ from moeserve.frontend.store.jobs import Name, NameTaken, NoRoom, OpenJob, Statu
 from moeserve.frontend.store.store import Store
 from moeserve.plan import Terms
 
-_POLL_S = 0.05  # how often the journal of another process's job is read while somebody follows it
+_LOOK_APART_S = 0.05  # between two looks whether the store has changed, while jobs of other processes are followed
 
 # A comment in a stream that goes on in another life of the engine; usage says so too where it is asked for.
 RESUMED = b": resumed\n\n"
@@ -58,14 +59,18 @@ class Jobs:
         self._owner = owner
         self._journal = Journal(store, self._owner.name)
         self._runner = Runner(services, store, self._journal, self._owner, identify)
+        self._watching: asyncio.Task[None] | None = None
         self.reader = services.run.reader
 
     async def start(self) -> None:
         self._journal.start()
         self._runner.start()
+        self._watching = asyncio.create_task(self._watch())
 
     async def stop(self) -> None:
         """Leave the jobs of this process to others."""
+        if self._watching is not None:
+            self._watching.cancel()
         await self._runner.stop()
         await self._journal.stop()
 
@@ -166,15 +171,21 @@ class Jobs:
                     if loop.time() - latest >= limits.KEEP_ALIVE_S:
                         yield None
                         latest = loop.time()
-                await self._wait(job, bell, latest + limits.KEEP_ALIVE_S - loop.time())
+                with suppress(TimeoutError):
+                    async with asyncio.timeout_at(latest + limits.KEEP_ALIVE_S):
+                        await bell.wait()
 
-    async def _wait(self, job: StoredJob, bell: asyncio.Event, most_s: float) -> None:
-        is_own = self._runner.has(job.job_id)
-        try:
-            async with asyncio.timeout(max(0.0, most_s if is_own else min(most_s, _POLL_S))):
-                await bell.wait()
-        except TimeoutError:
-            return
+    async def _watch(self) -> None:
+        """Wake the followers of other processes' jobs when the store has changed, or when they cannot see the end."""
+        services = self._services
+        while True:
+            await asyncio.sleep(_LOOK_APART_S)
+            if all(map(self._runner.has, self._journal.followed)):
+                continue
+            is_ending = services.is_draining or services.engine.dead_reason is not None
+            if await self._store.has_changed() or is_ending:
+                for job_id in self._journal.followed:
+                    self._journal.ring(job_id)
 
     def _check_goes_on(self, job: StoredJob) -> None:
         engine = self._services.engine

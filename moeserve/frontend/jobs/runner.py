@@ -124,6 +124,11 @@ class Journal:
             if not self._bells[job_id]:
                 del self._bells[job_id]
 
+    @property
+    def followed(self) -> list[str]:
+        """The jobs that somebody listens to."""
+        return list(self._bells)
+
     def ring(self, job_id: str) -> None:
         for bell in self._bells.get(job_id, ()):
             bell.set()

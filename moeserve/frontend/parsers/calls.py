@@ -157,14 +157,13 @@ class MistralCalls:
         before = feed.kept()
         if char in ("[", "{"):
             return (yield from self._objects.read(marker, feed, sink, schemas))
-        name: list[str] = [before]
-        found = yield from feed.until(self._names, name.append)
+        name, found = yield from feed.text_until(self._names)
         if found == "[CALL_ID]":
             found = yield from feed.until(self._ids, drop)
-        called = "".join(name).strip()
+        called = name.strip()
         if found not in ("[ARGS]", "{") or not called or any(char.isspace() for char in called):
             sink.say_marker(marker)
-            sink.say("".join(name))
+            sink.say(before + name)
             if found is not None and found not in self.opens:
                 sink.say_marker(found)
             return found if found in self.opens else None
@@ -199,17 +198,15 @@ class MarkedCalls:
         found: str | None = marker
         while True:
             if found != self._call_open:
-                text: list[str] = []
-                found = yield from feed.until(self._between, text.append)
+                text, found = yield from feed.text_until(self._between)
                 if found != self._call_open:
-                    sink.say("".join(text))
+                    sink.say(text)
                     return None
-            header: list[str] = []
-            found = yield from feed.until(self._header, header.append)
+            header, found = yield from feed.text_until(self._header)
             if found != self._separator:
-                sink.say("".join(header))
+                sink.say(header)
             else:
-                found = yield from self._call("".join(header).strip(), feed, sink)
+                found = yield from self._call(header.strip(), feed, sink)
             if found is None or found == self.others[0]:
                 return None
 
@@ -220,11 +217,10 @@ class MarkedCalls:
         if header != "function":
             return (yield from read_arguments(feed, sink, header, self._end))
         # The older form: the call's kind before the separator, then its name, and the JSON in a fence.
-        line: list[str] = []
-        yield from feed.until(_LINE_END, line.append)
+        line, _ = yield from feed.text_until(_LINE_END)
         yield from feed.space()
         yield from feed.through("```json")
-        return (yield from read_arguments(feed, sink, "".join(line).strip(), self._end))
+        return (yield from read_arguments(feed, sink, line.strip(), self._end))
 
 
 _LINE_END = Markers("\n")
@@ -281,20 +277,18 @@ class TaggedCalls:
         before: the region's marker and the space after it, to be shown first.
         """
         feed.keep()
-        name: list[str] = []
-        found = yield from feed.until(_TAG_END, name.append)
-        called = _plain("".join(name))
+        name, found = yield from feed.text_until(_TAG_END)
+        called = _plain(name)
         is_call = found is not None and called != "" and (called in schemas or not must_be_known)
         arguments: dict[str, Any] = {}
         while is_call:
             found = yield from feed.until(self._inside, drop)
             if found == self._parameter_open:
-                key: list[str] = []
-                yield from feed.until(_TAG_END, key.append)
+                key, _ = yield from feed.text_until(_TAG_END)
                 value = yield from _read_value(feed, self._value_end, self._after_value)
                 found = None if value is None else self._parameter_end
                 if value is not None:
-                    parameter = _plain("".join(key))
+                    parameter = _plain(key)
                     arguments[parameter] = typed(_trim_lines(value), schemas.get(called), parameter)
             is_call = found is not None
             if found != self._parameter_end:
@@ -327,20 +321,18 @@ class GlmCalls:
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         feed.keep()
-        name: list[str] = []
-        found = yield from feed.until(self._next, name.append)
-        called = "".join(name).strip()
+        name, found = yield from feed.text_until(self._next)
+        called = name.strip()
         schema, arguments = schemas.get(called), dict[str, Any]()
         while found == "<arg_key>":
-            key: list[str] = []
-            found = yield from feed.until(self._key_end, key.append)
+            key, found = yield from feed.text_until(self._key_end)
             if found == "</arg_key>":
                 yield from feed.space()
                 yield from feed.through("<arg_value>")
                 value = yield from _read_value(feed, self._value_end, ("<arg_key>", "</tool_call>"))
                 found = None
                 if value is not None:
-                    arguments["".join(key).strip()] = typed(value, schema, "".join(key).strip())
+                    arguments[key.strip()] = typed(value, schema, key.strip())
                     found = yield from feed.until(self._next, drop)
         read = feed.kept()
         if found is None or not called or any(char.isspace() for char in called):

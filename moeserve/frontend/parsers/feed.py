@@ -32,6 +32,8 @@ _SPACE = re.compile(r"\s+")
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[-+.\w]*")
 _SCALAR_VALUE = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
+# Where white space between tokens does not count: in a string or a number.
+_IN_TOKENS = frozenset({"string", "key string", "string escape", "key string escape", "scalar"})
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
@@ -129,6 +131,12 @@ class Feed:
             if self.ended:
                 return None
             yield
+
+    def text_until(self, markers: Markers) -> Reading[tuple[str, str | None]]:
+        """Return the text before the next marker, and the marker, read; None at the end of the text."""
+        text: list[str] = []
+        found = yield from self.until(markers, text.append)
+        return "".join(text), found
 
     def peek(self) -> Reading[str]:
         """Return the next character, not read; empty at the end of the text."""
@@ -334,6 +342,8 @@ class JsonScan:
         """Return how many characters of `text` belong to the value, and these put right. ended: no more will come."""
         at = 0
         while at < len(text) and not (self.done or self.broken):
+            if self._wants not in _IN_TOKENS and (at := self._space(text, at)) == len(text):
+                break
             at = self._STEPS[self._wants](self, text, at)
         if ended and self._wants == "scalar" and not self.broken:
             self._end_scalar()
@@ -350,9 +360,6 @@ class JsonScan:
         return self._copy(text, at, match.end()) if match else at
 
     def _value(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         char = text[at]
         if char == "]" and self._wants == "value or ]":
             return self._close(text, at)
@@ -371,9 +378,6 @@ class JsonScan:
         return self._copy(text, at, at + 1)
 
     def _key(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         if text[at] == "}" and self._wants == "key or }":
             return self._close(text, at)
         if text[at] != '"':
@@ -383,9 +387,6 @@ class JsonScan:
         return self._copy(text, at, at + 1)
 
     def _colon(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         if text[at] != ":":
             self.broken = True
             return at
@@ -393,9 +394,6 @@ class JsonScan:
         return self._copy(text, at, at + 1)
 
     def _next(self, text: str, at: int) -> int:
-        at = self._space(text, at)
-        if at == len(text):
-            return at
         if text[at] == self._closers[-1]:
             return self._close(text, at)
         if text[at] != ",":

@@ -24,7 +24,7 @@ from moeserve.config import ConfigError
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.chat import PUBLIC_FIELDS, PrefixBody, check_prefix
 from moeserve.frontend.dialects.fields import read_cache_salt
-from moeserve.frontend.errors import ApiError, invalid, longest_output
+from moeserve.frontend.errors import ApiError, conflict, forbidden, invalid, longest_output
 from moeserve.frontend.http import json_response
 from moeserve.frontend.keys import ADMIN, Identity, cache_account, cache_namespace
 from moeserve.frontend.prepare.messages import Kind, Prefix, expect
@@ -70,12 +70,12 @@ class CacheRoutes:
                 f"The key may pin {result['free_blocks']} more KV blocks, and this prefix needs "
                 f"{result['wanted_blocks']}. Unpin another one first."
             )
-            raise ApiError(409, message, type="conflict", code="over_budget")
+            raise conflict(message, "over_budget")
         if not result["tokens"]:
             raise invalid("The prefix is shorter than a KV block, so there is nothing to pin", "prompt")
         if missing := result["missing_tokens"]:
             message = f"{missing} of {result['tokens']} tokens are not cached: POST /v1/cache/warm computes them"
-            raise ApiError(409, message, type="conflict", code="not_cached")
+            raise conflict(message, "not_cached")
         return json_response({"object": "cache.pin", "tokens": result["tokens"], "prompt_tokens": len(token_ids)})
 
     async def unpin(self, request: Request) -> Response:
@@ -95,12 +95,7 @@ class CacheRoutes:
         identity, query = _identity(request), request.query_params
         every = query.get("all", "0") not in ("", "0", "false")
         if every and ADMIN not in identity.grants:
-            raise ApiError(
-                403,
-                "The whole tree needs a key with the role `admin`",
-                type="permission_error",
-                code="insufficient_role",
-            )
+            raise forbidden("The whole tree needs a key with the role `admin`")
         arguments = {
             "namespace": None if every else self._salted(request),
             "limit": _limit(query.get("limit")),

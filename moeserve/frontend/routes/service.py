@@ -24,7 +24,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies
 from moeserve.frontend.dialects.bodies import bounded
 from moeserve.frontend.dialects.internal import GenerateRequest
-from moeserve.frontend.errors import ApiError, invalid, longest_output, unavailable, unknown_model
+from moeserve.frontend.errors import ApiError, conflict, invalid, longest_output, unavailable, unknown_model
 from moeserve.frontend.exchange import thought_budgets
 from moeserve.frontend.http import KEEP_ALIVE, EventStream, json_response, receive_body, until_disconnect
 from moeserve.frontend.keys import cache_namespace
@@ -36,6 +36,11 @@ from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import EngineReady, Rest, Stats
 
 _ANY_HOST = ("tcp://0.0.0.0:", "tcp://[::]:", "tcp://*:")
+# The fields of `SamplingParams` that a rendered request shows.
+_SHOWN_SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("min_tokens", "logprobs"),
+)
 
 
 class ReplicaRoutes:
@@ -175,21 +180,12 @@ class RenderRoute:
 def _sampling(request: GenerateRequest, most: int, budget: ThoughtBudget | None) -> dict[str, Any]:
     """Return how a request's tokens are sampled. most: the tokens that fit behind its prompt. budget: of its
     thoughts."""
-    sampling = request.sampling
     return {
         "n": request.n,
-        "temperature": sampling.temperature,
-        "top_p": sampling.top_p,
-        "top_k": sampling.top_k,
-        "min_p": sampling.min_p,
-        "presence_penalty": sampling.presence_penalty,
-        "frequency_penalty": sampling.frequency_penalty,
-        "repetition_penalty": sampling.repetition_penalty,
+        **{name: getattr(request.sampling, name) for name in _SHOWN_SAMPLING},
         "seed": request.seed,
         "stop": list(request.stop),
         "max_tokens": request.longest_output(most),
-        "min_tokens": sampling.min_tokens,
-        "logprobs": sampling.logprobs,
         "thinking_token_budget": None if budget is None else budget.max_tokens,
     }
 
@@ -344,7 +340,7 @@ class ExpertRoutes:
         self._check_experts()
         result = await self._services.command(name, arguments)
         if result.error is not None:
-            raise ApiError(409, result.error[:500], type="conflict", code="not_possible_now")
+            raise conflict(result.error[:500], "not_possible_now")
         return result.result
 
 
@@ -462,10 +458,8 @@ class SleepRoutes:
 
     def _check_possible(self) -> None:
         if self._services.run.meets_in_store:
-            raise ApiError(
-                409,
+            raise conflict(
                 "A service of several nodes, or under a user's torchrun, does not sleep: its ranks could not be "
                 "started again from here",
-                type="conflict",
-                code="cannot_sleep",
+                "cannot_sleep",
             )

@@ -158,6 +158,8 @@ class Store:
         self._clock = clock
         self._writer = _Threads(path, 1)
         self._readers = _Threads(path, _NUM_READERS)
+        self._watcher = _Threads(path, 1)
+        self._version = -1  # of the file, as the watcher's connection counts
         self._cleaning: asyncio.Task[None] | None = None
 
     def now(self) -> float:
@@ -173,8 +175,8 @@ class Store:
         if self._cleaning is not None:
             self._cleaning.cancel()
             await asyncio.gather(self._cleaning, return_exceptions=True)
-        await self._writer.stop()
-        await self._readers.stop()
+        for threads in (self._writer, self._readers, self._watcher):
+            await threads.stop()
 
     async def read(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         """Return the result of work that only reads. Raises the work's errors, and ApiError (503) for a bad file."""
@@ -187,6 +189,15 @@ class Store:
         then nothing of it is done.
         """
         return await self._run(self._writer, "BEGIN IMMEDIATE", caller, work)
+
+    async def has_changed(self) -> bool:
+        """Return whether any process has written since the last call; True where the file does not tell."""
+        before = self._version
+        try:
+            self._version = await self._watcher.run(lambda db: int(db.execute("PRAGMA data_version").fetchone()[0]))
+        except sqlite3.Error:
+            return True
+        return self._version != before
 
     async def _run(self, threads: _Threads, begin: str, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         def transact(db: sqlite3.Connection) -> _T:
