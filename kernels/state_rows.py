@@ -21,7 +21,6 @@ class StateRows:
     max_rows: int
 
     def __iter__(self) -> Iterator[tuple[slice, int]]:
-        """Yield the rows and the slot of each chunk."""
         bounds = self.first_rows.tolist()
         for first, end, slot in zip(bounds, bounds[1:], self.slots.tolist(), strict=False):
             yield slice(first, end), slot

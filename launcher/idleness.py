@@ -20,7 +20,6 @@ class Idleness:
         self._since = 0.0
 
     def begin(self, now: float) -> None:
-        """Note that the service serves from now on."""
         self._since = now
 
     def note(self, name: str, ticks: bytes, now: float) -> None:

@@ -51,7 +51,6 @@ class LogStream(io.TextIOBase):
         os.register_at_fork(after_in_child=self._start)
 
     def write(self, text: str) -> int:
-        """Queue lines."""
         with self._change:
             if self._num_waiting + len(text) > self._max_waiting:
                 self.num_dropped += max(1, text.count("\n"))

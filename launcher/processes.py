@@ -100,7 +100,6 @@ class Child:
         return self._process.returncode in (0, -signal.SIGTERM)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signal the child if it still runs."""
         if self.running:
             signal.pidfd_send_signal(self._pidfd, number)
 

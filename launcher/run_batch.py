@@ -121,7 +121,6 @@ class Results:
         return (job for job in jobs if (job.custom_id or job.result_id) not in self._done)
 
     def write(self, job: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
-        """Append the line of a job."""
         entry = {"id": job.result_id, "custom_id": job.custom_id, "response": response, "error": error}
         self._file.write(msgspec.json.encode(entry) + b"\n")
         self._file.flush()

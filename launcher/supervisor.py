@@ -259,7 +259,6 @@ class Supervisor:
         return life
 
     def _life_of(self, child: Child) -> Life:
-        """Return the newest life of a child that has not exited."""
         return next(life for life in self._lives if life.child is child)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:

@@ -186,7 +186,6 @@ class Vitals:
         self._told = 0.0
 
     def note(self, name: str) -> None:
-        """Note that a process makes progress."""
         now = time.monotonic()
         self._heard[name] = now
         self._fresh.add(name)

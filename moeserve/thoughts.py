@@ -1,13 +1,12 @@
 """The thought of an answer among its tokens: where it begins and ends, how long it is, when its budget is spent.
 
 Frontends count thoughts for usage, and the scheduler ends thoughts that have a budget. Both follow an answer with
-`Thought`, so their counts agree. Pure: token ids go in, and what a token's text means was put into tables before
-(`moeserve.frontend.parsers.families`).
+`Thought`, so their counts agree. Pure: token ids go in, and tables have the meaning of their bytes (`make_markers`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -27,6 +26,44 @@ class Marker:
     starts: dict[int, int] = field(default_factory=dict)
     tails: dict[int, int] = field(default_factory=dict)
     steps: dict[int, dict[int, int]] = field(default_factory=dict)
+
+
+# Token ids with the bytes of the tokens, none empty.
+Vocabulary = Sequence[tuple[int, bytes]]
+
+
+def make_markers(texts: Iterable[str], tokens: Vocabulary, *, only_blanks_before: bool = False) -> tuple[Marker, ...]:
+    """Return the tables of markers. only_blanks_before: a token's text before a marker is white space."""
+    return tuple(_marker(text.encode(), tokens, only_blanks_before) for text in texts)
+
+
+def _marker(marker: bytes, tokens: Vocabulary, only_blanks_before: bool) -> Marker:
+    length, first = len(marker), marker[0]
+    made = Marker(length)
+    rests: dict[int, list[tuple[int, bytes]]] = {}
+    for num_bytes in range(1, length):
+        rests.setdefault(marker[num_bytes], []).append((num_bytes, marker[num_bytes:]))
+    for token_id, data in tokens:
+        for num_bytes, rest in rests.get(data[0], ()):
+            if rest.startswith(data) or data.startswith(rest):
+                made.steps.setdefault(num_bytes, {})[token_id] = min(length, num_bytes + len(data))
+        if first not in data:
+            continue
+        place = data.find(marker)
+        if place < 0:
+            place = data.rfind(first)
+            if not marker.startswith(data[place:]):
+                continue
+        if place == 0:
+            made.starts[token_id] = min(length, len(data))
+        elif not only_blanks_before or is_blank(data[:place]):
+            made.tails[token_id] = min(length, len(data) - place)
+    return made
+
+
+def is_blank(data: bytes) -> bool:
+    """Return whether bytes show no text but white space."""
+    return not data or data.isspace() or (data[0] >= 0x80 and data.decode("utf-8", "replace").isspace())
 
 
 @dataclass(frozen=True, slots=True)

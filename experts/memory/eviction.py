@@ -33,7 +33,6 @@ class UseHistory:
         self.counts = [0] * num_experts
 
     def add(self, experts: Sequence[int]) -> None:
-        """Record that one event uses these experts."""
         self.now += 1
         for expert in experts:
             self.last_use[expert] = self.now

@@ -43,7 +43,6 @@ class ExpertFileHeader:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the header in whole pages."""
         return _header_bytes(self.num_layers * self.num_experts)
 
     @property

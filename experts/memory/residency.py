@@ -529,7 +529,6 @@ class TransferQueue:
 
     @property
     def has_waiting(self) -> bool:
-        """True if a transfer waits to be copied."""
         return any(not transfer.active for transfer in self._transfers.values())
 
     def has_before(self, priority: Priority, *, active: bool = False) -> bool:

@@ -81,7 +81,6 @@ class ExpertParallel(Generic[Experts]):
         return self._placement
 
     def experts_here(self, layer: int) -> Collection[int]:
-        """Return the experts of a layer that this rank holds now."""
         return self._here[layer]
 
     def arrivals(self, layer: int, ranks: tuple[Ranks, ...]) -> dict[int, int]:

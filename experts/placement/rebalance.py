@@ -314,7 +314,6 @@ class ExpertMigrator(Generic[Weights]):
         self._migration = self._reading = None
 
     def drop(self, version: int) -> None:
-        """Forget an attempt."""
         if self._migration is not None and self._migration.version == version:
             self._migration = self._reading = None
 

@@ -79,7 +79,6 @@ def size_class(num_rows: int) -> int:
 
 
 def least_rows(size: int) -> int:
-    """Return the least number of rows of a class."""
     if size <= _EXACT_ROWS:
         return size
     return -int(-_EXACT_ROWS * 2 ** ((size - _EXACT_ROWS) / 2) // 1)

@@ -71,7 +71,6 @@ class RoutingRecorder:
             self._digest()
 
     def statistics(self) -> RoutingStatistics:
-        """Return the statistics of everything added so far."""
         self._digest()
         return self._statistics
 
@@ -348,7 +347,6 @@ class Affinity:
         return self._popularity
 
     def distances(self) -> Set[int]:
-        """Return the distances that `conditional` knows."""
         return self._conditional.keys()
 
     def conditional(self, distance: int) -> Float:

@@ -44,7 +44,6 @@ class PagedContext:
         return self.keys, self.values, self.block_table, self.seq_lens
 
     def part(self, first: int, end: int) -> PagedContext:
-        """Return the context of the sequences first ... end - 1."""
         return replace(self, block_table=self.block_table[first:end], seq_lens=self.seq_lens[first:end])
 
 
@@ -342,7 +341,6 @@ class AttentionArguments:
 
     @staticmethod
     def strides(q: Tensor, context: PagedContext, out: Tensor) -> tuple[int, ...]:
-        """Return all strides in the order of the kernels' arguments."""
         keys, values, table, _ = context.tensors
         pools = (keys.stride(0), keys.stride(1), values.stride(0), values.stride(1))
         return q.stride(0), q.stride(1), *pools, table.stride(0), out.stride(0), out.stride(1)

@@ -241,7 +241,6 @@ class SlotExperts:
         self._shown: list[int] = []
 
     def show(self, contents: Sequence[int]) -> None:
-        """Set the experts that are in the slots from now on, -1 for none."""
         contents = list(contents)
         if self._shown == contents:
             return

@@ -176,7 +176,6 @@ async def _ask(
 
 
 def record_of(response: Response, answer: Answer, variant: str = "", *, cold: bool = False) -> RequestRecord:
-    """Return the record of a whole answer."""
     return RequestRecord(
         variant,
         cold,

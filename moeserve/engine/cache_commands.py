@@ -104,7 +104,6 @@ class CacheCommands:
             raise CacheCommandError(str(error)) from None
 
     def samples(self) -> FeatureSamples:
-        """Return the figures for the metrics."""
         caches = self._caches
         retentions = [cache.retentions for cache in caches]
         samples: FeatureSamples = {

@@ -31,7 +31,6 @@ class EngineSocket:
         self._socket.bind(address)
 
     def wait(self, seconds: float) -> None:
-        """Wait for a message, at most `seconds`."""
         self._socket.poll(int(seconds * 1000))
 
     def receive(self) -> tuple[bytes, Any] | None:

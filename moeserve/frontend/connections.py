@@ -408,7 +408,6 @@ class EvenListener:
         self._listen()
 
     def close(self) -> None:
-        """Accept no more."""
         self._loop.remove_reader(self._listener)
         if self._timer is not None:
             self._timer.cancel()

@@ -119,7 +119,6 @@ def check_choices(num_choices: int, most: int) -> None:
 
 
 def unknown_model(name: str, names: Sequence[str]) -> ApiError:
-    """404: no model of that name is served. names: of the served one."""
     served = " or ".join(f"`{one}`" for one in names[:3])
     message = f"The model `{name[:200]}` does not exist: this server has {served}"
     return ApiError(404, message, param="model", code="model_not_found")

@@ -176,7 +176,6 @@ def _rejection(services: Services, rejected: Rejected, generates: list[Generate]
 
 
 def answer_of(services: Services, prepared: Prepared, answer_id: str) -> Answer:
-    """Return the state of an answer that has not begun."""
     return Answer(
         prepared.request,
         prepared.prompts,
@@ -257,7 +256,6 @@ class DeltaWriter:
         self._started: set[int] = set()
 
     def events(self, delta: Delta, usage: Usage) -> bytes:
-        """Return the events of one delta. usage: so far."""
         if delta.index in self._started:
             return self._formatter.delta(delta, usage)
         self._started.add(delta.index)

@@ -135,7 +135,6 @@ async def send_body(
 
 
 def with_headers(send: Send, headers: list[tuple[bytes, bytes]]) -> Send:
-    """Return a `send` that adds headers to the response."""
 
     async def adding(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -156,7 +156,6 @@ class _Response:
         await self._send(message)
 
     def abandon(self) -> None:
-        """Note that the client has left."""
         self.status = _CLIENT_CLOSED
 
 

@@ -87,7 +87,6 @@ class _StaticFile:
         self._type = _TYPES[path.suffix]
 
     def answer(self, request: Request) -> Response:
-        """Return the file, or 304 to a browser that has it."""
         if self._headers["etag"] in request.headers.get("if-none-match", ""):
             return Response(None, 304, self._headers)
         return Response(self._content, 200, self._headers, media_type=self._type)

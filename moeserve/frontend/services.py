@@ -111,7 +111,6 @@ class Services:
         await self.text.stop()
 
     def begin_drain(self) -> None:
-        """Refuse new generations from now on."""
         self._draining = True
 
     @property
@@ -198,7 +197,6 @@ class Services:
             raise engine_unavailable(error) from error
 
     def draw_seed(self) -> int:
-        """Return a seed for a request without one."""
         return self._seeds.getrandbits(63)
 
     def _on_stats(self, stats: Stats) -> None:

@@ -77,7 +77,6 @@ class TextTokenizer:
             raise ModelError(f"{path} is not a usable tokenizer: {reason}.") from None
 
     def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
-        """Return the ids of the special tokens among `texts`."""
         return frozenset(self._special_ids[text] for text in texts if text in self._special_ids)
 
     @property
@@ -157,7 +156,6 @@ class TextTokenizer:
         return token.replace("\u2581", " ").encode()
 
     def all_token_bytes(self) -> list[tuple[int, bytes]]:
-        """Return the id and the bytes of every token."""
         return [(token_id, self._bytes_of(token_id, token)) for token, token_id in self._tokenizer.get_vocab().items()]
 
     def stream(self, context: Sequence[int], *, skip_special_tokens: bool = True) -> DecodeStream:
@@ -336,7 +334,6 @@ class StopMatcher:
 
     @property
     def num_held(self) -> int:
-        """Characters held back."""
         return len(self._held)
 
     def push(self, text: str) -> str:

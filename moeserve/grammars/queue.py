@@ -149,7 +149,6 @@ class KeptGrammars(Generic[T]):
             self._shrink()
 
     def release(self, kept: Kept[T]) -> None:
-        """Count out one user."""
         kept.num_users -= 1
         self._shrink()
 

@@ -53,7 +53,6 @@ class DecoderSpec:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """The indices of the sparse layers."""
         return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
 
     def is_recurrent(self, layer: int) -> bool:

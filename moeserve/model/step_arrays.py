@@ -141,7 +141,6 @@ def step_arrays(chunks: Sequence[Chunk], block_size: int) -> StepArrays:
 
 
 def _add_slots(slots: array[int], table: array[int], first: int, last: int, block_size: int) -> None:
-    """Append the slots of the positions first ... last - 1."""
     for block in range(first // block_size, (last - 1) // block_size + 1):
         base = (table[block] - block) * block_size
         slots.extend(range(base + max(first, block * block_size), base + min(last, (block + 1) * block_size)))

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from moeserve.config import ConfigError, ServeConfig, load_config
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ThoughtOptions, Tool
-from moeserve.frontend.parsers.families import REASONING, OutputShape, Thoughts, make_markers
+from moeserve.frontend.parsers.families import REASONING, OutputShape, Thoughts
 from moeserve.frontend.parsers.feed import CallIds
 from moeserve.frontend.parsers.parser import OutputParser, Start
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
-from moeserve.thoughts import BudgetedThought, Thought, ThoughtBudget, ThoughtForm
+from moeserve.thoughts import BudgetedThought, Thought, ThoughtBudget, ThoughtForm, make_markers
 from tests.support.examples import examples
 from tests.support.tiny_model import END, byte_tokenizer
 

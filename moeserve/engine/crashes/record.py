@@ -63,7 +63,6 @@ class WorkRecord:
         self._write(step % _STEP_SLOTS, step, request_ids, ends, trial)
 
     def end_steps(self, step: int) -> None:
-        """Note that all steps up to this one are done with."""
         _NUMBER.pack_into(self._map, _STEPS_DONE, step)
 
     def begin_arrival(self, number: int, request_id: str, end: int, trial: tuple[str, str] | None) -> None:

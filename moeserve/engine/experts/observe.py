@@ -162,7 +162,6 @@ class ExpertRecording(RanksObserver):
             self._record(step)
 
     def statistics(self) -> RoutingStatistics:
-        """Return the statistics of all steps so far."""
         self.gather()
         return self.recorder.statistics()
 

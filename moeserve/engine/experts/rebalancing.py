@@ -126,5 +126,4 @@ class RankMemories:
             self._latest[message.rank - 1] = message.memory
 
     def stats(self) -> list[ExpertMemoryStats]:
-        """Return the counters of each rank, by rank."""
         return [self._own(), *self._latest]

@@ -38,7 +38,6 @@ class RankCopies:
             self._send(rank, OpenDisk(str(files.root), files.fingerprint))
 
     def on_message(self, message: object) -> None:
-        """Receive a message of another rank."""
         if isinstance(message, CopiesEnded):
             self._cancelled.discard(message.number)
             job = self._open.pop(message.number)
@@ -94,7 +93,6 @@ class MemberCopies:
         return bool(self._numbers)
 
     def follow(self, message: OpenDisk | CopyBlocks | CancelCopies) -> None:
-        """Carry out a message of rank 0."""
         match message:
             case OpenDisk():
                 self._copier = BlockCopier(BlockFiles(Path(message.root), message.fingerprint), self._memories())

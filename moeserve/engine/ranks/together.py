@@ -110,7 +110,6 @@ class GroupSteps:
         self._collectives.waits.wait_for(event)
 
     def wait_for_device(self) -> None:
-        """Wait for everything queued, as `wait_for` does."""
         self._collectives.waits.wait_for_device()
 
 

@@ -410,7 +410,6 @@ class EventWriter:
         )
 
     def end(self, usage: Usage) -> bytes:
-        """Return the last events."""
         return (self._head + b',"choices":[]' + _usage_tail(usage) if self._include_usage else b"") + DONE
 
 

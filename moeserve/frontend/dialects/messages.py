@@ -461,7 +461,6 @@ def error_body(error: ApiError, request_id: str | None) -> bytes:
 
 
 def error_event(error: ApiError) -> bytes:
-    """Return the event that ends a stream in an error."""
     return b"event: error\ndata: " + error_body(error, None) + b"\n\n"
 
 

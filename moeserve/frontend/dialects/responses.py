@@ -257,7 +257,6 @@ def _past(asked: ResponsesBody, earlier: Earlier) -> list[Item]:
 
 
 def conversation_not_found(conversation_id: str, param: str = "conversation_id") -> ApiError:
-    """404: the caller has no such conversation."""
     message = f"There is no conversation {conversation_id[:80]!r}: it was never made, was deleted, or had to make room"
     return ApiError(404, message, param=param, code="conversation_not_found")
 

@@ -60,7 +60,6 @@ class EventLog:
         self._next = 0
 
     def event(self, kind: str, **fields: Any) -> bytes:
-        """Return an event of that type with these fields."""
         data = msgspec.json.encode({"type": kind, **fields, "sequence_number": self._next})
         self._next += 1
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
@@ -157,7 +156,6 @@ class CallItem:
         self._pieces: list[str] = []
 
     def open(self) -> bytes:
-        """Return the events that begin the item."""
         item = {**self._item, self._field: "", "status": "in_progress"}
         return self._log.event("response.output_item.added", output_index=self._output_index, item=item)
 
@@ -167,7 +165,6 @@ class CallItem:
         return self._log.delta(self._head, arguments) if arguments and not self._custom else b""
 
     def close(self, status: str) -> bytes:
-        """Return the events that end the item."""
         item = self.object(status)
         text: str = item[self._field]
         return (
@@ -177,7 +174,6 @@ class CallItem:
         )
 
     def object(self, status: str) -> Item:
-        """Return the item as it stands."""
         text = "".join(self._pieces)
         return {**self._item, self._field: _custom_input(text) if self._custom else text, "status": status}
 

@@ -216,19 +216,16 @@ class Earlier(msgspec.Struct, array_like=True, frozen=True):
     items: dict[str, bytes] = {}
 
     def conversation(self) -> list[Item] | None:
-        """Return all items of the conversation; None where there is none."""
         if self.turns is None:
             return None
         return [item for turn in self.turns for item in msgspec.json.decode(turn, type=list[Item])]
 
     def item(self, item_id: str) -> Item | None:
-        """Return an item, None for an unknown one."""
         found = self.items.get(item_id)
         return None if found is None else msgspec.json.decode(found, type=Item)
 
 
 def item_id_of(prefix: str, response_id: str, number: int) -> str:
-    """Return the id of an item that a response puts out."""
     return f"{prefix}_{response_id.removeprefix(RESPONSE_PREFIX)}{number:02d}"
 
 

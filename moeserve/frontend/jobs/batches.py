@@ -98,7 +98,6 @@ class Batches:
         self._tasks.pop(batch_id, None)
 
     async def _run(self, batch: StoredBatch) -> None:
-        """Work on a batch to its end."""
         try:
             if batch.state == "cancelling":
                 await self._end(batch, "cancelled")

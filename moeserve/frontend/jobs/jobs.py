@@ -303,7 +303,6 @@ class JobView:
 
 
 def _events(entry: Entry, replay: Replay, writer: DeltaWriter) -> bytes:
-    """Return the events of an entry of a journal."""
     deltas = replay.take(entry)
     events = b"".join(writer.events(delta, replay.answer.usage) for delta in deltas)
     return RESUMED + events if entry is None else events
@@ -344,7 +343,6 @@ class _Behind:
         return b": the response has ended with event %d\n\n" % self._number
 
     def cut(self, events: bytes) -> bytes:
-        """Return the events that the client lacks."""
         if not self._left:
             return events
         parts = events.split(b"\n\n")[:-1]

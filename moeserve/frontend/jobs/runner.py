@@ -270,7 +270,6 @@ class Runner:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def has(self, job_id: str) -> bool:
-        """Return whether this process runs the job."""
         return job_id in self._tasks
 
     def begin(self, job: OpenJob, terms: Terms | None, *, is_patient: bool) -> None:
@@ -423,7 +422,6 @@ class Runner:
             progress.end(replay.answer, {})
 
     async def rows(self, job_id: str) -> AsyncIterator[bytes]:
-        """Yield the rows of a journal that there are."""
         number = -1
         while True:
             found = await self._store.read(b"", partial(jobs.news, job_id=job_id, number=number))

@@ -186,28 +186,29 @@ class MarkedCalls:
 
     def __init__(self, *, section: tuple[str, str], call: tuple[str, str], separator: str, has_ids: bool) -> None:
         """section, call: where they begin and end. has_ids: the header is the call's id, `functions.NAME:NUMBER`."""
-        self.opens = (section[0], call[0])
-        self.others = (section[1], call[1], separator)
-        self._call_open, self._separator = call[0], separator
+        (self.section_open, self.section_end), (self.call_open, self.call_end) = section, call
+        self.separator = separator
+        self.opens = (self.section_open, self.call_open)
+        self.others = (self.section_end, self.call_end, separator)
         self._has_ids = has_ids
-        self._between = Markers(call[0], section[1])
-        self._header = Markers(separator, call[1], section[1])
-        self._end = Markers(call[1], section[1])
+        self._between = Markers(self.call_open, self.section_end)
+        self._header = Markers(separator, self.call_end, self.section_end)
+        self._end = Markers(self.call_end, self.section_end)
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         found: str | None = marker
         while True:
-            if found != self._call_open:
+            if found != self.call_open:
                 text, found = yield from feed.text_until(self._between)
-                if found != self._call_open:
+                if found != self.call_open:
                     sink.say(text)
                     return None
             header, found = yield from feed.text_until(self._header)
-            if found != self._separator:
+            if found != self.separator:
                 sink.say(header)
             else:
                 found = yield from self._call(header.strip(), feed, sink)
-            if found is None or found == self.others[0]:
+            if found is None or found == self.section_end:
                 return None
 
     def _call(self, header: str, feed: Feed, sink: Sink) -> Reading[str | None]:

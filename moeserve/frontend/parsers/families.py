@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -36,7 +37,7 @@ from moeserve.frontend.parsers.parser import (
 from moeserve.frontend.text import TextTokenizer
 from moeserve.model.files import read_json
 from moeserve.settings.generation import parse_effort_budgets
-from moeserve.thoughts import Marker, Thought, ThoughtBudget, ThoughtForm
+from moeserve.thoughts import Thought, ThoughtBudget, ThoughtForm, is_blank, make_markers
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # More calls at once than this are the babble of a model that does not find its end.
@@ -45,6 +46,19 @@ _ANY_TEXT = "/(?s:.*)/"
 _NO_OBJECT = "/([^{](?s:.*))?/"
 _LINE_BREAKS = r"/\n{0,2}/"
 _LINE = '"\\n"'
+_FENCE = '"\\n```json\\n"'
+_DEEPSEEK = MarkedCalls(
+    section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
+    call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
+    separator="<｜tool▁sep｜>",
+    has_ids=False,
+)
+_KIMI = MarkedCalls(
+    section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
+    call=("<|tool_call_begin|>", "<|tool_call_end|>"),
+    separator="<|tool_call_argument_begin|>",
+    has_ids=True,
+)
 
 
 class Rules:
@@ -55,7 +69,6 @@ class Rules:
         self._lines: list[str] = []
 
     def add(self, body: str, options: str = "") -> str:
-        """Add a rule and return its name."""
         name = f"r{len(self._lines)}"
         self._lines.append(f"{name}{options}: {body}")
         return name
@@ -195,29 +208,21 @@ def _arguments(tool: Tool) -> str:
     return json_value(arguments_schema(tool), strict=tool.strict)
 
 
-def _deepseek(rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
-    open_, separator, close = map(rules.marker, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
-    call = rules.choice(f"{open_} {literal(t.name)} {separator} {_arguments(t)} {close}" for t in tools)
-    return Calls("<｜tool▁calls▁begin｜>", f"{_several(call, '', parallel)} {rules.marker('<｜tool▁calls▁end｜>')}")
-
-
-def _deepseek_fenced(rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
-    open_, separator, close = map(rules.marker, ("<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"))
-    head, end = f'{open_} "function" {separator}', f'"\\n```" {close}'
-    fence = literal("\n```json\n")
-    call = rules.choice(f"{head} {literal(t.name)} {fence} {_arguments(t)} {end}" for t in tools)
-    rest = f"{_several(call, _LINE, parallel)} {rules.marker('<｜tool▁calls▁end｜>')}"
-    return Calls("<｜tool▁calls▁begin｜>", rest)
-
-
-def _kimi(rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
-    separator, close = rules.marker("<|tool_call_argument_begin|>"), rules.marker("<|tool_call_end|>")
-    head = rules.marker("<|tool_call_begin|>")
-    call = rules.choice(
-        f"{head} {literal(f'functions.{tool.name}:')} /[0-9]+/ {separator} {_arguments(tool)} {close}" for tool in tools
-    )
-    end = rules.marker("<|tool_calls_section_end|>")
-    return Calls("<|tool_calls_section_begin|>", f"{_several(call, '', parallel)} {end}")
+def _in_section(
+    shape: MarkedCalls,
+    head: Callable[[Tool, str], str],
+    rules: Rules,
+    tools: Sequence[Tool],
+    parallel: bool,
+    *,
+    end: str = "",
+    between: str = "",
+) -> Calls:
+    """head: what stands between a call's first marker and its JSON, by the tool and the expression of the separator.
+    end: between the JSON and the call's last marker."""
+    begin, separator, close = map(rules.marker, (shape.call_open, shape.separator, shape.call_end))
+    call = rules.choice(f"{begin} {head(tool, separator)} {_arguments(tool)} {end} {close}" for tool in tools)
+    return Calls(shape.section_open, f"{_several(call, between, parallel)} {rules.marker(shape.section_end)}")
 
 
 def _qwen3_coder(rules: Rules, tools: Sequence[Tool], parallel: bool) -> Calls:
@@ -313,10 +318,18 @@ GRAMMARS: Mapping[str, CallRules] = {
     "hermes": _hermes,
     "qwen3-coder": _qwen3_coder,
     "mistral": _mistral,
-    "deepseek": _deepseek,
-    "deepseek-fenced": _deepseek_fenced,
+    "deepseek": partial(_in_section, _DEEPSEEK, lambda tool, separator: f"{literal(tool.name)} {separator}"),
+    "deepseek-fenced": partial(
+        _in_section,
+        _DEEPSEEK,
+        lambda tool, separator: f'"function" {separator} {literal(tool.name)} {_FENCE}',
+        end='"\\n```"',
+        between=_LINE,
+    ),
     "glm": _glm,
-    "kimi": _kimi,
+    "kimi": partial(
+        _in_section, _KIMI, lambda tool, separator: f"{literal(f'functions.{tool.name}:')} /[0-9]+/ {separator}"
+    ),
     "minimax": _minimax,
     "llama3": _llama3,
     "granite": _granite,
@@ -331,19 +344,9 @@ CALLS: Mapping[str, CallShape] = {
         parameter=("<parameter=", "</parameter>"),
     ),
     "mistral": MistralCalls(),
-    "deepseek": MarkedCalls(
-        section=("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
-        call=("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
-        separator="<｜tool▁sep｜>",
-        has_ids=False,
-    ),
+    "deepseek": _DEEPSEEK,
     "glm": GlmCalls(),
-    "kimi": MarkedCalls(
-        section=("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
-        call=("<|tool_call_begin|>", "<|tool_call_end|>"),
-        separator="<|tool_call_argument_begin|>",
-        has_ids=True,
-    ),
+    "kimi": _KIMI,
     "minimax": TaggedCalls(
         region=("<minimax:tool_call>", "</minimax:tool_call>"),
         call=("<invoke name=", "</invoke>"),
@@ -387,9 +390,6 @@ _REASONING_IN_TEMPLATE = (
     ("<think>", "think"),
     ("</think>", "think"),
 )
-
-# Token ids with the bytes of the tokens, none empty.
-Vocabulary = Sequence[tuple[int, bytes]]
 
 _HARMONY_END = "<|end|>"
 # Markers behind the opening: before a thought, before a call's recipient, and at the end of a header.
@@ -588,7 +588,7 @@ def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -
         form = ThoughtForm(opening, make_markers(HARMONY_BODY_ENDS, tokens), header, only_first=False)
         return {False: form, True: form}
     silent = tokenizer.special_token_ids - tokenizer.special_ids(shape.markers)
-    blanks = tuple(token_id for token_id, data in tokens if token_id in silent or _is_blank(data))
+    blanks = tuple(token_id for token_id, data in tokens if token_id in silent or is_blank(data))
     # Other text before the marker says that the answer begins without a thought.
     (opening,) = make_markers([reasoning.begin], tokens, only_blanks_before=True)
     ends = make_markers([reasoning.end], tokens)
@@ -598,37 +598,3 @@ def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -
         looks_for_calls: ThoughtForm(opening, more_ends, blanks=blanks)
         for looks_for_calls, more_ends in ((False, ends), (True, (*ends, *call_ends)))
     }
-
-
-def make_markers(texts: Iterable[str], tokens: Vocabulary, *, only_blanks_before: bool = False) -> tuple[Marker, ...]:
-    """Return the tables of markers. only_blanks_before: a token's text before a marker is white space."""
-    return tuple(_marker(text.encode(), tokens, only_blanks_before) for text in texts)
-
-
-def _marker(marker: bytes, tokens: Vocabulary, only_blanks_before: bool) -> Marker:
-    length, first = len(marker), marker[0]
-    made = Marker(length)
-    rests: dict[int, list[tuple[int, bytes]]] = {}
-    for num_bytes in range(1, length):
-        rests.setdefault(marker[num_bytes], []).append((num_bytes, marker[num_bytes:]))
-    for token_id, data in tokens:
-        for num_bytes, rest in rests.get(data[0], ()):
-            if rest.startswith(data) or data.startswith(rest):
-                made.steps.setdefault(num_bytes, {})[token_id] = min(length, num_bytes + len(data))
-        if first not in data:
-            continue
-        place = data.find(marker)
-        if place < 0:
-            place = data.rfind(first)
-            if not marker.startswith(data[place:]):
-                continue
-        if place == 0:
-            made.starts[token_id] = min(length, len(data))
-        elif not only_blanks_before or _is_blank(data[:place]):
-            made.tails[token_id] = min(length, len(data) - place)
-    return made
-
-
-def _is_blank(data: bytes) -> bool:
-    """Return whether bytes show no text but white space."""
-    return not data or data.isspace() or (data[0] >= 0x80 and data.decode("utf-8", "replace").isspace())

@@ -72,7 +72,6 @@ class OutputParser:
 
     @property
     def num_calls(self) -> int:
-        """The calls found so far."""
         return self._sink.num_calls
 
     def push(self, text: str) -> Parsed:

@@ -190,7 +190,6 @@ class Answer:
         self._usage.cache_report = reports[0] if len(self._prompts) == 1 else reports
 
     def keep(self, deltas: Iterable[Delta]) -> None:
-        """Add deltas to the whole choices."""
         for delta in deltas:
             self._kept.setdefault(delta.index, Delta(delta.index)).append(delta)
 

@@ -162,7 +162,6 @@ class RequestGroup:
             self._set_patience()
 
     def answer(self, message: Admitted | Rejected) -> None:
-        """Note whether the engine admitted a request."""
         if isinstance(message, Rejected):
             self._open.discard(message.request_id)
             if message.code == "engine_crash":

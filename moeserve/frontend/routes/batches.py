@@ -73,7 +73,6 @@ class FileRoutes:
         return json_bytes(_file_json(found))
 
     async def content(self, request: Request) -> Response:
-        """Answer with the bytes of a file."""
         file_id = _file_id(request)
         found = await self._store.read(caller_of(request.scope), partial(batches.content, file_id=file_id))
         if found is None:
@@ -119,7 +118,6 @@ class BatchRoutes:
         return page_of(await self._store.read(caller, find), request.query_params)
 
     async def one(self, request: Request) -> Response:
-        """Answer with a batch as it stands."""
         return await self._shown(request)
 
     async def cancel(self, request: Request) -> Response:

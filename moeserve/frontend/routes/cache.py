@@ -139,7 +139,6 @@ class CacheRoutes:
         return {**shown, "namespace": namespace} if every else shown
 
     async def _prefix(self, request: Request, kind: Kind) -> Prefix:
-        """Return the prefix that a body names."""
         prefix = expect(await self._services.receive(kind, request.scope, request.receive), Prefix)
         self._services.metrics.count_ignored(prefix.ignored)
         return prefix

@@ -278,7 +278,6 @@ class TokenRoutes:
         return await self._converted(request, "tokenize")
 
     async def detokenize(self, request: Request) -> Response:
-        """Return the text of token ids."""
         return await self._converted(request, "detokenize")
 
     async def count_message(self, request: Request) -> Response:
@@ -309,7 +308,6 @@ class ExpertRoutes:
         return json_response({"object": "experts", **await self._command("experts")})
 
     async def save_statistics(self, _: Request) -> Response:
-        """Save the statistics to the file of `--expert-statistics`."""
         return json_response({"status": "ok", **await self._command("save_expert_statistics")})
 
     async def trace(self, request: Request) -> Response:

@@ -182,7 +182,6 @@ class Locks:
     """The file's locks, as one process sees and holds them. It has one byte for each number; none is ever written."""
 
     def __init__(self, store: Path) -> None:
-        """store: the store's file."""
         # An open file description of its own: SQLite's locks are on the store itself, and of another kind.
         flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         self._file = os.open(store.with_name(f"{store.name}-owners"), flags, 0o600)
@@ -233,13 +232,11 @@ class Owner:
     """This process as an owner of jobs. Others read its `name` in the store."""
 
     def __init__(self, store: Path) -> None:
-        """store: the store's file."""
         self.name = secrets.token_hex(8)
         self._store = store
         self._locks: Locks | None = None
 
     def hold(self) -> None:
-        """Own jobs from now on."""
         self._locks = Locks(self._store)
         self._locks.own(int(self.name, 16))
 

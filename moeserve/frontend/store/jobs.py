@@ -126,7 +126,6 @@ def find(shelf: Shelf, job_id: str) -> StoredJob | None:
 
 
 def status(shelf: Shelf, job_id: str) -> Status | None:
-    """Return how far a job is, None for one that is gone."""
     row = shelf.db.execute(
         """SELECT state, ended_at, failure, is_kept, EXISTS (SELECT 1 FROM job_outputs WHERE job = id)
            FROM jobs WHERE id = ?""",

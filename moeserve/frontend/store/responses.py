@@ -72,7 +72,6 @@ def put(shelf: Shelf, kept: KeptResponse) -> bool:
 
 
 def find(shelf: Shelf, response_id: str) -> KeptResponse | None:
-    """Return a response, None for an unknown one."""
     row = shelf.db.execute(
         "SELECT response, input, needs FROM responses JOIN kept USING (id) WHERE id = ? AND caller = ? AND NOT hidden",
         (response_id, shelf.caller),

@@ -33,7 +33,6 @@ def alone(_: StepShape) -> None:
 
 
 def launch_variants(limits: AttentionLimits, configs: MoeConfigs | None, step: StepLimits) -> LaunchVariants:
-    """Return the variants of the steps that are not captured."""
     experts = None if configs is None else configs.variant
     return LaunchVariants(step, limits.prefill, experts, limits.extends(step.max_seqs), limits.spec.sparse_layers)
 

@@ -155,7 +155,6 @@ class TransformersDecoder:
         return self.spec.geometry.has_states if ways.singly else self._mixers.has_scans
 
     def use(self, ways: Ways) -> None:
-        """Call the mixers in these ways from now on."""
         self._mixers.use(ways)
 
     @property

@@ -18,7 +18,6 @@ _BLOCKS = frozenset(("mlp", "moe"))
 
 
 def layers_of(code: ModellingCode) -> list[nn.Module]:
-    """Return the layers of the body, in order."""
     return [module for module in code.body.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -113,7 +113,6 @@ class Mixers:
         return len(self._mixers) - self.num_together
 
     def use(self, ways: Ways) -> None:
-        """Call mixers in these ways from now on."""
         self.num_together = 0
         for number, mixer in self._mixers:
             vars(mixer).pop("forward", None)

@@ -108,7 +108,6 @@ class Step:
         return len(self.attention.slots)
 
     def paged(self, memory: LayerMemory) -> PagedRows:
-        """Return the rows' places in the memory of a layer."""
         return self.windows if memory.windowed and self.windows is not None else self.attention
 
     @property
