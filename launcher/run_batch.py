@@ -20,7 +20,7 @@ import msgspec
 from launcher.own_service import ServiceGone, ServiceNotStarted, ask_patiently, own_service
 from launcher.server_client import optional_server_option
 from moeserve.bench.client import Endpoint, ExchangeError, Response, error_message
-from moeserve.frontend.store.batches import BatchLine, read_line
+from moeserve.frontend.store.batches import BatchLine, read_line, result_line
 
 
 @click.command(name="run-batch")
@@ -121,10 +121,9 @@ class Results:
         return (job for job in jobs if (job.custom_id or job.result_id) not in self._done)
 
     def write(self, job: BatchLine, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
-        entry = {"id": job.result_id, "custom_id": job.custom_id, "response": response, "error": error}
-        self._file.write(msgspec.json.encode(entry) + b"\n")
+        self._file.write(result_line(job, response, error))
         self._file.flush()
-        self._count(entry)
+        self._count(response, error)
 
     def in_words(self) -> str:
         before = f" ({self.num_before} of them before this run)" if self.num_before else ""
@@ -145,15 +144,14 @@ class Results:
             try:
                 entry = msgspec.json.decode(line, type=dict[str, Any])
                 self._done.add(entry["custom_id"] or entry["id"])
-                self._count(entry)
+                self._count(entry["response"], entry["error"])
             except (ValueError, KeyError, TypeError):
                 raise BatchError(f"{self._path} holds other things than results (line {number}).") from None
         self._file.truncate(whole)
         self.num_before = self.num_succeeded + self.num_failed
 
-    def _count(self, entry: dict[str, Any]) -> None:
-        response = entry["response"]
-        if entry["error"] is None and response is not None and 200 <= response["status_code"] < 300:
+    def _count(self, response: dict[str, Any] | None, error: dict[str, str] | None) -> None:
+        if error is None and response is not None and 200 <= response["status_code"] < 300:
             self.num_succeeded += 1
         else:
             self.num_failed += 1

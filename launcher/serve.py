@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -100,11 +100,9 @@ def run_first_node(
     with open_listener(config.host, config.port) as listener:
         address = reachable_address(listener)
         progress = ProgressDisplay(errors)
-        try:
+        with closing(progress):
             model_dir = resolve(config, progress.update)
-        finally:
-            progress.close()
-        with run_directory(os.environ) as directory, ExitStack() as stack:
+        with run_directory(os.environ) as directory, closing(progress), ExitStack() as stack:
             context = make_context(config, model_dir, directory, meets_in_store=meets_in_store)
             store = stack.enter_context(response_store(context, partial(say, errors, "Notice")))
             context = replace(context, response_store=store)
@@ -112,10 +110,7 @@ def run_first_node(
             supervisor = Supervisor(context, listener, listeners, worker_module=worker_module)
             if config.nnodes > 1:
                 click.echo(f"Node 0 of {config.nnodes}: waits for the others at {config.rdzv_endpoint}.", err=True)
-            try:
-                return asyncio.run(supervisor.run())
-            finally:
-                progress.close()
+            return asyncio.run(supervisor.run())
 
 
 def _run_other_node(config: ServeConfig, errors: Console) -> int:
@@ -123,11 +118,8 @@ def _run_other_node(config: ServeConfig, errors: Console) -> int:
     per_node = config.expert_parallel_size // config.nnodes
     first = config.node_rank * per_node
     who = f"Node {config.node_rank} of {config.nnodes}, ranks {first} to {first + per_node - 1}"
-    progress = ProgressDisplay(errors)
-    try:
+    with closing(ProgressDisplay(errors)) as progress:
         model_dir = resolve(config, progress.update)
-    finally:
-        progress.close()
     with run_directory(os.environ) as directory:
         context = replace(make_context(config, model_dir, directory, meets_in_store=True), incarnation=0)
         click.echo(f"{who}: joins node 0 at {config.rdzv_endpoint}.", err=True)

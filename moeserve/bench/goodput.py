@@ -7,7 +7,7 @@ falls behind is not spared by its own slowness. Goodput counts the answers that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 from time import perf_counter
@@ -235,13 +235,10 @@ def print_curve(console: Console, name: str, crowd: Crowd, points: Sequence[Poin
 
 
 def _behaviour(crowd: Crowd) -> str:
-    def parts() -> Iterator[str]:
-        yield f"{crowd.words} words, {crowd.tokens} output tokens, {crowd.seconds:g} s at each rate"
-        if crowd.impatient_s is not None:
-            yield f"clients hang up after {crowd.impatient_s:g} s"
-        yield "clients come back as told" if crowd.retries else "clients ask once"
-
-    return "; ".join(parts())
+    parts = [f"{crowd.words} words, {crowd.tokens} output tokens, {crowd.seconds:g} s at each rate"]
+    if crowd.impatient_s is not None:
+        parts.append(f"clients hang up after {crowd.impatient_s:g} s")
+    return "; ".join([*parts, "clients come back as told" if crowd.retries else "clients ask once"])
 
 
 def _shown(seconds: float | None) -> str:

@@ -12,12 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from moeserve.bench.metrics import Column, columns
-from moeserve.bench.runs import (
-    Environment,
-    Findings,
-    ReadyTarget,
-    Settings,
-)
+from moeserve.bench.runs import Environment, Findings, Settings, Target
 from moeserve.bench.workloads import Shape
 
 _NONE = "-"
@@ -25,7 +20,7 @@ _CACHED_SHOWN = ("cold", "cached")
 
 
 def print_report(
-    console: Console, environment: Environment, targets: list[ReadyTarget], settings: Settings, findings: Findings
+    console: Console, environment: Environment, targets: list[Target], settings: Settings, findings: Findings
 ) -> None:
     """Print one table per workload, a column per server and variant, then the machine, the servers and the doubts."""
     for workload, of_workload in groupby(_side_by_side(columns(findings.runs)), key=lambda column: column.workload):
@@ -40,7 +35,7 @@ def print_report(
         console.print(f"{count} times: {escape(message)}", style="red", highlight=False)
 
 
-def to_json(environment: Environment, targets: list[ReadyTarget], settings: Settings, findings: Findings) -> bytes:
+def to_json(environment: Environment, targets: list[Target], settings: Settings, findings: Findings) -> bytes:
     """Return all runs, medians, advantages, the machine and the servers; times in seconds."""
     document: dict[str, Any] = {
         "environment": environment,
@@ -51,7 +46,7 @@ def to_json(environment: Environment, targets: list[ReadyTarget], settings: Sett
                 "url": target.url,
                 "version": target.version,
                 "model": target.client.model,
-                "ignore_eos": target.ignores_eos,
+                "ignore_eos": target.client.ignore_eos,
             }
             for target in targets
         ],
@@ -145,12 +140,12 @@ def _lengths(workload: str, shape: Shape) -> str:
     }[workload]
 
 
-def _denominators(environment: Environment, targets: list[ReadyTarget], settings: Settings) -> Iterator[str]:
+def _denominators(environment: Environment, targets: list[Target], settings: Settings) -> Iterator[str]:
     runs = "one run" if settings.repeat == 1 else f"medians of {settings.repeat} interleaved runs"
     yield f"{environment.date}, {runs}, seed {settings.seed}, {environment.client}"
     yield f"{environment.cpu}, {environment.num_cores} cores, load {environment.load_before} before the start"
     for target in targets:
-        ended = "all tokens asked for" if target.ignores_eos else "ends at the end-of-sequence token"
+        ended = "all tokens asked for" if target.client.ignore_eos else "ends at the end-of-sequence token"
         version = target.version or "version not told"
         yield f"{escape(target.name)}: {escape(target.url)}, {version}, model {escape(target.client.model)}, {ended}"
     if len(targets) > 1:

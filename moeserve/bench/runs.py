@@ -26,25 +26,12 @@ _WARM_SHARE = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A server to measure; `client.model` is empty until the server was asked for one."""
+    """A server to measure. `client.model` is empty, and the version not known, until the server was asked."""
 
     name: str
     url: str
     client: ChatClient
-
-
-@dataclass(frozen=True, slots=True)
-class ReadyTarget:
-    """A server that has answered. `ignores_eos` is False if it stops at its end-of-sequence token."""
-
-    name: str
-    url: str
-    client: ChatClient
-    version: str | None
-
-    @property
-    def ignores_eos(self) -> bool:
-        return self.client.ignore_eos
+    version: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,8 +59,8 @@ class Findings:
     errors: dict[str, int] = field(default_factory=dict)
 
 
-async def prepare(target: Target, settings: Settings, say: Callable[[str], None]) -> ReadyTarget:
-    """Find the model and the version, and warm the server up. Raises RequestFailed.
+async def prepare(target: Target, settings: Settings, say: Callable[[str], None]) -> Target:
+    """Find the model and the version, and warm the server up; return the server with them. Raises RequestFailed.
 
     A server that is not ready is waited for, and `say` gets a sentence about that. A server that refuses `ignore_eos`
     is asked again, and measured, without it.
@@ -90,10 +77,10 @@ async def prepare(target: Target, settings: Settings, say: Callable[[str], None]
             raise
         client = replace(client, ignore_eos=False)
         await _warm_up(client, settings)
-    return ReadyTarget(target.name, target.url, client, version)
+    return replace(target, client=client, version=version)
 
 
-async def measure(targets: list[ReadyTarget], settings: Settings, progress: Callable[[str], None]) -> Findings:
+async def measure(targets: list[Target], settings: Settings, progress: Callable[[str], None]) -> Findings:
     """Run every workload on every server, several times.
 
     The order of the servers is reversed from run to run, so that none is always measured first.
@@ -117,7 +104,7 @@ def _workloads(settings: Settings, run: int) -> Iterator[Workload]:
         yield from WORKLOADS[name](settings.shape, settings.seed, run)
 
 
-async def _measure_one(target: ReadyTarget, workload: Workload, run: int, slo: Slo | None, findings: Findings) -> None:
+async def _measure_one(target: Target, workload: Workload, run: int, slo: Slo | None, findings: Findings) -> None:
     cpu_before = process_time()
     records = await run_workload(target.client, workload)
     client_cpu_s = process_time() - cpu_before

@@ -17,16 +17,7 @@ from moeserve.bench.client import ChatClient, Endpoint, RequestFailed
 from moeserve.bench.goodput import Crowd, Point, measure_curve, print_curve
 from moeserve.bench.metrics import Slo
 from moeserve.bench.report import print_report, to_json
-from moeserve.bench.runs import (
-    Environment,
-    Findings,
-    ReadyTarget,
-    Settings,
-    Target,
-    describe_machine,
-    measure,
-    prepare,
-)
+from moeserve.bench.runs import Environment, Findings, Settings, Target, describe_machine, measure, prepare
 from moeserve.bench.workloads import WORKLOADS, Shape
 
 _DEFAULT_URL = "http://127.0.0.1:8000"
@@ -175,7 +166,7 @@ def command(**options: Any) -> None:
         raise click.ClickException("no request was answered")
 
 
-async def _measure(targets: list[Target], settings: Settings) -> tuple[list[ReadyTarget], Findings]:
+async def _measure(targets: list[Target], settings: Settings) -> tuple[list[Target], Findings]:
     progress = Console(stderr=True)
     with progress.status("warming up") as status:
         ready = []
