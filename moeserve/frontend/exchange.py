@@ -41,28 +41,18 @@ Turns = AbstractAsyncContextManager[None]
 
 
 def generates_of(
-    services: Services,
-    prepared: Prepared,
-    facts: ModelFacts,
-    *,
-    answer_id: str,
-    identity: Identity,
-    seed: int,
-    terms: Terms,
-    arrived_at: float | None = None,
-    session: str = "",
+    services: Services, prepared: Prepared, facts: ModelFacts, identity: Identity, **own: Any
 ) -> list[Generate]:
-    """Return the messages of `build_generates`; the same ones for the same arguments. Raises ApiError."""
+    """Return the messages of `build_generates`; the same ones for the same arguments. Raises ApiError.
+
+    own: `answer_id`, `seed`, `terms`, and further arguments of it.
+    """
     return build_generates(
         prepared,
-        answer_id=answer_id,
         namespace=cache_namespace(services.run.secret, identity, prepared.request.cache_salt),
-        seed=seed,
         max_model_len=facts.max_model_len,
-        terms=terms,
-        arrived_at=arrived_at,
         thoughts=thought_budgets(services, prepared),
-        session=session,
+        **own,
     )
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from moeserve.config import ConfigError
 from moeserve.frontend.dialects.chat import parse_warm
-from moeserve.frontend.dialects.fields import read_cache_options
+from moeserve.frontend.dialects.fields import SamplingBody, read_cache
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.keys import ANYONE, Identity, cache_account, cache_namespace, load_keys
@@ -29,6 +29,13 @@ from tests.support.tiny_model import write_model_dir
 
 SECRET = "5e" * 32
 FACTS = ModelFacts(("tiny",), 512, 300, (), {}, 0)
+
+
+def wishes(
+    key: str | None, retention: str | None, options: dict[str, Any] | None, report: bool | None = None
+) -> CacheOptions:
+    names = ("prompt_cache_key", "prompt_cache_retention", "prompt_cache_options", "cache_report")
+    return read_cache(SamplingBody(**dict(zip(names, (key, retention, options, report), strict=True))))
 
 
 @pytest.mark.parametrize(
@@ -49,8 +56,8 @@ FACTS = ModelFacts(("tiny",), 512, 300, (), {}, 0)
 def test_the_longest_time_that_a_client_asks_for_counts(
     key: str | None, retention: str | None, options: dict[str, Any] | None, seconds: int | None
 ) -> None:
-    assert read_cache_options(key, retention, options, None) == CacheOptions(seconds=seconds, key=key)
-    assert read_cache_options(key, retention, options, True) == CacheOptions(seconds=seconds, report=True, key=key)
+    assert wishes(key, retention, options) == CacheOptions(seconds=seconds, key=key)
+    assert wishes(key, retention, options, True) == CacheOptions(seconds=seconds, report=True, key=key)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +77,7 @@ def test_the_longest_time_that_a_client_asks_for_counts(
 )
 def test_a_wrong_wish_is_refused_by_name(arguments: tuple[Any, Any, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        read_cache_options(*arguments, None)
+        wishes(*arguments)
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

@@ -254,15 +254,12 @@ class CacheBreakpoint(msgspec.Struct):
     ttl: str | int | None = None
 
 
-def read_cache_options(
-    key: str | None, retention: str | None, options: dict[str, Any] | None, report: bool | None
-) -> CacheOptions:
-    """Return the wishes in `prompt_cache_key`, `prompt_cache_retention`, `prompt_cache_options` and `cache_report`.
+def read_cache(body: SamplingBody) -> CacheOptions:
+    """Return the settings of a body for the prompt cache. Raises ApiError.
 
-    Each of the first three retains the whole prompt; the longest time counts. Raises ApiError.
+    Its key, its retention and its options each retain the whole prompt; the longest time counts.
     """
-    if key is None and retention is None and options is None:
-        return _ONLY_REPORT if report else _NO_WISHES
+    key, retention, options = body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options
     seconds = []
     if key is not None:
         if len(key) > MAX_KEY_CHARS:
@@ -276,7 +273,7 @@ def read_cache_options(
     if options is not None:
         implicit, longer = _read_options(options)
         seconds.append(longer)
-    return CacheOptions(seconds=max(seconds) if implicit else None, report=bool(report), key=key)
+    return CacheOptions(max(seconds, default=None) if implicit else None, report=bool(body.cache_report), key=key)
 
 
 def read_breakpoint(mark: CacheBreakpoint, options: dict[str, Any] | None, where: str) -> int:
@@ -305,16 +302,6 @@ def _read_ttl(ttl: Any, where: str) -> int:
     if not 0 < seconds <= MAX_SECONDS:
         raise invalid(f"`{where}` must be a time such as 300s, 30m or 24h, at most 24h", where)
     return seconds
-
-
-_NO_WISHES, _ONLY_REPORT = CacheOptions(), CacheOptions(report=True)
-
-
-def read_cache(body: SamplingBody) -> CacheOptions:
-    """Return the settings of a body for the prompt cache. Raises ApiError."""
-    return read_cache_options(
-        body.prompt_cache_key, body.prompt_cache_retention, body.prompt_cache_options, body.cache_report
-    )
 
 
 def read_cache_salt(salt: str | None) -> str:

@@ -379,9 +379,9 @@ class Runner:
             services,
             replay.prepared,
             facts,
+            identity,
             # An engine may still have the requests of an earlier owner.
             answer_id=f"{record.answer_id}.{job.tries}" if job.tries else record.answer_id,
-            identity=identity,
             seed=record.seed,
             terms=terms,
             session=record.session,

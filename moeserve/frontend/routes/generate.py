@@ -133,7 +133,7 @@ class GenerateRoute:
         seed = services.draw_seed() if request.seed is None else request.seed
         identity: Identity = scope["state"]["identity"]
         # A prompt that does not fit is refused before there is a job.
-        generates_of(services, prepared, facts, answer_id=answer_id, identity=identity, seed=seed, terms=terms)
+        generates_of(services, prepared, facts, identity, answer_id=answer_id, seed=seed, terms=terms)
         needs = previous_id_of(request) if self._dialect.kind == "responses" else None
         return await self._jobs.create(
             identity.digest,
@@ -201,8 +201,8 @@ class GenerateRoute:
             services,
             prepared,
             facts,
+            state["identity"],
             answer_id=answer_id,
-            identity=state["identity"],
             seed=services.draw_seed() if request.seed is None else request.seed,
             terms=terms,
             arrived_at=state["arrival"],
