@@ -15,7 +15,7 @@ from experts.memory.tiers import ExpertTier
 from experts.routing.predictors import RecallSample
 
 _SMOOTHING = 0.01  # weight of a new observation in the means of `Pace`
-# Of many experts that load, one in so many is computed at a time: each turn costs the copiers time as well.
+# Of many experts that load, one in four is computed at a time: each turn costs the copiers time as well.
 _TURNS = 4
 
 

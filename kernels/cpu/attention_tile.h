@@ -12,7 +12,7 @@ namespace moeserve {
 constexpr int64_t kTileKeys = 64;
 constexpr int kVectors = int(kTileKeys / kLanes);
 
-// Sums of `rows` rows over so many parts of columns at a time stay in the registers.
+// Return how many parts of columns have their sums of `rows` rows in the registers at a time.
 constexpr int parts_at_once(int rows) {
   constexpr int all = int(kTileKeys) / kPartLanes;
   return kPartLanes == kLanes || rows == 1 ? all : rows <= 3 ? 4 : 2;  // 12 of the 16 registers of 8 floats.

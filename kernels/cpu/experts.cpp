@@ -29,7 +29,7 @@ inline Floats gelu_tanh(Floats x) { return x * sigmoid(1.5957691216f * (x + 0.04
 
 inline Floats gated(Floats gate, Floats up, Activation kind, float alpha, float limit) {
   if (limit > 0.0f) {
-    // In this order of arguments what is not a number stays so.
+    // In this order of arguments NaN stays NaN.
     gate = min(splat(limit), gate);
     up = min(splat(limit), max(splat(-limit), up));
   }

@@ -73,8 +73,8 @@ inline Floats from_bf16(const uint8_t* from) {
 
 constexpr float kE4m3Unit = 0x1p120f;
 
-// 16 floats of 8 bits, with four of exponent and three of mantissa, in units of 2^-120: in float's fields they are so
-// much too small, also those that are subnormal.
+// 16 floats of 8 bits, with four of exponent and three of mantissa, in units of 2^-120: in float's fields they are too
+// small by this factor, subnormal ones too.
 inline Floats from_e4m3(const uint8_t* from) {
 #if defined(__AVX512F__)
   const Words extended = (Words)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
@@ -211,7 +211,7 @@ MOESERVE_INLINE void for_groups(const uint8_t* half, int64_t num_blocks, Use use
   }
 }
 
-// Adds a group's products of integers. x: a block of each row, or the block of what is left of it.
+// Adds a group's products of integers. x: a block of each row, or the block of its remainder.
 template <Format F, int Rows, int Halves>
 MOESERVE_INLINE void add_products(const uint8_t* const* half, int part, const Rounded* const* x,
                                   Ints (&products)[Rows][Halves]) {
@@ -243,7 +243,7 @@ MOESERVE_INLINE Ints shift_of(const Rounded* block, int part) {
 // How often rows were rounded; kEither is known at run time.
 enum class Times { kOnce, kTwice, kEither };
 
-// Adds the products of a group of weights. x: the block of each row; where rows were rounded twice, what is left of it is
+// Adds the products of a group of weights. x: the block of each row; where rows were rounded twice, its remainder is
 // `rest` blocks further on. kEither: 0 for rows that were rounded once.
 template <Format F, Times T, int Rows, int Halves>
 MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, const Rounded* const* x, int64_t rest,
@@ -352,7 +352,7 @@ void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* p
 
 #if defined(__AVX512BF16__)
 // The weights of 16 columns at two depths: 32 floats of 8 bits, depth after depth. bfloat16 holds each of them, but a
-// product would take those that are subnormal there for zero: they are looked up.
+// product would take its subnormal numbers for zero: they are looked up.
 inline __m512bh pairs_of_e4m3(const uint8_t* from) {
   typedef int16_t Halves __attribute__((vector_size(64)));
   const Halves side_by_side = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
@@ -573,14 +573,14 @@ static void take_sums(const Traits& traits, const Block (&codes)[Count], Rounded
   }
 }
 
-// rest: null, or the blocks of what is left of the numbers.
+// rest: null, or the blocks of the numbers' remainders.
 template <int Count>
 static void round_blocks(const float* x, const Traits& traits, Rounded* out, Rounded* rest) {
   Block numbers[Count], codes[Count];
   Floats most[Count];
   for (int g = 0; g < Count; ++g) {
     for (int half = 0; half < 2; ++half) numbers[g].halves[half] = load(x + g * kGroup + half * kLanes);
-    // As integers, so that what is not finite is larger than any number.
+    // As integers, so that infinities and NaN are larger than any number.
     const Ints low = (Ints)numbers[g].halves[0] & 0x7fffffff, high = (Ints)numbers[g].halves[1] & 0x7fffffff;
     most[g] = (Floats)(low > high ? low : high);
   }

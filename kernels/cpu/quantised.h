@@ -2,7 +2,7 @@
 // weights after another along the depth. `kernels/weight_formats.py` describes the formats, in the order of `Format`.
 //
 // A block of 32 weights of 16 columns is a `Group`: eight vectors of codes, lane c of vector i holding the codes
-// 4 i ... 4 i + 3 of column c in its bytes, and for every column a scale and what is to be subtracted. Floats of 8 bits
+// 4 i ... 4 i + 3 of column c in its bytes, and for every column a scale and a subtrahend. Floats of 8 bits
 // lie depth after depth, a byte for each column.
 #pragma once
 
@@ -93,7 +93,7 @@ struct Rounded {
 
 // Rounds `depth` floats of a row, a multiple of 32, for products with weights of `format`.
 void round_row(const float* x, int64_t depth, Format format, Rounded* out);
-// Rounds a row, and what is left of it: to about 16 bits in all. Number i is about scale * (256 * codes[i] + the codes[i]
+// Rounds a row, and its remainder: to about 16 bits in all. Number i is about scale * (256 * codes[i] + the codes[i]
 // of the second row), which follows the first.
 void round_row_twice(const float* x, int64_t depth, Format format, Rounded* out);
 
@@ -114,8 +114,8 @@ constexpr int kRoundedRows = 6;  // 12 sums of integers and 12 of floats, of the
 constexpr int kRoundedRows = 3;
 #endif
 
-// Computes products of up to kRoundedRows rows with a panel. rest: the blocks from one of a row to the block of what is
-// left of it, 0 for rows that were rounded once.
+// Computes products of up to kRoundedRows rows with a panel. rest: the blocks from one of a row to the block of
+// its remainder, 0 for rows that were rounded once.
 using RoundedTile = void (*)(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
                              Columns* sums);
 // The same for up to kTileRows rows. pairs: its weights as `Expand` writes them, or null.
@@ -127,7 +127,7 @@ using Widen = void (*)(const uint8_t* half, int64_t num_blocks, float* out);
 // Writes the weights of a panel as pairs of bfloat16, without their scales.
 using Expand = void (*)(const uint8_t* panel, int64_t num_blocks, uint8_t* out);
 
-constexpr int kWideRows = 4;  // Up to so many rows multiply weights that are widened in registers.
+constexpr int kWideRows = 4;  // Up to this number of rows multiply weights that are widened in registers.
 
 RoundedTile rounded_tile(Format format, int num_rows, bool twice);
 PairTile pair_tile(Format format, int num_rows);

@@ -40,7 +40,7 @@ void convolve(const float* x, int64_t stride, int64_t rows, const float* weight,
     }
     store_some(out + row * num_channels, activates ? silu(total) : total, count);
   }
-  // The last width - 1 inputs, of which the first may still be those of the state.
+  // The last width - 1 inputs; the first ones may still be the state's.
   for (int64_t place = 0; place < width - 1; ++place) {
     const int64_t source = rows - (width - 1) + place;
     const float* input = source < 0 ? state + (source + width - 1) * num_channels : x + source * stride;
@@ -187,7 +187,7 @@ extern "C" void moeserve_gated_delta_rule(const float* qkv, int64_t stride, cons
 // Mamba 2, token by token. Per head, with S [num_keys, num_values]:
 //   S <- exp(rate * d) S + B (d x)^T;  out = S^T C + skip x
 // with d = softplus(step + bias), cut to [least, most]. xbc [T, heads * num_values + 2 * groups * num_keys], rows
-// `stride` floats apart: x of each head, then B and then C, each of which equally many neighbouring heads share. steps
+// `stride` floats apart: x of each head, then B and then C, each shared by equally many neighbouring heads. steps
 // [T, heads], rows `step_stride` floats apart; rate, bias, skip [heads]; states [num_slots, heads, num_keys, num_values],
 // slots `slot_stride` floats apart; out [T, heads, num_values]. Chunks and bounds as above.
 extern "C" void moeserve_mamba2_scan(const float* xbc, int64_t stride, const float* steps, int64_t step_stride,

@@ -30,7 +30,7 @@ constexpr auto kCallerAwake = std::chrono::microseconds(50);
 
 constexpr uint32_t kOpen = 1u << 31, kCallerSleeps = 1u << 30, kInside = kCallerSleeps - 1;
 constexpr int kMostThreads = 256;
-constexpr int64_t kPartsOfThread = 8;  // With n threads, each takes 1 / (8 n) of what is left at once.
+constexpr int64_t kPartsOfThread = 8;  // With n threads, each takes 1 / (8 n) of the remaining parts at once.
 
 void relax() {
 #if defined(__x86_64__)

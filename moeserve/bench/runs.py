@@ -1,4 +1,4 @@
-"""Runs of workloads against servers, in turn: what is measured of each, and on which machine."""
+"""Runs of workloads against servers, in turn: the figures of each, and the machine."""
 
 from __future__ import annotations
 
