@@ -60,6 +60,18 @@ def compile_grammar(tokens: LLTokenizer, grammar: str) -> LLMatcher:
     return matcher
 
 
+def error_in(tokens: LLTokenizer, grammar: str) -> str | None:
+    """Return why a grammar cannot be enforced from its first token on, or None."""
+    try:
+        matcher = compile_grammar(tokens, grammar)
+    except GrammarError as error:
+        return str(error)
+    first = matcher.compute_bitmask()
+    if matcher.is_error():
+        return error_of(matcher)
+    return None if any(first) else "nothing can match it"
+
+
 def error_of(matcher: LLMatcher) -> str:
     """Return the error of a failed matcher without its last lines, which hold placeholders or the grammar itself."""
     text: str = matcher.get_error()

@@ -9,7 +9,8 @@ from moeserve.frontend.dialects.formats import Constraint, constraint_of
 from moeserve.frontend.dialects.internal import OutputFormat
 from moeserve.frontend.errors import ApiError
 from moeserve.frontend.prepare.messages import Watch
-from moeserve.frontend.prepare.prepare import GrammarCheck, find_error
+from moeserve.frontend.prepare.prepare import GrammarCheck
+from moeserve.grammars.schemas import find_error
 from moeserve.plan import SamplingParams
 from tests.support.tiny_model import EOS, write_model_dir
 

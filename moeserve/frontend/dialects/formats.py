@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +18,7 @@ from llguidance import regex_to_lark
 from moeserve.frontend import limits
 from moeserve.frontend.dialects.internal import OutputFormat, StructuralTags, Tag
 from moeserve.frontend.errors import invalid, unsupported
+from moeserve.grammars.schemas import subschemas
 from moeserve.plan import SamplingParams
 
 # Lower than every other logit: EOS is sampled where nothing else is allowed, and nowhere else.
@@ -29,9 +30,6 @@ _JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,64}", "lenient": False
 _ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-_OF_ONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames")
-_OF_SOME = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
-_BY_NAME = ("$defs", "definitions", "properties", "patternProperties", "dependentSchemas")
 # The schemas of these words exclude objects, or hold in some cases only.
 _CONDITIONS = frozenset({"not", "if", "then", "else", "contains", "dependentSchemas"})
 # Words whose schemas describe one object together, and words whose schema is the whole description if it is alone.
@@ -48,8 +46,6 @@ _LARK_PARTS = re.compile(r'"(?:\\.|[^"\\\n])*"|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n
 
 # The name under which a grammar of calls refers to the form of an answer's text.
 ANSWER = "answer"
-
-SchemaPath = tuple[str | int, ...]
 
 
 class JsonSchemaFormat(msgspec.Struct):
@@ -367,20 +363,6 @@ def _levels(value: Any) -> int:
             for inner in (outer.values() if isinstance(outer, dict) else outer)
         ]
     return num_levels
-
-
-def subschemas(schema: Mapping[str, Any]) -> Iterator[tuple[SchemaPath, Any]]:
-    """Yield the path and value of each schema right inside a schema, definitions first. Examples and constants are
-    none."""
-    for keyword in _BY_NAME:
-        if isinstance(schema.get(keyword), dict):
-            yield from (((keyword, name), inner) for name, inner in schema[keyword].items())
-    for keyword in _OF_SOME:
-        if isinstance(schema.get(keyword), list):
-            yield from (((keyword, place), inner) for place, inner in enumerate(schema[keyword]))
-    for keyword in _OF_ONE:
-        if isinstance(schema.get(keyword), dict | bool):
-            yield (keyword,), schema[keyword]
 
 
 def _with_inner(schema: dict[str, Any], change: Callable[[str, Any], Any]) -> dict[str, Any]:

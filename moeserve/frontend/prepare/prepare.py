@@ -11,7 +11,7 @@ import hashlib
 import time
 from array import array
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from moeserve.frontend import limits
 from moeserve.frontend.dialects import bodies, chat, completions, fields, messages, responses
-from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls, subschemas
+from moeserve.frontend.dialects.formats import Constraint, ascii_classes, constrain, constraint_of, of_calls
 from moeserve.frontend.dialects.internal import CacheOptions, ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.errors import ApiError, check_choices, context_length_exceeded, invalid, longest_output
@@ -43,7 +43,8 @@ from moeserve.frontend.prepare.messages import (
 )
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
 from moeserve.frontend.text import PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
-from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of, load_tokens
+from moeserve.grammars.compiler import GrammarError, error_in, load_tokens
+from moeserve.grammars.schemas import find_error
 from moeserve.plan import CacheWish, SamplingParams
 
 _KEPT_VERDICTS = 256
@@ -131,54 +132,12 @@ def _refusal(constraint: Constraint, verdict: Verdict) -> ApiError:
     return invalid(f"Invalid value for `{param}`: {reason}", param)
 
 
-def error_in(tokens: LLTokenizer, grammar: str) -> str | None:
-    """Return why a grammar cannot be enforced from its first token on, or None."""
-    try:
-        matcher = compile_grammar(tokens, grammar)
-    except GrammarError as error:
-        return str(error)
-    first = matcher.compute_bitmask()
-    if matcher.is_error():
-        return error_of(matcher)
-    return None if any(first) else "nothing can match it"
-
-
 def _fails_alike(tokens: LLTokenizer, schema: Any, error: str, deadline: float) -> bool:
     """Return whether a schema fails with this error; False when the time is up."""
     if time.process_time() > deadline:
         return False
     grammar = msgspec.json.encode({"grammars": [{"json_schema": schema}]}).decode()
     return error_in(tokens, grammar) == error
-
-
-def find_error(schema: Any, fails: Callable[[Any], bool]) -> list[str | int]:
-    """Return the path of the smallest part of a schema that `fails` by itself, ending in the keyword at fault."""
-    path: list[str | int] = []
-    definitions = {}
-    if isinstance(schema, dict):
-        definitions = {name: schema[name] for name in ("$defs", "definitions") if name in schema}
-    while isinstance(schema, dict):
-        inner = next((found for found in subschemas(schema) if fails(_with(definitions, found[1]))), None)
-        if inner is None:
-            return [*path, *_keyword_at_fault(schema, definitions, fails)]
-        path += inner[0]
-        schema = inner[1]
-    return path
-
-
-def _keyword_at_fault(
-    schema: dict[str, Any], definitions: dict[str, Any], fails: Callable[[Any], bool]
-) -> Iterator[str]:
-    """Yield the first keyword without which the schema does not fail, if there is one."""
-    for keyword in schema:
-        rest = {other: value for other, value in schema.items() if other != keyword}
-        if keyword not in definitions and not fails(_with(definitions, rest)):
-            yield keyword
-            return
-
-
-def _with(definitions: dict[str, Any], schema: Any) -> Any:
-    return {**definitions, **schema} if isinstance(schema, dict) else schema
 
 
 _MANY_BYTES = 4  # a text with more bytes than this for each token that fits is counted before it is tokenised
