@@ -12,12 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SIZE = 4_000_000
-CHAT, COMPLETIONS, MESSAGES, RESPONSES = (
-    "/v1/chat/completions",
-    "/v1/completions",
-    "/v1/messages",
-    "/v1/responses",
-)
+CHAT, COMPLETIONS, MESSAGES, RESPONSES = ("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses")
 _HEAD = {"model": "m", "max_tokens": 4}
 _OPENING = "<|im_start|>"
 

@@ -89,11 +89,7 @@ def areas(seen: dict[bool, list[_Sample]]) -> list[float]:
     """
     columns = [list(zip(*seen[is_sent], strict=True)) for is_sent in (True, False)]
     # A hit takes less time, and has more cached tokens.
-    return [
-        auc(columns[1][0], columns[0][0]),
-        auc(columns[1][1], columns[0][1]),
-        auc(columns[0][2], columns[1][2]),
-    ]
+    return [auc(columns[1][0], columns[0][0]), auc(columns[1][1], columns[0][1]), auc(columns[0][2], columns[1][2])]
 
 
 def probe(primed: httpx2.Client, asked: httpx2.Client, key: str, probes: int, tokens: int, draw: Random) -> list[float]:

@@ -198,12 +198,7 @@ class RemoteRanksFigure:
 
 
 def remote_ranks_figure(
-    learning: LabTrace,
-    held_out: LabTrace,
-    num_ranks: int,
-    *,
-    max_load: float | None = 1.1,
-    num_redundant: int = 0,
+    learning: LabTrace, held_out: LabTrace, num_ranks: int, *, max_load: float | None = 1.1, num_redundant: int = 0
 ) -> RemoteRanksFigure:
     """Return the figure of co-activation placement with `num_redundant` replicas per layer.
 

@@ -36,11 +36,7 @@ from experts.routing.files import Tap
 _AFFINITY, _EARLY, _SHARED = "affinity", "gate-early", "gate-shared"
 _GATES = (_EARLY, _SHARED)
 # By the fit of the trace's gates: the predictors, and up to which distance they are judged.
-_PREDICTORS = {
-    PLAIN: ((POPULARITY, _AFFINITY, *_GATES), 3),
-    FITTED: (_GATES, 3),
-    BOUND: (_GATES, 1),
-}
+_PREDICTORS = {PLAIN: ((POPULARITY, _AFFINITY, *_GATES), 3), FITTED: (_GATES, 3), BOUND: (_GATES, 1)}
 _RECALL_TARGET, _RATIO_TARGET = at_least(0.80), at_least(1.5)
 # A predictor may be a little better than popularity by chance, and not more.
 _RECALL_NOTHING = at_most(1.05)

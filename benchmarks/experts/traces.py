@@ -36,11 +36,7 @@ class Build:
     split: bool = False
 
 
-BUILDS = (
-    Build("demo E=8 k=2", 8, 2),
-    Build("demo E=16 k=2", 16, 2),
-    Build("split demo E=16 k=2", 16, 2, split=True),
-)
+BUILDS = (Build("demo E=8 k=2", 8, 2), Build("demo E=16 k=2", 16, 2), Build("split demo E=16 k=2", 16, 2, split=True))
 
 
 def folder_of(build: Build, amount: Amount, progress: Progress) -> Path:

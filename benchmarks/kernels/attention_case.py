@@ -14,13 +14,7 @@ from torch import Tensor
 
 from benchmarks.kernels.measure import cold_sets, relative_error, run_guarded
 from kernels.attention import paged_attention_reference
-from kernels.gpu.attention import (
-    PagedContext,
-    Partials,
-    Scoring,
-    prefill_attention,
-    split_attention,
-)
+from kernels.gpu.attention import PagedContext, Partials, Scoring, prefill_attention, split_attention
 from kernels.gpu.attention_config import AttentionShape, ExtendConfig, PrefillConfig, SplitConfig
 from kernels.gpu.attention_kernels import SplitWork
 

@@ -64,14 +64,7 @@ class MoeCase:
     def run(self, config: MoeConfig, out: Tensor | None = None) -> Tensor:
         """Compute everything after the gate -> [T, H], `out` if it is given."""
         return moe_experts(
-            self.x,
-            self.expert_ids,
-            self.expert_weights,
-            self.experts,
-            ACTIVATION,
-            config,
-            self.workspace,
-            out,
+            self.x, self.expert_ids, self.expert_weights, self.experts, ACTIVATION, config, self.workspace, out
         )
 
     def relative_error(self, config: MoeConfig, num_tokens: int = 8) -> float:

@@ -7,12 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from experts.placement.placement import (
-    Placement,
-    PlacementError,
-    Ranks,
-    destinations_of,
-)
+from experts.placement.placement import Placement, PlacementError, Ranks, destinations_of
 
 Load = NDArray[np.floating]
 

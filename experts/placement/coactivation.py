@@ -9,12 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from experts.placement.balanced import load_balanced
-from experts.placement.placement import (
-    Placement,
-    contiguous,
-    from_first_ranks,
-    round_robin,
-)
+from experts.placement.placement import Placement, contiguous, from_first_ranks, round_robin
 
 Float = NDArray[np.float64]
 Ids = NDArray[np.integer]

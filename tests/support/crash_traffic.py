@@ -56,10 +56,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tool call": _chat(tools=[_TOOL], tool_choice="required", stream=True, max_tokens=400),
     "pattern": _completion(temperature=1.0, seed=13, guided_regex=r"[a-f ]{50,79}", stream=True),
-    "message": (
-        "/v1/messages",
-        {"messages": _CHAT, "max_tokens": 80, "temperature": 1.0, "stream": True},
-    ),
+    "message": ("/v1/messages", {"messages": _CHAT, "max_tokens": 80, "temperature": 1.0, "stream": True}),
     "response": ("/v1/responses", {"input": "Describe a pet.", "max_output_tokens": 80, "temperature": 0.0}),
 }
 # Their dialect takes no seed.

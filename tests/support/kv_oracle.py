@@ -118,13 +118,7 @@ class KvOracle:
     """
 
     def __init__(
-        self,
-        cache: PrefixCache,
-        vocab_size: int,
-        *,
-        run_ahead: bool = False,
-        num_slots: int = 0,
-        most_drafts: int = 0,
+        self, cache: PrefixCache, vocab_size: int, *, run_ahead: bool = False, num_slots: int = 0, most_drafts: int = 0
     ) -> None:
         """num_slots: for states, 0 for a model without. most_drafts: of a chunk."""
         self._most_ahead = -(-most_drafts // cache.block_size)

@@ -38,11 +38,7 @@ def main() -> int:
         print("There is no Chromium: apt-get install chromium-headless-shell", file=sys.stderr)
         return 1
     draw_speed(read_speeds(FIGURES.read_text(encoding="utf-8")), FOLDER / "speed.png")
-    with (
-        own_service([]) as url,
-        tempfile.TemporaryDirectory() as folder,
-        chromium(program, Path(folder)) as browser,
-    ):
+    with own_service([]) as url, tempfile.TemporaryDirectory() as folder, chromium(program, Path(folder)) as browser:
         picture_chat(browser, url, FOLDER / "chat.png")
         picture_dashboard(browser, url, FOLDER / "dashboard.png")
     return 0

@@ -100,12 +100,7 @@ class Service:
 
 @contextmanager
 def service(
-    model: Path,
-    folder: Path,
-    *arguments: str,
-    forked: bool = True,
-    ready: bool = True,
-    most_files: int | None = None,
+    model: Path, folder: Path, *arguments: str, forked: bool = True, ready: bool = True, most_files: int | None = None
 ) -> Iterator[Service]:
     """A service, by default a ready one; killed at the end if it still runs, its children with it."""
     run_root = folder / "run"

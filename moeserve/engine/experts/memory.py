@@ -117,12 +117,7 @@ def open_experts(
 
 
 def _open_file(
-    directory: Path,
-    stored: StoredExperts,
-    num_experts: int,
-    plan: ResidencyPlan,
-    config: ServeConfig,
-    report: Report,
+    directory: Path, stored: StoredExperts, num_experts: int, plan: ResidencyPlan, config: ServeConfig, report: Report
 ) -> tuple[DiskTier, dict[str, str]]:
     """Return the tier of the expert file, and how the file is read."""
 
