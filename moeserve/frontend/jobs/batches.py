@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Scope
 
 from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, internal_error
+from moeserve.frontend.jobs.runner import cancel
 from moeserve.frontend.keys import Identity
 from moeserve.frontend.services import Services
 from moeserve.frontend.store import batches
@@ -62,7 +63,7 @@ class Batches:
 
     async def stop(self) -> None:
         """Leave all batches to the next owner."""
-        await _cancel([*self._tasks.values(), *([self._looking] if self._looking is not None else [])])
+        await cancel(self._looking, *self._tasks.values())
 
     async def _look(self) -> None:
         while True:
@@ -74,14 +75,14 @@ class Batches:
 
     async def _look_once(self) -> None:
         if self._services.is_draining:
-            await _cancel(list(self._tasks.values()))
+            await cancel(*self._tasks.values())
             return
         if self._services.engine.ready is None:
             return
         found = await self._store.read(b"", batches.open_ones)
         for batch_id, task in list(self._tasks.items()):
             if found.get(batch_id, ("", "cancelling"))[1] == "cancelling":
-                await _cancel([task])
+                await cancel(task)
         dead = {owner for owner, _ in found.values() if self._owner.is_dead(owner)}
         left = [
             batch_id
@@ -245,9 +246,3 @@ def _scope(line: BatchLine, identity: Identity, request_id: str, name: bytes) ->
         "extensions": {},
         "state": state,
     }
-
-
-async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)

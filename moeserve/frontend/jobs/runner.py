@@ -99,9 +99,7 @@ class Journal:
         self._writing = asyncio.create_task(self._write())
 
     async def stop(self) -> None:
-        if self._writing is not None:
-            self._writing.cancel()
-            await asyncio.gather(self._writing, return_exceptions=True)
+        await cancel(self._writing)
 
     async def append(self, job_id: str, entries: Sequence[Entry]) -> None:
         """Return once the entries are in the store; before that nobody sees them. Raises JobEnded, ApiError."""
@@ -154,6 +152,14 @@ class Journal:
     def _fail(self, batch: dict[str, tuple[list[Entry], asyncio.Future[None]]], error: ApiError) -> None:
         for _, done in batch.values():
             _settle(done, error)
+
+
+async def cancel(*tasks: asyncio.Task[None] | None) -> None:
+    """Cancel tasks and wait until they have ended. None: one that was never started."""
+    started = [task for task in tasks if task is not None]
+    for task in started:
+        task.cancel()
+    await asyncio.gather(*started, return_exceptions=True)
 
 
 def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
@@ -264,10 +270,7 @@ class Runner:
 
     async def stop(self) -> None:
         """Leave all jobs to the next owner."""
-        tasks = [*self._tasks.values(), *([self._looking] if self._looking is not None else [])]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await cancel(self._looking, *self._tasks.values())
 
     def has(self, job_id: str) -> bool:
         return job_id in self._tasks
