@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -419,7 +419,7 @@ def _base(c: Config, *, rotary_dim: int | None = None, interleaved: bool = False
         activation=_activation(c),
         norm_eps=c["rms_norm_eps"],
         tie_embeddings=bool(c.get("tie_word_embeddings")),
-        eos_token_ids=_token_ids(c.get("eos_token_id")),
+        eos_token_ids=token_ids(c.get("eos_token_id")),
         bos_token_id=c.get("bos_token_id"),
         quantization=quantization_spec(c.get("quantization_config")),
     )
@@ -457,13 +457,7 @@ def _hybrid(c: Config, *, by_key_head: bool) -> DecoderSpec:
         conv_width=c["linear_conv_kernel_dim"],
         by_key_head=by_key_head,
     )
-    types = c["layer_types"]
-    if len(types) < spec.num_layers:
-        raise ModelError(f"The configuration's layer_types has {len(types)} entries for {spec.num_layers} layers.")
-    types = types[: spec.num_layers]
-    unknown = set(types) - {"full_attention", "linear_attention"}
-    if unknown:
-        raise UnsupportedModel(f"Layers of type {min(unknown)!r} are not supported.")
+    types = _layer_types(c["layer_types"], spec, "linear_attention")
     if "full_attention" not in types:
         raise UnsupportedModel("Models without a layer of attention are not supported.")
     recurrent = tuple(kind == "linear_attention" for kind in types)
@@ -486,13 +480,19 @@ def _with_windows(spec: DecoderSpec, c: Config) -> DecoderSpec:
     window, types = c.get("sliding_window") or None, c.get("layer_types")
     if types is None:
         return replace(spec, windows=(window,) * spec.num_layers)
+    types = _layer_types(types, spec, "sliding_attention")
+    return replace(spec, windows=tuple(window if kind == "sliding_attention" else None for kind in types))
+
+
+def _layer_types(types: Sequence[str], spec: DecoderSpec, special: str) -> Sequence[str]:
+    """Return the ``layer_types`` of the spec's layers, each ``full_attention`` or the special one."""
     if len(types) < spec.num_layers:
         raise ModelError(f"The configuration's layer_types has {len(types)} entries for {spec.num_layers} layers.")
-    unknown = set(types) - {"full_attention", "sliding_attention"}
+    types = types[: spec.num_layers]
+    unknown = set(types) - {"full_attention", special}
     if unknown:
         raise UnsupportedModel(f"Layers of type {min(unknown)!r} are not supported.")
-    types = types[: spec.num_layers]
-    return replace(spec, windows=tuple(window if kind == "sliding_attention" else None for kind in types))
+    return types
 
 
 def _with_experts(spec: DecoderSpec, moe: MoeSpec, layers: Callable[[int], bool] = lambda index: True) -> DecoderSpec:
@@ -553,7 +553,7 @@ def _activation(c: Config) -> Activation:
     return Activation(_ACTIVATIONS[name])
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def token_ids(value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
@@ -590,7 +590,7 @@ def load_generation_defaults(directory: Path, overrides: Mapping[str, float] = {
         config = json.loads(read_text(path)) if path.exists() else {}
         if not isinstance(config, dict):
             raise TypeError("it holds no JSON object")
-        eos_token_ids = _token_ids(config.get("eos_token_id"))
+        eos_token_ids = token_ids(config.get("eos_token_id"))
         if len(eos_token_ids) > _MAX_END_TOKENS or not all(type(token) is int for token in eos_token_ids):
             raise TypeError("its eos_token_id is no token id and no short list of token ids")
     except (ValueError, TypeError, RecursionError) as error:

@@ -1,37 +1,78 @@
-"""A decoder described by data, and the progress and errors that the preparation of a model reports."""
+"""Models described by data, and the progress and errors that the preparation of a model reports."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from kernels.specs import Activation, GateSpec
 
 
-@dataclass(frozen=True, slots=True)
-class DecoderSpec:
-    """One decoder-only language model.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec(ABC):
+    """The facts about a language model that the service needs, whichever code computes it.
 
-    sparse_layers, windows: one entry per layer. A sparse layer has experts. With a window of n a query sees the last n
-    positions, its own included; with None it sees all. recurrent_layers: one entry per layer, or empty for none; a
-    recurrent layer has `delta_net` in place of attention. max_position: the longest context, in tokens, for which the
-    position embedding is meant. intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one plus
-    the stored weight. mtp: the layer that drafts tokens, which is none of the `num_layers`; None unless it is used.
+    sparse_layers: one entry per layer; a sparse layer has experts. max_position: the longest context, in tokens, for
+    which the position embedding is meant.
     """
 
     model_type: str
     vocab_size: int
     hidden_size: int
-    intermediate_size: int
     max_position: int
+    sparse_layers: tuple[bool, ...]
+    moe: MoeSpec | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    quantization: QuantizationSpec | None = None
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.sparse_layers)
+
+    @property
+    def moe_layers(self) -> tuple[int, ...]:
+        return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
+
+    @property
+    def last_layer_is_partial(self) -> bool:
+        """True if the last layer has experts, and they see only the rows that need logits."""
+        return False
+
+    @property
+    def keeps_snapshots(self) -> bool:
+        """True if a request's states can be copied."""
+        return True
+
+    @property
+    @abstractmethod
+    def kv_layers(self) -> tuple[KvLayerSpec, ...]:
+        """The KV caches of the layers that have one."""
+
+    @property
+    @abstractmethod
+    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
+        """The states of a request in each layer that has some."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderSpec(ModelSpec):
+    """A model on our own code: a decoder described by data.
+
+    windows: one entry per layer. With a window of n a query sees the last n positions, its own included; with None it
+    sees all. recurrent_layers: one entry per layer, or empty for none; a recurrent layer has `delta_net` in place of
+    attention. intermediate_size: of the dense layers. zero_centred_norms: norms multiply by one plus the stored weight.
+    mtp: the layer that drafts tokens, which is none of the `num_layers`; None unless it is used.
+    """
+
+    intermediate_size: int
     attention: AttentionSpec | MlaSpec
     rope: RopeSpec
-    sparse_layers: tuple[bool, ...]
     windows: tuple[int | None, ...]
     recurrent_layers: tuple[bool, ...] = ()
     delta_net: DeltaNetSpec | None = None
-    moe: MoeSpec | None = None
     activation: Activation = field(default_factory=Activation)
     mlp_bias: bool = False
     norm: Literal["rms", "layer"] = "rms"
@@ -42,18 +83,7 @@ class DecoderSpec:
     logit_divisor: float = 1.0
     tie_embeddings: bool = False
     lm_head_bias: bool = False
-    eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
-    quantization: QuantizationSpec | None = None
     mtp: MtpSpec | None = None
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.sparse_layers)
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]:
-        return tuple(layer for layer, sparse in enumerate(self.sparse_layers) if sparse)
 
     def is_recurrent(self, layer: int) -> bool:
         return bool(self.recurrent_layers) and self.recurrent_layers[layer]
@@ -86,10 +116,6 @@ class DecoderSpec:
         with_attention = (number for number in range(self.num_layers) if not self.is_recurrent(number))
         layers = tuple(replace(layer, window=self.windows[number]) for number in with_attention)
         return layers if self.mtp is None else (*layers, layer)
-
-    @property
-    def keeps_snapshots(self) -> bool:
-        return True
 
     @property
     def state_layers(self) -> tuple[tuple[StateShape, ...], ...]:
@@ -291,57 +317,6 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()
     short_mscale: float | None = None
     long_mscale: float | None = None
-
-
-class ModelSpec(Protocol):
-    """The facts about a model that the service needs, whichever code computes it.
-
-    moe_layers: the indices of the layers with experts. max_position: as in `DecoderSpec`. last_layer_is_partial: the
-    last layer has experts, and they see only the rows that need logits. keeps_snapshots: a request's states can be
-    copied.
-    """
-
-    @property
-    def model_type(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def hidden_size(self) -> int: ...
-
-    @property
-    def num_layers(self) -> int: ...
-
-    @property
-    def max_position(self) -> int: ...
-
-    @property
-    def moe(self) -> MoeSpec | None: ...
-
-    @property
-    def moe_layers(self) -> tuple[int, ...]: ...
-
-    @property
-    def last_layer_is_partial(self) -> bool: ...
-
-    @property
-    def kv_layers(self) -> tuple[KvLayerSpec, ...]: ...
-
-    @property
-    def state_layers(self) -> tuple[tuple[StateShape, ...], ...]: ...
-
-    @property
-    def keeps_snapshots(self) -> bool: ...
-
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def bos_token_id(self) -> int | None: ...
-
-    @property
-    def quantization(self) -> QuantizationSpec | None: ...
 
 
 class ModelError(Exception):

@@ -10,49 +10,44 @@ from typing import Any
 from torch import nn
 
 from kernels.specs import Activation, GateSpec
+from moeserve.model.families import token_ids
 from moeserve.model.hf.description import count_parameters, kinds_of_layers, layers_of
 from moeserve.model.hf.experts import activation_of
 from moeserve.model.hf.geometry import Geometry, find_geometry, is_experts
 from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_config
 from moeserve.model.packed.config import quantization_spec
 from moeserve.model.sizes import ParameterCount
-from moeserve.model.spec import KvLayerSpec, ModelError, MoeSpec, QuantizationSpec, StateShape, UnsupportedModel
+from moeserve.model.spec import (
+    KvLayerSpec,
+    ModelError,
+    ModelSpec,
+    MoeSpec,
+    QuantizationSpec,
+    StateShape,
+    UnsupportedModel,
+)
 
 # Rotary embeddings that change the angles of all tokens once a text is longer than the model was trained for.
 _SWITCHING_ROPE = ("dynamic", "longrope")
 
 
-@dataclass(frozen=True, slots=True)
-class TransformersSpec:
-    """A model on transformers' code, as `moeserve.model.spec.ModelSpec` describes models.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransformersSpec(ModelSpec):
+    """A model on transformers' code.
 
-    geometry: the memory that its layers keep for a request. max_position: the longest context, in tokens; for a rotary
-    embedding that changes with the length of the text, the length up to which it does not change. kinds: (number of
-    layers, kind), as `kinds_of_layers` returns them. parameters: of the text decoder.
+    geometry: the memory that its layers keep for a request. max_position: for a rotary embedding that changes with the
+    length of the text, the length up to which it does not change. kinds: (number of layers, kind), as `kinds_of_layers`
+    returns them. parameters: of the text decoder.
     """
 
-    model_type: str
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    max_position: int
-    moe: MoeSpec | None
-    moe_layers: tuple[int, ...]
     geometry: Geometry
-    eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None
     kinds: tuple[tuple[int, str], ...]
     parameters: ParameterCount
-    quantization: QuantizationSpec | None = None
 
     @property
     def kv_layers(self) -> tuple[KvLayerSpec, ...]:
         # Blocks count tokens also where no layer keeps rows of them.
         return self.geometry.kv_layers or (KvLayerSpec(1, 1, 0),)
-
-    @property
-    def last_layer_is_partial(self) -> bool:
-        return False
 
     @property
     def keeps_snapshots(self) -> bool:
@@ -99,12 +94,11 @@ def _describe(code: ModellingCode, config: Any) -> TransformersSpec:
         model_type=config.model_type,
         vocab_size=code.writer.get_output_embeddings().out_features,
         hidden_size=text.hidden_size,
-        num_layers=text.num_hidden_layers,
         max_position=_max_position(text),
+        sparse_layers=tuple(number in layers for number in range(text.num_hidden_layers)),
         moe=_moe(text, layers, top_k),
-        moe_layers=tuple(layers),
         geometry=geometry,
-        eos_token_ids=_token_ids(
+        eos_token_ids=token_ids(
             text.eos_token_id if text.eos_token_id is not None else getattr(config, "eos_token_id", None)
         ),
         bos_token_id=text.bos_token_id if isinstance(text.bos_token_id, int) else None,
@@ -181,9 +175,3 @@ def _max_position(text: Any) -> int:
         if table.get("rope_type") in _SWITCHING_ROPE:
             longest = min(longest, int(table.get("original_max_position_embeddings") or longest))
     return longest
-
-
-def _token_ids(value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
