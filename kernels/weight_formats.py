@@ -86,7 +86,7 @@ class QuantizedRows:
     data: uint8 [N, format.row_bytes(depth)], of any strides between rows; or several such, one below the other, which
     stay where they are. order: int64 [depth], the column of the matrix that each weight of a row belongs to; None if
     they are in order. is_fine: where rows that it multiplies are rounded, the rest of a row is rounded once more, to 16
-    bits in all. Raise ValueError for data of another shape or dtype.
+    bits in all; only for weights of 8 bits. Raise ValueError for data of another shape or dtype.
     """
 
     __slots__ = ("depth", "format", "is_fine", "order", "pieces")
@@ -99,7 +99,9 @@ class QuantizedRows:
         order: Tensor | None = None,
         is_fine: bool = False,
     ) -> None:
-        self.format, self.depth, self.order, self.is_fine = format, depth, order, is_fine
+        self.format, self.depth, self.order = format, depth, order
+        # The rounding of weights to fewer bits costs far more than that of rows.
+        self.is_fine = is_fine and format.packed_bytes >= format.block
         self.pieces = (data,) if isinstance(data, Tensor) else tuple(data)
         for piece in self.pieces:
             if piece.dtype != torch.uint8 or piece.shape[1:] != (format.row_bytes(depth),):
@@ -122,7 +124,7 @@ class QuantizedRows:
         return QuantizedRows(self.format, self.data[which], self.depth, self.order)
 
     def fine(self) -> QuantizedRows:
-        """Return the same matrix for rows that are rounded twice."""
+        """Return the same matrix for rows that are rounded twice, if its weights have 8 bits."""
         return QuantizedRows(self.format, self.pieces, self.depth, self.order, is_fine=True)
 
     def dequantise(self) -> Tensor:

@@ -195,8 +195,6 @@ struct Group {
   }
 };
 
-constexpr int kPrefetch = 4608;  // Bytes: the time of a miss at the speed of the memory.
-
 // Calls use(group number, group) for the groups of one half of a panel.
 template <Format F, typename Use>
 MOESERVE_INLINE void for_groups(const uint8_t* half, int64_t num_blocks, Use use) {
@@ -240,45 +238,36 @@ MOESERVE_INLINE Ints shift_of(const Rounded* block, int part) {
   return splat(format.parts == 1 ? block->shift : block->shift_of_half[part]);
 }
 
-// How often rows were rounded; kEither is known at run time.
-enum class Times { kOnce, kTwice, kEither };
-
 // Adds the products of a group of weights. x: the block of each row; where rows were rounded twice, its remainder is
-// `rest` blocks further on. kEither: 0 for rows that were rounded once.
-template <Format F, Times T, int Rows, int Halves>
+// `rest` blocks further on.
+template <Format F, bool Twice, int Rows, int Halves>
 MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, const Rounded* const* x, int64_t rest,
                                Floats (&sums)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
 #pragma GCC unroll 2
   for (int part = 0; part < format.parts; ++part) {
     Ints products[Rows][Halves];
-    const Rounded* blocks[Rows];
 #pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r) {
-      blocks[r] = x[r];
+    for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
       for (int h = 0; h < Halves; ++h) products[r][h] = shift_of<F>(x[r], part);
-    }
-    for (int64_t left = rest;; left = 0) {
-      add_products<F>(half, part, blocks, products);
-      if (T == Times::kOnce || (T == Times::kEither && left == 0)) break;
+    add_products<F>(half, part, x, products);
+    if constexpr (Twice) {
+      const Rounded* left[Rows];
+      const uint8_t* again[Halves];
 #pragma GCC unroll 6
       for (int r = 0; r < Rows; ++r) {
-        blocks[r] += left;
+        left[r] = x[r] + rest;
 #pragma GCC unroll 2
-        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of<F>(blocks[r], part);
+        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of<F>(left[r], part);
       }
-      if constexpr (T == Times::kTwice) {
-        // The compiler would keep codes in registers that the sums need.
-        const uint8_t* again[Halves];
+      // The compiler would keep codes in registers that the sums need.
 #pragma GCC unroll 2
-        for (int h = 0; h < Halves; ++h) {
-          again[h] = half[h];
-          asm("" : "+r"(again[h]));
-        }
-        add_products<F>(again, part, blocks, products);
-        break;
+      for (int h = 0; h < Halves; ++h) {
+        again[h] = half[h];
+        asm("" : "+r"(again[h]));
       }
+      add_products<F>(again, part, left, products);
     }
 #pragma GCC unroll 2
     for (int h = 0; h < Halves; ++h) {
@@ -298,10 +287,10 @@ MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, c
   }
 }
 
-// A code of a row is read once for the halves that are computed together.
-template <Format F, Times T, int Rows, int Halves>
+// The products of rows with one half of a panel, or with both at once: a code of a row is read once for both.
+template <Format F, bool Twice, int Rows, int Halves>
 MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t half_bytes,
-                                     int64_t num_blocks, Floats (&sums)[Rows][Halves]) {
+                                     int64_t num_blocks, const Ahead& ahead, Floats (&sums)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
   const Rounded* x[Rows];
   const uint8_t* half[Halves];
@@ -312,41 +301,32 @@ MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, c
     for (int h = 0; h < Halves; ++h) sums[r][h] = Floats{};
   }
   for (int h = 0; h < Halves; ++h) half[h] = panel + h * half_bytes;
+  const uint8_t* fetched = ahead.from;
+  const int64_t step = ahead.bytes / (num_blocks * format.groups);
   for (int64_t block = 0; block < num_blocks; ++block) {
     Super super[Halves];
     for (int h = 0; h < Halves; ++h) super[h] = load_super<F>(half[h]), half[h] += format.super_bytes();
     for (int g = 0; g < format.groups; ++g) {
-      for (int h = 0; h < Halves; ++h)
-        for (int line = 0; line < format.group_bytes(); line += 64)
-          __builtin_prefetch(half[h] + line + kPrefetch / Halves);
-      add_group<F, T>(half, super, x, rest, sums);
+      for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(fetched + line);
+      fetched += step;
+      add_group<F, Twice>(half, super, x, rest, sums);
       for (int h = 0; h < Halves; ++h) half[h] += format.group_bytes();
       for (int r = 0; r < Rows; ++r) ++x[r];
     }
   }
 }
 
-// Rows from which on the halves of a panel are computed together. Fewer rows wait for the memory, and one stream of
-// bytes is read faster than two by turns.
-#if defined(__AVX512F__)
-constexpr int kRowsThatShare = 4;
-#else
-constexpr int kRowsThatShare = 1 << 20;
-#endif
-
-template <Format F, Times T, int Rows>
+template <Format F, bool Twice, int Rows>
 void multiply_rounded(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
-                      Columns* out) {
-  const int64_t half_bytes = num_blocks * traits_of(F).block_bytes();
-  if constexpr (Rows >= kRowsThatShare) {
-    Floats sums[Rows][2];
-    multiply_halves<F, T>(rows, rest, panel, half_bytes, num_blocks, sums);
-    for (int r = 0; r < Rows; ++r) out[r] = {sums[r][0], sums[r][1]};
-  } else {
-    Floats low[Rows][1], high[Rows][1];
-    multiply_halves<F, T>(rows, rest, panel, half_bytes, num_blocks, low);
-    multiply_halves<F, T>(rows, rest, panel + half_bytes, half_bytes, num_blocks, high);
-    for (int r = 0; r < Rows; ++r) out[r] = {low[r][0], high[r][0]};
+                      const Ahead& ahead, Columns* out) {
+  constexpr int at_once = Rows > kFewRows ? 2 : 1;
+  const int64_t half_bytes = num_blocks * traits_of(F).block_bytes(), share = ahead.bytes * at_once / 2;
+  for (int first = 0; first < 2; first += at_once) {
+    Floats sums[Rows][at_once];
+    multiply_halves<F, Twice>(rows, rest, panel + first * half_bytes, half_bytes, num_blocks,
+                              {ahead.from + first * share, share}, sums);
+    for (int r = 0; r < Rows; ++r)
+      for (int h = 0; h < at_once; ++h) (first + h ? out[r].high : out[r].low) = sums[r][h];
   }
 }
 
@@ -463,10 +443,9 @@ void widen_half(const uint8_t* half, int64_t num_blocks, float* out) {
 constexpr int kTileSizes[] = {1, 2, 3, 4, 6, 8, 10, 12};
 constexpr int kNumTileSizes = kTileRows == 12 ? 8 : 3;
 
-template <Format F, Times T, size_t... Rows>
+template <Format F, bool Twice, size_t... Rows>
 constexpr std::array<RoundedTile, kRoundedRows> rounded_tiles(std::index_sequence<Rows...>) {
-  if constexpr (takes_rounded(F))
-    return {&multiply_rounded<F, (Rows + 1 < kRowsThatShare ? Times::kEither : T), Rows + 1>...};
+  if constexpr (takes_rounded(F) && (!Twice || traits_of(F).bits == 8)) return {&multiply_rounded<F, Twice, Rows + 1>...};
   return {};
 }
 
@@ -486,8 +465,8 @@ struct Kernels {
 
 template <size_t... F>
 constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...>) {
-  return {Kernels{rounded_tiles<Format(F), Times::kOnce>(std::make_index_sequence<kRoundedRows>()),
-                  rounded_tiles<Format(F), Times::kTwice>(std::make_index_sequence<kRoundedRows>()),
+  return {Kernels{rounded_tiles<Format(F), false>(std::make_index_sequence<kRoundedRows>()),
+                  rounded_tiles<Format(F), true>(std::make_index_sequence<kRoundedRows>()),
                   pair_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
                   &expand_panel<Format(F)>,
                   {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,

@@ -114,10 +114,21 @@ constexpr int kRoundedRows = 6;  // 12 sums of integers and 12 of floats, of the
 constexpr int kRoundedRows = 3;
 #endif
 
+// Up to this number of rows wait for the memory, and one stream of bytes is read faster than two by turns: they are multiplied
+// with one half of a panel after the other, more with both at once.
+constexpr int kFewRows = 3;
+constexpr int kPrefetch = 4608;  // Bytes: the time of a miss at the speed of the memory.
+
+// Memory that is read into the caches while a tile is computed.
+struct Ahead {
+  const uint8_t* from;
+  int64_t bytes;
+};
+
 // Computes products of up to kRoundedRows rows with a panel. rest: the blocks from one of a row to the block of
-// its remainder, 0 for rows that were rounded once.
+// its remainder, for rows that were rounded twice: only for formats of 8 bits.
 using RoundedTile = void (*)(const Rounded* const* rows, int64_t rest, const uint8_t* panel, int64_t num_blocks,
-                             Columns* sums);
+                             const Ahead& ahead, Columns* sums);
 // The same for up to kTileRows rows. pairs: its weights as `Expand` writes them, or null.
 using PairTile = void (*)(const Pair* const* rows, const uint8_t* panel, const uint8_t* pairs, int64_t num_blocks,
                           Columns* sums);
@@ -142,14 +153,17 @@ template <typename RowOf, typename Use>
 static inline void for_rounded_tiles(int64_t num_rows, const Quantised& weights, const uint8_t* panel, int64_t times,
                                      RowOf row_of, Use use) {
   const int64_t num_tiles = (num_rows + kRoundedRows - 1) / kRoundedRows, rest = times == 2 ? weights.groups() : 0;
-  const int64_t num_blocks = weights.depth / traits_of(weights.format).depth();
+  const int64_t num_blocks = weights.depth / traits_of(weights.format).depth(), bytes = weights.panel_bytes();
   Columns sums[kRoundedRows];
   const Rounded* rows[kRoundedRows];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
     const int count = int(last - first);
     for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
-    rounded_tile(weights.format, count, times == 2)(rows, rest, panel, num_blocks, sums);
+    // Few rows keep pace with the memory; while more are computed, it gives the next panel.
+    const Ahead ahead = num_rows <= kFewRows ? Ahead{panel + kPrefetch, bytes}
+                                                  : Ahead{panel + bytes + bytes * tile / num_tiles, bytes / num_tiles};
+    rounded_tile(weights.format, count, times == 2)(rows, rest, panel, num_blocks, ahead, sums);
     use(first, count, sums);
   }
 }

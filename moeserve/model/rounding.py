@@ -31,8 +31,8 @@ _KEPT = frozenset(("moe_gate", "shared_gate", "conv", "kv_b"))
 # Matrices that get the finer format: all tokens meet in the outer ones, errors of down projections add up in the
 # residual, and errors of queries and keys grow in the softmax. Rows that are one product have one format.
 _FINER = frozenset(("embedding", "lm_head", "down", "q", "k", "v", "q_a", "q_b", "kv_a"))
-# Matrices whose inputs are rounded twice: errors grow in the softmax of attention and of the next token. Only where
-# weights have 8 bits; with fewer, the rounding of weights costs far more than that of inputs.
+# Matrices whose inputs are rounded twice, where weights have 8 bits: errors grow in the softmax of attention and of the
+# next token.
 _FINE_ROWS = frozenset(("lm_head", "q", "k", "v", "q_a", "q_b", "kv_a"))
 # Matrices of float32 even where others are of bfloat16: they choose experts or scale a whole block, and are small.
 _GATES = frozenset(("moe_gate", "shared_gate"))
@@ -172,9 +172,7 @@ def format_in_file(dtype: str) -> WeightFormat | None:
 
 def fine(matrix: Matrix, key: str) -> Matrix:
     """Return a matrix outside experts with what its key says about the rows that it multiplies."""
-    if not isinstance(matrix, QuantizedRows) or key not in _FINE_ROWS:
-        return matrix
-    return matrix.fine() if matrix.format.packed_bytes >= matrix.format.block else matrix
+    return matrix.fine() if isinstance(matrix, QuantizedRows) and key in _FINE_ROWS else matrix
 
 
 def look_up(table: Matrix, rows: Tensor) -> Tensor:

@@ -100,14 +100,14 @@ def test_int8_products_sum_rounded_rows_times_the_weights(form: WeightFormat, is
         values = x
     else:
         values = in_blocks(x)
-        if is_fine:
+        if rows.is_fine:
             unit = rounded(x)[1].unsqueeze(2) / 256
             values = values + (((x - values).unflatten(1, (-1, 32)) / unit).round().clamp(max=127) * unit).flatten(1)
             assert ((values - x).abs().amax(1) / x.abs().amax(1)).max() < 4e-5
     wanted = values.double() @ rows.dequantise().double().T
     got = pack_quantized_linear(rows, None, "int8")(x)
     # The rest of a number may be rounded to either of two codes.
-    assert ((got - wanted).abs().max() / wanted.std()).item() < (1e-4 if is_fine else 1e-5)
+    assert ((got - wanted).abs().max() / wanted.std()).item() < (1e-4 if rows.is_fine else 1e-5)
 
 
 @every_format
