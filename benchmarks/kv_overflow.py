@@ -114,10 +114,10 @@ class Bench:
                 while copier.is_busy:
                     copier.take(1.0)
                 copier.close()
-            assert scheduler.disk is not None
+            assert scheduler.lower is not None
             run.num_preemptions = scheduler.counters.preemptions
-            run.num_swapped = scheduler.disk.counters.fates[Fate.SWAP]
-            run.read_bytes = scheduler.disk.counters.read_bytes
+            run.num_swapped = scheduler.lower.counters.fates[Fate.SWAP]
+            run.read_bytes = scheduler.lower.counters.read_bytes
         return run
 
     def _serve(self, scheduler: Scheduler, copier: BlockCopier, run: Run) -> None:

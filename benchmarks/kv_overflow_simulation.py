@@ -18,7 +18,7 @@ from random import Random
 import click
 
 from moeserve.plan import ChunkResult, Request, SamplingParams, StepPlan, StepResult
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from moeserve.scheduling.overflow import Fate, Overflow
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache, StoredBlocks
@@ -75,8 +75,8 @@ class ScriptedCopies:
 
     def start(self, job: CopyJob, now: float) -> None:
         seconds = self._block_s * len(job.copies)
-        self._free_at[job.to_disk] = end = max(now, self._free_at[job.to_disk]) + seconds
-        self._open[job.to_disk].append((end, seconds, job))
+        self._free_at[job.is_write] = end = max(now, self._free_at[job.is_write]) + seconds
+        self._open[job.is_write].append((end, seconds, job))
 
     def take(self, now: float) -> list[CopyResult]:
         """Return the results of jobs that have ended."""
@@ -130,8 +130,8 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
         outputs = scheduler.commit(plans, [results_of(plans[0])])
         scheduler.count_step(seconds)
         ends += [now for output in outputs if output.finish_reason is not None]
-    assert scheduler.disk is not None
-    fates = scheduler.disk.counters.fates
+    assert scheduler.lower is not None
+    fates = scheduler.lower.counters.fates
     return Outcome(now, sum(ends) / len(ends), num_rows, scheduler.counters.preemptions, fates[Fate.SWAP])
 
 

@@ -267,8 +267,8 @@ class ServeConfig:
     )
     kv_host_memory: int | None = _memory(
         None,
-        "Memory of the host for KV that a GPU evicts. No such tier is there yet, and on a CPU all KV is in the host's "
-        "memory anyway (--kv-cache-memory), so a value is refused.",
+        "Memory of the host for KV that a GPU evicts, of a single rank; see prompt-cache.md. On a CPU all KV is in the "
+        "host's memory anyway (--kv-cache-memory), so a value is refused.",
         parse=parse_size,
         minimum=1,
     )
@@ -288,8 +288,9 @@ class ServeConfig:
     )
     kv_overflow: str = _memory(
         "auto",
-        "How preempted requests get KV back that had to leave memory: recompute, swap (read it from --kv-disk-path), "
-        "or auto, which takes the faster way by its measurements; without a folder all is computed again.",
+        "How preempted requests get KV back that had to leave memory: recompute, swap (read it from --kv-disk-path or "
+        "--kv-host-memory), or auto, which takes the faster way by its measurements; without either of them all is "
+        "computed again.",
         choices=("auto", "recompute", "swap"),
     )
     public_prefixes: str | None = _memory(

@@ -182,10 +182,10 @@ class Request:
     `suspect_until`: the request is suspected to have ended that life until it has computed this number of tokens; 0
     without suspicion.
 
-    Where blocks are kept on disk, `prefix_names` are the names of its first blocks there, as far as they are known.
+    Where there is a lower tier, `prefix_names` are the names of its first blocks there, as far as they are known.
     `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
     there. `num_restores` counts its waits. `restored`: the rank, first token and end of the blocks that it waited for;
-    `num_disk_tokens` of `num_cached_tokens` were such, None without a disk.
+    `num_lower_tokens` of `num_cached_tokens` were such, None without a lower tier.
 
     `no_room`: what there was when it last could not run for lack of room, and `no_room_to_fill` when its blocks could
     not be read or fetched.
@@ -226,7 +226,7 @@ class Request:
     is_looked_up: bool = False
     num_restores: int = 0
     restored: tuple[int, int, int] = (0, 0, 0)
-    num_disk_tokens: int | None = None
+    num_lower_tokens: int | None = None
     no_room: Room | None = None
     no_room_to_fill: Room | None = None
     least_cached: float = 0.0

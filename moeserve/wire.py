@@ -269,10 +269,10 @@ class Output(Message):
 
     `token_ids` are the tokens since the last output. `num_cached_tokens` counts the prompt tokens that came from the
     prefix cache (None until the first chunk); `num_output_tokens`, in the terminal output, all output tokens. `miss`,
-    in the first output, answers `CacheWish.report`. `num_disk_tokens` of the cached tokens were read from disk; None
-    where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that are held. `found`: the
-    answers of a beam search, the best first. `judged`: how many tokens of the client's prediction the step found right,
-    and how many wrong.
+    in the first output, answers `CacheWish.report`. `tier_tokens` of the cached tokens were in the host's memory below
+    a GPU's, and on disk; None where blocks are in memory alone. `ticket`, in the terminal output: for the blocks that
+    are held. `found`: the answers of a beam search, the best first. `judged`: how many tokens of the client's
+    prediction the step found right, and how many wrong.
     """
 
     request_id: str
@@ -284,7 +284,7 @@ class Output(Message):
     prompt_logprobs: list[TokenLogprobs] | None = None
     error: str | None = None
     miss: Miss | None = None
-    num_disk_tokens: int | None = None
+    tier_tokens: tuple[int, int] | None = None
     ticket: KvTicket | None = None
     found: list[FoundText] | None = None
     judged: tuple[int, int] = (0, 0)

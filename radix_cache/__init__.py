@@ -11,5 +11,5 @@ from radix_cache.nodes import APART, PUBLIC, Fork, Lease, Retention, Snapshot
 from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 from radix_cache.room import Room, is_still_full
-from radix_cache.stored import NAME_BYTES, Chores, StoredBlock, StoredBlocks, used_at
+from radix_cache.stored import NAME_BYTES, Chores, StoredBlock, StoredBlocks, Tier, used_at
 from radix_cache.window_blocks import least_window_blocks

@@ -1,4 +1,4 @@
-"""The blocks that are copied between memory and disk, or wait for it. No files here."""
+"""The blocks that are copied between memory and the lower tier, or wait for it. Nothing is copied here."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class Kind(IntEnum):
 
 
 def border_name(name: bytes, kind: Kind) -> bytes:
-    """Return the name on disk of the window block, or of the snapshot at the end, of the KV block with a name."""
+    """Return the stored name of the window block, or of the snapshot at the end, of the KV block with a name."""
     return name + bytes((kind,))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockCopy:
-    """A block of memory, and the file that has the same content or will have it.
+    """A block of memory, and the stored block that has the same content or will have it.
 
     block: its number in the memory of its kind; for a snapshot, the row. depth: the number of KV blocks before it in
     its prefix. tokens: int32 ids of the KV block that it belongs to, or that a snapshot follows.
@@ -41,7 +41,7 @@ class BlockCopy:
 
     @property
     def path(self) -> str:
-        """The path of the file within the folder of the cache."""
+        """Its key in the lower tier; on a disk, the path of its file within the folder of the cache."""
         return f"{self.folder}/{self.name.hex()}"
 
 
@@ -49,14 +49,14 @@ Owner = TypeVar("Owner", bound=Hashable)
 
 
 class WriteQueue(Generic[Owner]):
-    """The copies that wait to be written to disk, by the memory that has their content, and those being written."""
+    """The copies that wait to be written, by the memory that has their content, and those being written."""
 
     def __init__(self) -> None:
         self._waiting: OrderedDict[Owner, BlockCopy] = OrderedDict()
         self._written: dict[bytes, BlockCopy] = {}
         # The names of all these copies.
         self._names: set[bytes] = set()
-        # The names of copies that are being written and are not to stay on disk.
+        # The names of copies that are being written and are not to stay in the lower tier.
         self._revoked: set[bytes] = set()
 
     def __len__(self) -> int:
@@ -90,6 +90,13 @@ class WriteQueue(Generic[Owner]):
         self._written[copy.name] = copy
         return owner, copy
 
+    def begin_of(self, owner: Owner) -> BlockCopy | None:
+        """Begin to write the content of `owner`. Return None if no copy of it waits."""
+        copy = self._waiting.pop(owner, None)
+        if copy is not None:
+            self._written[copy.name] = copy
+        return copy
+
     def end(self, name: bytes) -> bool:
         """Note the end of a copy that has begun. Return whether its file may stay."""
         stays = name not in self._revoked
@@ -99,20 +106,20 @@ class WriteQueue(Generic[Owner]):
         return stays
 
     def revoke(self, names: Collection[bytes]) -> None:
-        """Keep none of these files on disk, whether their copies wait or are being written."""
+        """Keep none of these files in the lower tier, whether their copies wait or are being written."""
         if not self._names.isdisjoint(names):
             gone = set(names)
             self.revoke_all(lambda copy: copy.name not in gone)
 
     def revoke_all(self, keeps: Callable[[BlockCopy], bool]) -> None:
-        """Write nothing that `keeps` is False for, and keep nothing on disk that is being written."""
+        """Write nothing that `keeps` is False for, and keep nothing in the lower tier that is being written."""
         for owner in [owner for owner, copy in self._waiting.items() if not keeps(copy)]:
             self.forget(owner)
         self._revoked |= {copy.name for copy in self._written.values() if not keeps(copy)}
 
 
 class BlockCopies:
-    """The blocks of memory that are being copied to or from disk, and the `queue` of blocks that wait to be written.
+    """The blocks that are being copied to or from the lower tier, and the `queue` of blocks that wait to be written.
 
     A block that leaves tree and leases while it is copied is *in copy* until the copy has ended, and is freed then.
     """
@@ -145,6 +152,15 @@ class BlockCopies:
             block, copy = self.queue.begin()
             taken.append(copy)
             self._copied[block] = (copy, False)
+        return taken
+
+    def take_of(self, blocks: Iterable[int]) -> list[BlockCopy]:
+        """Begin to write these blocks, as far as copies of them wait."""
+        taken: list[BlockCopy] = []
+        for block in blocks:
+            if (copy := self.queue.begin_of(block)) is not None:
+                taken.append(copy)
+                self._copied[block] = (copy, False)
         return taken
 
     def begin(self, blocks: Iterable[int]) -> None:

@@ -1,7 +1,7 @@
-"""The window blocks and snapshots that are copied to disk, or wait for it, beside the KV blocks. No files here.
+"""The window blocks and snapshots that are copied to the lower tier, or wait for it, beside the KV blocks.
 
 A prefix of a model with windows or recurrent states serves only up to a boundary with a complete window and a snapshot,
-its *border*. On disk a border is files beside the KV blocks' files: a window block is named after its KV block, and a
+its *border*. There a border is stored beside the KV blocks: a window block is named after its KV block, and a
 snapshot after the KV block that it follows. A window block or snapshot that waits may be evicted, and is then not
 written.
 """

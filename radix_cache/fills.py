@@ -1,4 +1,4 @@
-"""Prefixes whose blocks are filled from elsewhere, beside the steps: read from disk, or fetched from another service.
+"""Prefixes whose blocks are filled from elsewhere, beside the steps: read back, or fetched from another service.
 
 The caller fills the blocks of `Fill.copies` and ends the fill; it may release the lease before.
 """
@@ -35,25 +35,25 @@ class Fill:
 def begin_restore(
     cache: PrefixCache, tokens: array[int], namespace: str, names: list[bytes], spare: int = 0
 ) -> Fill | None:
-    """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is on disk.
+    """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is stored.
 
-    Return None, with no lease made, if nothing is on disk or too few blocks are available. names: see
-    `TreeOnDisk.num_stored`. spare: blocks that are to be available beside these.
+    Return None, with no lease made, if nothing is stored or too few blocks are available. names: see
+    `StoredTree.num_stored`. spare: blocks that are to be available beside these.
     """
-    disk = cache.disk
-    assert disk is not None
+    below = cache.lower
+    assert below is not None
     lease = cache.match(tokens, namespace, names=names)
     first = lease.num_published_tokens // cache.block_size
-    stop = disk.num_stored(tokens, namespace, names, first)
-    row = cache.take_snapshot(lease, stop * cache.block_size) if disk.has_states and stop > first else None
-    lacks_row = disk.has_states and row is None
+    stop = below.num_stored(tokens, namespace, names, first)
+    row = cache.take_snapshot(lease, stop * cache.block_size) if below.has_states and stop > first else None
+    lacks_row = below.has_states and row is None
     blocks = _extend_beside(cache, lease, 0 if lacks_row else stop - first, spare)
     if blocks is None:
         if row is not None:
             cache.drop_row(row)
         return None
-    beside = disk.border_copies(lease, tokens, first, row)
-    copies = disk.copies_of(blocks, lease, tokens, first)
+    beside = below.border_copies(lease, tokens, first, row)
+    copies = below.copies_of(blocks, lease, tokens, first)
     return Fill(lease, tokens[: stop * cache.block_size], first, beside + copies, len(beside))
 
 
@@ -63,8 +63,8 @@ def end_restore(cache: PrefixCache, fill: Fill, num_filled: int, *, is_whole: bo
     is_whole: False if the next block's file is missing or damaged; it is then removed.
     """
     if not is_whole:
-        assert cache.disk is not None
-        cache.disk.stored.discard(fill.copies[num_filled].name)
+        assert cache.lower is not None
+        cache.lower.stored.discard(fill.copies[num_filled].name)
     end_fill(cache, fill, num_filled)
 
 

@@ -140,8 +140,8 @@ class Lease:
     `ends`: boundaries, in blocks, where other prompts are likely to diverge from its own, with the gain of the window
     blocks before them.
 
-    `names`: on disk, of its first blocks (`radix_cache.stored`), as far as they are known. They follow from namespace
-    and tokens, so the list outlives the lease.
+    `names`: of its first blocks in the lower tier (`radix_cache.stored`), as far as they are known. They follow from
+    namespace and tokens, so the list outlives the lease.
     """
 
     __slots__ = (

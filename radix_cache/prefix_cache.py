@@ -22,8 +22,8 @@ from radix_cache.retentions import Retentions
 from radix_cache.room import Room
 from radix_cache.snapshots import SnapshotTable, deepest_snapshot
 from radix_cache.stored import StoredBlocks
+from radix_cache.stored_tree import StoredTree
 from radix_cache.tree import RadixTree
-from radix_cache.tree_on_disk import TreeOnDisk
 from radix_cache.window_blocks import AT_END, WindowBlocks
 
 # The share of all blocks that `extend` with `sparing` leaves to accounts that hold less.
@@ -51,9 +51,9 @@ class PrefixCache:
     window blocks, which a lease has for its new blocks and for the last blocks before them. Then a prefix serves only
     up to a boundary with a complete window (`radix_cache.window_blocks`).
 
-    With `stored` blocks of the tree are kept on disk as well: their names follow them through `publish` and `release`.
-    The caller copies the blocks of `TreeOnDisk.take` and of `begin_restore`, beside the steps, and says when it has; a
-    block that leaves the tree meanwhile is *in copy* and freed after that.
+    With `stored` there is a lower tier, too: the names of blocks follow them through `publish` and `release`. The
+    caller copies the blocks of `StoredTree.take` or `demote`, and of `begin_restore`, beside the steps, and says when
+    it has; a block that leaves the tree meanwhile is *in copy* and freed after that.
 
     The caller's part: it returns blocks (`release`, `free`) only when no plan in flight names them, and calls `publish`
     only for tokens whose forward has completed. Every method that takes a lease raises LeaseError for one that was
@@ -73,17 +73,19 @@ class PrefixCache:
         num_window_blocks: int = 0,
         window: int = 0,
         stored: StoredBlocks | None = None,
+        num_kept_free: int = 0,
         tells_facts: bool = False,
     ) -> None:
         """max_recorded_evictions: blocks, of all accounts together. snapshot_rows: None for models without recurrent
         states. num_window_blocks: 0 if all layers keep their KV in the same blocks. window: the number of tokens that
-        layers with window blocks see, the new token included. stored: None if no blocks are kept on disk. tells_facts:
-        see `take_facts`."""
+        layers with window blocks see, the new token included. stored: None without a lower tier. num_kept_free: see
+        `demote`. tells_facts: see `take_facts`."""
         if block_size <= 0:
             raise ValueError(f"block_size must be positive, got {block_size}")
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._caching = caching
+        self._num_kept_free = num_kept_free
         self._allocator = BlockAllocator(num_blocks)
         self._stateful = snapshot_rows is not None
         rows = snapshot_rows if snapshot_rows is not None and caching else range(0)
@@ -107,9 +109,9 @@ class PrefixCache:
         self._num_changes = 0
         self._duplicates: set[int] = set()
         self._copies = BlockCopies()
-        self._disk: TreeOnDisk | None = None
+        self._lower: StoredTree | None = None
         if stored is not None and caching:
-            self._disk = TreeOnDisk(stored, self._copies, self._tree, self._windows, has_states=self._stateful)
+            self._lower = StoredTree(stored, self._copies, self._tree, self._windows, has_states=self._stateful)
 
     @property
     def num_free(self) -> int:
@@ -172,7 +174,7 @@ class PrefixCache:
 
     @property
     def num_in_copy(self) -> int:
-        """The number of blocks that neither the tree nor a lease holds any more, but a copy to or from disk."""
+        """The number of blocks that neither the tree nor a lease holds any more, but a copy down or up."""
         return self._copies.num_in_copy
 
     @property
@@ -182,9 +184,9 @@ class PrefixCache:
         return self._copies.num_copied + num_lent + self._tree.snapshots.num_lent
 
     @property
-    def disk(self) -> TreeOnDisk | None:
-        """The blocks that are kept on disk as well; None if none are."""
-        return self._disk
+    def lower(self) -> StoredTree | None:
+        """The blocks that are kept in the lower tier as well; None if none are."""
+        return self._lower
 
     @property
     def keeps_prefixes(self) -> bool:
@@ -375,8 +377,8 @@ class PrefixCache:
                 if index >= lease.first_window:
                     self._windows.exchange(block, other)
             self._windows.slide(lease, num_computed_tokens)
-        if self._disk is not None:
-            self._disk.publish(lease, tokens, first + len(canonical), stop)
+        if self._lower is not None:
+            self._lower.publish(lease, tokens, first + len(canonical), stop)
         return duplicates
 
     def free(self, ids: Sequence[int]) -> None:
@@ -392,14 +394,14 @@ class PrefixCache:
 
         With `keep_tokens`, published blocks that reach beyond that many tokens are freed too, as far as no other lease
         and no cached continuation needs them: tokens after a stop string, or KV that cannot be trusted (0). They are
-        not kept on disk either.
+        not kept in the lower tier either.
         """
         self._check(lease)
         self.end_load(lease)
         if len(lease.block_ids) * self.block_size > lease.num_cached_tokens:
             self._num_changes += 1
-        if self._disk is not None:
-            self._disk.release(lease, keep_tokens)
+        if self._lower is not None:
+            self._lower.release(lease, keep_tokens)
         lease.owner = None
         del self._leases[lease.number]
         num_published = lease.num_published_tokens // self.block_size
@@ -412,8 +414,8 @@ class PrefixCache:
             num_dropped = num_published - max(0, keep_tokens) // self.block_size
             if num_dropped > 0:
                 trimmed = self._tree.trim(lease.node, num_dropped, lease.namespace)
-                if self._disk is not None:
-                    self._disk.forget(lease.names[num_published - len(trimmed) : num_published])
+                if self._lower is not None:
+                    self._lower.forget(lease.names[num_published - len(trimmed) : num_published])
                 private.extend(trimmed)
         self._free(private)
 
@@ -455,10 +457,10 @@ class PrefixCache:
         _, above = deepest_snapshot(lease.node, depth, depth)
         return self._tree.snapshots.take(num_tokens // self.block_size - above, account_of(lease.namespace))
 
-    def keep_snapshot(self, lease: Lease, row: int, num_tokens: int, *, to_disk: bool = False) -> Snapshot | None:
+    def keep_snapshot(self, lease: Lease, row: int, num_tokens: int, *, to_lower: bool = False) -> Snapshot | None:
         """Put the state in `row` at the end of the lease's published tokens, which are the first `num_tokens`.
 
-        to_disk: whether prompts are likely to go on from there, so that it is written, too, where blocks are.
+        to_lower: whether prompts are likely to go on from there, so that it is stored too, if blocks are.
         If they are not, or none are published, free the row and return None. To be called after the forward that wrote
         the row. Return the snapshot, or the older one if the boundary already has one.
         """
@@ -467,8 +469,8 @@ class PrefixCache:
             self.drop_row(row)
             return None
         snapshot = self._tree.snapshots.place(row, lease.node)
-        if to_disk and self._disk is not None:
-            self._disk.keep_snapshot(lease, snapshot)
+        if to_lower and self._lower is not None:
+            self._lower.keep_snapshot(lease, snapshot)
         return snapshot
 
     def drop_row(self, row: int) -> None:
@@ -569,14 +571,31 @@ class PrefixCache:
     def drop(self, namespaces: Collection[str] | None) -> Iterator[int]:
         """Evict all prefixes of namespaces (None: of all) that no lease protects, retained ones too.
 
-        Nothing of them stays on disk. Yield the numbers of blocks that went, some at a time; between two the cache may
+        Nothing of them stays stored. Yield the numbers of blocks that went, some at a time; between two the cache may
         be used.
         """
-        if self._disk is not None:
-            self._disk.drop(namespaces)
+        if self._lower is not None:
+            self._lower.drop(namespaces)
         for evicted in self._tree.drop(namespaces):
             self._free(evicted)
             yield len(evicted)
+
+    def demote(self) -> list[BlockCopy]:
+        """Let cached blocks leave for the lower tier, in the order of eviction, until `num_kept_free` blocks are free.
+
+        Retained ones stay, and half of all that could be evicted: a request may need them before they are copied.
+        Return the copies of the blocks that are not stored yet; they are in copy until `end_store`.
+        """
+        assert self._lower is not None
+        victims, copies = self._tree.victims, list[BlockCopy]()
+        missing = self._num_kept_free - self._allocator.num_free - self._copies.num_in_copy
+        count = min(missing, self._tree.num_evictable_blocks // 2)
+        while count > 0 and (leaf := victims.next_leaf()) is not None and leaf.retention is None:
+            evicted = self._tree.evict(min(count, len(leaf.blocks)))
+            copies += self._lower.take_evicted(evicted)
+            self._free(evicted)
+            count -= len(evicted)
+        return copies
 
     def begin_copies(self, blocks: Iterable[int]) -> None:
         """Note that blocks of a lease are being filled; `end_copy` ends each. They are freed only after that."""
@@ -589,12 +608,12 @@ class PrefixCache:
             self._allocator.free([block])
 
     def end_store(self, copy: BlockCopy, num_bytes: int, now: float) -> None:
-        """Note that a block of `TreeOnDisk.take` is written. num_bytes: of its file, 0 if it could not be written.
+        """Note that a block of `StoredTree.take` is written. num_bytes: of its file, 0 if it could not be written.
 
         now: in seconds since the epoch.
         """
-        assert self._disk is not None
-        if self._disk.end_write(copy, num_bytes, now):
+        assert self._lower is not None
+        if self._lower.end_write(copy, num_bytes, now):
             self._allocator.free([copy.block])
 
     def prefixes(self, namespaces: Collection[str] | None, limit: int) -> Generator[None, None, Listing]:
@@ -696,8 +715,8 @@ class PrefixCache:
         """Free KV blocks, and their window blocks; blocks that are being copied are freed when the copy ends."""
         if self._windows is not None:
             self._windows.drop(blocks)
-        if self._disk is not None:
-            self._disk.borders.let_go(blocks)
+        if self._lower is not None:
+            self._lower.borders.let_go(blocks)
         if self._copies.is_used:
             blocks = self._copies.let_go(blocks)
         self._allocator.free(blocks)

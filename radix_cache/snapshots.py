@@ -33,7 +33,7 @@ class SnapshotTable:
         """rows: the numbers of the rows, empty if states are not kept. excess: as for `WorthQueue`."""
         self.rows = rows
         self._free = list(reversed(rows))
-        # By row that is being written to disk: its snapshot, None once that has left the tree.
+        # By row that is being copied to the lower tier: its snapshot, None once that has left the tree.
         self._lent: dict[int, Snapshot | None] = {}
         # By row: the account that will have the snapshot.
         self._written: dict[int, str] = {}
@@ -54,12 +54,12 @@ class SnapshotTable:
 
     @property
     def num_lent(self) -> int:
-        """The number of rows that are being written to disk."""
+        """The number of rows that are being copied to the lower tier."""
         return len(self._lent)
 
     @property
     def num_lent_alone(self) -> int:
-        """The number of rows that are being written to disk and whose snapshots have left the tree."""
+        """The number of rows that are being copied to the lower tier and whose snapshots have left the tree."""
         return sum(snapshot is None for snapshot in self._lent.values())
 
     @property
@@ -118,12 +118,12 @@ class SnapshotTable:
             self._enqueue(snapshot)
 
     def lend(self, snapshot: Snapshot) -> None:
-        """Let a snapshot's row be written to disk, until `take_back`. It is pinned but for the end of its prefix."""
+        """Let a snapshot's row be copied down, until `take_back`. It is pinned but for the end of its prefix."""
         self.pin(snapshot)
         self._lent[snapshot.row] = snapshot
 
     def take_back(self, row: int) -> None:
-        """Note that a row has been written to disk."""
+        """Note that a row has been copied."""
         snapshot = self._lent.pop(row)
         if snapshot is None:
             self._free.append(row)
@@ -131,7 +131,7 @@ class SnapshotTable:
             self.unpin(snapshot)
 
     def is_lent(self, row: int) -> bool:
-        """Return whether a row is being written to disk."""
+        """Return whether a row is being copied to the lower tier."""
         return row in self._lent
 
     def note_use(self, snapshot: Snapshot) -> None:

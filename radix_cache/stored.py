@@ -1,9 +1,11 @@
-"""Which KV blocks are on disk: the tier below memory. No files and no clock here; the caller reports both.
+"""Which KV blocks are stored in the tier below memory: on a disk, or in the host's memory below a GPU's.
 
-A block on disk is named by the tokens of its whole prefix: names are chained digests, keyed by a secret, the
-fingerprint of everything that the bits of KV depend on, and the namespace. So names are the same in every process with
-the secret, and nobody without it can tell a prompt from a name. As in the tree a prefix serves up to its first block
-that is missing. Window blocks and snapshots have longer names, after the KV block that they belong to (`border_name`).
+There are no files and no clock here; the caller reports both. On a disk blocks are files, and the docstrings call them
+so in either tier. A stored block is named by the tokens of its whole prefix: names are chained digests, keyed by a
+secret, the fingerprint of everything that the bits of KV depend on, and the namespace. So names are the same in every
+process with the secret, and nobody without it can tell a prompt from a name. As in the tree a prefix serves up to its
+first block that is missing. Window blocks and snapshots have longer names, after the KV block that they belong to
+(`border_name`).
 
 If there are more bytes than the limit, the account that has most of them loses the blocks that it used longest ago
 (`radix_cache.worth_queue`), the end of a prefix before its beginning. Blocks that were not used for `max_age` go, too.
@@ -17,6 +19,7 @@ from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from math import inf, log2
 
 from radix_cache.block_copies import Kind, border_name
@@ -31,6 +34,13 @@ _STAMP_SECONDS = 3600.0
 _WEIGHED_BYTES = 1024
 
 
+class Tier(StrEnum):
+    """The memory below that of a device."""
+
+    HOST = "host"  # of a GPU: it holds what leaves the device, and ends with the process
+    DISK = "disk"  # it outlives the process, so it gets blocks soon after they are computed
+
+
 def used_at(now: float, depth: int) -> float:
     """Return the time of last use of a block that is used now, with `depth` blocks before it in its prefix.
 
@@ -41,7 +51,7 @@ def used_at(now: float, depth: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class StoredBlock:
-    """A KV block, a window block or a snapshot on disk.
+    """A KV block, a window block or a snapshot that is stored.
 
     folder: of its fingerprint and namespace. used_at: in seconds since the epoch, as its file says.
     """
@@ -77,10 +87,13 @@ class _Entry:
 
 
 class StoredBlocks:
-    """The blocks on disk, of all fingerprints and namespaces, and their order of removal."""
+    """The blocks in the lower tier, of all fingerprints and namespaces, and their order of removal."""
 
-    def __init__(self, secret: bytes, fingerprint: str, max_bytes: int, max_age: float = inf) -> None:
+    def __init__(
+        self, secret: bytes, fingerprint: str, max_bytes: int, max_age: float = inf, tier: Tier = Tier.DISK
+    ) -> None:
         """secret: 32 bytes. fingerprint: of the blocks that this process makes, in hex. max_age: in seconds."""
+        self.tier = tier
         self._secret = secret
         self._fingerprint = fingerprint
         self._max_bytes = max_bytes
@@ -127,7 +140,7 @@ class StoredBlocks:
         return max(0.0, self._now - next(iter(self._entries.values())).used_at) if self._entries else 0.0
 
     def has_any(self, namespace: str) -> bool:
-        """Return whether a namespace has a KV block on disk."""
+        """Return whether a namespace has a KV block in the lower tier."""
         return self._num_of_folder[self.folder_of(namespace)] > 0
 
     def num_of(self, namespaces: Collection[str] | None) -> tuple[int, int]:
@@ -152,7 +165,7 @@ class StoredBlocks:
             names.append(parent)
 
     def depth(self, names: Sequence[bytes], first: int) -> int:
-        """Return the number of the first block from number `first` on that is not on disk; at most len(names)."""
+        """Return the number of the first block from number `first` on that is not stored; at most len(names)."""
         while first < len(names) and names[first] in self._entries:
             first += 1
         return first
@@ -206,7 +219,7 @@ class StoredBlocks:
             self._stamps.append((block.path, seconds))
 
     def discard(self, name: bytes) -> None:
-        """Remove a block, and have its file removed. Do nothing if it is not on disk."""
+        """Remove a block, and have its file removed. Do nothing if it is not in the lower tier."""
         block = self._forget(name)
         if block is not None:
             self.remove(block.path)
@@ -244,7 +257,7 @@ class StoredBlocks:
         """Raise InvariantError unless counters, queue and entries agree."""
         entries = self._entries.values()
         require(self.num_bytes == sum(entry.block.num_bytes for entry in entries), "num_bytes is wrong")
-        require(sorted(self._queue) == sorted(self._entries), "the queue differs from the blocks on disk")
+        require(sorted(self._queue) == sorted(self._entries), "the queue differs from the blocks in the lower tier")
         weights: Counter[str] = Counter()
         for entry in entries:
             weights[entry.account] += _weight(entry.block)

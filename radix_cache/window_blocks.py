@@ -43,7 +43,7 @@ class WindowBlocks:
 
     A window block is free, held (leases need it), cached (none does), or waits with a duplicate for its `free`. All
     blocks of a lease from number `Lease.first_window` on have window blocks, which the lease holds. A *lent* window
-    block is being copied to or from disk. It is held until `take_back`, and free after it if its KV block has gone.
+    block is being copied up or down. It is held until `take_back`, and free after it if its KV block has gone.
 
     `span`: the number of blocks before a boundary that are within the window there. `num_needed`: the number that a
     request needs to be computed step by step.
@@ -87,12 +87,12 @@ class WindowBlocks:
 
     @property
     def num_lent(self) -> int:
-        """The number of window blocks that are being copied to or from disk."""
+        """The number of window blocks that are being copied to or from the lower tier."""
         return len(self._lent)
 
     @property
     def num_lent_alone(self) -> int:
-        """The number of window blocks that nothing holds any more but a copy to or from disk."""
+        """The number of window blocks that nothing holds any more but a copy to or from the lower tier."""
         return len(self._lent) - sum(self._lent.values())
 
     @property

@@ -10,11 +10,11 @@ from typing import Any
 
 import msgspec
 
-from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.scheduling.kv_transfer import KvTransfer
+from moeserve.scheduling.lower_tier import LowerTier
 from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
-from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, account_of
+from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, Tier, account_of
 
 MAX_LISTED = 1000  # prefixes that one answer lists at most
 _BUDGET = ("blocks", "retained", "pinned", "free")  # as in `Retentions.budget`; free for pins
@@ -68,16 +68,16 @@ class CacheCommands:
     def __init__(
         self,
         caches: Sequence[PrefixCache],
-        disk: DiskTier | None = None,
+        lower: LowerTier | None = None,
         block_bytes: int = 0,
         transfer: KvTransfer | None = None,
     ) -> None:
-        """disk: None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves
+        """lower: None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves
         between services."""
         self._transfer = transfer
         self._block_bytes = block_bytes
         self._caches = caches
-        self._disk = disk
+        self._lower = lower
         self._commands = {
             "list_prefixes": (ListArguments, self._list),
             "pin_prefix": (PinArguments, self._pin),
@@ -130,33 +130,34 @@ class CacheCommands:
             }
         if self._transfer is not None:
             samples |= _transfer_samples(self._transfer, self._block_bytes)
-        return samples if self._disk is None else samples | self._disk_samples(self._disk)
+        return samples if self._lower is None else samples | self._tier_samples(self._lower)
 
-    def _disk_samples(self, disk: DiskTier) -> FeatureSamples:
-        counters, stored = disk.counters, disk.stored
+    def _tier_samples(self, lower: LowerTier) -> FeatureSamples:
+        counters, stored = lower.counters, lower.stored
+        tier = stored.tier.value
         in_memory = sum(cache.num_blocks - cache.num_free for cache in self._caches)
         return {
-            "moeserve_kv_tier_blocks": [["device", in_memory], ["disk", stored.num_own]],
-            "moeserve_kv_tier_bytes": [["device", in_memory * self._block_bytes], ["disk", stored.num_of(None)[1]]],
+            "moeserve_kv_tier_blocks": [["device", in_memory], [tier, stored.num_own]],
+            "moeserve_kv_tier_bytes": [["device", in_memory * self._block_bytes], [tier, stored.num_of(None)[1]]],
             "moeserve_kv_tier_age_seconds": [
                 ["device", round(max(cache.age for cache in self._caches), 1)],
-                ["disk", round(stored.oldest_age, 1)],
+                [tier, round(stored.oldest_age, 1)],
             ],
-            "moeserve_kv_tier_hits": [["device", counters.device_hits], ["disk", counters.disk_hits]],
-            "moeserve_kv_tier_hit_tokens": [["device", counters.device_hit_tokens], ["disk", counters.disk_hit_tokens]],
-            "moeserve_kv_disk_bytes": [[stored.num_bytes]],
-            "moeserve_kv_disk_copied_bytes": [["read", counters.read_bytes], ["written", counters.written_bytes]],
-            "moeserve_kv_disk_seconds": [
+            "moeserve_kv_tier_hits": [["device", counters.device_hits], [tier, counters.lower_hits]],
+            "moeserve_kv_tier_hit_tokens": [["device", counters.device_hit_tokens], [tier, counters.lower_hit_tokens]],
+            f"moeserve_kv_{tier}_bytes": [[stored.num_bytes]],
+            f"moeserve_kv_{tier}_copied_bytes": [["read", counters.read_bytes], ["written", counters.written_bytes]],
+            f"moeserve_kv_{tier}_seconds": [
                 ["read", round(counters.read_seconds, 6)],
                 ["written", round(counters.write_seconds, 6)],
             ],
-            "moeserve_kv_disk_evictions": [[stored.num_evicted]],
-            "moeserve_kv_disk_failures": [
+            f"moeserve_kv_{tier}_evictions": [[stored.num_evicted]],
+            f"moeserve_kv_{tier}_failures": [
                 ["damaged", counters.num_damaged],
                 ["not_written", counters.num_failed_writes],
                 ["overdue", counters.num_overdue],
             ],
-            "moeserve_kv_disk_slower": [[counters.num_slower]],
+            f"moeserve_kv_{tier}_slower": [[counters.num_slower]],
             "moeserve_kv_overflow": [[fate.value, counters.fates[fate]] for fate in Fate],
         }
 
@@ -184,11 +185,15 @@ class CacheCommands:
             "block_size": self._caches[0].block_size,
             "num_blocks": sum(cache.num_blocks for cache in self._caches),
             "budget": dict(zip(_BUDGET, map(sum, zip(*budgets, strict=True)), strict=True)),
-            "disk": None if self._disk is None else self._on_disk(self._disk, namespaces),
+            "host": self._stored_in(Tier.HOST, namespaces),
+            "disk": self._stored_in(Tier.DISK, namespaces),
         }
 
-    def _on_disk(self, disk: DiskTier, namespaces: tuple[str, str] | None) -> dict[str, int]:
-        num_blocks, num_bytes = disk.stored.num_of(namespaces)
+    def _stored_in(self, tier: Tier, namespaces: tuple[str, str] | None) -> dict[str, int] | None:
+        """Return the KV of namespaces, or of all, in a tier; None without the tier."""
+        if self._lower is None or self._lower.stored.tier is not tier:
+            return None
+        num_blocks, num_bytes = self._lower.stored.num_of(namespaces)
         return {"blocks": num_blocks, "tokens": num_blocks * self._caches[0].block_size, "bytes": num_bytes}
 
     def _pin(self, arguments: PinArguments) -> Job:

@@ -11,8 +11,8 @@ from typing import Generic, TypeVar
 from moeserve.engine.cache_commands import CacheCommandError, CacheCommands, Job
 from moeserve.engine.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.engine.file_writer import FileJob, FileWriter
-from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.scheduling.kv_transfer import KvTransfer
+from moeserve.scheduling.lower_tier import LowerTier
 from moeserve.wire import Control, ControlResult, FeatureSamples
 from radix_cache import PrefixCache
 
@@ -78,13 +78,14 @@ class Commands:
         caches: Sequence[PrefixCache],
         experts: ExpertMonitor | None,
         answer: Callable[[bytes, ControlResult], None],
-        disk: DiskTier | None = None,
+        lower: LowerTier | None = None,
         block_bytes: int = 0,
         transfer: KvTransfer | None = None,
     ) -> None:
-        """experts: None for a model without experts. answer: called once for each command, with who sent it. disk: None
-        if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves between services."""
-        self._cache_commands = CacheCommands(caches, disk, block_bytes, transfer)
+        """experts: None for a model without experts. answer: called once for each command, with who sent it. lower:
+        None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves between
+        services."""
+        self._cache_commands = CacheCommands(caches, lower, block_bytes, transfer)
         self._experts = experts
         self._answer = answer
         self._queue: CommandQueue[_Command] = CommandQueue()

@@ -188,7 +188,7 @@ class GpuBody:
         if group is not None:
             weights_bytes = group.collectives.add_up(weights_bytes)
         row_bytes = 0 if settings.states is None else settings.states.row_bytes
-        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes)
+        return Prepared(runner, kv, kv_bytes, weights_bytes, runner.close, row_bytes, runner.kv_pool, runner.state_pool)
 
 
 def in_pieces(moe: TritonMoe, max_rows: int) -> Compute[GpuExperts]:

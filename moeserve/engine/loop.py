@@ -17,8 +17,8 @@ from moeserve.engine.kv_events.publisher import KvEvents
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
 from moeserve.scheduling.drafting import DraftCounters
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
@@ -44,7 +44,7 @@ from moeserve.wire import (
     Turned,
     unpack_token_ids,
 )
-from radix_cache import PrefixCache
+from radix_cache import PrefixCache, Tier
 
 _IDLE_POLL_SECONDS = 0.25  # that an idle engine waits for a message before it looks after its ranks
 # The poll interval while a file is written, as its end wakes no thread.
@@ -59,7 +59,7 @@ log = structlog.get_logger(__name__)
 
 
 class Copier(Protocol):
-    """Carries out the copies between memory and disk, of one rank or of several."""
+    """Carries out the copies between memory and the lower tier, of one rank or of several."""
 
     @property
     def is_busy(self) -> bool:
@@ -97,7 +97,7 @@ class Engine:
         exchange: KvExchange | None = None,
     ) -> None:
         """steps: runs the plans of `scheduler`; `suspects` observes them. step_progress: returns a count that moves
-        within a long step too. copier: carries out the scheduler's copies between memory and disk, if it has any.
+        within a long step too. copier: carries out the scheduler's copies up and down, if it has any.
         events: None if no router listens. exchange: None if no KV moves between services."""
         self._socket = socket
         self._scheduler = scheduler
@@ -108,12 +108,13 @@ class Engine:
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
         block_bytes = ready.kv_bytes // ready.num_blocks
-        self._commands = Commands(caches, experts, self._send, scheduler.disk, block_bytes, scheduler.transfer)
+        self._commands = Commands(caches, experts, self._send, scheduler.lower, block_bytes, scheduler.transfer)
         self._tool_waits = ToolWaits(caches, scheduler.waiting)
         self._stats = EngineStats(scheduler, caches, self._tool_waits.counters)
         self._progress = 0
         self._step_progress = step_progress
         self._copier = copier
+        self._tier = None if scheduler.lower is None else scheduler.lower.stored.tier
         self._events = events
         self._exchange = exchange
 
@@ -201,11 +202,11 @@ class Engine:
                 self._copier.start(job)
 
     def _finish_writes(self) -> None:
-        """Wait a moment until the computed blocks are on disk, and end the copier."""
+        """Wait a moment until the computed blocks are on disk, if there is one, and end the copier."""
         if self._copier is None:
             return
         end = time.monotonic() + _LAST_WRITES_SECONDS
-        while True:
+        while self._tier is Tier.DISK:
             self._exchange_copies(_COPY_SECONDS)
             if not self._copier.is_busy or time.monotonic() > end:
                 break
@@ -319,7 +320,7 @@ class Engine:
             receiver = self._asked_by.get(request_id)
             if receiver is None:
                 continue  # it was answered before its prompt was computed, for another service
-            of_frontend.setdefault(receiver, []).append(_to_message(output))
+            of_frontend.setdefault(receiver, []).append(_to_message(output, self._tier))
             if output.finish_reason is not None:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
@@ -348,8 +349,12 @@ class Engine:
                 self._tool_waits.note_end(ended.request, time.monotonic(), is_whole=False)
 
 
-def _to_message(output: RequestOutput) -> Output:
-    request = output.request
+def _to_message(output: RequestOutput, tier: Tier | None) -> Output:
+    """Return the message to a frontend. tier: below memory, None for none."""
+    request, tier_tokens = output.request, None
+    if tier is not None and request.num_lower_tokens is not None:
+        found = request.num_lower_tokens
+        tier_tokens = (found, 0) if tier is Tier.HOST else (0, found)
     is_terminal = output.finish_reason is not None
     return Output(
         request.request_id,
@@ -361,7 +366,7 @@ def _to_message(output: RequestOutput) -> Output:
         output.prompt_logprobs,
         output.error,
         output.miss,
-        request.num_disk_tokens,
+        tier_tokens,
         request.offered,
         output.found,
         output.judged,

@@ -222,13 +222,19 @@ def share_memory(
 def check_kv_tiers(config: ServeConfig, device: str) -> None:
     """Raise ConfigError if the settings for KV in lower tiers contradict others, or cannot be met."""
     if config.kv_host_memory is not None:
-        use = "--kv-host-memory is for KV that a GPU evicts to its host's memory"
-        on_cpu = f"{use}; on a CPU all KV is there already: --kv-cache-memory says how much."
-        raise ConfigError(on_cpu if device == "cpu" else f"{use}, and that tier is not there yet.")
+        if device == "cpu":
+            raise ConfigError(
+                "--kv-host-memory is for KV that a GPU evicts to its host's memory; on a CPU all KV is there already: "
+                "--kv-cache-memory says how much."
+            )
+        if config.expert_parallel_size > 1:
+            raise ConfigError("--kv-host-memory is for a single rank so far: each of several ranks has KV of its own.")
+        if not config.enable_prefix_caching:
+            raise ConfigError("--kv-host-memory keeps cached prefixes, and --no-enable-prefix-caching makes none.")
     if config.kv_disk_path is None:
         refuse_changed(config, ("kv_disk_size", "kv_disk_age"), "--kv-disk-path")
-        if config.kv_overflow == "swap":
-            raise ConfigError("--kv-overflow swap needs --kv-disk-path, the folder that KV is swapped to.")
+        if config.kv_overflow == "swap" and config.kv_host_memory is None:
+            raise ConfigError("--kv-overflow swap needs --kv-disk-path, or on a GPU --kv-host-memory, to swap KV to.")
     elif device != "cpu":
         raise ConfigError("--kv-disk-path is for a CPU so far.")
     elif config.nnodes > 1:

@@ -8,6 +8,7 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import KvBudget, step_budget
 from moeserve.kv_transfer import TicketOffice
 from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Slo
 from moeserve.scheduling.request_states import StatePolicy
@@ -35,7 +36,7 @@ def build_scheduler(
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.tell_time`. stored: the blocks on disk, of all ranks; None if none are kept there. tells_facts: see
+    `Scheduler.tell_time`. stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see
     `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up, kv_read_s: see `Scheduler`.
     """
     budget = step_budget(config, device)
@@ -54,6 +55,7 @@ def build_scheduler(
             num_window_blocks=kv.num_window_blocks,
             window=kv.window,
             stored=stored,
+            num_kept_free=num_kept_free(kv.num_blocks, budget, config.block_size),
             tells_facts=tells_facts,
         )
         for _ in range(config.expert_parallel_size)

@@ -27,6 +27,7 @@ from moeserve.engine.experts.observe import ExpertRecording, plan_recording
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
+from moeserve.engine.kv_host import HostCopier, KvHost, open_kv_host
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.loop import Copier, Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
@@ -162,7 +163,7 @@ def serve(
     config, model = context.config, rank.model
     if recording is not None:
         observers = (*observers, recording)
-    disk = None if config.kv_disk_path is None else open_kv_disk(context, rank)
+    lower = _open_lower(context, rank)
     kv_events = parse_kv_events(config.kv_events_config)
     kv_transfer = None if config.kv_transfer_config is None else parse_kv_transfer(config.kv_transfer_config)
     exchange = None if kv_transfer is None else KvExchange(context, rank, kv_transfer)
@@ -173,13 +174,13 @@ def serve(
         depth=rank.depth,
         rope_switch=model.rope_switch,
         slo=service_slo(config),
-        stored=None if disk is None else disk.stored,
+        stored=None if lower is None else lower.stored,
         tells_facts=kv_events.is_on,
         office=None if exchange is None else exchange.office,
         lease_s=0.0 if kv_transfer is None else kv_transfer.lease_seconds,
         offers_early=kv_transfer is not None and kv_transfer.early,
         warm_up=rank.warm_up,
-        kv_read_s=None if disk is None else disk.read_s,
+        kv_read_s=None if lower is None else lower.read_s,
     )
     with ExitStack() as ends:
         if exchange is not None:
@@ -195,7 +196,7 @@ def serve(
         ready = _ready(context, model, caches[0], event_sources, drafts=drafts)
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
-        copier = None if disk is None else _start_copier(disk, copies, executor)
+        copier = None if lower is None else _start_copier(lower, copies, executor)
         progress = rank.progress.count
         engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events, exchange)
         if recording is not None:
@@ -210,12 +211,21 @@ def serve(
         engine.run(stop)
 
 
-def _start_copier(disk: KvDisk, copies: RankCopies | None, executor: Executor) -> Copier:
-    """Return what carries out copies between memory and disk. copies: of several ranks."""
-    copier = BlockCopier(disk.files, disk.memories)
+def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:
+    """Open the tier below memory, if there is to be one. Raise ConfigError."""
+    if context.config.kv_host_memory is not None:
+        return open_kv_host(context.config, rank)
+    return None if context.config.kv_disk_path is None else open_kv_disk(context, rank)
+
+
+def _start_copier(lower: KvDisk | KvHost, copies: RankCopies | None, executor: Executor) -> Copier:
+    """Return what carries out copies between memory and the lower tier. copies: of several ranks."""
+    if isinstance(lower, KvHost):
+        return HostCopier(lower.pages, lower.memories)
+    copier = BlockCopier(lower.files, lower.memories)
     if copies is None:
         return copier
-    copies.open(copier, disk.files, executor.check)
+    copies.open(copier, lower.files, executor.check)
     return copies
 
 

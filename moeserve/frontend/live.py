@@ -35,9 +35,12 @@ class KvBlocks(msgspec.Struct, frozen=True):
     leased: int
 
 
-class KvOnDisk(msgspec.Struct, frozen=True):
-    """hit_share: of the cached tokens that requests found since the start, the share that was on disk."""
+class KvBelow(msgspec.Struct, frozen=True):
+    """The KV in the tier below memory, `host` or `disk`.
 
+    hit_share: of the cached tokens that requests found since the start, the share that was there."""
+
+    tier: str
     blocks: int
     bytes: int
     hit_share: float | None
@@ -66,7 +69,7 @@ class Sample(msgspec.Struct, frozen=True):
     """`time` is in seconds since 1970. Rates are tokens per second since the sample before: `prompt_rate` of admitted
     prompts, `cached_rate` of these the ones found in the prefix cache. `step_seconds` is the mean of a step. Latencies
     and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
-    since the start. `disk`: None where KV is in memory alone. `drafts`: None where no drafts are made."""
+    since the start. `below`: None where KV is in memory alone. `drafts`: None where no drafts are made."""
 
     time: float
     running: int
@@ -82,7 +85,7 @@ class Sample(msgspec.Struct, frozen=True):
     rejections: int
     preemptions: int
     experts: ExpertsNow
-    disk: KvOnDisk | None = None
+    below: KvBelow | None = None
     drafts: DraftsNow | None = None
 
 
@@ -177,13 +180,13 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         rejections=sum(stats.rejections.values()),
         preemptions=stats.preemptions,
         experts=_experts(last.stats.features, stats.features),
-        disk=_on_disk(stats.features),
+        below=_below(stats.features),
         drafts=_drafts(last.stats.features, stats.features, seconds),
     )
 
 
-def _on_disk(now: FeatureSamples) -> KvOnDisk | None:
-    """Return the figures of the disk tier, None without one."""
+def _below(now: FeatureSamples) -> KvBelow | None:
+    """Return the figures of the lower tier, None without one."""
     if "moeserve_kv_tier_blocks" not in now:
         return None
     blocks, size, tokens = (
@@ -191,7 +194,8 @@ def _on_disk(now: FeatureSamples) -> KvOnDisk | None:
         for name in ("blocks", "bytes", "hit_tokens")
     )
     found = sum(tokens.values())
-    return KvOnDisk(int(blocks["disk"]), int(size["disk"]), round(tokens["disk"] / found, 4) if found else None)
+    (tier,) = blocks.keys() - {"device"}
+    return KvBelow(tier, int(blocks[tier]), int(size[tier]), round(tokens[tier] / found, 4) if found else None)
 
 
 def _drafts(before: FeatureSamples, now: FeatureSamples, seconds: float) -> DraftsNow | None:

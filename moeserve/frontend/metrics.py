@@ -271,12 +271,13 @@ def _engine_metrics(stats: Stats) -> Iterator[Metric]:
 _GAUGES: Mapping[str, tuple[str, ...]] = {
     "moeserve_kv_retained_blocks": ("KV blocks that clients have retained or pinned",),
     "moeserve_kv_pinned_prefixes": ("Pinned prefixes",),
-    "moeserve_kv_tier_blocks": ("KV blocks with content, in memory and on disk", "tier"),
+    "moeserve_kv_tier_blocks": ("KV blocks with content, in memory and in the tier below it", "tier"),
     "moeserve_kv_tier_bytes": ("Bytes of this model's KV blocks with content", "tier"),
     "moeserve_kv_tier_age_seconds": (
-        "Time since the last use of the KV that would be evicted next from memory, and was used longest ago on disk",
+        "Time since the last use of the KV that would be evicted next from memory, and was used longest ago below it",
         "tier",
     ),
+    "moeserve_kv_host_bytes": ("Bytes of the host's memory that hold KV of a GPU",),
     "moeserve_kv_disk_bytes": ("Bytes of files of KV blocks on disk, of other models too",),
     "moeserve_kv_transfer_held_blocks": ("KV blocks that are held for other services",),
     "moeserve_kv_window_blocks": (
@@ -298,6 +299,14 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
     "moeserve_kv_retained_evictions": ("Retained KV blocks that were evicted because no other block was left",),
     "moeserve_kv_tier_hits": ("Times that a request found cached tokens there", "tier"),
     "moeserve_kv_tier_hit_tokens": ("Cached tokens by where requests found them", "tier"),
+    "moeserve_kv_host_copied_bytes": ("Bytes of KV copied from a GPU to the host's memory and back", "direction"),
+    "moeserve_kv_host_seconds": ("Time that copies from and to the host's memory took", "direction"),
+    "moeserve_kv_host_evictions": ("KV blocks removed from the host's memory by size",),
+    "moeserve_kv_host_failures": (
+        "KV blocks that were gone from the host's memory, copies that failed, reads that took too long",
+        "kind",
+    ),
+    "moeserve_kv_host_slower": ("Prefixes in the host's memory that were computed because that was sooner",),
     "moeserve_kv_disk_copied_bytes": ("Bytes of KV copied from and to disk", "direction"),
     "moeserve_kv_disk_seconds": ("Time that copies from and to disk took", "direction"),
     "moeserve_kv_disk_evictions": ("KV blocks removed from disk by size or age",),
@@ -307,11 +316,11 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
     ),
     "moeserve_kv_disk_slower": ("Prefixes on disk that were computed because that was sooner",),
     "moeserve_tool_waits": (
-        "Conversations whose tools run: begun; with KV retained, read back from disk; returned, with KV in memory",
+        "Conversations whose tools run: begun; with KV retained, read back; returned, with KV in memory",
         "event",
     ),
     "moeserve_kv_overflow": (
-        "Preempted requests by the planned way of their KV: keep it in memory, swap it to disk, recompute it",
+        "Preempted requests by the planned way of their KV: keep it in memory, swap it to the tier below, recompute it",
         "fate",
     ),
     "moeserve_kv_transfer_offers": ("Prompts that were held for other services",),

@@ -229,7 +229,7 @@ class KvFetches:
     """The requests that wait until blocks of their prompts have been fetched from other services."""
 
     def __init__(self, cache: PrefixCache, office: TicketOffice, compute_s: Callable[[int, int], float]) -> None:
-        """compute_s: see `DiskTier`."""
+        """compute_s: see `LowerTier`."""
         self._cache = cache
         self._office = office
         self._compute_s = compute_s

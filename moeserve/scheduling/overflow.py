@@ -1,6 +1,6 @@
-"""The fate of a preempted request's KV: it stays in memory, comes back from disk, or is computed again.
+"""The fate of a preempted request's KV: it stays in memory, comes back from the lower tier, or is computed again.
 
-Blocks are written to disk soon after they are computed, before memory is short. So swapping out costs only the blocks
+To a disk blocks are written soon after they are computed, before memory is short. So swapping out costs only the blocks
 that are not written yet, and swapping in costs reading the blocks that were evicted meanwhile. Computing again delays
 every request that runs. Threads read beside the steps, so reading delays the victim, and others only as far as its
 blocks lie idle meanwhile. The decision is pure: its costs are measured elsewhere.
@@ -34,7 +34,7 @@ class Fate(StrEnum):
 class Victim:
     """A request that is preempted.
 
-    num_blocks: whole blocks that it has computed; `num_unwritten` of them are not on disk. num_before: cached blocks
+    num_blocks: whole blocks that it has computed; `num_unwritten` of them are not stored. num_before: cached blocks
     of others that would be evicted before its own.
     """
 

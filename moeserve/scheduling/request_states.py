@@ -180,7 +180,7 @@ class RequestStates:
             return
         state.above = max(state.above, position)
         # While decoding a snapshot follows another: the last one is written when the request ends.
-        snapshot = self._cache.keep_snapshot(lease, use.save, position, to_disk=chunk.sampling is None)
+        snapshot = self._cache.keep_snapshot(lease, use.save, position, to_lower=chunk.sampling is None)
         if state.resumed is not None and snapshot is not None:
             self._cache.supersede(state.resumed)
             state.resumed = None

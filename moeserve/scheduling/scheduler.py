@@ -17,10 +17,10 @@ from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import Chunk, ChunkResult, FinishReason, Request, StepPlan, StepResult
 from moeserve.scheduling.beams import Beams
 from moeserve.scheduling.chunks import Chunks
-from moeserve.scheduling.disk_tier import DiskTier
 from moeserve.scheduling.drafting import DraftCounters, Drafting, DraftRoom
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenant, Tenants
 from moeserve.scheduling.kv_transfer import KvTransfer
+from moeserve.scheduling.lower_tier import LowerTier
 from moeserve.scheduling.open_prompts import OpenPrompts, ScheduledPrompts
 from moeserve.scheduling.outcomes import (
     NeverFitsError,
@@ -80,10 +80,10 @@ class Scheduler:
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
-        draft tokens. overflow: of the KV of preempted requests, where blocks are on disk. office: of the tickets for KV
-        that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither.
+        draft tokens. overflow: of the KV of preempted requests, where there is a lower tier. office: of the tickets for
+        KV that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither.
         offers_early: such a prompt is offered once a part of it is computed. warm_up: tokens and seconds of steps that
-        computed one prompt each before the first request. kv_read_s: see `DiskTier`."""
+        computed one prompt each before the first request. kv_read_s: see `LowerTier`."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -96,7 +96,7 @@ class Scheduler:
         self._run_ahead = run_ahead
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches), warm_up)
         # None where blocks are in memory alone.
-        self.disk = None if caches[0].disk is None else DiskTier(caches, self._pace, overflow, kv_read_s)
+        self.lower = None if caches[0].lower is None else LowerTier(caches, self._pace, overflow, kv_read_s)
         self._offers_early = offers_early
         self.transfer = None if office is None else KvTransfer(caches[0], office, lease_s, self._pace.compute_s)
         self._memories = [
@@ -115,9 +115,9 @@ class Scheduler:
         self._mask_changes: list[Request] = []
         self.counters = SchedulerCounters()
         running: list[Request] = []
-        self.waiting = WaitingRoom(self._memories, running, self._tenants, self._pace, self.disk, self.transfer)
+        self.waiting = WaitingRoom(self._memories, running, self._tenants, self._pace, self.lower, self.transfer)
         self._running = Running(
-            running, self.waiting, self._tenants, self._sharing, self._memories, self._beams, self.disk, self.counters
+            running, self.waiting, self._tenants, self._sharing, self._memories, self._beams, self.lower, self.counters
         )
         self._trial = Trial()
         self._chunks = Chunks(self._memories, self._running, self._tenants, self._trial, self._beams, rope_switch)
@@ -465,7 +465,7 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Raise AssertionError unless every block is free or cached, as it must be when nothing runs."""
-        if self.disk is not None and self.disk.is_reading:
+        if self.lower is not None and self.lower.is_reading:
             return  # into leased blocks, for nobody yet
         num_held = 0 if self.transfer is None else self.transfer.offers.num_held
         for memory in self._memories:
@@ -619,8 +619,8 @@ class Scheduler:
     def _count_hits(self, request: Request, num_tokens: int) -> None:
         """Count cached tokens. After a preemption they are hits, but its client did not find them cached."""
         self.counters.prefix_hit_tokens += num_tokens
-        if self.disk is not None and num_tokens:
-            self.disk.count_hit(request, num_tokens)
+        if self.lower is not None and num_tokens:
+            self.lower.count_hit(request, num_tokens)
         if request.num_preemptions:
             return
         request.num_cached_tokens += num_tokens

@@ -2,7 +2,7 @@
 
 A turn that calls tools comes back when they have run. The service learns how long each tool of each account takes. From
 that it has the rate at which a conversation is expected back, which changes while it waits: KV leaves memory in the
-order of these rates, beside prefixes that go by their last use. Where it is on disk it is read back as soon as it is
+order of these rates, beside prefixes that go by their last use. Where it is stored it is read back as soon as it is
 expected sooner than what would have to go for it. In memory it is also retained against all other prefixes for the time
 that costs least: keeping costs a share of memory for as long, losing it the seconds that it takes to have it again.
 """
@@ -47,7 +47,7 @@ _DUE_S, _DUE_SHARE = 0.5, 0.1
 _LEAST_RATED_S, _LEAST_RATED_SHARE = 0.25, 0.25
 _LEAST_RATE = 1e-6  # returns per second
 # A wait is placed anew once its expected time is this factor off. KV is read back if what has to go for it is expected
-# later by the second one: each reading takes from the disk and from memory.
+# later by the second one: each reading takes from the lower tier and from memory.
 _LONGER, _CLEARLY_LONGER = 1.3, 2.0
 _MOST_READ_BACK = 32  # waits, the first ones expected, that are looked at for reading
 
@@ -112,7 +112,7 @@ class Wait:
     """A conversation whose tools run since `since`.
 
     expected_s: in which it was expected back at `looked_at`. At `placed_at` it was put into the order of eviction as
-    expected after `placed_s`. is_coming: it is read from disk, and has its place in that order once it is in memory.
+    expected after `placed_s`. is_coming: it is read back, and has its place in that order once it is in memory.
     retention: None without one of its own, `ttl` its seconds.
     """
 
@@ -140,7 +140,7 @@ class Wait:
 @dataclass(slots=True)
 class ToolWaitCounters:
     """Totals since the start. num_kept: of `num_waits`, retained. num_returned: came back, `num_in_time` while they
-    were in memory. num_read: were read back from disk before they came."""
+    were in memory. num_read: were read back before they came."""
 
     num_waits: int = 0
     num_kept: int = 0
@@ -222,7 +222,7 @@ class ToolWaits:
             self.counters.num_in_time += self._is_in_memory(wait)
 
     def advance(self, now: float) -> None:
-        """Put KV in order by when it is expected, read back from disk, and forget conversations that did not come."""
+        """Put KV in order by when it is expected, read back stored KV, and forget conversations that did not come."""
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_S

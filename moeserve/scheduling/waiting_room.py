@@ -1,6 +1,6 @@
 """Requests before their places in a step: in the queue, or outside of it while something that they need is on its way.
 
-A request waits outside of the queue for the first mask of its grammar, and while its prefix is read from disk or
+A request waits outside of the queue for the first mask of its grammar, and while its prefix is read back or
 fetched from another service. It then takes its place in the queue by its arrival. No text, tensors, clock or sockets.
 """
 
@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import chain, islice
 
 from moeserve.plan import Request
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult, DiskTier
 from moeserve.scheduling.fair_queue import FAR_SHORTER, Tenants, WaitingQueue
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvTransfer
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult, LowerTier
 from moeserve.scheduling.pacing import Load, Pace
 from moeserve.scheduling.request_memory import RankLoads, RequestMemory
 from moeserve.scheduling.token_sums import TokenSums
@@ -28,7 +28,7 @@ _CLEARLY_LATE = 1.2
 class WaitingRoom:
     """Owns the queue and the requests outside of it, and says for which blocks to look elsewhere.
 
-    `running`: the requests that run, which the scheduler mutates. `disk`: None where blocks are in memory alone.
+    `running`: the requests that run, which the scheduler mutates. `lower`: None where blocks are in memory alone.
     `transfer`: None where no KV goes to or comes from other services.
     """
 
@@ -38,14 +38,14 @@ class WaitingRoom:
         running: list[Request],
         tenants: Tenants,
         pace: Pace,
-        disk: DiskTier | None,
+        lower: LowerTier | None,
         transfer: KvTransfer | None,
     ) -> None:
         self.queue = WaitingQueue(tenants, pace.is_late, pace.is_bounded, pace.tells_overload)
         self._memories = memories
         self._running = running
         self._pace = pace
-        self._disk = disk
+        self._lower = lower
         self._transfer = transfer
         self._unmasked: dict[str, Request] = {}
         # Requests that are computed only if enough of their prompts is cached.
@@ -56,13 +56,13 @@ class WaitingRoom:
 
     @property
     def _waiting_for_blocks(self) -> list[Collection[Request]]:
-        disk = [] if self._disk is None else [self._disk.waiting]
-        return disk if self._transfer is None else [*disk, self._transfer.fetches.waiting]
+        below = [] if self._lower is None else [self._lower.waiting]
+        return below if self._transfer is None else [*below, self._transfer.fetches.waiting]
 
     def enter(self, request: Request) -> None:
         """Receive a new request, before `place`."""
-        if self._disk is not None:
-            request.num_disk_tokens = 0
+        if self._lower is not None:
+            request.num_lower_tokens = 0
         if request.least_cached > 0:
             self._undecided.append(request)
 
@@ -80,40 +80,40 @@ class WaitingRoom:
 
     def leave(self, request: Request) -> None:
         """Forget a request that has ended, wherever it waits."""
-        is_reading = self._disk is not None and self._disk.leave(request)
+        is_reading = self._lower is not None and self._lower.leave(request)
         is_fetching = self._transfer is not None and self._transfer.fetches.leave(request)
         if not (is_reading or is_fetching):
             self._take_out(request)
 
     def take_copies(self, now: float) -> list[CopyJob]:
-        """Return the copies between memory and disk that are to begin. To be called before each `Scheduler.schedule`.
+        """Return the copies up and down that are to begin. To be called before each `Scheduler.schedule`.
 
         Requests that are next in the queue wait from now on if their prefixes are read. now: in seconds since the
         epoch.
         """
-        if self._disk is None:
+        if self._lower is None:
             return []
-        for request in self._disk.take_overdue(self._pace.now):
+        for request in self._lower.take_overdue(self._pace.now):
             self.place(request)
         waiting = self._next()
         loads = RankLoads(self._memories, self._running if waiting else ())
         for request in waiting:
-            waits = self._disk.seek(request, self._pace.now)
+            waits = self._lower.seek(request, self._pace.now)
             if not waits and not self._is_cold(request):
                 request.rank = loads.preferred_ranks(request)[0]
                 num_spoken_for = loads.num_spoken_for(request)
-                waits = self._disk.look_up(request, self._pace.now, num_spoken_for, len(self._running))
+                waits = self._lower.look_up(request, self._pace.now, num_spoken_for, len(self._running))
             if waits:
                 self._take_out(request)
-        return self._disk.take_jobs(now, len(self._running))
+        return self._lower.take_jobs(now, len(self._running))
 
     def end_copy(self, result: CopyResult, now: float) -> None:
-        """Receive the end of a copy between memory and disk; requests that waited for it take their places.
+        """Receive the end of a copy between memory and the lower tier; requests that waited for it take their places.
 
         now: in seconds since the epoch.
         """
-        assert self._disk is not None
-        for request in self._disk.end(result, now):
+        assert self._lower is not None
+        for request in self._lower.end(result, now):
             self.place(request)
 
     def take_fetches(self) -> list[FetchJob]:
@@ -147,18 +147,18 @@ class WaitingRoom:
     def recovery_s(self, tokens: array[int], namespace: str) -> float:
         """Return the seconds that it takes to have the KV of tokens again once it has left memory."""
         compute_s = self._pace.compute_s(0, len(tokens))
-        return compute_s if self._disk is None else self._disk.recovery_s(tokens, namespace, compute_s)
+        return compute_s if self._lower is None else self._lower.recovery_s(tokens, namespace, compute_s)
 
     def read_back(self, tokens: array[int], namespace: str, rank: int) -> bool:
-        """Begin to read KV from disk into a rank's memory that running requests do not need.
+        """Begin to read stored KV into a rank's memory that running requests do not need.
 
         Return False if no block is read.
         """
-        if self._disk is None:
+        if self._lower is None:
             return False
         running = [request for request in self._running if request.rank == rank]
         num_spoken_for = sum(map(self._memories[rank].num_missing_blocks, running)) + len(running)
-        return self._disk.read_back(tokens, namespace, rank, self._pace.now, num_spoken_for)
+        return self._lower.read_back(tokens, namespace, rank, self._pace.now, num_spoken_for)
 
     def take_cold(self) -> Iterator[Request]:
         """Return the requests that are computed only if enough of their prompts is cached, and have not as much cached.
@@ -170,19 +170,19 @@ class WaitingRoom:
             if request.finished:
                 continue
             is_fetching = self._transfer is not None and request in self._transfer.fetches.waiting
-            if is_fetching or (self._disk is not None and self._disk.seeks(request)):
+            if is_fetching or (self._lower is not None and self._lower.seeks(request)):
                 self._undecided.append(request)
             elif self._is_cold(request):
                 request.num_cached_tokens = self.num_found(request)
-                if self._disk is not None:
-                    request.num_disk_tokens = request.num_cached_tokens - self._num_cached(request)
+                if self._lower is not None:
+                    request.num_lower_tokens = request.num_cached_tokens - self._num_cached(request)
                 yield request
             else:
                 request.least_cached = 0.0
 
     def num_found(self, request: Request) -> int:
-        """Count the request's tokens that are in memory, on disk as far as is known, or held by another service."""
-        found = self._num_cached(request) if self._disk is None else self._disk.num_stored(request)
+        """Count the request's tokens that are in memory, stored as far as is known, or held by another service."""
+        found = self._num_cached(request) if self._lower is None else self._lower.num_stored(request)
         return found if self._transfer is None else max(found, self._transfer.fetches.num_held(request))
 
     def late_outside(self) -> list[Request]:

@@ -41,6 +41,7 @@ WITH_TORCH = {
     "moeserve.engine.doctor",
     "moeserve.engine.gguf_choice",
     "moeserve.engine.gpu_body",
+    "moeserve.engine.kv_host",
     "moeserve.engine.memory_plan",
     "moeserve.engine.ranked_service",
     "moeserve.engine.service",

@@ -416,7 +416,7 @@ def test_the_dashboard_shows_the_figures_as_they_come(browser: Browser, server: 
     assert page.text("#requests .small") == "2 waiting"
     assert texts(page, "#kv li strong") == ["30 (480 tokens)", "20 (320 tokens)", "10 (160 tokens)"]
     assert page.text("#kv-used") == "50 %"
-    assert page.text("#kv-disk") == "on disk 640 tokens (4 MB) · 25 % of the cached tokens found"
+    assert page.text("#kv-below") == "on disk 640 tokens (4 MB) · 25 % of the cached tokens found"
     assert "running 5" in page.evaluate("document.querySelector('#requests svg').getAttribute('aria-label')")
     page.wait("document.querySelector('#experts .absent').textContent.includes('no experts')")
 

@@ -8,8 +8,8 @@ from collections import deque
 from typing import Any
 
 from moeserve.plan import SamplingParams
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
-from radix_cache import Kind, StoredBlock, StoredBlocks
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from radix_cache import Kind, StoredBlock, StoredBlocks, Tier
 from tests.support.kv_oracle import Cell, Record
 from tests.support.scheduler_simulation import Simulation
 
@@ -17,9 +17,14 @@ SECRET = b"s" * 32
 
 
 def stored(
-    max_bytes: int = 10**9, max_age: float = 1000.0, *, secret: bytes = SECRET, model: str = "a"
+    max_bytes: int = 10**9,
+    max_age: float = 1000.0,
+    *,
+    secret: bytes = SECRET,
+    model: str = "a",
+    tier: Tier = Tier.DISK,
 ) -> StoredBlocks:
-    return StoredBlocks(secret, model * 32, max_bytes, max_age)
+    return StoredBlocks(secret, model * 32, max_bytes, max_age, tier)
 
 
 class Disk:
@@ -30,10 +35,19 @@ class Disk:
 
 
 class Life(Simulation):
-    """An engine over a disk. Copies end when `random` says, in any order; `full` and damaged files fail."""
+    """An engine over a disk, or a host's memory. Copies end when `random` says, in any order; `full` and damaged files
+    fail."""
 
-    def __init__(self, disk: Disk, choices: random.Random, *, max_bytes: int = 10**9, **options: Any) -> None:
-        self.blocks = stored(max_bytes)
+    def __init__(
+        self,
+        disk: Disk,
+        choices: random.Random,
+        *,
+        max_bytes: int = 10**9,
+        tier: Tier = Tier.DISK,
+        **options: Any,
+    ) -> None:
+        self.blocks = stored(max_bytes, tier=tier)
         for block, _ in disk.files.values():
             self.blocks.put(block)
         super().__init__(**options, stored=self.blocks)
@@ -57,7 +71,7 @@ class Life(Simulation):
         sizes: list[int] = []
         error = None
         for copy in job.copies:
-            if job.to_disk:
+            if job.is_write:
                 if self.is_full:
                     error = "No space left on device"
                     break
@@ -84,7 +98,7 @@ class Life(Simulation):
             if (
                 self.scheduler.is_idle
                 and not self.jobs
-                and not any(cache.disk is not None and cache.disk.num_wanted for cache in self.caches)
+                and not any(cache.lower is not None and cache.lower.num_wanted for cache in self.caches)
             ):
                 return
             self.step()

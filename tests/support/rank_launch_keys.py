@@ -120,7 +120,7 @@ def start(loaded: LoadedRank, spec: DecoderSpec, storage: WeightStorage, kv: str
     runner, group = cast("GpuModelRunner", rank.runner._runner), rank.group
     assert group is not None
     variants = launch_variants(limits, expert_configs(spec, storage, CPU), steps)
-    pools = runner._kv_pool.layers
+    pools = runner.kv_pool.layers
     launch_all_variants(
         cast("Any", loaded._decoder), pools, runner._batches, variants, BLOCK_SIZE, group.steps.begin_alike
     )

@@ -9,6 +9,7 @@ from math import inf
 from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
 from moeserve.scheduling.drafting import Drafting
+from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.outcomes import RequestOutput
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.pacing import Slo
@@ -65,6 +66,7 @@ class Simulation:
                 num_window_blocks=num_window_blocks,
                 window=window,
                 stored=stored,
+                num_kept_free=num_kept_free(num_blocks, budget, block_size),
             )
             for _ in range(num_ranks)
         ]
@@ -211,7 +213,7 @@ class Simulation:
         num_preemptions = self.scheduler.counters.preemptions
         plans = self.scheduler.schedule()
         if plans is None:
-            is_reading = self.scheduler.disk is not None and self.scheduler.disk.waiting
+            is_reading = self.scheduler.lower is not None and self.scheduler.lower.waiting
             # Blocks that are copied may be all that is left.
             is_stopped = self._unmasked or is_reading or any(cache.num_copied for cache in self.caches)
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from moeserve.frontend.live import DraftsNow, KvBlocks, KvOnDisk, LiveStats, quantiles
+from moeserve.frontend.live import DraftsNow, KvBelow, KvBlocks, LiveStats, quantiles
 from moeserve.frontend.metrics import Metrics
 from moeserve.wire import FeatureSamples, Stats
 
@@ -72,7 +72,10 @@ def test_kv_on_disk_is_told_where_there_is_some(clock: Clock) -> None:
     for features in ({}, {}, tiers):
         figures.on_stats(stats(features=features))
         clock.forward(1)
-    assert [sample.disk for sample in figures.samples] == [None, KvOnDisk(blocks=40, bytes=4000, hit_share=0.25)]
+    assert [sample.below for sample in figures.samples] == [
+        None,
+        KvBelow(tier="disk", blocks=40, bytes=4000, hit_share=0.25),
+    ]
 
 
 def test_drafts_have_rates_where_some_are_made(clock: Clock) -> None:

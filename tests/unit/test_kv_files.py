@@ -19,7 +19,7 @@ from launcher.cli import main
 from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles, open_root, scan, why_damaged
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock, border_name
 
 FINGERPRINT = "ab" * 16
@@ -159,7 +159,7 @@ def test_threads_copy_blocks_and_tell_where_a_reading_ended(tmp_path: Path) -> N
     before = [array.copy() for array in memory]
     copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), {Kind.KV: memory})
     copies = [copy_of(number) for number in range(20)]
-    written = finish(copier, CopyJob(copies, to_disk=True))
+    written = finish(copier, CopyJob(copies, is_write=True))
     assert (len(written.num_bytes), written.error) == (20, None)
     moved = [BlockCopy(20 + copy.block, copy.name, copy.folder, copy.depth, copy.tokens) for copy in copies]
     whole = finish(copier, CopyJob(moved))
@@ -167,7 +167,7 @@ def test_threads_copy_blocks_and_tell_where_a_reading_ended(tmp_path: Path) -> N
     for now, then in zip(memory, before, strict=True):
         assert (now[:, 20:] == then[:, :20]).all()
     (tmp_path / copies[13].path).write_bytes(b"")
-    finish(copier, CopyJob([], to_disk=True, chores=Chores([copies[17].path], [])))
+    finish(copier, CopyJob([], is_write=True, chores=Chores([copies[17].path], [])))
     part = finish(copier, CopyJob(moved))
     assert (len(part.num_bytes), part.error) == (13, "its size is wrong")
     copier.close()
@@ -208,7 +208,7 @@ def test_threads_copy_each_kind_from_and_to_its_own_memory(tmp_path: Path) -> No
     before = {kind: memories[kind][0].copy() for kind in Kind}
     copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), memories)
     copies = [copy_of(1), *map(beside, (Kind.WINDOW, Kind.STATE))]
-    assert finish(copier, CopyJob(copies, to_disk=True)).error is None
+    assert finish(copier, CopyJob(copies, is_write=True)).error is None
     assert finish(copier, CopyJob([replace(copy, block=5) for copy in copies])).error is None
     for kind in Kind:
         assert (memories[kind][0][:, 5] == before[kind][:, 1]).all()

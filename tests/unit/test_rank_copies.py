@@ -13,7 +13,7 @@ from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.messages import FromRank, ToRank
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from moeserve.wire import decode, encode
 from radix_cache import BlockCopy, Kind
 
@@ -81,8 +81,8 @@ def ranks(tmp_path: Path) -> Iterator[Ranks]:
 
 def test_a_rank_reads_the_blocks_that_another_rank_has_written(ranks: Ranks) -> None:
     here, there = ranks.memories
-    of_first = CopyJob([copy_of(3, 1)], to_disk=True)
-    of_other = CopyJob([copy_of(3, 2), copy_of(4, 3)], to_disk=True, rank=1)
+    of_first = CopyJob([copy_of(3, 1)], is_write=True)
+    of_other = CopyJob([copy_of(3, 2), copy_of(4, 3)], is_write=True, rank=1)
     written = ranks.run(of_first, of_other)
     assert [(len(result.num_bytes), result.error) for result in written] == [(1, None), (2, None)]
     expected = content(here, 3), content(there, 3), content(there, 4)
@@ -93,7 +93,7 @@ def test_a_rank_reads_the_blocks_that_another_rank_has_written(ranks: Ranks) -> 
 
 def test_a_damaged_file_ends_a_job_of_another_rank_where_it_ends_one_here(ranks: Ranks, tmp_path: Path) -> None:
     copies = [copy_of(block, block) for block in range(4)]
-    ranks.run(CopyJob(copies, to_disk=True, rank=1))
+    ranks.run(CopyJob(copies, is_write=True, rank=1))
     path = tmp_path / copies[2].path
     path.write_bytes(path.read_bytes()[:-1])
     (result,) = ranks.run(CopyJob(copies, rank=1))
@@ -109,6 +109,6 @@ def test_a_job_that_is_cancelled_ends_all_the_same(ranks: Ranks) -> None:
 
 
 def test_ends_of_jobs_are_told_once(ranks: Ranks) -> None:
-    jobs = [CopyJob([copy_of(number, number)], to_disk=True, rank=number % 2) for number in range(10)]
+    jobs = [CopyJob([copy_of(number, number)], is_write=True, rank=number % 2) for number in range(10)]
     assert [result.job for result in ranks.run(*jobs)] == jobs
     assert ranks.copies.take() == []

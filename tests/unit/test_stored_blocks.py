@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.request_states import StatePolicy
-from radix_cache import Kind, PrefixCache, Retention, StoredBlock, StoredBlocks
+from radix_cache import Kind, PrefixCache, Retention, StoredBlock, StoredBlocks, Tier
 from radix_cache.block_copies import border_name
 from tests.support.examples import examples
 from tests.support.kv_life import Disk, Life, ask, stored
@@ -109,10 +110,10 @@ def test_the_next_life_finds_prompt_and_output_on_disk() -> None:
     follow = ask(second, "b", [*record.history, 7, 7])
     stranger = ask(second, "c", [*record.history, 7, 7], namespace="other")
     second.settle()
-    assert (follow.request.num_cached_tokens, follow.request.num_disk_tokens) == (32, 32)
-    assert (stranger.request.num_cached_tokens, stranger.request.num_disk_tokens) == (0, 0)
-    assert second.scheduler.disk is not None
-    assert second.scheduler.disk.counters.disk_hit_tokens == 32
+    assert (follow.request.num_cached_tokens, follow.request.num_lower_tokens) == (32, 32)
+    assert (stranger.request.num_cached_tokens, stranger.request.num_lower_tokens) == (0, 0)
+    assert second.scheduler.lower is not None
+    assert second.scheduler.lower.counters.lower_hit_tokens == 32
     second.check_all_done()
 
 
@@ -124,10 +125,10 @@ def test_requests_with_one_prefix_wait_for_one_reading() -> None:
     second = Life(disk, random.Random(2), **OPTIONS)
     records = [ask(second, name, list(range(24))) for name in "xyz"]
     jobs = second.scheduler.waiting.take_copies(0.0)
-    assert [len(job.copies) for job in jobs if not job.to_disk] == [5]
+    assert [len(job.copies) for job in jobs if not job.is_write] == [5]
     second.jobs += jobs
     second.settle()
-    assert [record.request.num_disk_tokens for record in records] == [20, 20, 20]
+    assert [record.request.num_lower_tokens for record in records] == [20, 20, 20]
     second.check_all_done()
 
 
@@ -174,7 +175,7 @@ def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
     second.scheduler.tell_time(31.0)
     assert second.scheduler.waiting.take_copies(0.0) == []
     Simulation.run(second)
-    assert record.request.num_disk_tokens == 0
+    assert record.request.num_lower_tokens == 0
     second.end(job)
     second.settle()
     second.check_all_done()
@@ -188,7 +189,7 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
     second = Life(disk, random.Random(2), **OPTIONS)
     ask(second, "b", list(range(24)))
     second.settle()
-    assert second.scheduler.disk is not None
+    assert second.scheduler.lower is not None
     second.cache.reset()
     second.settle()
     ask(second, "c", list(range(24)))
@@ -199,7 +200,7 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
     record = ask(second, "d", list(range(24)))
     second.settle()
     assert record.request.num_cached_tokens == 0
-    assert second.scheduler.disk.counters.num_slower == 1
+    assert second.scheduler.lower.counters.num_slower == 1
 
 
 @pytest.mark.parametrize(("read_s", "from_disk"), [(10.0, 0), (1e-4, 20), (None, 20)])
@@ -212,10 +213,10 @@ def test_before_anything_was_read_a_first_guess_decides(read_s: float | None, fr
     ask(second, "other", [30, 31, 32], max_tokens=1)
     second.settle()
     second.scheduler.count_step(0.1)
-    assert ask(second, "b", list(range(24))).request.num_disk_tokens == 0
+    assert ask(second, "b", list(range(24))).request.num_lower_tokens == 0
     second.settle()
-    assert second.scheduler.disk is not None
-    assert second.scheduler.disk.counters.disk_hit_tokens == from_disk
+    assert second.scheduler.lower is not None
+    assert second.scheduler.lower.counters.lower_hit_tokens == from_disk
 
 
 # A prefix that is read misses a step of the stream, 1 s. Its 20 tokens add next to nothing to a step of equal seconds.
@@ -232,7 +233,7 @@ def test_beside_streams_a_prefix_is_read_only_if_it_is_worth_a_step(long_step_s:
         second.scheduler.count_step(seconds)
     record = ask(second, "b", list(range(24)))
     second.settle()
-    assert record.request.num_disk_tokens == from_disk
+    assert record.request.num_lower_tokens == from_disk
     second.check_all_done()
 
 
@@ -279,14 +280,14 @@ def test_blocks_that_are_not_kept_in_memory_are_not_kept_on_disk(keep: int) -> N
     lease = cache.match(tokens)
     cache.extend(lease, 7)
     cache.publish(lease, tokens, 28)
-    assert cache.disk is not None
-    written = cache.disk.take(3)
+    assert cache.lower is not None
+    written = cache.lower.take(3)
     cache.release(lease, keep)
     for copy in written:
         cache.end_store(copy, 100, 0.0)
-    for copy in cache.disk.take(16):
+    for copy in cache.lower.take(16):
         cache.end_store(copy, 100, 0.0)
-    assert len(cache.disk.stored) == keep // SIZE
+    assert len(cache.lower.stored) == keep // SIZE
     cache.check_invariants()
 
 
@@ -299,7 +300,7 @@ def test_a_load_that_does_not_end_stalls_nobody() -> None:
     stream = ask(second, "stream", [7, 8, 9], max_tokens=30)
     Simulation.step(second)
     waits = ask(second, "waits", list(range(24)))
-    (job,) = [job for job in second.scheduler.waiting.take_copies(0.0) if not job.to_disk]
+    (job,) = [job for job in second.scheduler.waiting.take_copies(0.0) if not job.is_write]
     other = ask(second, "other", [30, 31, 32], max_tokens=3)
     for _ in range(10):
         before = stream.request.num_output_tokens
@@ -308,7 +309,7 @@ def test_a_load_that_does_not_end_stalls_nobody() -> None:
     assert (other.finish_reason is not None, waits.request.num_output_tokens) == (True, 0)
     second.end(job)
     second.settle()
-    assert waits.request.num_disk_tokens == 20
+    assert waits.request.num_lower_tokens == 20
     second.check_all_done()
 
 
@@ -322,7 +323,7 @@ def test_any_rank_reads_what_another_rank_has_written() -> None:
     second.step()
     record = ask(second, "b", list(range(24)))
     second.settle()
-    assert (record.request.rank, record.request.num_cached_tokens, record.request.num_disk_tokens) == (1, 20, 20)
+    assert (record.request.rank, record.request.num_cached_tokens, record.request.num_lower_tokens) == (1, 20, 20)
     second.check_all_done()
 
 
@@ -357,13 +358,13 @@ def test_a_prefix_on_disk_serves_up_to_its_last_border(memory: dict[str, Any]) -
     other = ask(second, "other", [*range(20), 30, 30])
     shorter = ask(second, "shorter", [*range(17), 30, 30])
     second.settle()
-    assert (other.request.num_cached_tokens, other.request.num_disk_tokens) == (20, 20)
+    assert (other.request.num_cached_tokens, other.request.num_lower_tokens) == (20, 20)
     assert shorter.request.num_cached_tokens == 0
     second.check_all_done()
     third = Life(disk, random.Random(3), **OPTIONS, **memory)
     follow = ask(third, "b", [*record.history, 7, 7])
     third.settle()
-    assert (follow.request.num_cached_tokens, follow.request.num_disk_tokens) == (32, 32)
+    assert (follow.request.num_cached_tokens, follow.request.num_lower_tokens) == (32, 32)
     third.check_all_done()
 
 
@@ -379,7 +380,7 @@ def test_without_its_last_border_a_prefix_serves_up_to_the_one_before(memory: di
     del disk.files[border_name(names[7], Kind.WINDOW if memory is WINDOWS else Kind.STATE)]
     follow = ask(second, "b", [*record.history, 7, 7])
     second.settle()
-    assert (follow.request.num_cached_tokens, follow.request.num_disk_tokens) == (20, 20)
+    assert (follow.request.num_cached_tokens, follow.request.num_lower_tokens) == (20, 20)
     second.check_all_done()
 
 
@@ -421,13 +422,109 @@ def test_an_abort_while_a_border_is_read_frees_it_only_after_the_reading() -> No
     second.check_all_done()
 
 
+HOST: dict[str, Any] = {"num_blocks": 16, "block_size": SIZE, "tier": Tier.HOST}
+
+
+def fill(life: Life, *starts: int) -> None:
+    """Let prompts of five blocks, one after another, push out what is cached."""
+    for start in starts:
+        ask(life, f"fill {start}", list(range(start, start + 22)), max_tokens=1)
+        life.settle()
+
+
+def test_blocks_move_to_the_host_as_they_leave_the_device_and_come_back() -> None:
+    host = Disk()
+    life = Life(host, random.Random(1), **HOST)
+    prompt = list(range(22))
+    ask(life, "a", prompt, max_tokens=1)
+    life.settle()
+    assert host.files == {}
+    fill(life, 10, 20, 28)
+    names = names_of(life.blocks, "", prompt)
+    assert all(name in host.files for name in names)
+    assert life.cache.peek(array("i", prompt)) < 20
+    again = ask(life, "b", prompt)
+    life.settle()
+    assert again.request.num_cached_tokens == 20
+    assert again.request.num_lower_tokens is not None
+    assert again.request.num_lower_tokens > 0
+    stranger = ask(life, "c", prompt, namespace="other")
+    life.settle()
+    assert stranger.request.num_cached_tokens == 0
+    life.check_all_done()
+
+
+def test_a_device_keeps_a_few_blocks_free_and_what_clients_retain() -> None:
+    host = Disk()
+    life = Life(host, random.Random(1), **HOST)
+    prompt = array("i", range(22))
+    ask(life, "a", prompt.tolist(), max_tokens=1)
+    life.settle()
+    life.cache.expect_back(prompt, "", 1.0, 50.0)
+    fill(life, 10, 20, 28)
+    for _ in range(3):
+        life.step()
+    assert life.cache.peek(prompt) == 20
+    assert life.cache.num_free >= num_kept_free(16, 16, SIZE)
+    assert len(host.files) > 0
+    life.check_all_done()
+
+
+def test_a_block_on_its_way_to_the_host_is_given_to_nobody_before_it_is_there() -> None:
+    life = Life(Disk(), random.Random(1), **HOST | {"num_blocks": 64})
+    for number in range(13):
+        ask(life, str(number), [number, *range(20)], max_tokens=1)
+        while not life.scheduler.is_idle:
+            Simulation.step(life)
+    (job,) = life.scheduler.waiting.take_copies(0.0)
+    assert (job.is_write, len(job.copies)) == (True, life.cache.num_in_copy)
+    assert 0 < len(job.copies) <= num_kept_free(64, 16, SIZE)
+    assert life.scheduler.waiting.take_copies(0.0) == []
+    ask(life, "next", list(range(40, 15, -1)))
+    for _ in range(6):
+        Simulation.step(life)
+    life.end(job)
+    assert life.cache.num_in_copy == 0
+    life.settle()
+    life.check_all_done()
+
+
+@pytest.mark.parametrize("memory", [WINDOWS, STATES, WINDOWS | STATES], ids=["windows", "states", "both"])
+def test_borders_are_on_the_host_before_their_blocks_leave(memory: dict[str, Any]) -> None:
+    host = Disk()
+    life = Life(host, random.Random(1), **HOST | {"num_blocks": 24}, **memory)
+    prompt = list(range(22))
+    ask(life, "a", prompt, max_tokens=1)
+    life.settle()
+    assert {len(name) for name in host.files} == {16, 17}
+    fill(life, 6, 12, 18, 24, 28)
+    again = ask(life, "b", prompt)
+    life.settle()
+    assert again.request.num_cached_tokens == 20
+    life.check_all_done()
+
+
+def test_what_the_host_has_is_within_its_size_and_dropped_with_the_rest() -> None:
+    host = Disk()
+    life = Life(host, random.Random(1), **HOST, max_bytes=800)
+    for start in range(0, 28, 2):
+        fill(life, start)
+        assert life.blocks.num_bytes <= 800
+    assert life.blocks.num_evicted > 0
+    assert 0 < len(host.files) <= 8 + num_kept_free(16, 16, SIZE)
+    life.cache.reset()
+    for _ in range(3):
+        life.step()
+    assert host.files == {}
+
+
 TALK = st.tuples(st.integers(0, 3), st.integers(0, 24), st.integers(0, 3), st.sampled_from(["", "tenant"]))
 SHARED = [(5 * i + 1) % VOCAB_SIZE for i in range(24)]
 
 
 @dataclass
 class History:
-    """Lives of an engine over one disk. Some of them are killed."""
+    """Lives of an engine over one disk, or each over a host's memory of its own. Some of them are killed."""
 
     talks: list[tuple[int, int, int, str]]
     choices: random.Random
@@ -439,6 +536,8 @@ class History:
     def play(self) -> None:
         """Let all lives pass. Every token is compared with an undisturbed run, and every copy with its block."""
         for _ in range(self.num_lives):
+            if self.options["tier"] is Tier.HOST:
+                self.disk = Disk()  # the host's memory ends with the engine
             life = Life(self.disk, self.choices, block_size=SIZE, budget=12, **self.options, **self.memory)
             self.talk(life)
             if self.choices.random() < 0.5:
@@ -497,6 +596,7 @@ HISTORIES = st.builds(
         {
             "num_blocks": st.sampled_from([16, 24, 60]),
             "num_ranks": st.sampled_from([1, 2, 3]),
+            "tier": st.sampled_from(Tier),
             "max_bytes": st.sampled_from([300, 1200, 100_000]),
             "depth": st.sampled_from([0, 1]),
             "overflow": st.sampled_from(Overflow),
@@ -509,7 +609,7 @@ HISTORIES = st.builds(
 @pytest.mark.slow
 @examples(3)
 @given(HISTORIES)
-def test_tokens_are_those_of_an_undisturbed_run_whatever_goes_to_disk_and_comes_back(history: History) -> None:
+def test_tokens_are_those_of_an_undisturbed_run_whatever_leaves_memory_and_comes_back(history: History) -> None:
     history.play()
 
 

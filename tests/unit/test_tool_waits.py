@@ -240,5 +240,5 @@ def test_what_is_read_back_for_nobody_yet_is_a_hit_in_memory() -> None:
     assert not second.scheduler.waiting.read_back(array("i", range(25)), "", 0)
     record = ask(second, "b", [*range(24), 7, 7])
     second.settle()
-    assert (record.request.num_cached_tokens, record.request.num_disk_tokens) == (24, 0)
+    assert (record.request.num_cached_tokens, record.request.num_lower_tokens) == (24, 0)
     second.check_all_done()

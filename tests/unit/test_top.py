@@ -33,7 +33,7 @@ SAMPLE = {
     "inter_token": None,
     "hit_rate": 0.8,
     "kv": {"free": 10, "cached": 20, "leased": 30},
-    "disk": None,
+    "below": None,
     "rejections": 2,
     "preemptions": 0,
     "experts": {"balance": 0.5, "resident": 12, "hit_rate": None, "stall_seconds": None, "migrations": 4},

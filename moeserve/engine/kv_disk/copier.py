@@ -15,7 +15,7 @@ import structlog
 from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 NUM_READERS = 2  # threads that read files; one more writes
@@ -62,7 +62,7 @@ class BlockCopier:
     def start(self, job: CopyJob) -> None:
         """Begin a job; `take` returns its result."""
         self._num_open += 1
-        if job.to_disk:
+        if job.is_write:
             self._writes.put(job)
             return
         if job.sought:

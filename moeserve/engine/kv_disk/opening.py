@@ -8,19 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
 
 from kernels.cpu.library import build_library, native_kernels
 from moeserve.config import ConfigError
-from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, BlockMemory, Memories, as_block_memory, block_bytes
+from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, Memories, as_block_memory, block_bytes
 from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.engine.rank import Rank
 from moeserve.settings.quantities import show_size
 from moeserve.wire import RunContext
 from radix_cache import Kind, StoredBlock, StoredBlocks
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _DAY_SECONDS = 86400.0
 # The first guess of the disk's rate reads this number of blocks, spread over the times of their last use, in about this
@@ -55,15 +59,20 @@ class About(msgspec.Struct, frozen=True):
     state_bytes: int = 0
 
 
-def memories_of(rank: Rank) -> Memories:
+def block_tensors(rank: Rank) -> Mapping[Kind, Sequence[Tensor]]:
     """Return the memories of a rank's KV blocks and, where there are some, of its window blocks and states."""
     assert rank.kv_pool is not None
-    memories: dict[Kind, BlockMemory] = {Kind.KV: as_block_memory(rank.kv_pool.block_bytes())}
+    memories = {Kind.KV: rank.kv_pool.block_bytes()}
     if windows := rank.kv_pool.window_bytes():
-        memories[Kind.WINDOW] = as_block_memory(windows)
+        memories[Kind.WINDOW] = windows
     if rank.state_pool is not None:
-        memories[Kind.STATE] = as_block_memory([rank.state_pool.row_bytes()])
+        memories[Kind.STATE] = [rank.state_pool.row_bytes()]
     return memories
+
+
+def memories_of(rank: Rank) -> Memories:
+    """Return `block_tensors` on a CPU as arrays."""
+    return {kind: as_block_memory(tensors) for kind, tensors in block_tensors(rank).items()}
 
 
 def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:

@@ -15,7 +15,7 @@ from pathlib import Path
 from moeserve.engine.kv_disk.copier import BlockCopier, Memories
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks, FromRank, OpenDisk, ToRank
-from moeserve.scheduling.disk_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 
 
 class RankCopies:
@@ -56,7 +56,7 @@ class RankCopies:
             return
         number = next(self._numbers)
         self._open[number] = job
-        self._send(job.rank, CopyBlocks(number, list(job.copies), job.to_disk, job.is_gentle))
+        self._send(job.rank, CopyBlocks(number, list(job.copies), job.is_write, job.is_gentle))
 
     def take(self, seconds: float = 0.0) -> list[CopyResult]:
         """Return the results since the last call. Wait up to `seconds` for the first. Raise RankError."""
@@ -98,7 +98,7 @@ class MemberCopies:
                 self._copier = BlockCopier(BlockFiles(Path(message.root), message.fingerprint), self._memories())
             case CopyBlocks():
                 assert self._copier is not None
-                job = CopyJob(message.copies, message.to_disk, is_gentle=message.is_gentle)
+                job = CopyJob(message.copies, message.is_write, is_gentle=message.is_gentle)
                 self._numbers[job] = message.number
                 self._copier.start(job)
             case CancelCopies():

@@ -128,7 +128,7 @@ class CopyBlocks(Message):
 
     number: int
     copies: list[BlockCopy]
-    to_disk: bool
+    is_write: bool
     is_gentle: bool
 
 
@@ -139,7 +139,7 @@ class CancelCopies(Message):
 
 
 class CopiesEnded(Message):
-    """The end of a `CopyBlocks`; see `moeserve.scheduling.disk_tier.CopyResult`."""
+    """The end of a `CopyBlocks`; see `moeserve.scheduling.lower_tier.CopyResult`."""
 
     rank: int
     number: int

@@ -305,9 +305,9 @@ class Usage:
     """Token counts of an answer; `cached_tokens` of the prompt tokens came from the prefix cache, `reasoning_tokens` of
     the completion tokens were reasoning. `cache_report`: what `CacheOptions.report` asked for, of one prompt or, as a
     list, of several. `resumed`: an engine ended while it had the request, and another one went on with it.
-    `disk_tokens` of the cached tokens came from disk; None where the cache is in memory alone. `ticket`: for the KV
-    of the prompt, which is held for another service. Tokens of the client's prediction that were tried are accepted if
-    they came, else rejected."""
+    `tier_tokens` of the cached tokens came from the host's memory below a GPU's, and from disk; None where the cache
+    is in memory alone. `ticket`: for the KV of the prompt, which is held for another service. Tokens of the client's
+    prediction that were tried are accepted if they came, else rejected."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
@@ -315,7 +315,7 @@ class Usage:
     reasoning_tokens: int = 0
     cache_report: dict[str, Any] | list[dict[str, Any]] | None = None
     resumed: bool = False
-    disk_tokens: int | None = None
+    tier_tokens: tuple[int, int] | None = None
     ticket: KvTicket | None = None
     accepted_prediction_tokens: int = 0
     rejected_prediction_tokens: int = 0
@@ -329,16 +329,17 @@ class Usage:
     def extensions(self) -> dict[str, Any]:
         """The fields of the usage that no dialect has of its own, as far as there is something to say."""
         found: dict[str, Any] = {} if self.cache_report is None else {"cache_report": self.cache_report}
-        if self.disk_tokens is not None:
-            found["cached_tokens_details"] = by_tier(self.cached_tokens, self.disk_tokens)
+        if self.tier_tokens is not None:
+            found["cached_tokens_details"] = by_tier(self.cached_tokens, self.tier_tokens)
         if self.resumed:
             found["resumed"] = True
         return found
 
 
-def by_tier(num_cached: int, num_on_disk: int) -> dict[str, int]:
-    """Return cached tokens by the tier that had them. KV of a CPU is in its own memory: no tier is on the host."""
-    return {"device": num_cached - num_on_disk, "host": 0, "disk": num_on_disk}
+def by_tier(num_cached: int, tier_tokens: tuple[int, int]) -> dict[str, int]:
+    """Return cached tokens by the tier that had them. On a CPU the device is the host's own memory, and `host` is 0."""
+    on_host, on_disk = tier_tokens
+    return {"device": num_cached - on_host - on_disk, "host": on_host, "disk": on_disk}
 
 
 # Yields between pieces of work, and returns the text.

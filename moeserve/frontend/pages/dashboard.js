@@ -90,13 +90,13 @@ function showBlocks(sample) {
   const text = (blocks) => `${count(blocks)} (${count(blocks * size)} tokens)`;
   kv.update([leased, cached, free], [leased, cached, free].map(text));
   find("#kv-used").textContent = percent(leased / (leased + cached + free || 1));
-  if (sample.disk) find("#kv-disk").textContent = onDisk(sample.disk, size);
+  if (sample.below) find("#kv-below").textContent = below(sample.below, size);
   find("#events").textContent = `${count(sample.preemptions)} preempted · ${count(sample.rejections)} refused`;
 }
 
-function onDisk({ blocks, bytes, hit_share: share }, size) {
+function below({ tier, blocks, bytes, hit_share: share }, size) {
   const found = share === null ? "" : ` · ${percent(share)} of the cached tokens found`;
-  return `on disk ${count(blocks * size)} tokens (${count(Math.round(bytes / 1e6))} MB)${found}`;
+  return `${tier === "host" ? "in host memory" : "on disk"} ${count(blocks * size)} tokens (${count(Math.round(bytes / 1e6))} MB)${found}`;
 }
 
 function showAbout() {

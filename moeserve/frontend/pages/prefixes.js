@@ -34,13 +34,14 @@ export class PrefixPanel {
     find("#prefix-tree").replaceChildren(rows.length ? table : el("p", { class: "note" }, "Nothing is cached yet."));
   }
 
-  showFacts({ num_prefixes: all, budget, disk }) {
+  showFacts({ num_prefixes: all, budget, host, disk }) {
     const facts = [];
     if (all !== undefined) facts.push(["in memory", count(all)]);
     if (budget?.blocks) {
       facts.push(["retained", `${count(budget.retained)} of ${count(budget.blocks)} blocks`]);
       facts.push(["of which pinned", `${count(budget.pinned)} blocks`]);
     }
+    if (host) facts.push(["in host memory", `${count(host.blocks)} blocks`]);
     if (disk) facts.push(["on disk", `${count(disk.blocks)} blocks`]);
     find("#prefix-facts").replaceChildren(...facts.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
   }

@@ -184,7 +184,7 @@ class Answer:
 
     def _add_report(self, prompt: int, output: Output, miss: Miss) -> None:
         """Add the cache report of a prompt: usage has one, or for several prompts a list in their order."""
-        found = output.num_cached_tokens or 0, output.num_disk_tokens
+        found = output.num_cached_tokens or 0, output.tier_tokens
         self._reports[prompt] = describe_miss(miss, self._prompts[prompt], *found, self._tokenizer)
         reports = [self._reports[prompt] for prompt in sorted(self._reports)]
         self._usage.cache_report = reports[0] if len(self._prompts) == 1 else reports
@@ -218,8 +218,9 @@ class Answer:
         """
         if output.num_cached_tokens is not None and (output.token_ids or output.finish_reason is not None):
             self._usage.cached_tokens += output.num_cached_tokens
-            if output.num_disk_tokens is not None:
-                self._usage.disk_tokens = (self._usage.disk_tokens or 0) + output.num_disk_tokens
+            if output.tier_tokens is not None:
+                host, disk = self._usage.tier_tokens or (0, 0)
+                self._usage.tier_tokens = host + output.tier_tokens[0], disk + output.tier_tokens[1]
             self._untold.discard(choice)
 
 
@@ -446,11 +447,15 @@ def asks_for_report(scope: Scope) -> bool:
 
 
 def describe_miss(
-    miss: Miss, prompt: Sequence[int], num_cached: int, num_on_disk: int | None, tokenizer: TextTokenizer
+    miss: Miss,
+    prompt: Sequence[int],
+    num_cached: int,
+    tier_tokens: tuple[int, int] | None,
+    tokenizer: TextTokenizer,
 ) -> dict[str, Any]:
-    """Return the report of a prompt: `num_cached` of its tokens were cached, `num_on_disk` of them on disk.
+    """Return the report of a prompt: `num_cached` of its tokens were cached, `tier_tokens` of them below memory.
 
-    num_on_disk: None where the cache is in memory alone; the report then names no tiers.
+    tier_tokens: see `Output`; without them the report names no tiers.
 
     `yours` is the prompt's text from `at_token` on, `nearest` that of the nearest prefix of one's own from there on,
     `before` what both have before.
@@ -472,8 +477,8 @@ def describe_miss(
             witnesses=miss.num_witnesses,
         ),
     }
-    if num_on_disk is not None:
-        report["matched_tokens_details"] = by_tier(num_cached, num_on_disk)
+    if tier_tokens is not None:
+        report["matched_tokens_details"] = by_tier(num_cached, tier_tokens)
     if position < len(prompt) and miss.reason is not MissReason.BYPASSED:
         report["before"] = text(prompt[max(0, position - _SHOWN_TOKENS) : position])
         report["yours"] = text(prompt[position : position + _SHOWN_TOKENS])

@@ -88,8 +88,8 @@ class GpuModelRunner:
         a time limit.
         """
         self._computes = computes
-        self._kv_pool = kv_pool
-        self._state_pool = state_pool
+        self.kv_pool = kv_pool
+        self.state_pool = state_pool
         self._batches = batches
         self._decode = decode
         self._wait = wait
@@ -102,17 +102,17 @@ class GpuModelRunner:
         Blocks need no clearing between requests: no kernel reads a slot that its sequence has not written.
         """
         if plan.copied_blocks:
-            self._kv_pool.copy_blocks(plan.copied_blocks, plan.copied_windows)
+            self.kv_pool.copy_blocks(plan.copied_blocks, plan.copied_windows)
         if not plan.chunks:
             return LaunchedStep(plan, None, _mark(self._serve_others()), self._wait)
-        arrays = step_arrays(plan.chunks, self._kv_pool.block_size)
+        arrays = step_arrays(plan.chunks, self.kv_pool.block_size)
         logit_rows, places = wanted_logits(plan.chunks)
         scores_prompts = any(chunk.extras is not None and chunk.extras.prompt_targets for chunk in plan.chunks)
-        if self._state_pool is not None:
-            self._state_pool.begin(plan.chunks)
+        if self.state_pool is not None:
+            self.state_pool.begin(plan.chunks)
         computed = self._forward(arrays, logit_rows, with_logits=not scores_prompts)
-        if self._state_pool is not None:
-            self._state_pool.end(plan.chunks)
+        if self.state_pool is not None:
+            self.state_pool.end(plan.chunks)
         routing = None if computed.routing is None else computed.routing.on_host()
         decoder = self._computes.decoder
         sampled = sample_step(decoder, plan.chunks, places, computed.states, computed.logits, self._drawn)
@@ -198,16 +198,16 @@ class HeardDecoder:
 
     def __init__(self, decoder: Decoder, kv_pools: KvPools, tap: RoutingTap | None = None) -> None:
         self.decoder = decoder
-        self._kv_pools, self._tap = kv_pools, tap
+        self.kv_pools, self._tap = kv_pools, tap
 
     def __call__(self, batch: ForwardBatch, *, with_logits: bool = True) -> Computed:
         """Compute a batch. A graph can record this; its replay writes the same tensors. See `Decoder.states`."""
         decoder, routing = self.decoder, None
         if self._tap is None:
-            states = decoder.states(batch, self._kv_pools)
+            states = decoder.states(batch, self.kv_pools)
         else:
             self._tap.clear()
-            states = decoder.states(batch, self._kv_pools)
+            states = decoder.states(batch, self.kv_pools)
             ids = self._tap.take().joined()
             routing = None if ids is None else StepRouting(ids)
         return Computed(states, decoder.logits(states) if with_logits else None, routing)

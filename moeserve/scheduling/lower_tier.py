@@ -1,9 +1,10 @@
-"""When KV blocks go to disk and when they come back. It reads and writes nothing itself: threads do, beside the engine.
+"""When KV blocks go to the tier below memory and when they come back. Threads copy them, beside the engine.
 
-A block is written soon after it has entered the tree. A waiting request whose prefix goes on on disk, beyond the part
-in memory, waits outside the queue while its blocks are read into leased blocks; then it takes its place again, by its
-arrival, and finds them as a prefix hit. Blocks are read only if that is expected to take less time than computing them.
-Both times are measured by others and told: plans depend on when copies end, as they do on when masks are made.
+To a disk a block is written soon after it has entered the tree, to the host's memory when it leaves that of a GPU
+(`radix_cache.stored_tree`). A waiting request whose prefix goes on in the lower tier, beyond the part in memory, waits
+outside the queue while its blocks are read into leased blocks; then it takes its place again, by its arrival, and finds
+them as a prefix hit. Blocks are read only if that is expected to take less time than computing them. Both times are
+measured by others and told: plans depend on when copies end, as they do on when masks are made.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from radix_cache import (
     PrefixCache,
     StoredBlock,
     StoredBlocks,
+    Tier,
     begin_restore,
     end_restore,
     is_still_full,
 )
 
-_STORED_AT_ONCE = 16  # blocks that one job writes, and that are in copy at most
+STORED_AT_ONCE = 16  # blocks that one job writes where they stay in memory, and that are in copy at most
+# Of a GPU's blocks, at least this share is kept free for steps: what leaves is then copied before its memory is needed.
+_FREE_SHARE, _MOST_FREE_SHARE = 1 / 16, 1 / 4
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
 _MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
 _SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
@@ -40,9 +44,15 @@ _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
 _FORGIVENESS = 0.02
 
 
+def num_kept_free(num_blocks: int, step_tokens: int, block_size: int) -> int:
+    """Return how many of a GPU's blocks are kept free where others move to the host: as many as a step takes."""
+    of_step = -(-step_tokens // block_size)
+    return max(1, min(int(_MOST_FREE_SHARE * num_blocks), max(of_step, int(_FREE_SHARE * num_blocks))))
+
+
 @dataclass(eq=False, slots=True)
 class CopyJob:
-    """Blocks of one rank's memory to be written to disk, or to be read into it, in their order.
+    """Blocks of one rank's memory to be written, or to be read into it, in their order.
 
     chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, each with files that
     it may have beside its own, up to the first block that is not there. is_gentle: the copying gives way to steps.
@@ -50,7 +60,7 @@ class CopyJob:
     """
 
     copies: Sequence[BlockCopy]
-    to_disk: bool = False
+    is_write: bool = False
     chores: Chores | None = None
     sought: Sequence[Sequence[StoredBlock]] = ()
     is_gentle: bool = False
@@ -63,7 +73,7 @@ class CopyResult:
     """The end of a job: the bytes of the files of its first blocks that are copied, and the seconds that this took.
 
     error: of the next block, None if all are copied or the job was cancelled. found: the first blocks of
-    `CopyJob.sought`, as they are on disk.
+    `CopyJob.sought`, as they are in the lower tier.
     """
 
     job: CopyJob
@@ -74,18 +84,18 @@ class CopyResult:
 
 
 @dataclass(slots=True)
-class DiskCounters:
+class TierCounters:
     """Totals since the start. Bytes that were read, or written, with the seconds that this took.
 
-    device_hit_tokens, disk_hit_tokens: tokens that requests found in memory, and on disk. device_hits, disk_hits: how
-    often a request found some there. num_slower: prefixes that were computed because reading them was expected to take
-    longer. num_overdue: readings that took too long and were ended. fates: of preempted requests.
+    device_hit_tokens, lower_hit_tokens: tokens that requests found in memory, and in the lower tier. device_hits,
+    lower_hits: how often a request found some there. num_slower: prefixes that were computed because reading them was
+    expected to take longer. num_overdue: readings that took too long and were ended. fates: of preempted requests.
     """
 
     device_hits: int = 0
-    disk_hits: int = 0
+    lower_hits: int = 0
     device_hit_tokens: int = 0
-    disk_hit_tokens: int = 0
+    lower_hit_tokens: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
     written_bytes: int = 0
@@ -110,8 +120,8 @@ class _Reading:
     waiting: list[Request] = field(default_factory=list)
 
 
-class DiskTier:
-    """Moves blocks between the caches of all ranks and one disk: what one rank has written any other can read."""
+class LowerTier:
+    """Moves blocks between the caches of all ranks and what is below: what one rank has written any other can read."""
 
     def __init__(
         self,
@@ -122,8 +132,8 @@ class DiskTier:
     ) -> None:
         """caches: by rank, with the same `stored`. pace: knows the seconds of steps. overflow: the fate of preempted
         requests. read_s: a first guess of the seconds per block that is read, by `CopyJob.is_gentle`."""
-        self._caches, self._disks = caches, [cache.disk for cache in caches if cache.disk is not None]
-        self._stored = self._disks[0].stored
+        self._caches, self._trees = caches, [cache.lower for cache in caches if cache.lower is not None]
+        self._stored = self._trees[0].stored
         self._block_size = caches[0].block_size
         self._pace = pace
         self._overflow = overflow
@@ -138,18 +148,18 @@ class DiskTier:
         # Seconds per block that is read, by `CopyJob.is_gentle`, and written, where they are known.
         self._read_s: dict[bool, float] = dict(read_s or {})
         self._write_s: float | None = None
-        self.counters = DiskCounters()
+        self.counters = TierCounters()
 
     @property
     def stored(self) -> StoredBlocks:
         return self._stored
 
     def num_stored(self, request: Request) -> int:
-        """Count the request's leading tokens that are in a rank's memory or on disk."""
+        """Count the request's leading tokens that are in a rank's memory or in the lower tier."""
         tokens, namespace, names, size = request.token_ids, request.namespace, request.prefix_names, self._block_size
         return size * max(
-            disk.num_stored(tokens, namespace, names, cache.peek(tokens, namespace) // size)
-            for cache, disk in zip(self._caches, self._disks, strict=True)
+            tree.num_stored(tokens, namespace, names, cache.peek(tokens, namespace) // size)
+            for cache, tree in zip(self._caches, self._trees, strict=True)
         )
 
     @property
@@ -169,14 +179,14 @@ class DiskTier:
     def seek(self, request: Request, now: float) -> bool:
         """Return whether a request of the queue waits, from now on, until files of its prefix have been looked for.
 
-        Services that share the folder write such files at any time. For the rest see `look_up`.
+        Services that share a disk write such files at any time. For the rest see `look_up`.
         """
-        if request.is_sought:
+        if request.is_sought or self._stored.tier is Tier.HOST:
             return False
         request.is_sought = True
         tokens, namespace = request.token_ids, request.namespace
         num_cached = max(cache.peek(tokens, namespace) for cache in self._caches)
-        sought = self._disks[0].unknown(tokens, namespace, request.prefix_names, num_cached // self._block_size)
+        sought = self._trees[0].unknown(tokens, namespace, request.prefix_names, num_cached // self._block_size)
         if not sought:
             return False
         job = CopyJob((), sought=sought)
@@ -199,7 +209,7 @@ class DiskTier:
         fate = fate_of(victim, self._costs(compute_s, num_running, num_running), self._overflow)
         self.counters.fates[fate] += 1
         if fate is Fate.SWAP:
-            self._disks[request.rank].hurry(unwritten)
+            self._trees[request.rank].hurry(unwritten)
         request.is_looked_up, request.num_restores = self._overflow is Overflow.RECOMPUTE, 0
 
     def look_up(self, request: Request, now: float, num_spoken_for: int, num_running: int) -> bool:
@@ -216,7 +226,7 @@ class DiskTier:
         if is_still_full(room, request.no_room_to_fill):
             return False
         first = cache.peek(request.token_ids, request.namespace) // size
-        stop = self._disks[request.rank].num_stored(request.token_ids, request.namespace, request.prefix_names, first)
+        stop = self._trees[request.rank].num_stored(request.token_ids, request.namespace, request.prefix_names, first)
         if stop == first:
             # A part that is in memory now may have to leave it before the request begins.
             request.is_looked_up = not first
@@ -239,14 +249,15 @@ class DiskTier:
 
     def recovery_s(self, tokens: array[int], namespace: str, compute_s: float) -> float:
         """Return the seconds that it takes to have the KV of tokens again, which can be computed in `compute_s`."""
-        names: list[bytes] = []
-        num_blocks = self._disks[0].num_stored(tokens, namespace, names, 0)
+        tree, names = self._trees[0], list[bytes]()
+        # Blocks that move are stored by then.
+        num_blocks = len(tokens) // self._block_size if tree.moves else tree.num_stored(tokens, namespace, names, 0)
         is_stored = num_blocks > 0 and (num_blocks + 1) * self._block_size >= len(tokens)
         read_s = self._read_s.get(True)
         return min(compute_s, num_blocks * read_s) if is_stored and read_s is not None else compute_s
 
     def read_back(self, tokens: array[int], namespace: str, rank: int, now: float, num_spoken_for: int) -> bool:
-        """Begin to read the blocks of a prefix that are on disk and not in a rank's memory, for no request yet.
+        """Begin to read the blocks of a prefix that are stored and not in a rank's memory, for no request yet.
 
         Return False if there is nothing, or too little memory beside `num_spoken_for` blocks, or while others are read.
         """
@@ -255,7 +266,7 @@ class DiskTier:
         names: list[bytes] = []
         cache = self._caches[rank]
         first = cache.peek(tokens, namespace) // cache.block_size
-        stop = self._disks[rank].num_stored(tokens, namespace, names, first)
+        stop = self._trees[rank].num_stored(tokens, namespace, names, first)
         if stop == first or (rank, names[first]) in self._coming:
             return False
         fill = begin_restore(cache, tokens, namespace, names, num_spoken_for)
@@ -292,15 +303,17 @@ class DiskTier:
         """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
         jobs, self._new_jobs = self._new_jobs, []
         self._stored.tell_time(now)
-        for rank, disk in enumerate(self._disks):
+        for rank, (cache, tree) in enumerate(zip(self._caches, self._trees, strict=True)):
             if rank in self._writing:
                 continue
-            copies = disk.take(_STORED_AT_ONCE) if now >= self._write_after else []
+            copies: Sequence[BlockCopy] = ()
+            if now >= self._write_after:
+                copies = cache.demote() if tree.moves else tree.take(STORED_AT_ONCE)
             # All ranks see the same files, so the first one does the chores.
             chores = self._stored.take_chores() if rank == 0 else None
             if copies or chores is not None:
                 self._writing.add(rank)
-                jobs.append(CopyJob(copies, to_disk=True, chores=chores, rank=rank, is_gentle=num_running > 0))
+                jobs.append(CopyJob(copies, is_write=True, chores=chores, rank=rank, is_gentle=num_running > 0))
         return jobs
 
     def end(self, result: CopyResult, now: float) -> list[Request]:
@@ -309,7 +322,7 @@ class DiskTier:
         num_bytes = sum(result.num_bytes)
         if job.chores is not None:
             self._stored.end_removals(job.chores.removals)
-        if job.to_disk:
+        if job.is_write:
             self._writing.discard(job.rank)
             for index, copy in enumerate(job.copies):
                 size = result.num_bytes[index] if index < len(result.num_bytes) else 0
@@ -346,11 +359,11 @@ class DiskTier:
         last = request.num_computed_tokens
         found = max(0, min(stop, last) - max(start, last - num_tokens)) if rank == request.rank else 0
         if not request.num_preemptions:
-            request.num_disk_tokens = (request.num_disk_tokens or 0) + found
+            request.num_lower_tokens = (request.num_lower_tokens or 0) + found
         counters = self.counters
-        counters.disk_hit_tokens += found
+        counters.lower_hit_tokens += found
         counters.device_hit_tokens += num_tokens - found
-        counters.disk_hits += found > 0
+        counters.lower_hits += found > 0
         counters.device_hits += num_tokens > found
 
     def _end_search(self, reading: _Reading, result: CopyResult) -> list[Request]:

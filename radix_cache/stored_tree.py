@@ -1,8 +1,12 @@
-"""The blocks of one tree that are on disk too: which are written, and which continue a prefix of the tree.
+"""The blocks of one tree that are in the lower tier too: which are written, and which continue a prefix of the tree.
 
 Where prefixes serve only up to a border, its window blocks and its snapshot are written too, at the places that prompts
-are likely to go on from: the end of a prompt, where prompts diverge, and the end of a request. A prefix on disk then
+are likely to go on from: the end of a prompt, where prompts diverge, and the end of a request. A stored prefix then
 serves up to its last border there.
+
+Below a GPU blocks *move*: each is written when it is about to leave the tree (`PrefixCache.demote`). A border may leave
+memory before the KV blocks of its prefix, which are then needed beside it, so where there are borders blocks are
+written soon after they have entered the tree, as they are on a disk.
 """
 
 from __future__ import annotations
@@ -14,13 +18,13 @@ from radix_cache.block_copies import BlockCopies, BlockCopy, Kind, border_name
 from radix_cache.border_copies import BorderCopies
 from radix_cache.nodes import Lease, Node, Snapshot
 from radix_cache.snapshots import deepest_snapshot
-from radix_cache.stored import StoredBlock, StoredBlocks, used_at
+from radix_cache.stored import StoredBlock, StoredBlocks, Tier, used_at
 from radix_cache.tree import RadixTree
 from radix_cache.window_blocks import WindowBlocks
 
 
-class TreeOnDisk:
-    """Has the blocks of leases written to disk as they enter the tree. It moves no block within memory."""
+class StoredTree:
+    """Has the blocks of leases written as they enter the tree, or leave it. It moves no block within memory."""
 
     def __init__(
         self,
@@ -47,9 +51,14 @@ class TreeOnDisk:
         return Kind.STATE in self._kinds
 
     @property
+    def moves(self) -> bool:
+        """True if blocks are written when they are about to leave the tree, False if soon after they have entered."""
+        return self.stored.tier is Tier.HOST and not self._kinds
+
+    @property
     def num_wanted(self) -> int:
-        """The number of blocks, window blocks and snapshots that wait to be written."""
-        return len(self._copies.queue) + len(self.borders.queue)
+        """The number of blocks, window blocks and snapshots that wait to be written now."""
+        return len(self.borders.queue) + (0 if self.moves else len(self._copies.queue))
 
     def take(self, most: int) -> list[BlockCopy]:
         """Return the blocks that are to be written next, at most `most`. `PrefixCache.end_store` ends each.
@@ -58,6 +67,10 @@ class TreeOnDisk:
         """
         beside = self.borders.take(most)
         return beside + self._copies.take(most - len(beside))
+
+    def take_evicted(self, blocks: Iterable[int]) -> list[BlockCopy]:
+        """Return the copies of blocks that have left the tree and are not stored. `PrefixCache.end_store` ends each."""
+        return self._copies.take_of(blocks)
 
     def hurry(self, names: Sequence[bytes]) -> None:
         """Let blocks that wait to be written come before all others."""
@@ -102,7 +115,7 @@ class TreeOnDisk:
         stored.touch(lease.names[:stop], self._kinds)
 
     def forget(self, names: Sequence[bytes]) -> None:
-        """Let blocks not be, or not come, on disk."""
+        """Let blocks not be, or not come, in the lower tier."""
         self._copies.queue.revoke(names)
         beside = {border_name(name, kind) for name in names for kind in self._kinds}
         self.borders.queue.revoke(beside)
@@ -110,7 +123,7 @@ class TreeOnDisk:
             self.stored.discard(name)
 
     def drop(self, namespaces: Collection[str] | None) -> None:
-        """Let no block of namespaces (None: of all) be, or come, on disk."""
+        """Let no block of namespaces (None: of all) be, or come, there."""
         folders = None if namespaces is None else {self.stored.folder_of(namespace) for namespace in namespaces}
         for queue in (self._copies.queue, self.borders.queue):
             queue.revoke_all(lambda copy: folders is not None and copy.folder not in folders)
@@ -126,7 +139,7 @@ class TreeOnDisk:
         return is_alone
 
     def num_stored(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> int:
-        """Return the number of the first block from number `first` on that is not on disk, or holds the last token.
+        """Return the number of the first block from number `first` on that is not stored, or holds the last token.
 
         names: of the tokens' first blocks; names are added as far as they are needed.
         """
@@ -137,7 +150,7 @@ class TreeOnDisk:
         return self._last_border(names, first, min(stop, self.stored.depth(names, first)))
 
     def unknown(self, tokens: array[int], namespace: str, names: list[bytes], first: int) -> list[list[StoredBlock]]:
-        """Return the whole blocks of `tokens` that are neither in memory nor on disk, without size and time of use.
+        """Return the whole blocks of `tokens` that are neither in memory nor stored, without size and time of use.
 
         Each is a list, of the KV block and of its window block and snapshot, which it may have, too.
         Other services that share the folder may have written their files. first: the number of the first block that is
@@ -177,7 +190,7 @@ class TreeOnDisk:
         return copies
 
     def _write(self, lease: Lease, tokens: array[int], first: int, stop: int) -> None:
-        """Have the lease's blocks number `first` to `stop`, which are in the tree, written unless they are on disk."""
+        """Have the lease's blocks number `first` to `stop`, which are in the tree, written unless they are stored."""
         folder = self.stored.folder_of(lease.namespace)
         for index in range(first, stop):
             name = lease.names[index]
@@ -219,7 +232,7 @@ class TreeOnDisk:
             self.borders.queue.want(snapshot, BlockCopy(0, name, folder, depth - 1, data, Kind.STATE))
 
     def _is_missing(self, name: bytes, kind: Kind) -> bool:
-        """Return whether a KV block is, or comes, on disk, and the file beside it is not and does not.
+        """Return whether a KV block is, or comes, in the lower tier, and the file beside it is not and does not.
 
         Public KV blocks are there under the names of the namespace that published them.
         """
@@ -228,7 +241,7 @@ class TreeOnDisk:
         return is_coming and beside not in self.stored and beside not in self.borders.queue
 
     def _last_border(self, names: Sequence[bytes], first: int, depth: int) -> int:
-        """Return the last boundary up to block number `depth` at which a prefix serves that is on disk from `first` on.
+        """Return the last boundary up to block number `depth` at which a prefix serves that is stored from `first` on.
 
         It is `first`, up to which the prefix serves in memory, if there is none behind it.
         """
@@ -242,7 +255,7 @@ class TreeOnDisk:
         return max(first, at)
 
     def _last_window(self, names: Sequence[bytes], first: int, limit: int) -> int:
-        """Return the last boundary up to `limit` whose window blocks from number `first` on are on disk."""
+        """Return the last boundary up to `limit` whose window blocks from number `first` on are in the lower tier."""
         assert self._windows is not None
         border, index = limit, limit - 1
         while index >= max(first, border - self._windows.span):

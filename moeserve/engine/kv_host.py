@@ -1,0 +1,269 @@
+"""KV of a GPU in the host's memory: its pages, and the thread that copies blocks there and back beside the engine's."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass
+from itertools import groupby
+from queue import Empty, SimpleQueue
+
+import structlog
+import torch
+from torch import Tensor
+
+from experts.memory.tiers import page_locked
+from kernels.transfer import copied
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.device import RESERVE_BYTES, available_bytes, step_budget
+from moeserve.engine.kv_disk.opening import block_tensors
+from moeserve.engine.rank import Rank
+from moeserve.scheduling.lower_tier import STORED_AT_ONCE, CopyJob, CopyResult, num_kept_free
+from moeserve.settings.quantities import show_size
+from radix_cache import BlockCopy, Kind, StoredBlocks, Tier
+
+# Blocks go through memory of the device that holds some of them, in a row each, in at most this number of bytes: one
+# operation per pool and one transfer per page, rather than one per pool and block.
+_STAGED_BYTES = 32 << 20
+_STAGED_BLOCKS = 16
+
+log = structlog.get_logger(__name__)
+
+# The memory of blocks on the device, [rows, blocks, bytes]: a block is the bytes of all tensors at its number.
+DeviceMemory = Sequence[Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class KvHost:
+    """The blocks in the host's memory, their pages, and the device's memories that they are copied from and to.
+
+    read_s: see `KvDisk`; nothing is known before the first copy.
+    """
+
+    stored: StoredBlocks
+    pages: HostPages
+    memories: Mapping[Kind, DeviceMemory]
+    read_s: Mapping[bool, float]
+
+
+class HostPages:
+    """Pages of the host's memory, page-locked if there is a GPU. A block has as many as it fills, anywhere."""
+
+    def __init__(self, num_pages: int, page_bytes: int, device: torch.device) -> None:
+        """Raise ExpertStoreError if the memory cannot be locked."""
+        self.num_pages, self.page_bytes = num_pages, page_bytes
+        self._memory = page_locked(num_pages * page_bytes, device).view(num_pages, page_bytes)
+        self._free = list(reversed(range(num_pages)))
+        self._of: dict[str, list[int]] = {}
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, key: str, num_bytes: int) -> list[Tensor] | None:
+        """Return the pages for a block of `num_bytes`; None if too few are free."""
+        self.free(key)
+        count = -(-num_bytes // self.page_bytes)
+        if count > len(self._free):
+            return None
+        self._of[key] = [self._free.pop() for _ in range(count)]
+        return self.find(key)
+
+    def find(self, key: str) -> list[Tensor] | None:
+        """Return the pages of a block; None if it has none."""
+        numbers = self._of.get(key)
+        return None if numbers is None else [self._memory[number] for number in numbers]
+
+    def free(self, key: str) -> None:
+        """Free the pages of a block, if it has some."""
+        self._free += self._of.pop(key, ())
+
+
+class StagedBlocks:
+    """A few blocks of one kind on the device, in a row each, on their way to pages or from there."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        self._memory, self._device = memory, memory[0].device
+        sizes = [int(tensor.shape[0] * tensor.shape[2]) for tensor in memory]
+        self.block_bytes = sum(sizes)
+        self.most = max(1, min(_STAGED_BLOCKS, _STAGED_BYTES // max(1, self.block_bytes)))
+        self._rows = torch.empty(self.most, self.block_bytes, dtype=torch.uint8, device=self._device)
+        # Of each row, the part that belongs to a tensor of the memory, [rows of this, heads, bytes].
+        parts = zip(torch.split(self._rows, sizes, 1), memory, strict=True)
+        self._parts = [part.unflatten(1, (tensor.shape[0], tensor.shape[2])) for part, tensor in parts]
+
+    def load(self, blocks: Sequence[int]) -> None:
+        """Take blocks of the device's memory."""
+        ids = self._ids(blocks)
+        for part, tensor in zip(self._parts, self._memory, strict=True):
+            part[: len(blocks)].copy_(tensor.index_select(1, ids).transpose(0, 1))
+
+    def store(self, blocks: Sequence[int]) -> None:
+        """Write the rows to blocks of the device's memory."""
+        ids = self._ids(blocks)
+        for part, tensor in zip(self._parts, self._memory, strict=True):
+            tensor.index_copy_(1, ids, part[: len(blocks)].transpose(0, 1))
+
+    def to_pages(self, row: int, pages: Sequence[Tensor]) -> None:
+        for piece, page in self._pieces(row, pages):
+            page[: len(piece)].copy_(piece, non_blocking=True)
+
+    def from_pages(self, row: int, pages: Sequence[Tensor]) -> None:
+        for piece, page in self._pieces(row, pages):
+            piece.copy_(page[: len(piece)], non_blocking=True)
+
+    def _pieces(self, row: int, pages: Sequence[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        # A block may have no bytes, where all layers have window blocks of their own.
+        return zip(torch.split(self._rows[row], len(pages[0])) if pages else (), pages, strict=True)
+
+    def _ids(self, blocks: Sequence[int]) -> Tensor:
+        return copied(torch.tensor(blocks, dtype=torch.int64), self._device)
+
+
+class HostCopier:
+    """Copies blocks as jobs say, one job after another, on a thread and a stream of its own. One thread calls it.
+
+    It reads or fills only blocks of its job, which nobody else writes, frees or gives away until the job's result has
+    been taken. It does not pause for steps as copies of a disk do: the device copies beside them.
+    """
+
+    def __init__(self, pages: HostPages, memories: Mapping[Kind, DeviceMemory]) -> None:
+        self._pages = pages
+        self._staged = {kind: StagedBlocks(memory) for kind, memory in memories.items() if memory}
+        device = memories[Kind.KV][0].device if memories[Kind.KV] else memories[Kind.WINDOW][0].device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
+        self._results: SimpleQueue[CopyResult] = SimpleQueue()
+        self._num_open = 0
+        threading.Thread(target=self._run, name="kv-host", daemon=True).start()
+
+    @property
+    def is_busy(self) -> bool:
+        """True until the result of every job has been taken."""
+        return self._num_open > 0
+
+    def start(self, job: CopyJob) -> None:
+        """Begin a job; `take` returns its result."""
+        self._num_open += 1
+        self._jobs.put(job)
+
+    def take(self, seconds: float = 0.0) -> list[CopyResult]:
+        """Return the results since the last call. Wait up to `seconds` for the first."""
+        results = []
+        with suppress(Empty):
+            results.append(self._results.get(timeout=seconds) if seconds else self._results.get_nowait())
+            while True:
+                results.append(self._results.get_nowait())
+        self._num_open -= len(results)
+        return results
+
+    def close(self) -> None:
+        """End the thread after its present jobs, without a wait."""
+        self._jobs.put(None)
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        with self._on_stream():
+            while (job := self._jobs.get()) is not None:
+                begun, sizes, error = time.monotonic(), list[int](), None
+                try:
+                    sizes, error = self._write(job) if job.is_write else self._read(job)
+                    self._wait()
+                except Exception as failure:
+                    sizes, error = [], type(failure).__name__
+                    log.error("kv_host_fault", exc_info=failure)
+                self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def _wait(self) -> None:
+        """Wait until the device has made all copies of a job."""
+        if self._stream is not None:
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+            event.synchronize()
+
+    def _write(self, job: CopyJob) -> tuple[list[int], str | None]:
+        """Return the bytes that each block has in pages, 0 for one that found no room."""
+        for key in () if job.chores is None else job.chores.removals:
+            self._pages.free(key)
+        sizes: list[int] = []
+        for kind, copies in self._batches(job.copies):
+            staged = self._staged.get(kind)
+            if staged is not None:
+                staged.load([copy.block for copy in copies])
+            for row, copy in enumerate(copies):
+                pages = self._pages.take(copy.path, 0 if staged is None else staged.block_bytes)
+                if staged is not None and pages is not None:
+                    staged.to_pages(row, pages)
+                sizes.append(0 if pages is None else max(1, len(pages)) * self._pages.page_bytes)
+        return sizes, None
+
+    def _read(self, job: CopyJob) -> tuple[list[int], str | None]:
+        """Return the bytes of the first blocks that are there, and why the next one is not filled."""
+        sizes: list[int] = []
+        for kind, copies in self._batches(job.copies):
+            if job.is_cancelled:
+                break
+            found = [self._pages.find(copy.path) for copy in copies]
+            count = found.index(None) if None in found else len(found)
+            staged = self._staged.get(kind)
+            for row, pages in enumerate(found[:count]):
+                assert pages is not None
+                if staged is not None:
+                    staged.from_pages(row, pages)
+                sizes.append(len(pages) * self._pages.page_bytes)
+            if staged is not None and count:
+                staged.store([copy.block for copy in copies[:count]])
+            if count < len(found):
+                return sizes, "it is gone"
+        return sizes, None
+
+    def _batches(self, copies: Iterable[BlockCopy]) -> Iterator[tuple[Kind, list[BlockCopy]]]:
+        for kind, of_kind in groupby(copies, lambda copy: copy.kind):
+            staged, run = self._staged.get(kind), list(of_kind)
+            size = len(run) if staged is None else staged.most
+            for start in range(0, len(run), size):
+                yield kind, run[start : start + size]
+
+
+def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
+    """Take the host's memory for a rank's blocks. Raise ConfigError if --kv-host-memory is too little or too much."""
+    memories, size = block_tensors(rank), config.kv_host_memory
+    assert size is not None
+    kv = rank.model.kv
+    if rank.state_pool is not None and not kv.num_snapshots:
+        raise ConfigError(
+            "--kv-host-memory keeps cached prefixes, and this model caches none without room for snapshots of its "
+            "states."
+        )
+    sizes = {kind: sum(int(one.shape[0] * one.shape[2]) for one in memory) for kind, memory in memories.items()}
+    page_bytes = sizes[Kind.KV] or sizes[Kind.WINDOW]
+    # A job needs room before what makes room for it is told.
+    num_pages = size // page_bytes
+    num_job_pages = num_kept_free(kv.num_blocks, step_budget(config, "cuda"), config.block_size)
+    if len(sizes) > 1:
+        of_kind = {kind: -(-num_bytes // page_bytes) for kind, num_bytes in sizes.items()}
+        num_job_pages = STORED_AT_ONCE * max(1, of_kind.get(Kind.WINDOW, 0)) + of_kind.get(Kind.STATE, 0)
+    if num_pages < 2 * num_job_pages:
+        least = show_size(2 * num_job_pages * page_bytes, up=True)
+        raise ConfigError(
+            f"--kv-host-memory {show_size(size)} is too little beside {show_size(rank.model.kv_bytes)} of KV on the "
+            f"GPU: give it {least} or more."
+        )
+    free = max(0, available_bytes() - RESERVE_BYTES)
+    if size > free:
+        raise ConfigError(
+            f"--kv-host-memory asks for {show_size(size, up=True)}; only {show_size(free)} of the host's memory are "
+            "free."
+        )
+    device = next(iter(memories[Kind.KV] or memories[Kind.WINDOW])).device
+    pages = HostPages(num_pages, page_bytes, device)
+    most = (num_pages - num_job_pages) * page_bytes
+    stored = StoredBlocks(secrets.token_bytes(32), "0" * 32, most, tier=Tier.HOST)
+    log.info("kv_host", size=show_size(num_pages * page_bytes), blocks=num_pages - num_job_pages)
+    return KvHost(stored, pages, memories, {})

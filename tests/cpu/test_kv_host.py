@@ -1,0 +1,187 @@
+"""Blocks of a device that go to the host's pages and back, with torch's CPU in the place of the device."""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moeserve.config import ConfigError, ServeConfig
+from moeserve.engine import kv_host
+from moeserve.engine.kv_host import HostCopier, HostPages, KvHost, open_kv_host
+from moeserve.engine.memory_plan import check_kv_tiers
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from radix_cache import BlockCopy, Chores, Kind, StoredBlock
+
+CPU = torch.device("cpu")
+FOLDER = "f/a.n"
+
+
+def memories() -> dict[Kind, list[torch.Tensor]]:
+    """KV of two pools, 24 bytes a block, window blocks of 36 and states of 50, all with random bytes."""
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randint(0, 256, shape, dtype=torch.uint8)
+
+    return {
+        Kind.KV: [random(2, 40, 8), random(1, 40, 8)],
+        Kind.WINDOW: [random(3, 8, 12)],
+        Kind.STATE: [random(1, 6, 50)],
+    }
+
+
+def copy_of(name: int, block: int, kind: Kind = Kind.KV) -> BlockCopy:
+    return BlockCopy(block, bytes((name,)) * 16 + bytes((kind,)), FOLDER, 0, b"", kind)
+
+
+def finish(copier: HostCopier, job: CopyJob) -> CopyResult:
+    copier.start(job)
+    (result,) = copier.take(30.0)
+    assert not copier.is_busy
+    return result
+
+
+def test_blocks_of_every_kind_come_back_from_their_pages_with_the_same_bytes() -> None:
+    memory = memories()
+    before = {kind: [tensor.clone() for tensor in tensors] for kind, tensors in memory.items()}
+    pages = HostPages(100, 24, CPU)
+    copier = HostCopier(pages, memory)
+    kv = [copy_of(number, number) for number in range(33)]
+    beside = [copy_of(1, 3, Kind.WINDOW), copy_of(2, 4, Kind.STATE)]
+    written = finish(copier, CopyJob([*beside, *kv], is_write=True))
+    assert (list(written.num_bytes), written.error) == ([48, 72, *[24] * 33], None)
+    assert pages.num_free == 100 - 2 - 3 - 33
+    for tensors in memory.values():
+        for tensor in tensors:
+            tensor.zero_()
+    # They go to other places than they came from.
+    to = [
+        copy_of(1, 5, Kind.WINDOW),
+        copy_of(2, 0, Kind.STATE),
+        *(copy_of(number, 39 - number) for number in range(33)),
+    ]
+    assert finish(copier, CopyJob(to)).error is None
+    for tensor, was in zip(memory[Kind.KV], before[Kind.KV], strict=True):
+        assert tensor[:, 7:].equal(was[:, :33].flip(1))
+        assert not tensor[:, :7].any()
+    assert memory[Kind.WINDOW][0][:, 5].equal(before[Kind.WINDOW][0][:, 3])
+    assert memory[Kind.STATE][0][:, 0].equal(before[Kind.STATE][0][:, 4])
+    copier.close()
+
+
+def test_a_block_that_finds_no_pages_is_not_kept_and_one_that_is_gone_ends_a_reading() -> None:
+    pages = HostPages(3, 24, CPU)
+    copier = HostCopier(pages, memories())
+    four = [copy_of(number, number) for number in range(4)]
+    assert list(finish(copier, CopyJob(four, is_write=True)).num_bytes) == [24, 24, 24, 0]
+    chores = Chores([four[1].path], [])
+    assert list(finish(copier, CopyJob([copy_of(9, 9)], is_write=True, chores=chores)).num_bytes) == [24]
+    read = finish(copier, CopyJob(four))
+    assert (list(read.num_bytes), read.error) == ([24], "it is gone")
+    copier.close()
+
+
+def test_pages_of_random_writes_and_removals_hold_what_was_written_last() -> None:
+    memory = memories()
+    pages = HostPages(60, 24, CPU)
+    copier = HostCopier(pages, memory)
+    generator, held = torch.Generator().manual_seed(1), dict[int, torch.Tensor]()
+    for _ in range(200):
+        name, block, removed = (int(torch.randint(0, 40, (), generator=generator)) for _ in range(3))
+        memory[Kind.KV][0][:, block] = torch.randint(0, 256, (2, 8), dtype=torch.uint8, generator=generator)
+        chores = Chores([copy_of(removed, 0).path], [])
+        held.pop(removed, None)
+        finish(copier, CopyJob([copy_of(name, block)], is_write=True, chores=chores))
+        held[name] = memory[Kind.KV][0][:, block].clone()
+        assert pages.num_free == 60 - len(held)
+        wanted = int(torch.randint(0, 40, (), generator=generator))
+        read = finish(copier, CopyJob([copy_of(wanted, 39)]))
+        assert (read.error is None) == (wanted in held)
+        if wanted in held:
+            assert memory[Kind.KV][0][:, 39].equal(held[wanted])
+    copier.close()
+
+
+def test_the_thread_goes_on_after_a_job_that_fails() -> None:
+    copier = HostCopier(HostPages(9, 24, CPU), memories())
+    failed = finish(copier, CopyJob([copy_of(1, 400)], is_write=True))
+    assert (failed.error, list(failed.num_bytes)) == ("RuntimeError", [])
+    assert finish(copier, CopyJob([copy_of(1, 4)], is_write=True)).error is None
+    copier.close()
+    assert all(thread.name != "kv-host" or thread.daemon for thread in threading.enumerate())
+
+
+def config_of(size: int) -> ServeConfig:
+    """Steps take two blocks."""
+    return ServeConfig(kv_host_memory=size, block_size=4, max_num_batched_tokens=8)
+
+
+def rank_of(num_blocks: int, *, kinds: tuple[Kind, ...] = (), num_snapshots: int = 2) -> Any:
+    """What `open_kv_host` wants of a rank whose KV blocks have 24 bytes."""
+    memory = memories()
+    kv_pool = SimpleNamespace(
+        block_bytes=lambda: memory[Kind.KV], window_bytes=lambda: memory[Kind.WINDOW] if Kind.WINDOW in kinds else []
+    )
+    state_pool = SimpleNamespace(row_bytes=lambda: memory[Kind.STATE][0]) if Kind.STATE in kinds else None
+    kv = SimpleNamespace(num_blocks=num_blocks, num_snapshots=num_snapshots)
+    return SimpleNamespace(
+        kv_pool=kv_pool, state_pool=state_pool, model=SimpleNamespace(kv=kv, kv_bytes=24 * num_blocks)
+    )
+
+
+def most_bytes(opened: KvHost) -> int:
+    """What the blocks on the host have grown to when further ones push others out."""
+    stored = opened.stored
+    names: list[bytes] = []
+    stored.name(names, "", array("i", range(400)), 100, 4)
+    for name in names:
+        stored.put(StoredBlock(name, stored.folder_of(""), 24, 0.0))
+    return stored.num_bytes
+
+
+def test_the_memory_of_the_host_is_the_asked_size_with_room_for_the_blocks_of_one_job() -> None:
+    opened = open_kv_host(config_of(1200), rank_of(160))
+    assert (opened.pages.num_pages, opened.pages.page_bytes) == (50, 24)
+    # A job writes a sixteenth of the blocks, before it is told what gives way to them.
+    assert most_bytes(opened) + 10 * 24 <= 1200
+
+
+@pytest.mark.parametrize(
+    ("size", "rank", "sentence"),
+    [
+        (1000, rank_of(1600), "--kv-host-memory 1000 bytes is too little beside 37.5 KiB of KV on the GPU"),
+        (1000, rank_of(40, kinds=(Kind.WINDOW, Kind.STATE)), "is too little beside"),
+        (1 << 50, rank_of(40), "--kv-host-memory asks for"),
+        (1 << 20, rank_of(40, kinds=(Kind.STATE,), num_snapshots=0), "caches none without room for snapshots"),
+    ],
+)
+def test_sizes_that_make_no_sense_are_refused(
+    monkeypatch: pytest.MonkeyPatch, size: int, rank: Any, sentence: str
+) -> None:
+    monkeypatch.setattr(kv_host, "available_bytes", lambda: 1 << 40)
+    with pytest.raises(ConfigError) as refusal:
+        open_kv_host(config_of(size), rank)
+    assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("device", "settings", "sentence"),
+    [
+        ("cpu", {}, "on a CPU all KV is there already"),
+        ("cuda", {"expert_parallel_size": 2}, "for a single rank so far"),
+        ("cuda", {"enable_prefix_caching": False}, "--no-enable-prefix-caching makes none"),
+        ("cuda", {"kv_disk_path": "/x"}, "--kv-disk-path is for a CPU so far"),
+    ],
+)
+def test_settings_without_a_meaning_are_refused(device: str, settings: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        check_kv_tiers(ServeConfig(kv_host_memory=1 << 30, **settings), device)
+    assert sentence in str(refusal.value)
+
+
+def test_a_gpu_may_swap_to_the_host() -> None:
+    check_kv_tiers(ServeConfig(kv_host_memory=1 << 30, kv_overflow="swap"), "cuda")

@@ -1,0 +1,74 @@
+"""`--kv-host-memory` over HTTP: what a GPU evicts comes back from the host with the same tokens.
+
+Without a GPU the device is a CPU under Triton's interpreter.
+`make gpu-test TESTS=tests/e2e/test_gpu_kv_host.py` runs it on a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.test_gpu_experts import take_device
+from tests.support.saved_models import saved_model
+from tests.support.service import Service, service, wait_until
+from tests.support.tiny_model import write_model_dir
+
+SIZE, BLOCKS = 4, 16
+PROMPT = [3, 14, 15, 9, 26, 5, 35, 8, 9, 7, 9, 32, 3]
+NOTHING = {"device": 0, "host": 0, "disk": 0}
+LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "16", "--max-num-seqs", "4", "--block-size", str(SIZE))
+
+
+def ask(running: Service, prompt: list[int], **fields: Any) -> tuple[str, dict[str, int]]:
+    """Return an answer, and where its cached tokens were."""
+    body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+    answer = running.http.post("/v1/completions", json=body | fields)
+    assert answer.status_code == 200, answer.text
+    found = answer.json()
+    return found["choices"][0]["text"], found["usage"]["cached_tokens_details"]
+
+
+def figure(running: Service, name: str) -> float:
+    found = re.search(rf"^{re.escape(name)} (\S+)", running.http.get("/metrics").text, re.MULTILINE)
+    return float(found[1]) if found else 0.0
+
+
+@pytest.mark.kernel_change
+def test_a_prefix_that_left_the_gpu_comes_back_from_the_host_with_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from moeserve.model.kv_pool import kv_block_bytes
+    from tests.support.checkpoints import spec_of
+
+    model = tmp_path / "m"
+    write_model_dir(model)
+    saved_model("qwen3_moe", model)
+    block_bytes = kv_block_bytes(spec_of(model).kv_layers, SIZE, torch.float32)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    take_device(monkeypatch)
+    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *LIMITS)
+    memory = ("--kv-cache-memory", str(BLOCKS * block_bytes), "--kv-host-memory", str(64 * block_bytes))
+    (tmp_path / "s").mkdir()
+    with service(model, tmp_path / "s", *settings, *memory) as running:
+        cold, where = ask(running, PROMPT)
+        assert where == NOTHING
+        for first in range(4):
+            ask(running, [first, *PROMPT[:-1]], max_tokens=1)
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 3)
+        assert ask(running, PROMPT, cache_salt="other") == (cold, NOTHING)
+        text, where = ask(running, PROMPT)
+        assert text == cold
+        assert where["host"] > 0
+        assert where == NOTHING | {"device": 12 - where["host"], "host": where["host"]}
+        assert ask(running, PROMPT) == (cold, NOTHING | {"device": 12})
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="host"}') == where["host"])
+        assert figure(running, 'moeserve_kv_host_copied_bytes_total{direction="read"}') > 0
+        assert running.http.get("/v1/cache").json()["host"]["blocks"] > 0
+        assert running.http.delete("/v1/cache").status_code == 200
+        assert ask(running, PROMPT) == (cold, NOTHING)
