@@ -181,7 +181,6 @@ def open_listener(host: str, port: int) -> socket.socket:
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether only this machine reaches the address."""
     return host == "localhost" or host == "::1" or host.startswith("127.")
 
 

@@ -172,7 +172,6 @@ async def statuses(descriptor: int) -> AsyncIterator[Status]:
 
 
 def reporter(pipe: TextIO) -> Report:
-    """Return a function that writes statuses to `pipe`."""
 
     def report(status: Status) -> None:
         pipe.write(msgspec.json.encode(status).decode() + "\n")

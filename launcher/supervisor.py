@@ -498,7 +498,6 @@ class Supervisor:
 
     @property
     def _has_frontend(self) -> bool:
-        """Return whether an HTTP process runs."""
         return any(life.child.running for life in self._frontends.values())
 
     def _on_exit(self, life: Life) -> None:
@@ -530,7 +529,6 @@ class Supervisor:
             self._end_worker()
 
     def _end_worker(self) -> None:
-        """End the worker, which nobody needs any more."""
         self._due.clear()
         self._worker.child.send_signal(signal.SIGTERM)
         # A worker that still loads has nothing to finish and does not look at its signals.
@@ -595,7 +593,6 @@ class Supervisor:
         return replace(context, incarnation=context.incarnation + 1, suspicion=suspicion)
 
     def _engine_news(self) -> EngineNews:
-        """Return what frontends are to know of the engine's newest life."""
         seconds, num_restarts = self._seconds_to_load, self._num_engines_lost
         return EngineNews(self._context.incarnation, seconds=seconds, num_restarts=num_restarts, rest=self._rest)
 

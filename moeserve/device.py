@@ -91,7 +91,6 @@ def cuda_absence(needs_fp8: bool) -> str | None:
 
 
 def current_gpu() -> torch.device:
-    """Return the GPU that is this process's current device."""
     import torch
 
     return torch.device("cuda", torch.cuda.current_device())

@@ -363,7 +363,6 @@ class EngineNews(msgspec.Struct):
 
 
 def encode_news(news: EngineNews) -> bytes:
-    """Return the news as a line of JSON."""
     return msgspec.json.encode(news) + b"\n"
 
 

@@ -98,7 +98,6 @@ class Commands:
 
     @property
     def is_writing(self) -> bool:
-        """True while a file is written."""
         return self._writer.is_busy
 
     def add(self, sender: bytes, control: Control) -> None:

@@ -38,7 +38,6 @@ class FileWriter:
         self._current.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until the file is written, at most `seconds`."""
         if self._current is not None:
             self._current.join(seconds)
 

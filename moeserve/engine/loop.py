@@ -451,7 +451,6 @@ def _wait_samples(counters: ToolWaitCounters) -> FeatureSamples:
 
 
 def _draft_samples(counters: DraftCounters | None) -> FeatureSamples:
-    """Return the metrics of draft tokens, none without drafting."""
     if counters is None:
         return {}
     return {

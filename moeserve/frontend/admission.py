@@ -143,7 +143,6 @@ class Admission:
         self._new: deque[tuple[float, str]] = deque(maxlen=_REMEMBERED)
 
     def on_load(self, load: Load) -> None:
-        """Record the load that the engine reports."""
         self._load, self._loaded_at = load, self._clock()
         while self._new and self._new[0][0] <= load.at:
             self._new.popleft()

@@ -200,7 +200,6 @@ class Progress:
         self._num_admitted = len(self._latest)
 
     def note(self, batch: list[tuple[int, Output]]) -> None:
-        """Observe outputs that have just arrived."""
         now = time.monotonic()
         for choice, output in batch:
             if output.finish_reason is not None:

@@ -186,7 +186,6 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
 
 
 def _below(now: FeatureSamples) -> KvBelow | None:
-    """Return the figures of the lower tier, None without one."""
     if "moeserve_kv_tier_blocks" not in now:
         return None
     blocks, size, tokens = (
@@ -199,7 +198,6 @@ def _below(now: FeatureSamples) -> KvBelow | None:
 
 
 def _drafts(before: FeatureSamples, now: FeatureSamples, seconds: float) -> DraftsNow | None:
-    """Return the rates of draft tokens, None where none are made."""
     if "moeserve_draft_tokens" not in now:
         return None
     names = ("moeserve_draft_tokens", "moeserve_draft_accepted_tokens")

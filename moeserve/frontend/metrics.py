@@ -384,7 +384,6 @@ _COUNTERS: Mapping[str, tuple[str, ...]] = {
 
 
 def feature_metrics(features: FeatureSamples) -> Iterator[Metric]:
-    """Yield a metric for each known name in `features`."""
     kinds: tuple[tuple[type[GaugeMetricFamily | CounterMetricFamily], Mapping[str, tuple[str, ...]]], ...]
     kinds = ((GaugeMetricFamily, _GAUGES), (CounterMetricFamily, _COUNTERS))
     for kind, known in kinds:

@@ -137,12 +137,10 @@ class FairThreads:
             return self._jobs.remove(job.tenant, job)
 
     def hold(self, tenant: str, num_bytes: int) -> None:
-        """Count a result as held again."""
         with self._changed:
             self._jobs.hold(tenant, num_bytes)
 
     def release(self, tenant: str, num_bytes: int) -> None:
-        """Count out a result that was held."""
         with self._changed:
             self._jobs.release(tenant, num_bytes)
             self._changed.notify_all()

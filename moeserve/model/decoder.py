@@ -365,7 +365,6 @@ class Decoder:
         return [(layer.block, layer.post_norm.weight) for layer in self._layers if isinstance(layer.block, MoeLayer)]
 
     def arrange_pools(self, kv_layers: KvPools, state_pool: StatePool | None) -> KvPools:
-        """See `StepDecoder.arrange_pools`."""
         return pools_by_layer(self.spec, kv_layers, state_pool)
 
     def forward(self, batch: ForwardBatch, kv_pools: KvPools) -> Tensor:

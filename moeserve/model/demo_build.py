@@ -424,7 +424,6 @@ def write_text_files(out_dir: Path, shape: DenseShape, vocabulary: Vocabulary, c
 
 
 def mixtral_config(shape: DenseShape, *, experts: int, top_k: int) -> dict[str, Any]:
-    """Return config.json of the mixture."""
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",

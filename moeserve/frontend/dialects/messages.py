@@ -557,7 +557,6 @@ class MessageFormatter(Formatter):
         return events
 
     def _piece(self, text: str) -> bytes:
-        """Return the event of a piece of the open block."""
         return self._delta_head + msgspec.json.encode(text) + b"}}\n\n"
 
     def _close(self) -> bytes:

@@ -98,20 +98,17 @@ class TextItem:
         self._logprobs: list[msgspec.Raw] = []
 
     def open(self) -> bytes:
-        """Return the events that begin the item."""
         item = {**self._item, "status": "in_progress", "content": []}
         return self._log.event(
             "response.output_item.added", output_index=self._output_index, item=item
         ) + self._log.event("response.content_part.added", **self._place, part=self._part(""))
 
     def push(self, text: str, logprobs: list[msgspec.Raw]) -> bytes:
-        """Add text; return its event."""
         self._texts.append(text)
         self._logprobs += logprobs
         return self._log.delta(self._head, text, logprobs if self.is_message else None)
 
     def close(self, status: str) -> bytes:
-        """Return the events that end the item."""
         item, text = self.object(status), "".join(self._texts)
         logprobs = {"logprobs": self._logprobs} if self.is_message else {}
         return (
@@ -160,7 +157,6 @@ class CallItem:
         return self._log.event("response.output_item.added", output_index=self._output_index, item=item)
 
     def push(self, arguments: str) -> bytes:
-        """Add a piece of the arguments; return its event."""
         self._pieces.append(arguments)
         return self._log.delta(self._head, arguments) if arguments and not self._custom else b""
 

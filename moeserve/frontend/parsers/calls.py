@@ -37,9 +37,7 @@ class CallShape(Protocol):
         ...
 
     @property
-    def others(self) -> tuple[str, ...]:
-        """The other markers."""
-        ...
+    def others(self) -> tuple[str, ...]: ...
 
     @property
     def ends_reasoning(self) -> bool:

@@ -103,7 +103,6 @@ class EngineClient:
             self._following = asyncio.create_task(self._follow(self._news_fd))
 
     async def stop(self) -> None:
-        """End the tasks and close the sockets."""
         if self._following is not None:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
@@ -366,7 +365,6 @@ class EngineLink:
         self.send(Hello(wire.PROTOCOL_VERSION, run.model_hash))
 
     async def stop(self) -> None:
-        """Close the link and wait for its tasks."""
         self.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 

@@ -187,7 +187,6 @@ class Locks:
         self._file = os.open(store.with_name(f"{store.name}-owners"), flags, 0o600)
 
     def close(self) -> None:
-        """Let all locks go."""
         os.close(self._file)
 
     def own(self, number: int) -> None:

@@ -139,7 +139,6 @@ def compute_largest_step(decoder: Decoder, settings: GpuSettings, begin_step: Be
 
 
 def _state_pool(decoder: Decoder, num_rows: int) -> StatePool | None:
-    """Allocate rows for recurrent states; None for a decoder without."""
     layers = decoder.spec.state_layers
     return StatePool(layers, num_rows, decoder.dtype, decoder.device) if layers else None
 
