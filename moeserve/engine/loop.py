@@ -64,19 +64,15 @@ class Copier(Protocol):
     @property
     def is_busy(self) -> bool:
         """True until the result of every job has been taken."""
-        ...
 
     def start(self, job: CopyJob) -> None:
         """Begin a job; `take` returns its result."""
-        ...
 
     def take(self, seconds: float = 0.0) -> list[CopyResult]:
         """Return the results since the last call. Wait up to `seconds` for the first."""
-        ...
 
     def close(self) -> None:
         """End all threads after their present jobs, without a wait."""
-        ...
 
 
 class Engine:

@@ -34,7 +34,6 @@ class CallShape(Protocol):
     @property
     def opens(self) -> tuple[str, ...]:
         """The markers that begin calls."""
-        ...
 
     @property
     def others(self) -> tuple[str, ...]: ...
@@ -42,12 +41,10 @@ class CallShape(Protocol):
     @property
     def ends_reasoning(self) -> bool:
         """True if calls also begin inside reasoning, since their markers are tokens that no text has."""
-        ...
 
     @property
     def is_bare(self) -> bool:
         """True if an answer that begins with a JSON object may be a call."""
-        ...
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
         """Read the calls after `marker`, which was read, and tell them; show text that is no call.
@@ -56,7 +53,6 @@ class CallShape(Protocol):
 
         Return a marker of `opens` that was read and begins more calls, or None.
         """
-        ...
 
 
 class JsonCalls:
