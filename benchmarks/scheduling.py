@@ -23,7 +23,8 @@ from radix_cache import PUBLIC, PrefixCache
 
 _NUM_STEPS = 14
 _NUM_FIRST_STEPS = 16  # that compute prompts of several ranks, too
-_ROW_SECONDS = 0.0025
+# The seconds of a step without rows and of a row: all of them where a row costs in full, so that no draft pays.
+_FULL, _CHEAP = (0.0, 0.0025), (0.25, 0.00005)
 _NUM_ADDED = 200  # The last additions, whose median is reported.
 
 
@@ -70,11 +71,14 @@ def planning_ms(num_running: int, *, run_ahead: bool) -> float:
     return 1000 * median(seconds[4:])
 
 
-def ranked_ms(num_ranks: int, num_running: int, text: str | None = None) -> list[float]:
-    """Return the milliseconds of planning a step of this number of decodes on each rank, of encoding and committing it.
+def ranked_ms(
+    num_ranks: int, num_running: int, text: str | None = None, cost: tuple[float, float] = _FULL
+) -> list[float]:
+    """Return the milliseconds of planning a step of this number of decodes on each rank, of encoding and committing it,
+    and behind them the number of its drafts.
 
-    text: None without drafts; else whether tokens `repeat` themselves or are `random`. A row costs in full: drafts do
-    not pay, once that has been found out.
+    text: None without drafts; else whether tokens `repeat` themselves or are `random`. cost: the seconds of a step
+    without rows, and of a row.
     """
     scheduler = Scheduler(
         [PrefixCache(20 * num_running, 16) for _ in range(num_ranks)],
@@ -87,7 +91,7 @@ def ranked_ms(num_ranks: int, num_running: int, text: str | None = None) -> list
     for number in range(num_ranks * num_running):
         prompt = array("i", [number + 1, number + 2])
         scheduler.add(Request(f"{number}", prompt, SamplingParams(max_tokens=200, temperature=0.0)))
-    senders, seconds, draw = [PlanSender() for _ in range(num_ranks)], list[list[float]](), Random(0)
+    senders, measured, draw = [PlanSender() for _ in range(num_ranks)], list[list[float]](), Random(0)
     for _ in range(_NUM_FIRST_STEPS + _NUM_STEPS):
         times = [time.process_time()]
         plans = scheduler.schedule()
@@ -99,9 +103,11 @@ def ranked_ms(num_ranks: int, num_running: int, text: str | None = None) -> list
         results = _results(plans, draw if text == "random" else None)
         begun = time.process_time()
         scheduler.commit(plans, results)
-        seconds.append([times[1] - times[0], times[2] - times[1], time.process_time() - begun])
-        scheduler.count_step(_ROW_SECONDS * max(plan.num_tokens for plan in plans))
-    return [1000 * median(column) for column in zip(*seconds[_NUM_FIRST_STEPS:], strict=True)]
+        num_drafts = sum(chunk.num_drafts for plan in plans for chunk in plan.chunks)
+        seconds = times[1] - times[0], times[2] - times[1], time.process_time() - begun
+        measured.append([*(1000 * each for each in seconds), num_drafts])
+        scheduler.count_step(cost[0] + cost[1] * max(plan.num_tokens for plan in plans))
+    return [median(column) for column in zip(*measured[_NUM_FIRST_STEPS:], strict=True)]
 
 
 def admitting_ms(num_ranks: int, num_running: int, num_shared: int) -> float:
@@ -169,9 +175,9 @@ def main() -> None:
     for num_running in (64, 256, 1000):
         plain, ahead = (planning_ms(num_running, run_ahead=run_ahead) for run_ahead in (False, True))
         print(f"planning {num_running} decodes: {plain:.2f} ms, a step ahead {ahead:.2f} ms")
-    for text in (None, "repeat", "random"):
-        plan, encode, commit = ranked_ms(8, 256, text)
-        name = "without drafts" if text is None else f"with drafts, {text} tokens"
+    for text, cost in ((None, _FULL), ("random", _FULL), ("repeat", _FULL), ("random", _CHEAP), ("repeat", _CHEAP)):
+        plan, encode, commit, drafts = ranked_ms(8, 256, text, cost)
+        name = "without drafts" if text is None else f"of {text} tokens, {drafts:.0f} drafts"
         print(f"8 ranks of 256 decodes {name}: plan {plan:.2f} ms, encode {encode:.2f} ms, commit {commit:.2f} ms")
     for num_ranks, num_shared in ((1, 0), (1, 2048), (8, 0), (8, 2048)):
         admit = admitting_ms(num_ranks, 2048 // num_ranks, num_shared)

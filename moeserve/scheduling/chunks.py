@@ -62,15 +62,17 @@ class Chunks:
         self._note_planned(request, count + num_drafts)
 
     def plan_run(self, requests: Sequence[Request], first: int, draft: PlanDraft, num_drafts: Mapping[str, int]) -> int:
-        """Plan the token that each request lacks, from place `first` on, up to one that needs something else.
+        """Plan the token that each request lacks and its drafts, from place `first` on, up to one that lacks memory.
 
         So it is with most requests of a large step, which costs by their number. num_drafts: by request, where there
         are any. Return the place of the request that is not planned, the number of requests without one.
         """
         budgets, block_sizes, place = draft.budgets[:], self._block_sizes, first
+        counts = list[int]()
         for place in range(first, len(requests)):
             request = requests[place]
             rank, lease, start = request.rank, request.lease, request.num_computed_tokens
+            block_size = block_sizes[rank]
             if (
                 request.num_scheduled_tokens
                 or len(request.token_ids) - start != 1
@@ -78,18 +80,25 @@ class Chunks:
                 or request.suspect_until
                 or not request.is_always_plain
                 or lease is None
-                or start >= len(lease.block_ids) * block_sizes[rank]
-                or budgets[rank] <= 0
-                or request.request_id in num_drafts
+                or not block_size
             ):
                 break
-            budgets[rank] -= 1
+            count = 1 + num_drafts.get(request.request_id, 0) if num_drafts else 1
+            if budgets[rank] < count:
+                break
+            if start + count > len(lease.block_ids) * block_size:
+                new = self._memories[rank].grow(request, count, sparing=True)
+                if new is None:
+                    break
+                draft.zero(rank, new, ())
+            budgets[rank] -= count
+            counts.append(count)
         else:
             place = len(requests)
         if place > first:
             planned = requests[first:place]
-            draft.add_next(planned)
-            self._tenants.charge_each(planned)
+            draft.add_next(planned, counts)
+            self._tenants.charge_each(planned, counts)
         return place
 
     def plan(self, request: Request, num_pending: int, draft: PlanDraft) -> None:

@@ -7,18 +7,24 @@ the next token is known either way. So nothing is computed only to find out.
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from itertools import accumulate, chain, count, pairwise, repeat, takewhile
-from operator import mul, neg
-from sys import maxsize
+from itertools import count, pairwise, takewhile
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moeserve.scheduling.draft_sources import FORCED, Guess
 
 # Guesses are counted by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
-# By class, the first greater number of tokens that belongs to the next class.
-_ENDS = (*(number + 1 for number in _MATCHES), maxsize)
-# The expected share of right guesses before any was seen, and the number of guesses that this expectation counts as.
-_FIRST_RATE = 0.5
+_NUM_CLASSES = len(_MATCHES) + 1
+# By the number of tokens that matched, the class; longer matches are of the last one.
+_CLASSES = tuple(bisect_left(_MATCHES, number) for number in range(_MATCHES[-1] + 2))
+_CLASS_OF, _LAST = np.array(_CLASSES), len(_CLASSES) - 1
+# The number of latest guesses that the expectation before any was seen counts as.
 _FIRST_WEIGHT = 4.0
 # The numbers of latest guesses that count, of the service and of a request.
 _REMEMBERED, _REMEMBERED_OF_REQUEST = 512.0, 24.0
@@ -29,108 +35,152 @@ LEAST_LIKELY = 0.05
 # Drafts are verified if they are expected to gain this factor; the cost of a step is not known more exactly.
 _LEAST_GAIN = 1.03
 
+# [requests, places]: how likely each draft and all before it are right, or 0 where there is no draft; rows fall.
+Chances = NDArray[np.float64]
+FloatsT = TypeVar("FloatsT", float, NDArray[np.float64])
+
+
+def _blend(right: FloatsT, number: FloatsT, expected: FloatsT, weight: float) -> FloatsT:
+    """Return how likely guesses are right. The expectation weighs as much as `weight` guesses."""
+    return (right + expected * weight) / (number + weight)
+
 
 class Rates:
-    """How often guesses were right, by their source and the number of tokens that matched before them."""
+    """How often guesses of each kind were right; older ones fade."""
 
-    __slots__ = ("_counts", "_remembered")
+    __slots__ = ("_remembered", "counts")
 
-    def __init__(self, remembered: float = _REMEMBERED) -> None:
-        """remembered: the number of guesses that count; older ones fade."""
+    def __init__(self, num_kinds: int, remembered: float) -> None:
+        """remembered: the number of guesses that count."""
         self._remembered = remembered
-        self._counts: dict[tuple[str, int], tuple[float, float]] = {}
+        # By kind, the number of right guesses and the number of guesses.
+        self.counts = array("d", bytes(16 * num_kinds))
 
-    def count(self, source: str, num_matched: int, *, is_right: bool) -> None:
+    def count(self, kind: int, *, is_right: bool) -> None:
         """Learn whether a guess was right."""
-        key = source, _match_class(num_matched)
-        right, number = self._counts.get(key, (0.0, 0.0))
-        fade = min(1.0, (self._remembered - 1) / max(1.0, number))
-        self._counts[key] = right * fade + is_right, number * fade + 1
-
-    def rate(self, kind: tuple[str, int], expected: float, weight: float = _FIRST_WEIGHT) -> float:
-        """Return how likely a guess of a source and class is right.
-
-        It is `expected` to be, which weighs as much as `weight` guesses.
-        """
-        right, number = self._counts.get(kind, (0.0, 0.0))
-        return (right + expected * weight) / (number + weight)
+        counts, place = self.counts, 2 * kind
+        number = counts[place + 1]
+        if number <= self._remembered - 1:
+            counts[place] += is_right
+            counts[place + 1] = number + 1
+        else:
+            fade = (self._remembered - 1) / number
+            counts[place] = counts[place] * fade + is_right
+            counts[place + 1] = number * fade + 1
 
 
 class Acceptance:
-    """How likely guesses are right: rates of the whole service, and of each request."""
+    """How likely guesses are right: rates of the whole service, and of each request, by source and match."""
 
-    def __init__(self, first_rates: Mapping[str, float] | None = None) -> None:
-        """first_rates: the expected share of right guesses of a source before any was seen, where it is known."""
-        self._of_all = Rates()
-        self._first_rates = first_rates or {}
+    def __init__(self, first_rates: Mapping[str, float]) -> None:
+        """first_rates: by source, the expected share of right guesses before any was seen."""
+        self._kinds = {source: number * _NUM_CLASSES for number, source in enumerate(first_rates)}
+        # By kind.
+        self._first_rates = [rate for rate in first_rates.values() for _ in range(_NUM_CLASSES)]
+        self._of_all = Rates(len(self._first_rates), _REMEMBERED)
 
     def of_request(self) -> Rates:
         """Return the empty rates of a new request."""
-        return Rates(_REMEMBERED_OF_REQUEST)
+        return Rates(len(self._first_rates), _REMEMBERED_OF_REQUEST)
 
-    def count(self, own: Rates, source: str, num_matched: int, *, is_right: bool) -> None:
-        """Learn whether a guess of a request was right. own: the rates of the request."""
-        own.count(source, num_matched, is_right=is_right)
-        self._of_all.count(source, num_matched, is_right=is_right)
+    def count(self, own: Rates, source: str, num_matched: int, num_right: int, num_told: int) -> None:
+        """Learn about the first `num_told` tokens of a request's guess: the first `num_right` of them were right.
 
-    def chances(self, own: Rates, source: str, num_matched: int, num_tokens: int, chance: float = 1.0) -> list[float]:
-        """Return, for each of `num_tokens` guesses in a row, how likely it and all before it are right.
-
-        chance: that of the guess before the first one. The list ends where it is less than LEAST_LIKELY.
+        own: the rates of the request. num_matched: the number of equal tokens before the guess.
         """
-        chances, number, end = list[float](), num_matched, num_matched + num_tokens
-        first_rate = self._first_rates.get(source, _FIRST_RATE)
-        while number < end and chance >= LEAST_LIKELY:
-            # Guesses of one class have one rate.
-            place = _match_class(number)
-            stop, kind = min(end, _ENDS[place]), (source, place)
-            rate = own.rate(kind, self._of_all.rate(kind, first_rate), _WEIGHT_OF_SERVICE)
-            chances += accumulate(repeat(rate, stop - number - 1), mul, initial=chance * rate)
-            number, chance = stop, chances[-1]
-        return chances[: bisect_right(chances, -LEAST_LIKELY, key=neg)]
+        first, of_all = self._kinds[source], self._of_all
+        for number in range(num_told):
+            kind, is_right = first + _CLASSES[min(num_matched + number, _LAST)], number < num_right
+            own.count(kind, is_right=is_right)
+            of_all.count(kind, is_right=is_right)
+
+    def rate(self, own: Rates, source: str, num_matched: int) -> float:
+        """Return how likely the token behind `num_matched` equal ones, of the source and right guesses, is right."""
+        kind = self._kinds[source] + _CLASSES[min(num_matched, _LAST)]
+        right, number = self._of_all.counts[2 * kind : 2 * kind + 2]
+        expected = _blend(right, number, self._first_rates[kind], _FIRST_WEIGHT)
+        right, number = own.counts[2 * kind : 2 * kind + 2]
+        return _blend(right, number, expected, _WEIGHT_OF_SERVICE)
+
+    def worth(self, own: Rates, source: str, num_matched: int, num_tokens: int) -> float:
+        """Return how many of the first `num_tokens` tokens of a guess are likely to be right."""
+        chance, worth = 1.0, 0.0
+        for number in range(num_matched, num_matched + num_tokens):
+            chance *= self.rate(own, source, number)
+            if chance < LEAST_LIKELY:
+                break
+            worth += chance
+        return worth
+
+    def chances(
+        self, own: Sequence[Rates], guesses: Sequence[Guess], num_guessed: Sequence[int], num_drafts: Sequence[int]
+    ) -> Chances:
+        """Return how likely the drafts of each request are right. Less than LEAST_LIKELY counts as 0.
+
+        own: the rates of the requests. num_drafts: of the request; beyond the first `num_guessed`, which are of its
+        guess, its grammar forces them.
+        """
+        kinds_of, first_rates, size = self._kinds, np.array(self._first_rates), 2 * len(self._first_rates)
+        lengths, guessed = np.array(num_drafts)[:, None], np.array(num_guessed)[:, None]
+        places = np.arange(max(num_drafts))
+        matched = np.array([guess.num_matched for guess in guesses])[:, None]
+        firsts = np.array([kinds_of[guess.source] for guess in guesses])[:, None]
+        kinds = firsts + _CLASS_OF[np.minimum(places + matched, _LAST)]
+        if (guessed < lengths).any():
+            forced = kinds_of[FORCED] + _CLASS_OF[np.clip(places - guessed, 0, _LAST)]
+            kinds = np.where(places < guessed, kinds, forced)
+        of_all = np.frombuffer(self._of_all.counts)
+        expected = _blend(of_all[::2], of_all[1::2], first_rates, _FIRST_WEIGHT)[kinds]
+        counts = np.frombuffer(b"".join([rates.counts for rates in own]))
+        right = np.arange(0, size * len(own), size)[:, None] + 2 * kinds
+        rates = _blend(counts[right], counts[right + 1], expected, _WEIGHT_OF_SERVICE)
+        chances: Chances = np.multiply.accumulate(rates, axis=1)
+        chances[(places >= lengths) | (chances < LEAST_LIKELY)] = 0.0
+        return chances
 
 
 def best_lengths(
-    chances: Sequence[Sequence[float]],
+    chances: Chances,
     num_rows: int,
     most: int,
     seconds: Callable[[int], float],
-    lost: Sequence[Sequence[float]] | None = None,
+    lost: NDArray[np.float64] | None = None,
     num_again: int = 0,
 ) -> list[int]:
     """Return how many drafts of each request a step should verify, to make the most tokens per second.
 
-    chances[i]: how likely the drafts of request i are right, falling. num_rows: the rows of the step without drafts;
-    each gives a token, but for `num_again` rows that are computed once more. most: the number of drafts in all.
-    seconds: of a step with a number of rows, linear between powers of two, as that of a `CostModel`; 0 if that is not
-    known, and then there are no drafts. lost[i]: the rows that a later step is likely to compute once more because of
-    each draft of request i; None for none.
+    num_rows: the rows of the step without drafts; each gives a token, but for `num_again` rows that are computed once
+    more. most: the number of drafts in all. seconds: of a step with a number of rows, linear between powers of two, as
+    that of a `CostModel`; 0 if that is not known, and then there are no drafts. lost, of the shape of `chances`: the
+    rows that a later step is likely to compute once more because of each draft; None for none.
     """
-    base_s = seconds(num_rows)
-    drafts = list(chain.from_iterable(chances))
-    if base_s <= 0 or not drafts or most <= 0:
+    base_s, is_draft = seconds(num_rows), chances > 0
+    drafts = chances[is_draft]
+    if base_s <= 0 or not len(drafts) or most <= 0:
         return [0] * len(chances)
     if lost is None:
-        drafts = sorted(drafts, reverse=True)[:most]
-        rows = list(map(float, range(num_rows, num_rows + len(drafts) + 1)))
+        drafts = np.sort(drafts)[::-1][:most]
+        rows = np.arange(num_rows, num_rows + len(drafts) + 1, dtype=float)
     else:
-        pairs = sorted(zip(drafts, chain.from_iterable(lost), strict=True), reverse=True)[:most]
-        drafts = [chance for chance, _ in pairs]
-        rows = list(accumulate((1 + more for _, more in pairs), initial=float(num_rows)))
-    tokens = list(accumulate(drafts, initial=float(num_rows - num_again)))
+        more = lost[is_draft]
+        likeliest = np.lexsort((more, drafts))[::-1][:most]
+        drafts = drafts[likeliest]
+        rows = np.cumsum(np.concatenate(([float(num_rows)], 1 + more[likeliest])))
+    tokens = np.cumsum(np.concatenate(([float(num_rows - num_again)], drafts)))
 
     def pace(number: int) -> float:
-        whole = int(rows[number])
-        step_s, part = seconds(whole), rows[number] - whole
-        return tokens[number] / max(step_s + part * (seconds(whole + 1) - step_s) if part else step_s, 1e-9)
+        exact, gained = float(rows[number]), float(tokens[number])
+        whole = int(exact)
+        step_s, part = seconds(whole), exact - whole
+        return gained / max(step_s + part * (seconds(whole + 1) - step_s) if part else step_s, 1e-9)
 
-    best, highest = 0, _LEAST_GAIN * tokens[0] / base_s
+    best, highest = 0, _LEAST_GAIN * float(tokens[0]) / base_s
     for first, last in pairwise(_bends(num_rows, len(drafts))):
         # With linear seconds and concave tokens the pace rises up to one place and falls from there on.
         number = first + bisect_left(range(first, last), True, key=lambda n: pace(n + 1) <= pace(n))
         if pace(number) > highest:
             best, highest = number, pace(number)
-    return _shares(chances, drafts[best - 1], best) if best else [0] * len(chances)
+    return _shares(chances, float(drafts[best - 1]), best) if best else [0] * len(chances)
 
 
 def _bends(num_rows: int, most: int) -> list[int]:
@@ -139,18 +189,16 @@ def _bends(num_rows: int, most: int) -> list[int]:
     return [0, *takewhile(lambda drafts: drafts < most, bends), most]
 
 
-def _shares(chances: Sequence[Sequence[float]], least: float, most: int) -> list[int]:
+def _shares(chances: Chances, least: float, most: int) -> list[int]:
     """Return how many of each request's drafts are among the `most` likeliest. least: the chance of the last of these.
 
     Among equal ones the drafts of the first requests count.
     """
-    lengths = [bisect_left(own, -least, key=neg) for own in chances]
-    most -= sum(lengths)
-    for index, own in enumerate(chances):
-        equal = min(most, bisect_right(own, -least, key=neg) - lengths[index])
-        lengths[index] += equal
-        most -= equal
-    return lengths
+    lengths = (chances > least).sum(axis=1)
+    equal = (chances == least).sum(axis=1)
+    left = most - lengths.sum() - (np.cumsum(equal) - equal)
+    shares: list[int] = (lengths + np.clip(left, 0, equal)).tolist()
+    return shares
 
 
 def may_pay(num_rows: int, most: int, seconds: Callable[[int], float]) -> bool:
@@ -163,7 +211,3 @@ def may_pay(num_rows: int, most: int, seconds: Callable[[int], float]) -> bool:
         return False
     totals = [num_rows + drafts for drafts in _bends(num_rows, most)[1:]]
     return any(rows / max(seconds(rows), 1e-9) > _LEAST_GAIN * num_rows / base_s for rows in totals)
-
-
-def _match_class(num_matched: int) -> int:
-    return bisect_left(_MATCHES, num_matched)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from moeserve.plan import Request
 from moeserve.scheduling.request_memory import RequestMemory
@@ -29,8 +29,7 @@ _FOUND_AGAIN = 3
 _MOST_PLACES = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Guess:
+class Guess(NamedTuple):
     """Tokens that may follow a request's tokens. `num_matched` tokens before them equal the source's."""
 
     source: str
@@ -39,8 +38,12 @@ class Guess:
 
     def num_right(self, new_tokens: Sequence[int]) -> int:
         """Return how many of the first tokens are right, given the tokens that have followed."""
-        most = min(len(self.tokens), len(new_tokens))
-        return next((n for n in range(most) if self.tokens[n] != new_tokens[n]), most)
+        number = 0
+        for guessed, new in zip(self.tokens, new_tokens, strict=False):
+            if guessed != new:
+                break
+            number += 1
+        return number
 
 
 class OwnText:

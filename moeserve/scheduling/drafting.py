@@ -7,17 +7,19 @@ never changes a token.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from moeserve.plan import Chunk, Request
 from moeserve.scheduling.cost_model import CostModel, StepSize
-from moeserve.scheduling.draft_lengths import Acceptance, Rates, best_lengths, may_pay
+from moeserve.scheduling.draft_lengths import Acceptance, Chances, Rates, best_lengths, may_pay
 from moeserve.scheduling.draft_sources import (
     CACHED_TEXT,
     FORCED,
     MTP,
+    OWN_TEXT,
     PREDICTED_TEXT,
     CachedText,
     Guess,
@@ -34,9 +36,10 @@ _INDEXED_PER_STEP = 4096
 _TAIL = 3
 # The shares of right guesses that are expected of sources before they were seen to guess: right nearly always in the
 # benchmark of an agent's second run and of predicted answers.
-_FIRST_RATES = {CACHED_TEXT: 0.9, PREDICTED_TEXT: 0.9}
+_FIRST_RATES = {OWN_TEXT: 0.5, CACHED_TEXT: 0.9, PREDICTED_TEXT: 0.9, MTP: 0.5, FORCED: 0.5}
 # Guesses are compared by this number of their first tokens.
 _COMPARED = 4
+_NO_GUESS = Guess(OWN_TEXT, 0, array("i"))
 
 
 @dataclass(slots=True)
@@ -167,7 +170,7 @@ class Drafting:
             known.predicted.follow(new_tokens, request.token_ids[-min(request.num_output_tokens, _TAIL) :])
         known.guesses = self._guesses(request, known, memory, predicted)
         if len(known.guesses) > 1:
-            known.guesses.sort(key=lambda guess: self._worth(known, guess), reverse=True)
+            known.guesses.sort(key=lambda guess: self._worth(known.rates, guess), reverse=True)
         known.num_forced, request.draft_masks = 0, ()
         request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
 
@@ -196,45 +199,42 @@ class Drafting:
         rooms: the number of drafts that each request may have. size: of the step without drafts. most: the number of
         drafts in all, not negative.
         """
-        wanted = [min(room, len(request.draft_tokens)) for request, room in zip(requests, rooms, strict=True)]
         if self._config.method != "auto":
-            return _within(wanted, most)
-        chances = []
-        for request, count in zip(requests, wanted, strict=True):
-            known = self._known[request.request_id]
-            num_guessed = min(count, len(request.draft_tokens) - known.num_forced)
-            own = self._chances(known, known.guesses[0], num_guessed) if num_guessed else []
-            if len(own) == num_guessed < count:
-                first = own[-1] if own else 1.0
-                own += self._acceptance.chances(known.rates, FORCED, 0, count - num_guessed, first)
-            chances.append(own)
+            return _within(rooms, most)
+        if not any(rooms):
+            return [0] * len(rooms)
+        known = [self._known[request.request_id] for request in requests]
+        chances = self._acceptance.chances(
+            [each.rates for each in known],
+            [each.guesses[0] if each.guesses else _NO_GUESS for each in known],
+            [len(request.draft_tokens) - each.num_forced for request, each in zip(requests, known, strict=True)],
+            rooms,
+        )
         attended = size.attended / max(1, size.rows)
         lost, num_again = None, 0
         if requests[0].state is not None:
-            lost = [_lost_rows(own, request) for own, request in zip(chances, requests, strict=True)]
-            num_again = sum(_num_rows(request) - 1 for request in requests)
+            num_rows = list(map(_num_rows, requests))
+            lost, num_again = _lost_rows(chances, num_rows), sum(num_rows) - len(num_rows)
         cost = self._cost
         return best_lengths(chances, size.rows, most, lambda rows: cost.seconds(rows, attended * rows), lost, num_again)
 
-    def plan(self, requests: Iterable[Request], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
+    def plan(self, decodes: Mapping[int, Sequence[Request]], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
         """Return by request how many of its drafts a step should verify, where there are any.
 
-        requests: each lacks one token, or none but the one that is being sampled; tokens lost with a state do not
-        count.
+        decodes: by rank, requests that lack one token, or none but the one that is being sampled; tokens lost with a
+        state do not count.
         """
         num_drafts: dict[str, int] = {}
-        decodes: list[list[Request]] = [[] for _ in room.memories]
-        for request in requests:
-            decodes[request.rank].append(request)
-        for rank, own in enumerate(decodes):
+        for rank, own in decodes.items():
             guessed = [request for request in own if request.draft_tokens]
             if not guessed:
                 continue
-            counts = list(map(_num_rows, own))
+            # Only tokens lost with a state make a decode's chunk more than one row.
+            counts = [1] * len(own) if own[0].state is None else list(map(_num_rows, own))
             rows = sum(counts)
-            attended = sum(len(request.token_ids) * count for request, count in zip(own, counts, strict=True))
+            attended = sum([len(request.token_ids) * count for request, count in zip(own, counts, strict=True)])
             size = StepSize(rows, float(attended))
-            most = min(_num_drafts(draft.budgets[rank], rows), sum(len(request.draft_tokens) for request in guessed))
+            most = min(_num_drafts(draft.budgets[rank], rows), sum([len(request.draft_tokens) for request in guessed]))
             # Rows that are computed again give no token, so that drafts behind them may pay sooner.
             if rows == len(own) and not self._may_pay(rows, most, size):
                 continue
@@ -245,9 +245,8 @@ class Drafting:
     def _judge(self, known: _Known, guess: Guess, new_tokens: Sequence[int]) -> None:
         """Learn which tokens of a guess have followed, up to the first wrong one."""
         num_right = guess.num_right(new_tokens)
-        for number in range(min(num_right + 1, len(guess.tokens), len(new_tokens))):
-            is_right = number < num_right
-            self._acceptance.count(known.rates, guess.source, guess.num_matched + number, is_right=is_right)
+        num_told = min(num_right + 1, len(guess.tokens), len(new_tokens))
+        self._acceptance.count(known.rates, guess.source, guess.num_matched, num_right, num_told)
 
     def _judge_forced(self, request: Request, known: _Known, new_tokens: Sequence[int]) -> None:
         """Learn whether forced tokens came, where the guess before them was right."""
@@ -266,12 +265,9 @@ class Drafting:
         kept = [self._until_stop(request, guess) for guess in found if guess is not None]
         return [guess for guess in kept if guess.tokens]
 
-    def _worth(self, known: _Known, guess: Guess) -> float:
+    def _worth(self, rates: Rates, guess: Guess) -> float:
         """Return how many of a guess's first tokens are likely to be right."""
-        return sum(self._chances(known, guess, min(_COMPARED, len(guess.tokens))))
-
-    def _chances(self, known: _Known, guess: Guess, count: int) -> list[float]:
-        return self._acceptance.chances(known.rates, guess.source, guess.num_matched, count)
+        return self._acceptance.worth(rates, guess.source, guess.num_matched, min(_COMPARED, len(guess.tokens)))
 
     def _until_stop(self, request: Request, guess: Guess) -> Guess:
         """Cut a guess before a token that ends the request: no row is needed after it."""
@@ -279,7 +275,7 @@ class Drafting:
         for stop in request.sampling.stop_token_ids:
             if stop in tokens:
                 tokens = tokens[: tokens.index(stop)]
-        return guess if tokens is guess.tokens else replace(guess, tokens=tokens)
+        return guess if tokens is guess.tokens else guess._replace(tokens=tokens)
 
 
 def _count_predicted(request: Request, guess: Guess, chunk: Chunk, num_accepted: int) -> None:
@@ -310,41 +306,49 @@ class DraftRoom:
         that may come are left.
         """
         rooms, num_slots = list[int](), self.memories[rank].num_free_slots - self.num_coming
+        num_spare = dict[str, int]()
         for request in requests:
-            rooms.append(self._of(request, self.memories[rank]) if num_slots > 0 else 0)
+            rooms.append(self._of(request, self.memories[rank], num_spare) if num_slots > 0 else 0)
             num_slots -= rooms[-1] > 0
         return rooms
 
-    def _of(self, request: Request, memory: RequestMemory) -> int:
+    def _of(self, request: Request, memory: RequestMemory, num_spare: dict[str, int]) -> int:
         """No row is needed whose token would be one too many, would follow the end of a thought, or would need other
-        angles. Drafts take no block that a running request may need for its next token."""
-        if not request.draft_tokens or request.wants_prompt_logprobs:
-            return 0
-        num_known = len(request.token_ids)
-        room = min(request.sampling.max_tokens - request.num_output_tokens - 1, len(request.draft_tokens))
+        angles. Drafts take no block that a running request may need for its next token.
+
+        num_spare: by namespace, the blocks that are left for drafts, as far as they were counted."""
+        num_guessed, num_known, lease = len(request.draft_tokens), len(request.token_ids), request.lease
+        assert lease is not None
+        room = min(request.sampling.max_tokens + request.num_prompt_tokens - num_known - 1, num_guessed)
         if request.state is not None:
             room = min(room, memory.draft_room(request))
         if self.rope_switch is not None and not request.first_angle:
             room = min(room, self.rope_switch - num_known)
-        if request.sampling.grammar is not None:
-            room = min(room, len(request.draft_masks))
+        if not request.is_always_plain:
+            if request.wants_prompt_logprobs:
+                return 0
+            if request.sampling.grammar is not None:
+                room = min(room, len(request.draft_masks))
         if request.thought is not None:
             room = min(room, request.thought.num_free - 1)
-        num_slots = memory.num_empty_slots(request) - (num_known - request.num_planned_tokens)
+        num_slots = len(lease.block_ids) * memory.block_size - num_known
         if num_slots < room:
-            num_spare = memory.num_available_blocks(request, sparing=True) - self.num_running
-            if num_spare < memory.num_blocks_for(len(request.draft_tokens)):
-                room = min(room, num_slots)
+            spare = num_spare.get(request.namespace)
+            if spare is None:
+                spare = memory.num_available_blocks(request, sparing=True) - self.num_running
+                num_spare[request.namespace] = spare
+            if spare < memory.num_blocks_for(num_guessed):
+                room = num_slots
         return max(0, room)
 
 
-def _lost_rows(chances: Sequence[float], request: Request) -> list[float]:
+def _lost_rows(chances: Chances, num_rows: Sequence[int]) -> Chances:
     """Return how many rows of its chunk a request with a recurrent state is likely to compute again for each draft.
 
-    If a draft is the first wrong one, that are all rows before it.
+    If a draft is the first wrong one, that are all rows before it. num_rows: by request, before its drafts.
     """
-    num_rows = _num_rows(request)
-    return [(before - chance) * (num_rows + place) for place, (before, chance) in enumerate(pairwise((1.0, *chances)))]
+    before = np.concatenate((np.ones((len(chances), 1)), chances[:, :-1]), axis=1)
+    return (before - chances) * (np.array(num_rows)[:, None] + np.arange(chances.shape[1]))
 
 
 def _num_rows(request: Request) -> int:
@@ -357,7 +361,7 @@ def _num_drafts(budget: int, num_rows: int) -> int:
     return max(0, budget - num_rows) // 2
 
 
-def _within(wanted: list[int], most: int) -> list[int]:
+def _within(wanted: Sequence[int], most: int) -> list[int]:
     """Return lengths of at most `most` in all, the first ones first."""
     lengths = []
     for length in wanted:

@@ -97,11 +97,11 @@ class Tenants:
         tenant = self.of(request)
         tenant.served += num_tokens / tenant.terms.weight
 
-    def charge_each(self, requests: Iterable[Request]) -> None:
-        """Count a token for each request."""
-        for request in requests:
+    def charge_each(self, requests: Iterable[Request], counts: Iterable[int]) -> None:
+        """Count tokens that are computed for requests."""
+        for request, count in zip(requests, counts, strict=True):
             tenant = self.of(request)
-            tenant.served += 1 / tenant.terms.weight
+            tenant.served += count / tenant.terms.weight
 
     def share(self, terms: Terms) -> float:
         """Return a tenant's part of the weights of all tenants with requests in the foreground, its own included."""

@@ -77,20 +77,28 @@ class PlanDraft:
         chunk.state, chunk.window = state, window
         self._append(request, chunk)
 
-    def add_next(self, requests: Sequence[Request]) -> None:
-        """Plan the last known tokens of plain requests without recurrent state and window blocks, which have slots."""
-        plans, budgets, sizes = self.plans, self.budgets, self.sizes
-        for request in requests:
+    def add_next(self, requests: Sequence[Request], counts: Sequence[int]) -> None:
+        """Plan the last known tokens of plain requests without recurrent state and window blocks, which have slots.
+
+        counts: by request, one more than the number of its draft tokens to follow.
+        """
+        plans, budgets = self.plans, self.budgets
+        rows, attended = [size.rows for size in self.sizes], [size.attended for size in self.sizes]
+        for request, count in zip(requests, counts, strict=True):
             rank, lease, start = request.rank, request.lease, request.num_computed_tokens
             assert lease is not None
             request.num_scheduled_tokens = 1
             chunk = Chunk(request.request_id, request.token_ids[start:], start, lease.block_ids, request.sampling)
-            chunk.first_angle = request.first_angle
+            if count > 1:
+                chunk.token_ids += request.draft_tokens[: count - 1]
+                chunk.num_drafts = count - 1
+            if request.first_angle:
+                chunk.first_angle = request.first_angle
             plans[rank].chunks.append(chunk)
-            budgets[rank] -= 1
-            size = sizes[rank]
-            size.rows += 1
-            size.attended += start + 0.5
+            budgets[rank] -= count
+            rows[rank] += count
+            attended[rank] += count * (start + 0.5 * count)
+        self.sizes = [StepSize(*size) for size in zip(rows, attended, strict=True)]
         self.requests += requests
 
     @property

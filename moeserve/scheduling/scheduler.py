@@ -339,10 +339,8 @@ class Scheduler:
             elif num_pending > 1:
                 is_prompt = num_pending - request.num_lost_tokens > 1 + request.num_forced_tokens
                 (prompts if is_prompt else closings).append(request)
-            elif num_pending == 1 and request.request_id not in num_drafts:
-                self._chunks.plan(request, 1, draft)
             elif num_pending == 1:
-                self._chunks.plan_known(request, num_drafts[request.request_id], draft)
+                self._chunks.plan_known(request, num_drafts.get(request.request_id, 0), draft)
             elif num_pending == 0 and request.request_id not in num_drafts:
                 self._chunks.plan_unsampled(request, self._in_flight[-1], draft)
         for request in closings:
@@ -587,11 +585,16 @@ class Scheduler:
         A request whose token the previous plan will sample is among them if it should wait for that token, because its
         drafts can only follow it.
         """
-        running, ranks = self._running.requests, () if self._drafting is None else self._drafting.ranks
-        if self._drafting is None or not ranks or not any(request.draft_tokens for request in running):
+        running = self._running.requests
+        if self._drafting is None or not any(request.draft_tokens for request in running):
             return {}
-        ready = (r for r in running if r.rank in ranks and r.beam_params is None and self._may_go_on(r))
-        decodes = [r for r in ready if 0 <= r.num_pending_tokens - r.num_lost_tokens <= 1]
+        decodes: dict[int, list[Request]] = {rank: [] for rank in self._drafting.ranks}
+        for request in running:
+            own = decodes.get(request.rank)
+            if own is None or request.beam_params is not None or not self._may_go_on(request):
+                continue
+            if 0 <= request.num_pending_tokens - request.num_lost_tokens <= 1:
+                own.append(request)
         num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._running.num_taken))
         room = DraftRoom(self._memories, self.num_running, num_coming, self._rope_switch)
         return self._drafting.plan(decodes, draft, room)

@@ -78,6 +78,8 @@ class SuffixIndex:
 def _match_length(text: array[int], position: int, tail: array[int], most: int, known: int) -> int:
     """Return how many tokens before `position` equal the last of `tail`. known: that many do."""
     end = len(tail)
+    if text[position - most : position] == tail[end - most :]:
+        return most
     while known < most and text[position - known - 1] == tail[end - known - 1]:
         known += 1
     return known

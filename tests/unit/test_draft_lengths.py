@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from itertools import accumulate
 from operator import mul
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moeserve.scheduling.cost_model import CostModel
-from moeserve.scheduling.draft_lengths import LEAST_LIKELY, Acceptance, best_lengths, may_pay
+from moeserve.scheduling.draft_lengths import LEAST_LIKELY, Acceptance, Chances, best_lengths, may_pay
+from moeserve.scheduling.draft_sources import CACHED_TEXT, FORCED, OWN_TEXT, Guess
 from moeserve.scheduling.suffix_index import LEAST_MATCH, LONGEST_MATCH, SuffixIndex
 from moeserve.settings.drafts import SpeculativeConfig, parse_speculative
+
+FIRST_RATES = {OWN_TEXT: 0.5, CACHED_TEXT: 0.9, FORCED: 0.5}
+
+
+def matrix(rows: Sequence[Sequence[float]]) -> Chances:
+    """Return rows of falling chances side by side, with zeros behind the shorter ones."""
+    width = max(map(len, rows))
+    return np.array([[*row, *[0.0] * (width - len(row))] for row in rows])
 
 
 def brute_force(text: list[int]) -> tuple[int, int]:
@@ -42,15 +53,15 @@ def test_certain_guesses_are_verified_and_unlikely_ones_are_not() -> None:
     def seconds(rows: int) -> float:
         return 1.0 + 0.2 * rows
 
-    assert best_lengths([[0.99, 0.98, 0.97]], 1, 8, seconds) == [3]
-    assert best_lengths([[0.1, 0.05]], 1, 8, seconds) == [0]
-    assert best_lengths([[0.1], [0.9, 0.8], []], 3, 8, seconds) == [0, 2, 0]
-    assert best_lengths([[0.99, 0.98, 0.97]], 1, 2, seconds) == [2]
+    assert best_lengths(matrix([[0.99, 0.98, 0.97]]), 1, 8, seconds) == [3]
+    assert best_lengths(matrix([[0.1, 0.05]]), 1, 8, seconds) == [0]
+    assert best_lengths(matrix([[0.1], [0.9, 0.8], []]), 3, 8, seconds) == [0, 2, 0]
+    assert best_lengths(matrix([[0.99, 0.98, 0.97]]), 1, 2, seconds) == [2]
 
 
 def test_nothing_is_verified_where_rows_cost_in_full_or_costs_are_not_known() -> None:
-    assert best_lengths([[0.99] * 8], 1, 8, float) == [0]
-    assert best_lengths([[0.99] * 8], 1, 8, lambda rows: 0.0) == [0]
+    assert best_lengths(matrix([[0.99] * 8]), 1, 8, float) == [0]
+    assert best_lengths(matrix([[0.99] * 8]), 1, 8, lambda rows: 0.0) == [0]
 
 
 @given(
@@ -72,7 +83,7 @@ def test_no_other_lengths_make_more_tokens_per_second(
         return (num_rows + sum(drafts)) / max(cost.seconds(num_rows + len(drafts), 0.0), 1e-9)
 
     best = max(pace(likeliest[:count]) for count in range(len(likeliest) + 1))
-    lengths = best_lengths(falling, num_rows, most, lambda rows: cost.seconds(rows, 0.0))
+    lengths = best_lengths(matrix(falling), num_rows, most, lambda rows: cost.seconds(rows, 0.0))
     found = pace([chance for own, length in zip(falling, lengths, strict=True) for chance in own[:length]])
     assert found == pytest.approx(best) if any(lengths) else best <= 1.0301 * found
 
@@ -82,40 +93,56 @@ def test_drafts_whose_failure_loses_rows_are_verified_only_if_they_are_surer() -
         return 1.0 + 0.2 * rows
 
     unsure, sure = [0.7, 0.49, 0.343], [0.99, 0.98, 0.97]
-    assert best_lengths([unsure], 1, 8, seconds) == [3]
-    assert best_lengths([unsure], 1, 8, seconds, [[0.3, 0.42, 0.441]]) == [2]
-    assert best_lengths([unsure], 1, 8, seconds, [[3.0, 4.0, 5.0]]) == [0]
-    assert best_lengths([sure], 1, 8, seconds, [[0.01, 0.02, 0.03]]) == [3]
+    assert best_lengths(matrix([unsure]), 1, 8, seconds) == [3]
+    assert best_lengths(matrix([unsure]), 1, 8, seconds, matrix([[0.3, 0.42, 0.441]])) == [2]
+    assert best_lengths(matrix([unsure]), 1, 8, seconds, matrix([[3.0, 4.0, 5.0]])) == [0]
+    assert best_lengths(matrix([sure]), 1, 8, seconds, matrix([[0.01, 0.02, 0.03]])) == [3]
     # Two rows that give no token make further ones cheap.
-    assert best_lengths([[0.2]], 3, 8, seconds) == [0]
-    assert best_lengths([[0.2]], 3, 8, seconds, [[0.0]], 2) == [1]
+    assert best_lengths(matrix([[0.2]]), 3, 8, seconds) == [0]
+    assert best_lengths(matrix([[0.2]]), 3, 8, seconds, matrix([[0.0]]), 2) == [1]
 
 
 def test_rates_are_learnt_by_match_and_by_request() -> None:
-    acceptance = Acceptance()
-    good, bad = acceptance.of_request(), acceptance.of_request()
+    acceptance = Acceptance(FIRST_RATES)
+    good, bad, new = (acceptance.of_request() for _ in range(3))
     for _ in range(50):
-        acceptance.count(good, "own", 20, is_right=True)
-        acceptance.count(bad, "own", 3, is_right=False)
-    assert acceptance.chances(good, "own", 20, 1)[0] > 0.9
-    assert acceptance.chances(bad, "own", 3, 1) == [] or acceptance.chances(bad, "own", 3, 1)[0] < 0.1
-    assert acceptance.chances(acceptance.of_request(), "own", 20, 1)[0] > 0.8
+        acceptance.count(good, OWN_TEXT, 20, 1, 1)
+        acceptance.count(bad, OWN_TEXT, 3, 0, 1)
+    guesses = [Guess(OWN_TEXT, num_matched, array("i", [7])) for num_matched in (20, 3, 20)]
+    (of_good,), (of_bad,), (of_new,) = acceptance.chances([good, bad, new], guesses, [1] * 3, [1] * 3).tolist()
+    assert of_good > 0.9
+    assert of_bad < 0.1
+    assert of_new > 0.8
 
 
-@given(st.lists(st.tuples(st.integers(0, 40), st.booleans()), max_size=60), st.integers(0, 40), st.integers(0, 20))
+SOURCES = st.sampled_from(list(FIRST_RATES))
+
+
+@given(
+    st.lists(st.tuples(SOURCES, st.integers(0, 40), st.integers(0, 9), st.integers(0, 1), st.booleans()), max_size=60),
+    st.lists(st.tuples(SOURCES, st.integers(0, 40), st.integers(0, 20), st.integers(0, 6), st.booleans()), min_size=1),
+)
 def test_a_guess_is_as_likely_as_all_before_it_and_its_own_rate(
-    counted: list[tuple[int, bool]], num_matched: int, num_tokens: int
+    counted: list[tuple[str, int, int, int, bool]], asked: list[tuple[str, int, int, int, bool]]
 ) -> None:
-    acceptance, expected, chance = Acceptance(), list[float](), 1.0
-    own = acceptance.of_request()
-    for matched, is_right in counted:
-        acceptance.count(own, "own", matched, is_right=is_right)
-    for number in range(num_matched, num_matched + num_tokens):
-        chance *= acceptance.chances(own, "own", number, 1, 1e9)[0] / 1e9
-        if chance < LEAST_LIKELY:
-            break
-        expected.append(chance)
-    assert acceptance.chances(own, "own", num_matched, num_tokens) == pytest.approx(expected)
+    acceptance = Acceptance(FIRST_RATES)
+    owners = [acceptance.of_request(), acceptance.of_request()]
+    for source, num_matched, num_right, num_wrong, owner in counted:
+        acceptance.count(owners[owner], source, num_matched, num_right, num_right + num_wrong)
+    expected = list[list[float]]()
+    for source, num_matched, num_guessed, num_forced, owner in asked:
+        tokens = [(source, num_matched + number) for number in range(num_guessed)]
+        tokens += [(FORCED, number) for number in range(num_forced)]
+        rates = [acceptance.rate(owners[owner], *token) for token in tokens]
+        expected.append([chance if chance >= LEAST_LIKELY else 0.0 for chance in accumulate(rates, mul)])
+        worth = sum(expected[-1][: min(4, num_guessed)])
+        assert acceptance.worth(owners[owner], source, num_matched, min(4, num_guessed)) == pytest.approx(worth)
+    own = [owners[owner] for *_, owner in asked]
+    guesses = [Guess(source, num_matched, array("i")) for source, num_matched, *_ in asked]
+    num_guessed = [count for _, _, count, _, _ in asked]
+    found = acceptance.chances(own, guesses, num_guessed, [n + m for _, _, n, m, _ in asked])
+    # The bits are those of one product after another.
+    assert found.tolist() == matrix(expected).tolist()
 
 
 def test_the_setting_is_vllms_json_or_a_method() -> None:
@@ -155,7 +182,7 @@ def test_where_no_drafts_can_pay_none_are_verified(
 
     falling = [list(accumulate(own, mul)) for own in chances]
     most = sum(map(len, falling))
-    if any(best_lengths(falling, num_rows, most, seconds_of)):
+    if any(best_lengths(matrix(falling), num_rows, most, seconds_of)):
         assert may_pay(num_rows, most, seconds_of)
 
 

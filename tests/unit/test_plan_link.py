@@ -119,6 +119,10 @@ def sequences(draw: st.DrawFn) -> list[StepPlan]:
             )
             shown = chunks[name]
             if draw(st.booleans()):
+                # A decode with as many drafts as it has tokens beyond the first, which needs nothing else.
+                plain = {"extras": None, "drawn_by": None, "state": None, "first_angle": 0, "window": None}
+                shown = replace(shown, **plain, num_drafts=max(0, len(shown.token_ids) - 1))
+            elif draw(st.booleans()):
                 # A chunk amid a prompt, whose sampled successor follows in a later plan.
                 following = draw(st.none() | st.integers(0, 9))
                 shown = replace(shown, sampling=None, extras=None, window=None, following=following)

@@ -28,6 +28,7 @@ from moeserve.wire import MAX_STEP_BYTES, DecodeError, pack, unpack, unpack_toke
 # The number of plans after which both ends forget a request that none of them named.
 _PLANS_REMEMBERED = 32
 _ITEM_BYTES = 4  # of a token id, and of a block id
+_HEADER_ITEMS = 4  # int32 values before the tokens of a chunk in a run
 
 # How int32 values changed: None not at all; bytes to append; or the number of values to drop in front, the number to
 # keep after these, and the bytes to append.
@@ -75,8 +76,9 @@ class _WireChunk(msgspec.Struct, array_like=True, frozen=True):
 class _WirePlan(msgspec.Struct, array_like=True, frozen=True):
     """`number` counts the plans of a sender. `forgotten`: the numbers of requests to forget before reading `chunks`.
 
-    Bytes among `chunks` are consecutive chunks of one token, for which nothing else has changed: each is three int32,
-    the request's number, the token and its position.
+    Bytes among `chunks` are consecutive chunks of one token and drafts, for which nothing else has changed but blocks
+    that were appended. Each is int32 values: the request's number, the number of drafts, that of the blocks' bytes, the
+    position, the tokens and the blocks.
     """
 
     number: int
@@ -134,13 +136,20 @@ class PlanSender:
         return forgotten
 
     def _describe_all(self, chunks: Sequence[Chunk]) -> list[Any]:
-        described, run, sent_of = list[Any](), array("i"), self._sent.get
+        described, run, sent_of, number = list[Any](), array("i"), self._sent.get, self._num_plans
         for chunk in chunks:
             sent = sent_of(chunk.request_id)
-            if sent is not None and _is_next_token(chunk, sent):  # As most chunks of a large step are.
-                sent.named_at = self._num_plans
-                run.extend((sent.number, chunk.token_ids[0], chunk.start))
-                continue
+            # So it is with most chunks of a large step.
+            if sent is not None and _is_next_token(chunk, sent):
+                block_table, before = chunk.block_table.tobytes(), sent.block_table
+                if block_table == before or block_table.startswith(before):
+                    run.extend((sent.number, chunk.num_drafts, len(block_table) - len(before), chunk.start))
+                    run += chunk.token_ids
+                    if block_table != before:
+                        run.frombytes(block_table[len(before) :])
+                        sent.block_table = block_table
+                    sent.named_at = number
+                    continue
             if run:
                 described.append(run.tobytes())
                 run = array("i")
@@ -184,7 +193,7 @@ class PlanSender:
 
 
 def _is_next_token(chunk: Chunk, sent: _Sent) -> bool:
-    """Return True if the receiver knows all of a chunk but its token and its position."""
+    """Return True if the receiver knows all of a chunk but its position, its token, drafts and the block table."""
     return (
         chunk.sampling is sent.sampling is not None
         and chunk.extras is None
@@ -193,9 +202,7 @@ def _is_next_token(chunk: Chunk, sent: _Sent) -> bool:
         and chunk.window is None
         and chunk.following is None
         and not chunk.first_angle
-        and not chunk.num_drafts
-        and len(chunk.token_ids) == 1
-        and chunk.block_table.tobytes() == sent.block_table
+        and len(chunk.token_ids) == 1 + chunk.num_drafts
     )
 
 
@@ -309,13 +316,19 @@ class PlanReceiver:
         return StepPlan(wire.step, chunks, *map(unpack_token_ids, blocks))
 
     def _next_tokens(self, data: bytes) -> Iterator[Chunk]:
-        values = unpack_token_ids(data)
-        if len(values) % 3:
-            raise DecodeError("a run of chunks is torn")
-        for place in range(0, len(values), 3):
-            known = self._known(values[place])
-            token = values[place + 1 : place + 2]
-            yield Chunk(known.request_id, token, values[place + 2], known.block_table, known.sampling)
+        values, place = unpack_token_ids(data), 0
+        while place < len(values):
+            header, first = values[place : place + _HEADER_ITEMS], place + _HEADER_ITEMS
+            if len(header) < _HEADER_ITEMS or header[1] < 0 or header[2] < 0:
+                raise DecodeError("a run of chunks is torn")
+            number, num_drafts, num_bytes, start = header
+            end = first + 1 + num_drafts
+            place = end + num_bytes // _ITEM_BYTES
+            if place > len(values):
+                raise DecodeError("a run of chunks is torn")
+            known, tokens = self._known(number), values[first:end]
+            known.block_table.extend(values[end:place])
+            yield Chunk(known.request_id, tokens, start, known.block_table, known.sampling, num_drafts=num_drafts)
 
     def _known(self, number: int) -> _Received:
         known = self._received.get(number)
