@@ -1,7 +1,8 @@
 """`python -m benchmarks.large_gguf`: a random model of Qwen3-30B-A3B's shape in Q4_K, its start, memory and streams.
 
 `write FILE` streams the file to disk, 17 GB with all 48 layers. `serve FILE` starts a service of it, and prints the
-seconds until it is ready, the most memory of its processes together, and the tokens per second of several streams.
+seconds until it is ready, the most memory of its processes together, and the tokens per second of several streams. With
+`--store DIR` it also waits until the expert file is written there, which the next start maps.
 """
 
 from __future__ import annotations
@@ -243,15 +244,22 @@ def write(path: Path, layers: int) -> None:
 @click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--streams", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of each stream.")
+@click.option("--store", type=click.Path(path_type=Path), help="For --expert-store-dir; its file is waited for.")
 @click.argument("settings", nargs=-1)
-def serve(path: Path, streams: int, tokens: int, settings: tuple[str, ...]) -> None:
+def serve(path: Path, streams: int, tokens: int, store: Path | None, settings: tuple[str, ...]) -> None:
     """Serve the file and print what it takes. SETTINGS, after --, are further settings of `moeserve serve`."""
+    if store is not None:
+        settings = (*settings, "--expert-store-dir", str(store))
     memory, draw, began = _Memory(), Random(0), time.perf_counter()
     with serving(path, settings, memory) as http:
         ready_s = time.perf_counter() - began
         click.echo(f"ready after {ready_s:.1f} s, at a load of {getloadavg()[0]:.1f}")
         one = _tokens_per_second(http, 1, tokens, draw)
         many = _tokens_per_second(http, streams, tokens, draw)
+        while store is not None and not list(store.glob("*/experts.bin")):
+            time.sleep(_POLL_S)
+        if store is not None:
+            click.echo(f"expert file there after {time.perf_counter() - began:.0f} s")
     file_gib, gib = path.stat().st_size / 2**30, memory.peak / 2**30
     anonymous = memory.peak_anonymous / 2**30
     click.echo(f"file {file_gib:.2f} GiB, most memory {gib:.2f} GiB, {anonymous:.2f} of it not in files")

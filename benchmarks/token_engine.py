@@ -38,6 +38,7 @@ class TokenEngine:
         config = replace(config or ServeConfig(), record_experts=False)
         directory = Path(model_dir)
         rank = load_rank(directory, plan_model(directory, config), config, lambda _: None).start()
+        self._rank = rank
         self.spec = rank.model.spec
         self.experts = rank.memory
         model = rank.model
@@ -54,8 +55,7 @@ class TokenEngine:
     def close(self) -> None:
         """End the threads beside the model. Nothing can be generated after it."""
         self.masks.close()
-        if self.experts is not None:
-            self.experts.close()
+        self._rank.close()
 
     def generate(
         self,

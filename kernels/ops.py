@@ -216,10 +216,14 @@ class CpuOps:
     mamba1_scan = staticmethod(mamba1_scan)
     mamba2_scan = staticmethod(mamba2_scan)
 
-    def __init__(self, arithmetic: Arithmetic = "int8", *, narrow_rows: bool = False) -> None:
-        """arithmetic: of products with quantised weights. narrow_rows: see `kernels.linear.pack_linear`."""
+    def __init__(
+        self, arithmetic: Arithmetic = "int8", *, narrow_rows: bool = False, num_packers: int | None = None
+    ) -> None:
+        """arithmetic: of products with quantised weights. narrow_rows: see `kernels.linear.pack_linear`. num_packers:
+        the threads that pack experts, torch's number by default."""
         self._arithmetic: Arithmetic = arithmetic
         self._narrow_rows = narrow_rows
+        self._num_packers = num_packers
         self._memory = WeightMemory()
 
     def pack_linear(self, weight: Matrix, bias: Tensor | None, dtype: torch.dtype) -> Linear:
@@ -272,7 +276,8 @@ class CpuOps:
 
         packings = map(packing_of, range(num_experts))
         # A single expert is packed by all threads together.
-        packed = results_in_order(packings) if num_experts > 1 else (pack() for pack in packings)
+        num_packers = self._num_packers or torch.get_num_threads()
+        packed = results_in_order(packings, num_packers) if num_experts > 1 else (pack() for pack in packings)
         for expert, room in enumerate(packed):
             experts.put(expert, room)
         return experts

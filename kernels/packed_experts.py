@@ -61,6 +61,10 @@ class PackedExperts(ABC, Sized):
         """Put an expert in the place of another one. The bytes may be copied."""
         self.put(expert, packed)
 
+    def packed(self, expert: int) -> Tensor | None:
+        """Return the packed bytes from which an expert is computed, None where it was copied into another form."""
+        return None
+
     @abstractmethod
     def drop(self, expert: int) -> None:
         """Forget an expert's bytes."""

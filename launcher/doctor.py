@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +42,7 @@ _SETTINGS = (
     "max_num_seqs",
     "state_cache_memory",
     "expert_memory",
+    "expert_store_dir",
 )
 # Bytes for keys and values beside the largest model that is named where none was asked about.
 _KV_ROOM_BYTES = 2 * 2**30
@@ -303,15 +305,16 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
         counts = f"{setup.num_state_slots:,} requests at once, {setup.num_snapshots:,} snapshots"
         yield f"    states    {format_bytes(setup.state_bytes)} = {counts}"
     if setup.expert_file_bytes:
-        root, free = _expert_disk()
+        root, free = _expert_disk(setup)
         taken = f"{format_bytes(setup.expert_file_bytes)} for the expert file, written at the first start"
         yield f"    disk      {taken}; {root} has {format_bytes(free)} free"
     if setup.tokens_per_second is not None:
         yield f"    speed     at most {setup.tokens_per_second:,.1f} tokens/s for one request, as memory is read"
 
 
-def _expert_disk() -> tuple[Path, int]:
-    """Return the folder in which expert files lie by default, and the bytes that are free there."""
-    root = (cache_root() / "experts").absolute()
+def _expert_disk(setup: Setup) -> tuple[Path, int]:
+    """Return the folder of the expert file, and the bytes that are free there."""
+    named = dict(pairwise(setup.flags)).get("--expert-store-dir")
+    root = (cache_root() / "experts" if named is None else Path(named).expanduser()).absolute()
     existing = next(folder for folder in (root, *root.parents) if folder.exists())
     return root, shutil.disk_usage(existing).free

@@ -28,7 +28,7 @@ _SHORTEST_TIMEOUT_OF_RANKS = 4.0
 # A service of one rank starts with 40.
 _LEAST_OPEN_FILES = 64
 _FOR_SEVERAL_RANKS = ("dispatch", "combine_dtype", "placement", "num_redundant_experts", "rebalance_interval")
-_FOR_EXPERT_MEMORY = ("expert_store_dir", "expert_policy", "expert_prefetch")
+_FOR_EXPERT_MEMORY = ("expert_policy", "expert_prefetch")
 
 
 class LaunchError(Exception):

@@ -345,7 +345,7 @@ class ServeConfig:
     expert_store_dir: str | None = _expert_memory(
         None,
         "Folder for the file that experts are read from; by default in the model cache, or none for a GGUF file whose "
-        "experts are read out of it.",
+        "experts are read out of it. Without --expert-memory the file is mapped: the next start packs no experts.",
     )
     expert_policy: str = _expert_memory(
         "lfru",

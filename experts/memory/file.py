@@ -13,6 +13,7 @@ import zlib
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 
 from experts.errors import ExpertStoreError
@@ -22,6 +23,8 @@ PAGE_BYTES = 4096
 REMEDY = "delete it, and the next start builds it anew"
 VERSION = 1
 _MAGIC = b"MOEXPERT"
+# Bytes that are written before they must be on the disk: a long file fills memory with its pages no further.
+_WINDOW_BYTES = 2**28
 # magic, version, layers, experts per layer, reserved, bytes of an expert, source
 _FIXED = struct.Struct("<8sIIIIQ32s")
 _CRC = struct.Struct("<I")
@@ -64,11 +67,14 @@ class ExpertFileHeader:
 def write_expert_file(
     path: Path, *, source: bytes, num_layers: int, num_experts: int, expert_bytes: int, experts: Iterable[memoryview]
 ) -> None:
-    """Write `experts`, layer by layer, each of `expert_bytes`, one at a time; the file is on disk on return."""
+    """Write `experts`, layer by layer, each of `expert_bytes`, one at a time.
+
+    The file is on disk on return, and hardly any of it in the page cache.
+    """
     checksums = array("I")
     header = ExpertFileHeader(source, num_layers, num_experts, expert_bytes, checksums)
     padding = bytes(round_to_page(expert_bytes) - expert_bytes)
-    count = num_layers * num_experts
+    count, synced = num_layers * num_experts, 0
     with path.open("wb") as file:
         file.seek(_header_bytes(count))
         for expert in experts:
@@ -77,14 +83,22 @@ def write_expert_file(
             checksums.append(zlib.crc32(expert))
             file.write(expert)
             file.write(padding)
+            if len(checksums) * (expert_bytes + len(padding)) // _WINDOW_BYTES > synced:
+                synced += 1
+                _move_to_disk(file)
         if len(checksums) != count:
             raise ValueError(f"{len(checksums)} experts, not {count}")
-        file.flush()
-        os.fsync(file.fileno())
+        _move_to_disk(file)
         file.seek(0)
         file.write(_encode(header))
-        file.flush()
-        os.fsync(file.fileno())
+        _move_to_disk(file)
+
+
+def _move_to_disk(file: BufferedWriter) -> None:
+    """Wait until the disk has what was written, and drop it from the page cache."""
+    file.flush()
+    os.fsync(file.fileno())
+    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def read_header(path: Path, source: bytes) -> ExpertFileHeader:

@@ -163,6 +163,9 @@ class _NativeExperts(SplitExperts):
         else:
             former.copy_(packed)
 
+    def packed(self, expert: int) -> Tensor | None:
+        return self._packed[expert]
+
     def drop(self, expert: int) -> None:
         self._packed[expert] = None
         self._addresses[expert] = 0

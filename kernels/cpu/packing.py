@@ -53,12 +53,13 @@ def _huge_pages(num_bytes: int) -> Tensor:
 ResultT = TypeVar("ResultT")
 
 
-def results_in_order(tasks: Iterable[Callable[[], ResultT]]) -> Iterator[ResultT]:
+def results_in_order(tasks: Iterable[Callable[[], ResultT]], num_threads: int) -> Iterator[ResultT]:
     """Yield the results of `tasks` in order. Several are computed at once, on one thread each.
 
-    The caller's thread takes the next tasks out of the iterable meanwhile, at most two ahead for each thread.
+    The caller's thread takes the next tasks out of the iterable meanwhile, at most two ahead for each thread. The
+    threads have ended when the iterator has, so that the process may be forked then.
     """
-    num_threads, kernels = torch.get_num_threads(), native_kernels()
+    kernels = native_kernels()
     if kernels is None or num_threads == 1:
         yield from (task() for task in tasks)
         return

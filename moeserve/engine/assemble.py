@@ -24,6 +24,7 @@ from kernels.ops import Experts, Ops
 from moeserve.config import ServeConfig
 from moeserve.device import current_gpu
 from moeserve.engine.cpu_body import CpuBody
+from moeserve.engine.experts.kept import ExpertFileWriter, KeptExperts, keep_experts
 from moeserve.engine.experts.memory import open_experts
 from moeserve.engine.experts.observe import SentCounter
 from moeserve.engine.experts.prefetch import find_fitted_gates, start_prefetching
@@ -97,9 +98,15 @@ class Body(Protocol):
 
 
 def load_rank(
-    directory: Path, plan: ModelPlan, config: ServeConfig, report: Report, collectives: Collectives | None = None
+    directory: Path,
+    plan: ModelPlan,
+    config: ServeConfig,
+    report: Report,
+    collectives: Collectives | None = None,
+    num_packers: int | None = None,
 ) -> LoadedRank:
-    """Read a rank's weights. collectives: None on a single rank. Raise ModelError or ConfigError.
+    """Read a rank's weights. collectives: None on a single rank. num_packers: see `CpuOps`. Raise ModelError or
+    ConfigError.
 
     The resident experts and the decoder get one list of observers, which `LoadedRank.start` completes before the first
     step: the prefetcher is an observer and needs both, so it can only be made after them.
@@ -112,27 +119,34 @@ def load_rank(
         assert plan.placement is not None
         owned = owned_experts(spec, plan.placement, collectives.rank)
     observers: list[AnyObserver] = []
-    body = _open_body(directory, plan, config, report, observers, owned, collectives)
+    body = _open_body(directory, plan, config, report, observers, owned, collectives, num_packers)
     tap = None
     if spec.moe is not None and config.record_experts:
         tap = RoutingTap(len(spec.moe_layers), spec.moe.num_experts)
         observers.append(tap)
     group = None if collectives is None else _make_group(config, plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
-    rounding = {"rounding": plan.rounding} if isinstance(spec, DecoderSpec) else {}
+    kept, native = None, {}
+    if isinstance(spec, DecoderSpec):
+        if config.expert_store_dir is not None and config.expert_memory is None:
+            kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
+        native = {"rounding": plan.rounding}
+    layer_of = None if kept is None else kept.layer_of
+    if layer_of is not None:
+        native["packed_experts"] = layer_of
     decoder = _load_decoder(
         directory,
         spec,
-        **rounding,
+        **native,
         dtype=plan.dtype,
         ops=body.ops,
         max_model_len=plan.kv.max_model_len or config.max_model_len,
-        owned_experts=owned if body.resident is None else no_experts,
+        owned_experts=owned if body.resident is None and layer_of is None else no_experts,
         dispatch_of=dispatch_of if group is None else group.experts.dispatch_of,
         observers=observers,
         progress=_progress(plan, report),
     )
-    return LoadedRank(directory, plan, config, body, decoder, observers, tap, group, owned)
+    return LoadedRank(directory, plan, config, body, decoder, observers, tap, group, owned, kept)
 
 
 def _load_decoder(directory: Path, spec: ModelSpec, **options: Any) -> StepDecoder:
@@ -152,6 +166,7 @@ def _open_body(
     observers: Sequence[AnyObserver],
     owned: OwnedExperts | None,
     collectives: Collectives | None,
+    num_packers: int | None,
 ) -> Body:
     if plan.device == "cpu":
         absence = native_kernels_absence()
@@ -168,7 +183,7 @@ def _open_body(
                 policy=config.expert_policy,
                 **resident.reads,
             )
-        return CpuBody(plan, config, resident)
+        return CpuBody(plan, config, resident, num_packers)
     from moeserve.engine.gpu_body import GpuBody, gpu_expert_settings, gpu_settings  # Imported late: it loads Triton.
 
     assert isinstance(plan.spec, DecoderSpec)
@@ -257,8 +272,10 @@ class LoadedRank:
         tap: RoutingTap | None,
         group: Group | None,
         owned: OwnedExperts | None,
+        kept: KeptExperts | None = None,
     ) -> None:
         self.group = group
+        self._kept = kept
         self._directory, self._plan, self._config, self._body = directory, plan, config, body
         self._decoder, self._observers, self._tap = decoder, observers, tap
         self._migrator = None if group is None or owned is None else self._make_migrator(group, owned)
@@ -315,7 +332,13 @@ class LoadedRank:
             prepared.kv_pool,
             prepared.state_pool,
             prepared.warm_up,
+            self._write_experts(),
         )
+
+    def _write_experts(self) -> ExpertFileWriter | None:
+        """Begin to write the expert file if it is wanted and not mapped: in this process, which serves."""
+        kept = self._kept
+        return None if kept is None or kept.layer_of is not None else kept.write(self._decoder.experts)
 
     def memory_stats(self) -> ExpertMemoryStats | None:
         return None if self._body.resident is None else self._body.resident.memory.stats()

@@ -36,8 +36,12 @@ class CpuBody:
     captured_sizes: Sequence[int] = ()
     depth = 0
 
-    def __init__(self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None) -> None:
-        self.ops: Ops = CpuOps(plan.rounding.arithmetic, narrow_rows=plan.rounding.narrow)
+    def __init__(
+        self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None, num_packers: int | None = None
+    ) -> None:
+        """num_packers: see `CpuOps`."""
+        rounding = plan.rounding
+        self.ops: Ops = CpuOps(rounding.arithmetic, narrow_rows=rounding.narrow, num_packers=num_packers)
         self.resident = resident
         self._plan = plan
         self._config = config

@@ -19,6 +19,7 @@ from moeserve.config import ConfigError, ServeConfig, flag_name
 from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share_kv, step_budget
 from moeserve.engine.memory_plan import (
     ModelPlan,
+    check_expert_store,
     compute_dtype,
     cpu_kv_dtype,
     keeps_narrow,
@@ -31,7 +32,7 @@ from moeserve.engine.memory_plan import (
 )
 from moeserve.machine import Gpu, Machine
 from moeserve.model.checkpoint import has_weights, loaded_bytes, plan_weights, read_index
-from moeserve.model.expert_store import native_layouts
+from moeserve.model.expert_store import layouts_of, native_layouts
 from moeserve.model.expert_weights import NativeExperts
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
@@ -319,6 +320,7 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
     spec, dtype, flags = model.spec, native_dtype(config, "cpu"), _flags_of(config)
     try:
         refuse_gpu_settings(config, "--device cuda")
+        check_expert_store(config, spec, "cpu")
         plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes)
     except (ModelError, ConfigError) as error:
         return Setup("cpu", flags, str(error))
@@ -332,11 +334,12 @@ def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Set
             model, plan.weights_bytes - others, others, dtype, narrow=narrow, rounding=plan.rounding
         )
     fitting = _fitting(plan, config, flags, resident, speed)
-    if plan.residency is None:
+    stored = NativeExperts(model.index, spec, dtype, plan.rounding)
+    if config.expert_store_dir is None and (plan.residency is None or stored.lie_as_packed()):
         return fitting
-    if config.expert_store_dir is None and NativeExperts(model.index, spec, dtype, plan.rounding).lie_as_packed():
+    if plan.residency is None and config.expert_memory is not None:
         return fitting
-    return replace(fitting, expert_file_bytes=_expert_file_bytes(spec, plan.residency.layouts.num_bytes))
+    return replace(fitting, expert_file_bytes=_expert_file_bytes(spec, layouts_of(stored).num_bytes))
 
 
 def _expert_file_bytes(spec: DecoderSpec, expert_bytes: int) -> int:
@@ -409,6 +412,7 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
     narrow = keeps_narrow(dtype)
     try:
         refuse_gpu_settings(config, "a model on our own code, with --device cuda")
+        check_expert_store(config, spec, "cpu")
         if config.expert_memory is not None:
             raise ConfigError("What --expert-memory takes of a model on transformers' code is known when it is loaded.")
         num_bytes = sized.loaded_bytes(dtype, narrow=narrow)
@@ -465,6 +469,7 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
     block_bytes = kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype)
     others = _gpu_others(model, dtype)
     try:
+        check_expert_store(config, spec, "cuda")
         experts, resident = _experts_on_gpu(spec, dtype, config)
     except ConfigError as error:
         return Setup("cuda", flags, str(error))

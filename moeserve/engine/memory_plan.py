@@ -134,6 +134,7 @@ def plan_model(directory: Path, config: ServeConfig) -> ModelPlan:
     check_kv_tiers(config, device)
     _check_kv_transfer(config, device)
     spec, dtype = read_any_spec(directory, config, device)
+    check_expert_store(config, spec, device)
     placement = plan_placement(directory, spec, config) if config.expert_parallel_size > 1 else None
     if device == "cuda":
         return ModelPlan(spec, dtype, KvBudget(0, 0), 0, placement, device=device)
@@ -243,6 +244,18 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
         raise ConfigError("--kv-disk-path keeps KV that depends on the placement, which --rebalance-interval changes.")
     elif not config.enable_prefix_caching:
         raise ConfigError("--kv-disk-path keeps cached prefixes, and --no-enable-prefix-caching makes none.")
+
+
+def check_expert_store(config: ServeConfig, spec: ModelSpec, device: str) -> None:
+    """Raise ConfigError if `--expert-store-dir` would have no effect."""
+    if config.expert_store_dir is None or config.expert_memory is not None:
+        return
+    if device != "cpu" or config.expert_parallel_size > 1 or not isinstance(spec, DecoderSpec):
+        raise ConfigError(
+            "--expert-store-dir without --expert-memory is for models on our own code, on a CPU and on a single rank."
+        )
+    if spec.moe is None:
+        raise ConfigError(f"--expert-store-dir: a {spec.model_type} model has no experts.")
 
 
 def _check_kv_transfer(config: ServeConfig, device: str) -> None:

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from experts.placement.rebalance import ExpertMigrator
     from experts.prediction.prefetcher import PrefetchObserver
     from kernels.cpu.library import NativeKernels
+    from moeserve.engine.experts.kept import ExpertFileWriter
     from moeserve.engine.ranks.together import GroupSteps, ShapeChoice, StepRows
     from moeserve.model.families import GenerationDefaults
     from moeserve.model.kv_pool import KVPool
@@ -165,7 +166,8 @@ class Rank:
 
     depth: see `Steps`. progress: of this rank, in steps too. memory: the expert memory, None if all
     experts stay in memory. prefetcher: None if no experts are loaded ahead. group, migrator, dispatch: None on a
-    single rank. kv_pool, state_pool, warm_up: see `Prepared`.
+    single rank. kv_pool, state_pool, warm_up: see `Prepared`. expert_file: its writer, None where none is written
+    beside the steps of a model with all experts in memory.
     """
 
     runner: ObservedRunner
@@ -181,6 +183,7 @@ class Rank:
     kv_pool: KVPool | None = None
     state_pool: StatePool | None = None
     warm_up: Sequence[tuple[int, float]] = ()
+    expert_file: ExpertFileWriter | None = None
 
     def begin_step(self, rows: StepRows) -> None:
         """Prepare the exchange of rows for the step that all ranks launch next."""
@@ -192,6 +195,8 @@ class Rank:
 
     def close(self) -> None:
         """End the threads beside the steps, release the runner, and leave the group."""
+        if self.expert_file is not None:
+            self.expert_file.close()
         if self.memory is not None:
             self.memory.close()
         self.release()

@@ -81,8 +81,9 @@ def load_part(
 ) -> LoadedPart:
     """Load a rank's part of the model and tell `report` of progress. Raise ModelError or ConfigError.
 
-    to_copy: load it so that it can be copied, if possible: on a CPU, with all experts in memory. Then a single thread
-    loads it, because a pool of threads does not survive a fork. collectives: None on a single rank.
+    to_copy: load it so that it can be copied, if possible: on a CPU, with all experts in memory. Then torch computes on
+    a single thread, because its pool of threads does not survive a fork; the threads that pack experts end before it.
+    collectives: None on a single rank.
     """
     config = context.config
     threads = config.threads or torch.get_num_threads()
@@ -90,7 +91,7 @@ def load_part(
     if can_be_copied:
         torch.set_num_threads(1)
     limited = replace(config, threads=1) if can_be_copied else config
-    rank = load_rank(Path(context.model_dir), plan, limited, report, collectives)
+    rank = load_rank(Path(context.model_dir), plan, limited, report, collectives, threads)
     return LoadedPart(number, config, plan.spec, rank, can_be_copied, threads)
 
 

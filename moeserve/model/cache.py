@@ -82,6 +82,14 @@ def ensure_built(
     return target
 
 
+def find_built(target: Path, *, builder: str, refuse_damaged: str, progress: Progress | None = None) -> bool:
+    """Return whether `target` is complete and verified; see `ensure_built`, also for the error that is raised."""
+    why = _why_bad(target, builder, progress or silent)
+    if why is not None and not isinstance(why, OtherBuilderError):
+        _refuse(target / refuse_damaged, why)
+    return why is None
+
+
 def _why_bad(target: Path, builder: str, report: Progress) -> ManifestError | None:
     try:
         verify(target, builder=builder, progress=report)

@@ -4,8 +4,7 @@ every start, or the GGUF file itself, whose experts are packed one by one when t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -17,7 +16,7 @@ from kernels.cpu.library import native_kernels
 from kernels.moe import expert_layout
 from kernels.packed_experts import ExpertLayout, ExpertPacking, LayerPackings
 from moeserve.config import cache_root
-from moeserve.model.cache import ensure_built
+from moeserve.model.cache import ensure_built, find_built
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_weights import LayerExperts, NativeExperts, StoredExperts, packed_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
@@ -25,14 +24,6 @@ from moeserve.model.spec import CheckpointError, DecoderSpec, ModelError, ModelS
 from moeserve.model.stored import TensorInfo
 
 _FILE_NAME = "experts.bin"
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertStore:
-    """A file of all experts of all sparse layers. source: 32 bytes that identify the weights and their layout."""
-
-    path: Path
-    source: bytes
 
 
 def stored_experts(
@@ -68,43 +59,61 @@ def layouts_of(stored: StoredExperts) -> LayerPackings[ExpertLayout]:
         raise ModelError(f"The experts cannot be quantised: {error}.") from None
 
 
-def ensure_expert_store(
-    directory: Path,
-    stored: StoredExperts,
-    num_experts: int,
-    packings: LayerPackings[ExpertPacking],
-    root: Path | None,
-    progress: Progress,
-) -> ExpertStore:
-    """Return the expert file of the checkpoint in `directory`, below `root` (default: the cache). Build it if missing.
+class ExpertFile:
+    """The file of all experts of all sparse layers of a checkpoint, whether it is built yet or not.
 
-    num_experts: of each layer. packings: of the stored experts; `layouts_in_store` gives a CPU's packings. Raise
-    ModelError if the file cannot be built or is damaged: a file of many gigabytes that changed is for its owner to
-    inspect.
+    source: 32 bytes that identify the weights and their layout.
     """
-    source, num_layers = _source(directory, stored.index, packings), len(stored.layers)
 
-    def build(folder: Path, report: Progress) -> None:
-        folder.mkdir(parents=True)
-        write_expert_file(
-            folder / _FILE_NAME,
-            source=source,
-            num_layers=num_layers,
-            num_experts=num_experts,
-            expert_bytes=packings.num_bytes,
-            experts=(expert.numpy().data for expert in packed_experts(stored, packings, report)),
+    def __init__(
+        self,
+        directory: Path,
+        stored: StoredExperts,
+        num_experts: int,
+        packings: LayerPackings[ExpertPacking],
+        root: Path | None,
+    ) -> None:
+        """root: the folder above (default: the cache). num_experts: of each layer. packings: of the stored experts;
+        `layouts_in_store` gives a CPU's packings."""
+        self._stored, self._num_experts, self._packings = stored, num_experts, packings
+        self.source = _source(directory, stored.index, packings)
+        self._folder = (root or cache_root() / "experts") / f"{directory.name}-{self.source.hex()[:16]}"
+        self._builder = f"moeserve expert file {VERSION} {self.source.hex()}"
+        self.path = self._folder / _FILE_NAME
+
+    def is_built(self, progress: Progress) -> bool:
+        """Raise ModelError if the file is damaged: one of many gigabytes that changed is for its owner to inspect."""
+        return find_built(self._folder, builder=self._builder, refuse_damaged=_FILE_NAME, progress=progress)
+
+    def ensure(self, progress: Progress, experts: Iterable[Tensor] | None = None) -> None:
+        """Build the file if it is missing. Raise ModelError if it cannot be built or is damaged.
+
+        experts: packed, layer by layer, each with the bytes of the largest layer's; by default read out of the
+        checkpoint, one in memory at a time.
+        """
+        packings, num_layers = self._packings, len(self._stored.layers)
+
+        def build(folder: Path, report: Progress) -> None:
+            folder.mkdir(parents=True)
+            packed = packed_experts(self._stored, packings, report) if experts is None else experts
+            write_expert_file(
+                folder / _FILE_NAME,
+                source=self.source,
+                num_layers=num_layers,
+                num_experts=self._num_experts,
+                expert_bytes=packings.num_bytes,
+                experts=(expert.numpy().data for expert in packed),
+            )
+
+        ensure_built(
+            self._folder,
+            builder=self._builder,
+            build=build,
+            bytes_needed=(num_layers * self._num_experts + 1) * round_to_page(packings.num_bytes),
+            progress=progress,
+            refuse_damaged=_FILE_NAME,
+            advice="name a folder that can be in --expert-store-dir",
         )
-
-    folder = ensure_built(
-        (root or cache_root() / "experts") / f"{directory.name}-{source.hex()[:16]}",
-        builder=f"moeserve expert file {VERSION} {source.hex()}",
-        build=build,
-        bytes_needed=(num_layers * num_experts + 1) * round_to_page(packings.num_bytes),
-        progress=progress,
-        refuse_damaged=_FILE_NAME,
-        advice="name a folder that can be in --expert-store-dir",
-    )
-    return ExpertStore(folder / _FILE_NAME, source)
 
 
 def _source(directory: Path, index: Mapping[str, TensorInfo], packings: LayerPackings[ExpertPacking]) -> bytes:

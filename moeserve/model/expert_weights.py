@@ -213,10 +213,14 @@ def packed_experts(
     with stored.reader(stored.num_bytes(owned), progress) as reader:
         for layer, packing in zip(stored.layers, packings.layers, strict=True):
             experts = stored.layer(layer, None if owned is None else owned(layer), reader)
-            padding = torch.zeros(packings.num_bytes - packing.num_bytes, dtype=torch.uint8)
             for place in range(len(experts.owned)):
-                packed = packing.pack(experts.read_matrices(place))
-                yield torch.cat([packed, padding]) if len(padding) else packed
+                yield padded(packing.pack(experts.read_matrices(place)), packings.num_bytes)
+
+
+def padded(packed: Tensor, num_bytes: int) -> Tensor:
+    """Return packed bytes with zeros behind them, uint8 [num_bytes]."""
+    missing = num_bytes - len(packed)
+    return torch.cat([packed, packed.new_zeros(missing)]) if missing else packed
 
 
 def _expert_plans(plan: WeightPlan) -> list[ExpertsPlan]:

@@ -15,7 +15,7 @@ from experts.moe_layer import Dispatch, MoeLayer
 from experts.observer import AnyObserver
 from kernels.gated_delta_rule import DeltaHeads
 from kernels.linear import Linear, side_by_side
-from kernels.ops import CpuOps, GatedBlock, NormWeights, Ops
+from kernels.ops import CpuOps, Experts, GatedBlock, NormWeights, Ops
 from kernels.weight_formats import Matrix, QuantizedRows, joined_rows
 from moeserve.model.checkpoint import (
     KEPT_IN_BFLOAT16,
@@ -34,6 +34,8 @@ from moeserve.model.spec import AttentionSpec, CheckpointError, DecoderSpec, Del
 from moeserve.model.tensor_reader import Progress, TensorReader
 
 DispatchOf = Callable[[int], Dispatch]
+# Returns the experts of a layer that are packed already, by its number among the layers with experts.
+PackedLayer = Callable[[int], Experts]
 Tensors = Mapping[str, StoredTensor]
 
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
@@ -51,21 +53,22 @@ def load_decoder(
     observers: Sequence[AnyObserver] = (),
     progress: Progress | None = None,
     rounding: Rounding = NO_ROUNDING,
+    packed_experts: PackedLayer | None = None,
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
     ops: of the device, the CPU's by default. max_model_len: longest context to serve, the model's own if None.
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
-    others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU. Check
-    every tensor's name and shape before memory is taken; raise CheckpointError. ``WeightPlan.loaded_num_bytes`` tells
-    the needed memory beforehand.
+    others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU.
+    packed_experts: see ``PackedLayer``; ``owned_experts`` returns none then. Check every tensor's name and shape before
+    memory is taken; raise CheckpointError. ``WeightPlan.loaded_num_bytes`` tells the needed memory beforehand.
     """
     ops = ops or CpuOps()
     rounding.check(dtype)
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
     with TensorReader(index, plan.num_bytes, progress=progress) as reader:
-        loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding)
+        loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding, packed_experts)
         embedding = loader.embedding(plan.outer["embedding"])
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]
         return Decoder(
@@ -111,9 +114,10 @@ class _Loader:
         dispatch_of: DispatchOf | None,
         observers: Sequence[AnyObserver],
         rounding: Rounding,
+        packed_experts: PackedLayer | None = None,
     ) -> None:
         self._spec, self._ops, self._reader, self._dtype, self._rounding = spec, ops, reader, dtype, rounding
-        self._dispatch_of, self._observers = dispatch_of, observers
+        self._dispatch_of, self._observers, self._packed_experts = dispatch_of, observers, packed_experts
 
     def embedding(self, stored: StoredTensor) -> Matrix:
         """Load the table into memory of its own. Rows are widened when looked up, so it may have fewer bits."""
@@ -264,21 +268,25 @@ class _Loader:
         moe = self._spec.moe
         assert moe is not None
         gate_dtype = torch.float32 if moe.gate_fp32 else self._dtype
-        experts = ExpertReader(self._spec, plan, self._reader, self._dtype, self._rounding)
+        place = self._spec.moe_layers.index(number)
         return MoeLayer(
             self._ops,
             self.linear(tensors, "moe_gate", dtype=gate_dtype),
             moe.gate,
-            self._ops.pack_experts(experts.shape, len(experts.owned), experts.read_matrices),
+            self._pack_experts(plan) if self._packed_experts is None else self._packed_experts(place),
             moe.activation,
             gate_dtype=gate_dtype,
             correction_bias=self._optional(tensors, "correction_bias", torch.float32),
             shared=None if moe.shared is None else self._gated(tensors, "shared."),
             shared_gate=self.linear(tensors, "shared_gate") if "shared_gate" in tensors else None,
             dispatch=None if self._dispatch_of is None else self._dispatch_of(number),
-            place=self._spec.moe_layers.index(number),
+            place=place,
             observers=self._observers,
         )
+
+    def _pack_experts(self, plan: ExpertsPlan) -> Experts:
+        experts = ExpertReader(self._spec, plan, self._reader, self._dtype, self._rounding)
+        return self._ops.pack_experts(experts.shape, len(experts.owned), experts.read_matrices)
 
     def _norm_weight(self, stored: StoredTensor) -> Tensor:
         if self._spec.zero_centred_norms:

@@ -22,6 +22,7 @@ MAY_IMPORT = {
 WITH_TORCH = {
     "kernels.*",
     "experts.moe_layer",
+    "experts.memory.mapped",
     "experts.memory.memory",
     "experts.memory.resident_experts",
     "experts.memory.slots",
@@ -47,6 +48,7 @@ WITH_TORCH = {
     "moeserve.engine.service",
     "moeserve.engine.experts.fit",
     "moeserve.engine.experts.gpu_memory",
+    "moeserve.engine.experts.kept",
     "moeserve.engine.experts.memory",
     "moeserve.engine.experts.prefetch",
     "moeserve.engine.experts.resident_model",

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 
+import experts.memory.file
 from experts.errors import ExpertStoreError
 from experts.memory.file import PAGE_BYTES, read_header, round_to_page, write_expert_file
+from experts.memory.mapped import MappedExperts
 from experts.memory.tiers import DiskTier, PackingTier
 
 SOURCE = bytes(range(32))
@@ -146,3 +148,26 @@ def test_an_expert_is_packed_into_the_memory_that_is_read_into():
         out = bytearray(3 * PAGE_BYTES)
         tier.read(layer, expert, 0, memoryview(out))
         assert bytes(out) == content + bytes(PAGE_BYTES - 10)
+
+
+def test_a_mapped_file_has_every_expert_and_its_own_pages_when_they_are_written_over(path):
+    mapped, content, told = MappedExperts(path, SOURCE), path.read_bytes(), []
+    mapped.read(lambda done, total: told.append((done, total)))
+    assert told in ([], [(len(content), len(content))])
+    for layer in range(2):
+        for expert in range(3):
+            found = mapped.expert(layer, expert, EXPERT_BYTES - 1)
+            assert bytes(found.numpy()) == EXPERTS[layer * 3 + expert][:-1]
+    mapped.expert(1, 1, EXPERT_BYTES).fill_(7)
+    assert path.read_bytes() == content
+    with pytest.raises(ExpertStoreError, match="made of other weights"):
+        MappedExperts(path, bytes(32))
+
+
+def test_a_long_file_is_moved_to_the_disk_while_it_is_written(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(experts.memory.file, "_WINDOW_BYTES", 2 * round_to_page(EXPERT_BYTES))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: synced.append(os.fstat(descriptor).st_size))
+    write(tmp_path / "long.bin")
+    header, record = PAGE_BYTES, round_to_page(EXPERT_BYTES)
+    assert synced == [header + count * record for count in (2, 4, 6, 6, 6)]

@@ -142,7 +142,7 @@ def test_nothing_of_it_is_built_where_all_experts_fit(
     def refuse(*_: object) -> None:
         raise AssertionError("built")
 
-    for name in ("ExpertMemory", "SlotArena", "ResidentExperts", "ensure_expert_store"):
+    for name in ("ExpertMemory", "SlotArena", "ResidentExperts", "ExpertFile"):
         monkeypatch.setattr(moeserve.engine.experts.memory, name, refuse)
     dispatches: list[object] = []
     init = MoeLayer.__init__

@@ -47,13 +47,13 @@ def test_tasks_of_one_thread_each_give_their_results_in_order_and_their_errors()
     inputs = [torch.randn(rows, 96) for rows in (1, 7, 40, 200)] * 10
     wanted = [linear(x) for x in inputs]
     with torch.inference_mode():
-        assert all(map(torch.equal, results_in_order(partial(linear, x) for x in inputs), wanted))
+        assert all(map(torch.equal, results_in_order((partial(linear, x) for x in inputs), 2), wanted))
 
     def fail() -> torch.Tensor:
         raise ValueError("a task failed")
 
     tasks = [partial(linear, inputs[0]), fail, *(partial(linear, x) for x in inputs)]
-    results = results_in_order(tasks)
+    results = results_in_order(tasks, 2)
     assert torch.equal(next(results), wanted[0])
     with pytest.raises(ValueError, match="a task failed"):
         next(results)

@@ -19,7 +19,6 @@ from moeserve.config import ConfigError, ServeConfig, load_config
         ({"num_redundant_experts": 2}, "--num-redundant-experts", "--expert-parallel-size"),
         ({"expert_policy": "lru"}, "--expert-policy", "--expert-memory"),
         ({"expert_prefetch": "gate"}, "--expert-prefetch", "--expert-memory"),
-        ({"expert_store_dir": "store"}, "--expert-store-dir", "--expert-memory"),
         ({"rebalance_threshold": 0.2, "expert_parallel_size": 2}, "--rebalance-threshold", "--rebalance-interval"),
         ({"enforce_eager": True}, "--enforce-eager", "--device cuda"),
         ({"expert_quantization": "fp8"}, "--expert-quantization", "--device cuda"),

@@ -187,11 +187,12 @@ def _open_tier(
     stored = NativeExperts(read_index(directory), spec, plan.dtype)
     if sum(map(len, plan.held)) * plan.slots.slot_bytes > settings.host_bytes:
         # Imported late: only building the file needs these packages.
-        from moeserve.model.expert_store import ensure_expert_store
+        from moeserve.model.expert_store import ExpertFile
 
         moe = experts_of(spec)
-        store = ensure_expert_store(directory, stored, moe.num_experts, packings, settings.store_dir, progress)
-        return f"disk, {store.path}", DiskTier(store.path, store.source)
+        file = ExpertFile(directory, stored, moe.num_experts, packings, settings.store_dir)
+        file.ensure(progress)
+        return f"disk, {file.path}", DiskTier(file.path, file.source)
     tier = HostTier(plan.held, layout.num_bytes, device)
     of_layer = dict(zip(spec.moe_layers, plan.held, strict=True))
     packed = packed_experts(stored, packings, progress, of_layer.__getitem__)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from experts.errors import ExpertStoreError
 from experts.memory.file import round_to_page
@@ -18,12 +19,13 @@ from experts.observer import AnyObserver
 from experts.placement.placement import Placement
 from kernels.packed_experts import ExpertLayout, LayerPackings, SplitExperts
 from moeserve.config import ServeConfig
+from moeserve.engine.experts.kept import ExpertFileWriter, store_dir
 from moeserve.engine.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.engine.experts.settings import measured_load
-from moeserve.model.expert_store import ExpertPacker, ensure_expert_store, layouts_in_store, stored_experts
-from moeserve.model.expert_weights import NativeExperts, StoredExperts
+from moeserve.model.expert_store import ExpertFile, ExpertPacker, layouts_in_store, stored_experts
+from moeserve.model.expert_weights import NativeExperts, packed_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
-from moeserve.model.spec import ModelError, ModelSpec
+from moeserve.model.spec import ModelError, ModelSpec, silent
 from moeserve.statuses import Loading, Report
 
 
@@ -83,16 +85,11 @@ def open_experts(
 ) -> CpuResidentModel:
     """Open the tier below the slots, and allocate them. Raise ModelError.
 
-    The tier is the GGUF file of the model, or an expert file, which is built if it is missing. observers: receive
-    `arrived` for the rows that this rank computes.
+    The tier is the GGUF file of the model, or an expert file. Where that is missing it is written now, or, if there is
+    a GGUF file meanwhile, while requests run. observers: receive `arrived` for the rows that this rank computes.
     """
     moe, slots = experts_of(spec), plan.slots
-    stored = stored_experts(directory, spec, plan.dtype, plan.rounding)
-    if config.expert_store_dir is None and isinstance(stored, NativeExperts) and stored.lie_as_packed():
-        tier: ExpertTier = PackingTier(ExpertPacker(stored, plan.layouts), plan.layouts.num_bytes)
-        reads = {"read": "packed out of the GGUF file"}
-    else:
-        tier, reads = _open_file(directory, stored, moe.num_experts, plan, config, report)
+    tier, reads = _open_tier(directory, spec, plan, config, report)
     load = measured_load(directory, config, (len(spec.moe_layers), moe.num_experts))
     arena = SlotArena(slots.num_slots, plan.layouts.num_bytes, in_pieces=isinstance(tier, DiskTier))
 
@@ -116,21 +113,50 @@ def open_experts(
     )
 
 
-def _open_file(
-    directory: Path, stored: StoredExperts, num_experts: int, plan: ResidencyPlan, config: ServeConfig, report: Report
-) -> tuple[DiskTier, dict[str, str]]:
-    """Return the tier of the expert file, and how the file is read."""
+def _open_tier(
+    directory: Path, spec: ModelSpec, plan: ResidencyPlan, config: ServeConfig, report: Report
+) -> tuple[ExpertTier, dict[str, str]]:
+    """Return the tier below the slots, and how it is read."""
 
     def progress(stage: str, done: int, total: int) -> None:
         report(Loading(done, total, stage))
 
-    root = None if config.expert_store_dir is None else Path(config.expert_store_dir).expanduser()
-    store = ensure_expert_store(directory, stored, num_experts, plan.layouts, root, progress)
+    stored, layouts = stored_experts(directory, spec, plan.dtype, plan.rounding), plan.layouts
+    lie_as_packed = isinstance(stored, NativeExperts) and stored.lie_as_packed()
+    packing = PackingTier(ExpertPacker(stored, layouts), layouts.num_bytes) if lie_as_packed else None
+    reads = {"read": "packed out of the GGUF file"}
+    if packing is not None and config.expert_store_dir is None:
+        return packing, reads
+    file = ExpertFile(directory, stored, experts_of(spec).num_experts, layouts, store_dir(config))
+    # Of several ranks one writes it and the others wait.
+    if packing is not None and config.expert_parallel_size == 1 and not file.is_built(progress):
+        return PackedMeanwhile(packing, file, packed_experts(stored, layouts, silent)), reads
+    file.ensure(progress)
     try:
-        tier = DiskTier(store.path, store.source)
+        tier = DiskTier(file.path, file.source)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    return tier, {"store": str(store.path), "read": tier.reads.description}
+    return tier, {"store": str(file.path), "read": tier.reads.description}
+
+
+class PackedMeanwhile:
+    """A tier whose expert file is still being written: until it is there, experts are packed out of the checkpoint."""
+
+    def __init__(self, packing: ExpertTier, file: ExpertFile, experts: Iterable[Tensor]) -> None:
+        """experts: see `ExpertFile.ensure`."""
+        self._tier, self._file = packing, file
+        self._writer = ExpertFileWriter(file, experts, self._use_file)
+
+    def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
+        """Fill `out`, which holds a whole expert: `offset` is 0."""
+        self._tier.read(layer, expert, offset, out)
+
+    def close(self) -> None:
+        self._writer.close()
+        self._tier.close()
+
+    def _use_file(self) -> None:
+        self._tier = DiskTier(self._file.path, self._file.source)
 
 
 def _empty_experts(layout: ExpertLayout, num_experts: int) -> SplitExperts:
