@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import click
 from tokenizers import Tokenizer
@@ -27,8 +28,9 @@ from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.planner import build_scheduler
 from moeserve.engine.rank import Rank
-from moeserve.frontend.dialects.formats import constraint_of
-from moeserve.frontend.dialects.internal import OutputFormat
+from moeserve.frontend.dialects.formats import constraint_of, of_calls
+from moeserve.frontend.dialects.internal import OutputFormat, Tool
+from moeserve.frontend.parsers.families import call_grammar
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.model.demo import ensure_demo
 from moeserve.model.files import is_gguf_folder
@@ -83,6 +85,42 @@ def json_echo(number: int) -> str:
     return f"Input:\n{text}\nOutput, the same:\n{text[: len(text) // 4]}"
 
 
+def tool(name: str, **properties: dict[str, Any]) -> Tool:
+    """Return a tool with these arguments, all of them required."""
+    return Tool(name, None, {"type": "object", "properties": properties, "required": list(properties)})
+
+
+# Tools as agents have them. A random model ends no text by itself, so texts are bounded.
+_TOOLS = [
+    tool(
+        "edit_file",
+        file_path={"type": "string", "maxLength": 32},
+        old_string={"type": "string", "maxLength": 48},
+        new_string={"type": "string", "maxLength": 48},
+        replace_all={"type": "boolean"},
+    ),
+    tool(
+        "search_files",
+        pattern={"type": "string", "maxLength": 24},
+        directory={"type": "string", "maxLength": 24},
+        output_mode={"enum": ["content", "files_with_matches", "count"]},
+        case_sensitive={"type": "boolean"},
+        max_results={"type": "integer", "minimum": 1, "maximum": 100},
+    ),
+    tool(
+        "run_command",
+        command={"type": "string", "maxLength": 48},
+        timeout_milliseconds={"type": "integer", "minimum": 1000, "maximum": 600_000},
+        run_in_background={"type": "boolean"},
+    ),
+]
+
+
+def forced_calls(number: int) -> str:
+    tools = "\n".join(json.dumps({"name": one.name, "parameters": one.parameters}) for one in _TOOLS)
+    return f"Tools:\n{tools}\nTask {number}: rename the variable total in src/part_{number}.py, and run the tests.\n"
+
+
 def noise(number: int) -> str:
     draw = Random(number)
     return " ".join("".join(draw.choices("abcdefghijklmnop", k=draw.randrange(2, 9))) for _ in range(60))
@@ -108,6 +146,7 @@ def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
     greedy = SamplingParams(num_tokens, temperature=0.0)
     grammar = constraint_of(OutputFormat("json_schema", SCHEMA)).grammar
     forced = SamplingParams(num_tokens, temperature=0.0, stop_token_ids=eos, grammar=grammar)
+    calls = of_calls(call_grammar("hermes", _TOOLS, forced=True, parallel=True, ids={}), None).grammar
     random = SamplingParams(num_tokens, temperature=1.5)
     return {
         "code edit": Kind(code_edit, greedy),
@@ -116,6 +155,7 @@ def kinds(num_tokens: int, eos: tuple[int, ...]) -> dict[str, Kind]:
         "agent's first run": Kind(lambda n: f"{_TRACE[n % 4]}\nStep {n}:", greedy),
         "agent's second run": Kind(lambda n: f"{_TRACE[n % 4]}\nStep {n}:", greedy, is_second_run=True),
         "forced JSON": Kind(lambda n: f"List the staff of hospital {n} as JSON.", forced),
+        "forced calls": Kind(forced_calls, replace(forced, grammar=calls)),
         "unguessable": Kind(noise, random),
     }
 
@@ -167,9 +207,11 @@ class Service:
 
 @dataclass(slots=True)
 class Measured:
-    """The runs of one method, kind and number of streams: tokens per second of each, and draft tokens of all."""
+    """The runs of one method, kind and number of streams: tokens per second, and per CPU second, of each, and draft
+    tokens of all."""
 
     paces: list[float] = field(default_factory=list)
+    cpu_paces: list[float] = field(default_factory=list)
     num_drafts: int = 0
     num_accepted: int = 0
 
@@ -182,9 +224,9 @@ class Bench:
     """One model, with its MTP layer a second time where a method needs that, and a service per method."""
 
     def __init__(self, folder: Path, most_streams: int, methods: Sequence[str], *, cpu_time: bool = False) -> None:
-        """cpu_time: measure the CPU time of one thread, which other programs disturb less."""
+        """cpu_time: compute on one thread, and let `auto` learn from CPU time, which other programs disturb less."""
         self.methods = methods
-        self._clock = time.process_time if cpu_time else time.perf_counter
+        clock = time.process_time if cpu_time else time.perf_counter
         tokenizer = (ensure_demo() if is_gguf_folder(folder) else folder) / "tokenizer.json"
         self._tokenizer = Tokenizer.from_file(str(tokenizer))
         ranks = dict[bool, Rank]()
@@ -201,7 +243,7 @@ class Bench:
             masks = GrammarMasks(tokenizer, rank.model.spec.vocab_size, eos, most_drafts=most)
             self._masks.append(masks)
             steps = Steps(scheduler, LocalExecutor(rank.runner), rank.depth, masks=masks)
-            self._services[method] = Service(scheduler, steps, self._clock)
+            self._services[method] = Service(scheduler, steps, clock)
         self.eos = eos
 
     def close(self) -> None:
@@ -222,10 +264,11 @@ class Bench:
             num_before = kind.sampling.max_tokens if kind.is_second_run else 1
             service.serve(prompts, replace(kind.sampling, max_tokens=num_before), namespace)
             drafts, accepted = service.drafted
-            began = self._clock()
+            began, cpu_began = time.perf_counter(), time.process_time()
             answers.append(service.serve(prompts, kind.sampling, namespace, predicted))
-            seconds = self._clock() - began
-            measured.paces.append(sum(map(len, answers[-1])) / seconds)
+            num_tokens = sum(map(len, answers[-1]))
+            measured.paces.append(num_tokens / (time.perf_counter() - began))
+            measured.cpu_paces.append(num_tokens / (time.process_time() - cpu_began))
             now_drafts, now_accepted = service.drafted
             measured.num_drafts += now_drafts - drafts
             measured.num_accepted += now_accepted - accepted
@@ -239,7 +282,9 @@ class Bench:
 @click.option("--text", "texts", multiple=True, help="A kind of text; all of them unless given.")
 @click.option("--model", help="As of `moeserve serve`; the demo unless given.")
 @click.option("--method", "others", multiple=True, default=("suffix", "auto"), show_default=True, help="Beside none.")
-@click.option("--cpu-time", is_flag=True, help="Measure the CPU time of one thread: for a machine with other work.")
+@click.option(
+    "--cpu-time", is_flag=True, help="One thread, and `auto` learns from CPU time: for a machine with other work."
+)
 @click.option("--seconds", type=click.IntRange(1), default=360, show_default=True, help="No round begins after these.")
 def main(
     streams: tuple[int, ...],
@@ -268,16 +313,26 @@ def main(
         longest, number = max(longest, time.monotonic() - round_began), number + 1
         click.echo(f"round {number}: {time.monotonic() - round_began:.0f} s", err=True)
     bench.close()
-    click.echo(f"Medians of {number} rounds, {tokens} tokens in each stream.\n")
-    click.echo("| text | streams | tokens/s without | " + " | ".join(f"{method} | right" for method in others) + " |")
-    click.echo("|---" * (3 + 2 * len(others)) + "|")
+    click.echo(f"Medians of {number} rounds, {tokens} tokens in each stream; of pairs, with their quartiles.\n")
+    columns = " | ".join(f"{method} | per CPU second | right" for method in others)
+    click.echo(f"| text | streams | tokens/s without | per CPU second | {columns} |")
+    click.echo("|---" * (4 + 3 * len(others)) + "|")
     for (name, count), measured in found.items():
-        base = measured[NONE].paces
-        cells = [name, str(count), f"{statistics.median(base):.1f}"]
+        base = measured[NONE]
+        cells = [name, str(count), f"{statistics.median(base.paces):.1f}", f"{statistics.median(base.cpu_paces):.1f}"]
         for method in others:
-            ratios = [pace / plain for pace, plain in zip(measured[method].paces, base, strict=True)]
-            cells += [f"x{statistics.median(ratios):.2f}", measured[method].acceptance]
+            own = measured[method]
+            cells += [shown(own.paces, base.paces), shown(own.cpu_paces, base.cpu_paces), own.acceptance]
         click.echo("| " + " | ".join(cells) + " |")
+
+
+def shown(paces: Sequence[float], base: Sequence[float]) -> str:
+    """Return the median of the ratios of runs of one round, with their quartiles."""
+    ratios = [pace / plain for pace, plain in zip(paces, base, strict=True)]
+    if len(ratios) < 3:
+        return f"x{statistics.median(ratios):.2f}"
+    low, middle, high = statistics.quantiles(ratios, n=4)
+    return f"x{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ wills on socket `K` (`moeserve.frontend.wills`).
 from __future__ import annotations
 
 import argparse
-import gc
 import os
 import signal
 import socket
@@ -17,7 +16,7 @@ import sys
 from contextlib import suppress
 from typing import NoReturn
 
-from launcher.child import die_with_parent
+from launcher.child import collect_seldom, die_with_parent
 from launcher.logs import configure_logs
 from moeserve.config import ConfigError
 from moeserve.frontend.prepare.messages import bound_pools
@@ -28,7 +27,6 @@ from moeserve.wire import load_run_context
 
 # The model cannot be served, so another start would fail alike.
 EXIT_MODEL = 3
-_NEW_OBJECTS = 20_000
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -65,14 +63,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def settle() -> None:
-    """Let collecting garbage hold up the event loop less, and have big bodies give their memory back.
-
-    Cyclic garbage is looked for after many new objects, and among those alone: a step's tokens of many streams are more
-    objects at once than Python waits for, and looking through all that was loaded took a fifth of a token's CPU.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(_NEW_OBJECTS)
+    """Let collecting garbage hold up the event loop less, and have big bodies give their memory back."""
+    collect_seldom()
     bound_pools()
 
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TextIO, cast
 
-from launcher.child import die_with_parent
+from launcher.child import collect_seldom, die_with_parent
 from launcher.copies import Copies
 from launcher.logs import LogStream, configure_logs
 from launcher.processes import reporter
@@ -105,6 +105,7 @@ def _run(context: RunContext, rank: int, orders: TextIO | None, report: Report, 
 
     if loaded is None:
         return 0
+    collect_seldom()
     if orders is None or not loaded.can_be_copied:
         return serve(context, stop)
     # From here on it waits until `Copies` listens, which does not know of `stop`.

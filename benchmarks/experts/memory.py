@@ -38,6 +38,10 @@ _MEMORY = Path("/dev/shm")
 _PREFETCHES = ("gate", "fitted")
 _FITTED_TOKENS = 8192
 _NUM_LOGPROBS = 20
+# Steps before timed runs. The prefetch switch decides by eight probes, one each 16 steps, after 12 steps.
+_JUDGED_STEPS, _WARM_STEPS = 160, 32
+# The most steps and tokens of a timed run; a run of many streams scatters less.
+_TIMED_STEPS, _TIMED_TOKENS = 32, 192
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +95,8 @@ class Contestant:
                 self._llm = TokenEngine(setting.folder, config)
         except ModelError as error:
             raise Unavailable(str(error)) from error
+        # Whether a switch has to find out first that prefetching pays.
+        self.is_judged = setting.prefetch == "auto"
         tokenizer = Tokenizer.from_file(str(setting.folder / "tokenizer.json"))
         self._prompts = [tokenizer.encode(text).ids[:_PROMPT_TOKENS] for text in documents()]
 
@@ -178,12 +184,17 @@ def _emulated_link(bandwidth: int | None) -> Iterator[None]:
         yield
 
 
-def bandwidth_for(folder: Path, beta: float, num_tokens: int = 16) -> int:
-    """Return bytes per second of a link on which an expert takes `beta` times as long as a layer of one stream."""
+def layer_seconds(folder: Path, num_tokens: int = 16) -> float:
+    """Return how long a layer of one stream takes with all experts in memory."""
     with contest([Setting(folder)]) as (resident,):
         resident.complete(1, 4)
         seconds = median(resident.run(1, num_tokens).seconds / num_tokens for _ in range(3))
-        return round(slot_bytes(folder) / (beta * seconds / resident.num_layers))
+        return seconds / resident.num_layers
+
+
+def bandwidth_for(folder: Path, beta: float, layer_s: float) -> int:
+    """Return bytes per second of a link on which an expert takes `beta` times as long as `layer_s`."""
+    return round(slot_bytes(folder) / (beta * layer_s))
 
 
 def slot_bytes(folder: Path, quantization: str = "none") -> int:
@@ -222,17 +233,17 @@ def stall(amount: Amount, progress: Progress) -> Iterator[Figure]:
     build = BUILDS[0]
     folder = folder_of(build, amount, progress)
     with _fitted_gates(folder, progress):
+        layer_s = layer_seconds(folder)
         for beta in (1.0,) if amount.quick else (0.5, 1.0, 2.0):
             progress(f"{build.name}, beta {beta:g}")
-            rounds = _stall_rounds(folder, beta, amount)
+            rounds = _stall_rounds(folder, bandwidth_for(folder, beta, layer_s), amount)
             for arm, prefetch in enumerate(_PREFETCHES, start=1):
                 case = f"{build.name}, emulated link, {prefetch}"
                 yield from stall_figures(case, [(of_round[0], of_round[arm]) for of_round in rounds])
 
 
-def _stall_rounds(folder: Path, beta: float, amount: Amount) -> list[tuple[Run, ...]]:
+def _stall_rounds(folder: Path, bandwidth: int, amount: Amount) -> list[tuple[Run, ...]]:
     """Return rounds of one run on demand and one per kind of prefetch."""
-    bandwidth = bandwidth_for(folder, beta)
     arms = [Setting(folder, 0.5, "lfru", prefetch, bandwidth) for prefetch in ("off", *_PREFETCHES)]
     with contest(arms) as contestants:
         for contestant in contestants:
@@ -277,41 +288,49 @@ def stall_figures(case: str, rounds: Sequence[tuple[Run, Run]]) -> Iterator[Figu
 def throughput(amount: Amount, progress: Progress) -> Iterator[Figure]:
     """Tokens/s with prefetching, against demand loads alone and against all experts in memory.
 
-    beta: of float32 experts; over the same link packed ones load as much sooner as they are smaller.
+    beta: of float32 experts; over the same link packed ones load as much sooner as they are smaller. All models of a
+    beta are loaded once and take turns in each round, so one run with all experts in memory serves all residencies.
     """
     build = BUILDS[-1]
     folder = folder_of(build, amount, progress)
-    cells = [(0.5, 1.0)] if amount.quick else [(0.25, 1.0), (0.5, 1.0), (0.75, 1.0), (0.5, 0.5), (0.5, 2.5)]
-    for quantization, (residency, beta) in product(("int8",) if amount.quick else ("none", "int8"), cells):
-        bandwidth = bandwidth_for(folder, beta)
+    layer_s = layer_seconds(folder)
+    tables = [((0.5,), 1.0)] if amount.quick else [((0.25, 0.5), 1.0), ((0.5,), 0.5), ((0.5,), 2.5)]
+    for quantization, (residencies, beta) in product(("int8",) if amount.quick else ("none", "int8"), tables):
+        kind = "float32" if quantization == "none" else quantization
+        bandwidth = bandwidth_for(folder, beta, layer_s)
         arms = [
             Setting(folder, quantization=quantization),
-            *(Setting(folder, residency, "lfru", ahead, bandwidth, quantization) for ahead in ("off", "auto")),
+            *(
+                Setting(folder, residency, "lfru", ahead, bandwidth, quantization)
+                for residency, ahead in product(residencies, ("off", "auto"))
+            ),
         ]
-        for num_streams in (1, 4) if amount.quick or (residency, beta) != (0.5, 1.0) else (1, 4, 16):
-            kind = "float32" if quantization == "none" else quantization
-            case = f"{build.name}, {kind}, {residency:.0%} resident, beta {beta:g}, {num_streams} at once"
-            progress(case)
-            yield throughput_figure(case, _throughput_rounds(arms, num_streams, amount))
+        with contest(arms) as contestants:
+            for num_streams in (1, 4) if amount.quick or beta != 1.0 else (1, 4, 16):
+                progress(f"{build.name}, {kind}, beta {beta:g}, {num_streams} at once")
+                rounds = _throughput_rounds(contestants, num_streams, amount)
+                for place, residency in enumerate(residencies):
+                    case = f"{build.name}, {kind}, {residency:.0%} resident, beta {beta:g}, {num_streams} at once"
+                    first = 1 + 2 * place
+                    yield throughput_figure(case, [(of[0], of[first], of[first + 1]) for of in rounds])
 
 
-def _throughput_rounds(arms: Sequence[Setting], num_streams: int, amount: Amount) -> list[tuple[Run, ...]]:
-    with contest(arms) as contestants:
-        for contestant in contestants:
-            # Long enough for the prefetch switch to have judged.
-            contestant.run(num_streams, amount.of(320, 12))
-        return in_turn(contestants, amount.num_pairs, lambda arm, _: arm.run(num_streams, amount.of(64, 12)))
+def _throughput_rounds(contestants: Sequence[Contestant], num_streams: int, amount: Amount) -> list[tuple[Run, ...]]:
+    for contestant in contestants:
+        contestant.run(num_streams, amount.of(_JUDGED_STEPS if contestant.is_judged else _WARM_STEPS, 12))
+    num_steps = amount.of(min(_TIMED_STEPS, _TIMED_TOKENS // num_streams), 12)
+    return in_turn(contestants, amount.num_pairs, lambda arm, _: arm.run(num_streams, num_steps))
 
 
 def throughput_figure(case: str, rounds: Sequence[tuple[Run, ...]]) -> Figure:
     """rounds: (all experts in memory, demand loads, the service's defaults)."""
     ratios = tuple(ahead.tokens_per_second / demand.tokens_per_second for _, demand, ahead in rounds)
-    resident, demand, ahead = (fmean(run.tokens_per_second for run in runs) for runs in zip(*rounds, strict=True))
+    resident, demand, ahead = (median(run.tokens_per_second for run in runs) for runs in zip(*rounds, strict=True))
     stalls = [1e3 * fmean(run.stall / run.num_tokens for run in runs) for runs in zip(*rounds, strict=True)][1:]
     note = (
-        f"{resident:.1f} tokens/s with all experts in memory, {demand:.1f} on demand ({demand / resident:.2f}), "
-        f"{ahead:.1f} ({ahead / resident:.2f}); {stalls[0]:.1f} and {stalls[1]:.1f} ms of stall per token; beta "
-        f"measured {fmean(of_round[1].beta for of_round in rounds):.2f}"
+        f"median {median(ratios):.3f}; {resident:.1f} tokens/s with all experts in memory, {demand:.1f} on demand "
+        f"({demand / resident:.2f}), {ahead:.1f} ({ahead / resident:.2f}); {stalls[0]:.1f} and {stalls[1]:.1f} ms of "
+        f"stall per token; beta measured {median(of_round[1].beta for of_round in rounds):.2f}"
     )
     return Figure(f"{case}, tokens/s", "demand loads alone", ratios, "x", at_least(0.99), note=note)
 

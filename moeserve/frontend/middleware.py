@@ -88,7 +88,7 @@ class RequestBoundary:
         if response.started:
             raise error
         # A frame of the traceback that names the error would keep the frames above, and the body in them, until garbage
-        # is collected, which is seldom (`launcher.frontend_main.settle`).
+        # is collected, which is seldom (`launcher.child.collect_seldom`).
         error.with_traceback(None)
         shown = as_api_error(error)
         content = self._routes.error_body(path)(shown, request_id)

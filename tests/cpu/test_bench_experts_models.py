@@ -12,6 +12,7 @@ from benchmarks.experts.memory import (
     Setting,
     bandwidth_for,
     contest,
+    layer_seconds,
     slot_bytes,
     stall_figures,
     throughput_figure,
@@ -50,7 +51,7 @@ def test_ranks_send_fewer_rows_and_the_logger_agrees():
 
 def test_contestants_wait_for_experts_and_give_the_same_answers(model, tmp_path, monkeypatch):
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
-    assert bandwidth_for(model, 2.0, 4) > slot_bytes(model)
+    assert bandwidth_for(model, 2.0, layer_seconds(model, 4)) > slot_bytes(model)
     demand = Setting(model, 0.5, "lru", "off", 10**8)
     with contest([demand, Setting(model, 0.5, "lfru", "gate", 10**8), Setting(model)]) as contestants:
         rounds = in_turn(contestants, 2, lambda contestant, _: contestant.run(2, 6))
