@@ -1,7 +1,7 @@
 """semantic-kernel: its OpenAI connector in a ChatCompletionAgent."""
 
 import json
-from typing import Annotated, Literal
+from typing import Annotated
 
 from client_checks import (
     KEY,
@@ -94,7 +94,7 @@ async def required():
 
     class Keeper:
         @kernel_function(description="Keep a forecast.")
-        def forecast(self, city: Literal["Paris", "Rome"], days: int) -> str:
+        def forecast(self, city: Annotated[str, "Paris or Rome."], days: int) -> str:
             seen.append((city, days))
             return "kept"
 
