@@ -114,21 +114,11 @@ class Defect(msgspec.Struct, frozen=True, tag_field="reply"):
 
 
 class _Error(msgspec.Struct, tag_field="reply"):
-    """The fields of an `ApiError`."""
-
-    status: int
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-    retry_after_s: float | None
-    may_retry: bool
-    close: bool
+    error: ApiError
 
 
 Reply = Prepared | Prefix | Body | NeedsEarlier | Defect | ApiError
 _Packed = Prepared | Prefix | Body | NeedsEarlier | Defect | _Error
-
 
 _R = TypeVar("_R")
 
@@ -164,7 +154,7 @@ def pack_reply(reply: Reply) -> bytes:
     packed: _Packed
     match reply:
         case ApiError():
-            packed = _Error(*(getattr(reply, name) for name in _Error.__struct_fields__))
+            packed = _Error(reply)
         case Prepared():
             packed = msgspec.structs.replace(reply, request=replace(reply.request, repeated=b""))
             rest = reply.request.repeated
@@ -191,7 +181,7 @@ def unpack_reply(frame: bytes) -> Reply:
     packed: _Packed = msgspec.json.decode(head, type=_Packed, dec_hook=take)
     match packed:
         case _Error():
-            return ApiError(**msgspec.structs.asdict(packed))
+            return packed.error
         case Prepared():
             return msgspec.structs.replace(packed, request=replace(packed.request, repeated=bytes(payload)))
         case Body():
