@@ -201,6 +201,9 @@ def test_a_follower_of_another_processes_job_reads_its_journal_only_when_somebod
         await store.write(b"", partial(jobs.append, owner="other", entries={"a": pack_entries([None])}))
         assert await first == [None]
         await entries.aclose()
+        # Nobody follows any more, so there are no further looks.
+        while following._awaited.is_set():
+            await asyncio.sleep(0)
         watching.cancel()
         await store.stop()
 

@@ -22,6 +22,7 @@ from moeserve.frontend.jobs.runner import (
     Journal,
     Replay,
     Runner,
+    cancel,
     formatter_of,
     unpack_entries,
     unpack_failure,
@@ -59,6 +60,7 @@ class Jobs:
         self._owner = owner
         self._journal = Journal(store, self._owner.name)
         self._runner = Runner(services, store, self._journal, self._owner, identify)
+        self._awaited = asyncio.Event()  # set while somebody may wait for another process's job
         self._watching: asyncio.Task[None] | None = None
         self.reader = services.run.reader
 
@@ -69,8 +71,7 @@ class Jobs:
 
     async def stop(self) -> None:
         """Leave the jobs of this process to others."""
-        if self._watching is not None:
-            self._watching.cancel()
+        await cancel(self._watching)
         await self._runner.stop()
         await self._journal.stop()
 
@@ -171,6 +172,7 @@ class Jobs:
                     if loop.time() - latest >= limits.KEEP_ALIVE_S:
                         yield None
                         latest = loop.time()
+                self._awaited.set()
                 with suppress(TimeoutError):
                     async with asyncio.timeout_at(latest + limits.KEEP_ALIVE_S):
                         await bell.wait()
@@ -179,8 +181,10 @@ class Jobs:
         """Wake the followers of other processes' jobs when the store has changed, or when they cannot see the end."""
         services = self._services
         while True:
+            await self._awaited.wait()
             await asyncio.sleep(_LOOK_APART_S)
             if all(map(self._runner.has, self._journal.followed)):
+                self._awaited.clear()
                 continue
             is_ending = services.is_draining or services.engine.dead_reason is not None
             if await self._store.has_changed() or is_ending:
