@@ -17,7 +17,7 @@ from typing import Any
 
 from moeserve.settings.objects import read_object
 
-TRANSPORT = "moeserve-zmq"
+TRANSPORT = "moeserve-zmq-2"  # the number changes with the messages between services
 _DIGEST_BYTES = 16
 _MAX_PORT = 65535
 _MAX_BLOCKS = 2**31

@@ -73,6 +73,12 @@ class KvOffers:
         offer = self._offers.get(ticket_id)
         return offer is not None and offer.request is not None
 
+    def computed_for(self, ticket_id: str) -> str | None:
+        """Return the id of the request that still computes the prompt of a ticket. Any thread may call it."""
+        offer = self._offers.get(ticket_id)
+        request = None if offer is None else offer.request
+        return None if request is None else request.request_id
+
     def make(self, request: Request, now: float) -> KvTicket | None:
         """Hold the blocks of a request's prompt; return the ticket, None if the prompt has no whole block."""
         if request.offered is not None:

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 import zmq
 
 from moeserve.engine.kv_disk.copier import BlockMemory
+from moeserve.engine.kv_transfer.answers import Coming
 from moeserve.engine.kv_transfer.fetcher import BlockFetcher
 from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.ranks.meeting import Gatekeeper, create_keys, load_keys
@@ -23,36 +25,85 @@ from moeserve.kv_transfer import KvTicket
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 from radix_cache import BlockCopy
 
-NUM_BLOCKS, BYTES, HEADS = 40, 8, 2
+NUM_BLOCKS, BYTES, HEADS, NUM_ARRAYS = 40, 8, 2, 20
 WAIT_S = 30.0
 
 
 def memory_of(*, is_empty: bool, num_bytes: int = BYTES) -> BlockMemory:
     shape = (HEADS, NUM_BLOCKS, num_bytes)
     numbers = np.arange(np.prod(shape)).astype(np.uint8).reshape(shape)
-    return [np.zeros(shape, np.uint8) if is_empty else numbers + array for array in range(3)]
+    return [np.zeros(shape, np.uint8) if is_empty else numbers + np.uint8(array) for array in range(NUM_ARRAYS)]
 
 
-def filled(memory: BlockMemory) -> int:
-    """Count the leading blocks that have come."""
-    same = [
-        np.array_equal(mine[:, block], theirs[:, NUM_BLOCKS - 1 - block])
-        for block in range(NUM_BLOCKS)
-        for mine, theirs in [(np.stack(memory, 2), np.stack(memory_of(is_empty=False), 2))]
-    ]
-    return same.index(False) if False in same else NUM_BLOCKS
+def filled(memory: BlockMemory, num_arrays: int = NUM_ARRAYS) -> int:
+    """Count the leading blocks that have come, or whose bytes in the first arrays have."""
+    theirs = memory_of(is_empty=False)
+    for block in range(NUM_BLOCKS):
+        for one, other in zip(memory[:num_arrays], theirs, strict=False):
+            if not np.array_equal(one[:, block], other[:, place_of(block)]):
+                return block
+    return NUM_BLOCKS
+
+
+def place_of(number: int) -> int:
+    """Return the block of memory that holds a block of the prompt: they lie in the reverse order."""
+    return NUM_BLOCKS - 1 - number
+
+
+@dataclass(frozen=True)
+class State:
+    """A prompt of which `count` blocks are computed, or nobody holds any.
+
+    `step` is computed: it completes blocks up to number `stop`, and `num_arrays` of memory are filled. `last` is the
+    last one that has ended well. The first `num_wrong` arrays of memory have other bytes than they should.
+    """
+
+    count: int
+    is_held: bool = True
+    step: int | None = None
+    stop: int = 0
+    num_arrays: int = 0
+    last: int | None = None
+    num_wrong: int = 0
+
+
+class Prompt:
+    """Implements `moeserve.engine.kv_transfer.answers.Offered`."""
+
+    def __init__(self) -> None:
+        self.state = State(0)
+
+    def blocks(self, _: str) -> list[int] | None:
+        return [place_of(number) for number in range(self.state.count)] if self.state.is_held else None
+
+    def is_growing(self, _: str) -> bool:
+        return self.state.is_held and self.state.count < NUM_BLOCKS
+
+    def coming(self, _: str) -> Coming | None:
+        state = self.state
+        blocks = [place_of(number) for number in range(state.stop)]
+        return None if state.step is None else Coming(state.step, blocks, state.num_arrays)
+
+    def is_present(self, step: object) -> bool:
+        return step == self.state.step
+
+    def is_last(self, step: object) -> bool:
+        return step == self.state.last
 
 
 def hold(pipe: Connection, key: Path, num_bytes: int) -> None:
-    """Hold the prompt's blocks, which lie in memory in the reverse order; the pipe says how many there are by now."""
-    keys, sockets = load_keys(key, ""), zmq.Context[Any]()
-    held: list[int] | None = []
+    """Hold a prompt's blocks. The states that come through the pipe follow each other; None ends it."""
+    keys, sockets, prompt = load_keys(key, ""), zmq.Context[Any](), Prompt()
     gatekeeper = Gatekeeper(sockets, keys)
-    server = BlockServer(sockets, keys, "tcp://127.0.0.1:*", memory_of(is_empty=False, num_bytes=num_bytes))
-    server.serve(lambda _: held, lambda _: held is not None and len(held) < NUM_BLOCKS)
+    right = memory_of(is_empty=False, num_bytes=num_bytes)
+    memory = [array.copy() for array in right]
+    server = BlockServer(sockets, keys, "tcp://127.0.0.1:*", memory)
+    server.serve(prompt)
     pipe.send(server.port)
-    while (count := pipe.recv()) >= 0:
-        held = [NUM_BLOCKS - 1 - number for number in range(count)] if count else None
+    while (state := pipe.recv()) is not None:
+        for number, array in enumerate(memory):
+            array[:] = right[number] + np.uint8(7 if number < state.num_wrong else 0)
+        prompt.state = state
         server.look_again()
     server.stop()
     gatekeeper.close()
@@ -80,18 +131,19 @@ class Pair:
 
     def end(self) -> None:
         if self.process.is_alive():
-            self.pipe.send(-1)
+            self.pipe.send(None)
 
-    def grow(self, count: int) -> None:
-        self.pipe.send(count)
+    def grow(self, count: int, **others: Any) -> None:
+        """others: of `State`."""
+        self.pipe.send(State(count, **others))
 
-    def wait_for(self, count: int) -> None:
-        """Wait until as many blocks have come, and no end."""
+    def wait_for(self, count: int, num_arrays: int = NUM_ARRAYS) -> None:
+        """Wait until as many blocks have come, or their bytes in the first arrays, and no end."""
         for _ in range(6000):
-            if filled(self.memory) == count:
+            if filled(self.memory, num_arrays) == count:
                 return
             assert self.fetcher.take(0.005) == []
-        raise AssertionError(f"{filled(self.memory)} blocks have come")
+        raise AssertionError(f"{filled(self.memory, num_arrays)} blocks have come")
 
     def result(self) -> FetchResult:
         (result,) = self.fetcher.take(WAIT_S)
@@ -126,7 +178,7 @@ def test_a_service_that_dies_amid_a_prompt_leaves_the_blocks_that_have_come(pair
 def test_a_prompt_that_is_given_up_amid_its_computing_ends_the_fetch(pair: Pair) -> None:
     pair.grow(5)
     pair.wait_for(5)
-    pair.grow(0)
+    pair.grow(0, is_held=False)
     result = pair.result()
     assert (result.num_filled, result.failure) == (5, "lease")
 
@@ -145,3 +197,45 @@ def test_blocks_of_another_size_are_not_taken(tmp_path: Path) -> None:
         pair.grow(5)
         result = pair.result()
         assert (result.num_filled, result.failure) == (0, "damaged")
+
+
+def test_layers_come_while_their_blocks_are_computed_and_are_sent_once(pair: Pair) -> None:
+    pair.grow(4, step=1, stop=20)
+    pair.wait_for(4)
+    for num_arrays in (8, 17):
+        pair.grow(4, step=1, stop=20, num_arrays=num_arrays)
+        pair.wait_for(20, num_arrays)
+    assert filled(pair.memory) == 4
+    # If the first arrays were sent again they would be wrong.
+    pair.grow(20, last=1, num_wrong=17)
+    pair.wait_for(20)
+    pair.grow(NUM_BLOCKS)
+    assert (pair.result().failure, filled(pair.memory)) == (None, NUM_BLOCKS)
+
+
+def test_layers_of_a_step_that_failed_are_sent_again(pair: Pair) -> None:
+    pair.grow(4, step=1, stop=8)
+    pair.wait_for(4)
+    pair.grow(4, step=1, stop=8, num_arrays=10, num_wrong=1)
+    # The parts of blocks 4 to 7 have come, wrong as they are, when their second array is there.
+    for _ in range(6000):
+        theirs = memory_of(is_empty=False)[9]
+        if np.array_equal(pair.memory[9][:, 7], theirs[:, place_of(7)]):
+            break
+        assert pair.fetcher.take(0.005) == []
+    assert not np.array_equal(pair.memory[0][:, 7], memory_of(is_empty=False)[0][:, place_of(7)])
+    pair.grow(4, step=2, stop=8, num_arrays=9)
+    pair.wait_for(8, 9)
+    pair.grow(8, last=3)
+    pair.wait_for(8)
+    pair.grow(NUM_BLOCKS)
+    assert (pair.result().failure, filled(pair.memory)) == (None, NUM_BLOCKS)
+
+
+def test_a_service_that_dies_amid_a_block_leaves_the_whole_ones(pair: Pair) -> None:
+    pair.grow(4, step=1, stop=20, num_arrays=10)
+    pair.wait_for(20, 10)
+    assert pair.process.pid is not None
+    os.kill(pair.process.pid, signal.SIGKILL)
+    result = pair.result()
+    assert (result.num_filled, result.failure) == (4, "gone")

@@ -43,8 +43,8 @@ def test_a_ticket_survives_its_json_and_serves_its_tokens_alone() -> None:
     "params",
     [
         {"do_remote_prefill": True},
-        {"do_remote_prefill": True, "transport": "moeserve-zmq", "remote_port": "x", "remote_num_tokens": -1},
-        {"do_remote_prefill": True, "transport": "moeserve-zmq", "remote_num_tokens": 2**40, "block_size": True},
+        {"do_remote_prefill": True, "transport": "moeserve-zmq-2", "remote_port": "x", "remote_num_tokens": -1},
+        {"do_remote_prefill": True, "transport": "moeserve-zmq-2", "remote_num_tokens": 2**40, "block_size": True},
     ],
 )
 def test_odd_parameters_make_a_ticket_that_serves_nothing(params: dict[str, object]) -> None:

@@ -13,7 +13,7 @@ import structlog
 import zmq
 
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
-from moeserve.engine.kv_transfer.messages import BLOCK, BLOCKS_AT_ONCE, FREE, GET, WAIT, pack_number, read_number
+from moeserve.engine.kv_transfer.messages import BLOCK, BLOCKS_AT_ONCE, FREE, GET, PART, WAIT, pack_number, read_number
 from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 
@@ -67,7 +67,7 @@ class BlockFetcher:
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, job: FetchJob) -> None:
-        begun, fetch = time.monotonic(), _Fetch(job, BlockBuffer(self._memory))
+        begun, fetch = time.monotonic(), Fetch(job, BlockBuffer(self._memory))
         failure: str | None
         try:
             failure = self._fetch(fetch)
@@ -79,7 +79,7 @@ class BlockFetcher:
             log.warning("kv_not_fetched", reason=failure, host=ticket.host, port=ticket.port, fetched=fetch.num_filled)
         self._results.put(FetchResult(job, fetch.num_filled, time.monotonic() - begun, failure))
 
-    def _fetch(self, fetch: _Fetch) -> str | None:
+    def _fetch(self, fetch: Fetch) -> str | None:
         """Fetch a job's blocks, and end their lease. Return in a word why not all were fetched."""
         ticket = fetch.job.ticket
         with self._sockets.socket(zmq.DEALER) as socket:
@@ -95,7 +95,7 @@ class BlockFetcher:
             finally:
                 socket.disable_monitor()
 
-    def _receive(self, fetch: _Fetch, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> str | None:
+    def _receive(self, fetch: Fetch, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> str | None:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
@@ -117,7 +117,7 @@ class BlockFetcher:
         return None
 
 
-class _Fetch:
+class Fetch:
     """The progress of one job."""
 
     def __init__(self, job: FetchJob, buffer: BlockBuffer) -> None:
@@ -125,6 +125,8 @@ class _Fetch:
         self.num_filled = 0
         self._num_asked = 0
         self._buffer = buffer
+        # By the place of a block of which parts have come, the number of arrays that these fill.
+        self._num_arrays: dict[int, int] = {}
 
     @property
     def is_over(self) -> bool:
@@ -140,16 +142,28 @@ class _Fetch:
             self._num_asked += count
 
     def take(self, frames: list[zmq.Frame]) -> str | None:
-        """Fill the next block with the bytes of a message. Return in a word why that is impossible."""
+        """Fill the next block, or parts of it or a later one, with the bytes of a message.
+
+        Return in a word why that is impossible.
+        """
         kind = frames[1].bytes if len(frames) > 1 else b""
         if kind == WAIT:
             return None
-        if kind != BLOCK:
+        if kind not in (BLOCK, PART):
             return "lease"
-        expected = self.job.first + self.num_filled
-        if len(frames) != 5 or read_number(frames[3].bytes) != expected or len(frames[4]) != len(self._buffer.content):
+        if len(frames) != 6:
             return "damaged"
-        self._buffer.content[:] = frames[4].buffer
-        self._buffer.store(self.job.copies[self.num_filled].block)
-        self.num_filled += 1
+        place, first = read_number(frames[3].bytes) - self.job.first, read_number(frames[4].bytes)
+        starts, content, is_whole = self._buffer.starts, self._buffer.content, kind == BLOCK
+        is_due = place == self.num_filled if is_whole else self.num_filled <= place < self._num_asked
+        if not is_due or not 0 <= first <= self._num_arrays.get(place, 0):
+            return "damaged"
+        end = starts[first] + len(frames[5])
+        if end not in starts or (is_whole and end != len(content)):
+            return "damaged"
+        stop = starts.index(end)
+        content[starts[first] : end] = frames[5].buffer
+        self._buffer.store(self.job.copies[place].block, first, stop)
+        self._num_arrays[place] = stop
+        self.num_filled += is_whole
         return None
