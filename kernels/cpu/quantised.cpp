@@ -459,7 +459,7 @@ struct Kernels {
   std::array<RoundedTile, kRoundedRows> rounded, rounded_twice;
   std::array<PairTile, kNumTileSizes> of_pairs;
   Expand expand;
-  std::array<WideTile, kWideRows> wide;
+  std::array<WideTile, 3> wide;
   Widen widen;
 };
 
@@ -469,8 +469,7 @@ constexpr std::array<Kernels, sizeof...(F)> all_kernels(std::index_sequence<F...
                   rounded_tiles<Format(F), true>(std::make_index_sequence<kRoundedRows>()),
                   pair_tiles<Format(F)>(std::make_index_sequence<kNumTileSizes>()),
                   &expand_panel<Format(F)>,
-                  {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 3>,
-                   &multiply_wide<Format(F), 4>},
+                  {&multiply_wide<Format(F), 1>, &multiply_wide<Format(F), 2>, &multiply_wide<Format(F), 4>},
                   &widen_half<Format(F)>}...};
 }
 
@@ -487,7 +486,7 @@ PairTile pair_tile(Format format, int num_rows) {
   return kKernels[int(format)].of_pairs[num_rows <= 4 ? num_rows - 1 : (num_rows + 1) / 2 + 1];
 }
 
-WideTile wide_tile(Format format, int num_rows) { return kKernels[int(format)].wide[num_rows - 1]; }
+WideTile wide_tile(Format format, int num_rows) { return kKernels[int(format)].wide[std::min(num_rows, 3) - 1]; }
 
 float* widened_panel(const Quantised& weights, const uint8_t* panel) {
   static thread_local std::vector<float> wide;

@@ -199,6 +199,7 @@ static inline void for_wide_tiles(int64_t num_rows, const Quantised& weights, co
   Floats low[kWideRows], high[kWideRows];
   Columns sums[kWideRows];
   for (int r = 0; r < num_rows; ++r) rows[r] = row_of(r);
+  if (num_rows == 3) rows[3] = rows[2];  // Three rows are computed as four.
   multiply(rows, panel, num_blocks, low);
   multiply(rows, panel + weights.half_bytes(), num_blocks, high);
   for (int r = 0; r < num_rows; ++r) sums[r] = {low[r], high[r]};
