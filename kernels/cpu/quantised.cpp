@@ -11,8 +11,8 @@
 namespace moeserve {
 namespace {
 
-inline Words load_words(const uint8_t* from) {
-  Words value;
+inline PartWords load_part_words(const uint8_t* from) {
+  PartWords value;
   std::memcpy(&value, from, sizeof(value));
   return value;
 }
@@ -40,10 +40,32 @@ inline Floats from_half(const uint8_t* from) {
 #endif
 }
 
+// A vector whose parts fit a register; the compiler would keep whole ones in memory on some machines.
+template <typename PartOf>
+MOESERVE_INLINE Words in_parts(PartOf part_of) {
+  union {
+    PartWords parts[kLanes / kPartLanes];
+    Words whole;
+  } out;
+  for (int p = 0; p < kLanes / kPartLanes; ++p) out.parts[p] = part_of(p);
+  return out.whole;
+}
+
+MOESERVE_INLINE Floats scaled(Floats value, float by) {
+  union {
+    Floats whole;
+    Part parts[kLanes / kPartLanes];
+  } out = {value};
+  for (int p = 0; p < kLanes / kPartLanes; ++p) out.parts[p] *= splat_part(by);
+  return out.whole;
+}
+
 inline Words from_bytes(const uint8_t* from) {
 #if defined(__AVX512F__)
   // The compiler would convert byte after byte.
   return (Words)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return in_parts([&](int p) { return (PartWords)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8 * p))); });
 #else
   typedef uint8_t Bytes __attribute__((vector_size(16)));
   Bytes bytes;
@@ -63,6 +85,10 @@ inline Floats from_exponents(const uint8_t* from) {
 inline Floats from_bf16(const uint8_t* from) {
 #if defined(__AVX512F__)
   return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)from)), 16);
+#elif defined(__AVX2__)
+  return (Floats)in_parts([&](int p) {
+    return (PartWords)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(from + 16 * p))) << 16;
+  });
 #else
   typedef uint16_t Halves __attribute__((vector_size(32)));
   Halves halves;
@@ -78,6 +104,9 @@ constexpr float kE4m3Unit = 0x1p120f;
 inline Floats from_e4m3(const uint8_t* from) {
 #if defined(__AVX512F__)
   const Words extended = (Words)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  const Words extended =
+      in_parts([&](int p) { return (PartWords)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(from + 8 * p))); });
 #else
   typedef int8_t Bytes __attribute__((vector_size(16)));
   Bytes bytes;
@@ -90,15 +119,19 @@ inline Floats from_e4m3(const uint8_t* from) {
 // Twice the values of e2m1 plus 12.
 constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 
-inline Words look_up(Words codes) {
+inline PartWords look_up(PartWords codes) {
 #if defined(__AVX512BW__)
   const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kE2m1));
-  return (Words)_mm512_shuffle_epi8(table, (__m512i)codes);
+  return (PartWords)_mm512_shuffle_epi8(table, (__m512i)codes);
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kE2m1));
+  return (PartWords)_mm256_shuffle_epi8(table, (__m256i)codes);
 #else
-  uint8_t bytes[64];
-  std::memcpy(bytes, &codes, 64);
+  uint8_t bytes[sizeof(codes)];
+  std::memcpy(bytes, &codes, sizeof(codes));
   for (uint8_t& byte : bytes) byte = kE2m1[byte];
-  return load_words(bytes);
+  std::memcpy(&codes, bytes, sizeof(codes));
+  return codes;
 #endif
 }
 
@@ -145,16 +178,20 @@ struct Group {
   }
 
   static MOESERVE_INLINE Words code(const uint8_t* from, int i) {
-    if constexpr (kFormat.bits == 8) return load_words(from + 64 * i);
-    const Words pair = load_words(from + 64 * (i / 2));
-    Words value = (i % 2 ? pair >> 4 : pair) & 0x0f0f0f0fu;
+    return in_parts([&](int p) { return part_of_code(from + p * sizeof(PartWords), i); });
+  }
+
+  static MOESERVE_INLINE PartWords part_of_code(const uint8_t* from, int i) {
+    if constexpr (kFormat.bits == 8) return load_part_words(from + 64 * i);
+    const PartWords pair = load_part_words(from + 64 * (i / 2));
+    PartWords value = (i % 2 ? pair >> 4 : pair) & 0x0f0f0f0fu;
     if constexpr (kFormat.code == Code::kE2m1) value = look_up(value);
     if constexpr (kFormat.bits == 5) {
-      const Words high = load_words(from + 256);
+      const PartWords high = load_part_words(from + 256);
       value |= (i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x10101010u;
     }
     if constexpr (kFormat.bits == 6) {
-      const Words high = load_words(from + 256 + 64 * (i / 4));
+      const PartWords high = load_part_words(from + 256 + 64 * (i / 4));
       value |= (i % 4 == 3 ? high >> 2 : high << (4 - 2 * (i % 4))) & 0x30303030u;
     }
     return value;
@@ -238,51 +275,47 @@ MOESERVE_INLINE Ints shift_of(const Rounded* block, int part) {
   return splat(format.parts == 1 ? block->shift : block->shift_of_half[part]);
 }
 
-// Adds the products of a group of weights. x: the block of each row; where rows were rounded twice, its remainder is
-// `rest` blocks further on.
-template <Format F, bool Twice, int Rows, int Halves>
-MOESERVE_INLINE void add_group(const uint8_t* const* half, const Super* super, const Rounded* const* x, int64_t rest,
-                               Floats (&sums)[Rows][Halves]) {
+// Adds the products of a group of weights, or of the half of one that has two scales. x: the block of each row; where
+// rows were rounded twice, its remainder is `rest` blocks further on.
+template <Format F, bool Twice, int Part, int Rows, int Halves>
+MOESERVE_INLINE void add_part(const uint8_t* const* half, const Super* super, const Rounded* const* x, int64_t rest,
+                              Floats (&sums)[Rows][Halves]) {
   constexpr Traits format = traits_of(F);
-#pragma GCC unroll 2
-  for (int part = 0; part < format.parts; ++part) {
-    Ints products[Rows][Halves];
+  Ints products[Rows][Halves];
 #pragma GCC unroll 6
-    for (int r = 0; r < Rows; ++r)
+  for (int r = 0; r < Rows; ++r)
 #pragma GCC unroll 2
-      for (int h = 0; h < Halves; ++h) products[r][h] = shift_of<F>(x[r], part);
-    add_products<F>(half, part, x, products);
-    if constexpr (Twice) {
-      const Rounded* left[Rows];
-      const uint8_t* again[Halves];
+    for (int h = 0; h < Halves; ++h) products[r][h] = shift_of<F>(x[r], Part);
+  add_products<F>(half, Part, x, products);
+  if constexpr (Twice) {
+    const Rounded* left[Rows];
+    const uint8_t* again[Halves];
 #pragma GCC unroll 6
-      for (int r = 0; r < Rows; ++r) {
-        left[r] = x[r] + rest;
+    for (int r = 0; r < Rows; ++r) {
+      left[r] = x[r] + rest;
 #pragma GCC unroll 2
-        for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of<F>(left[r], part);
-      }
-      // The compiler would keep codes in registers that the sums need.
-#pragma GCC unroll 2
-      for (int h = 0; h < Halves; ++h) {
-        again[h] = half[h];
-        asm("" : "+r"(again[h]));
-      }
-      add_products<F>(again, part, left, products);
+      for (int h = 0; h < Halves; ++h) products[r][h] = (products[r][h] << 8) + shift_of<F>(left[r], Part);
     }
+    // The compiler would keep codes in registers that the sums need.
 #pragma GCC unroll 2
     for (int h = 0; h < Halves; ++h) {
-      const uint8_t* scales = half[h] + format.code_bytes();
-      const Floats scale = Group<F>::load_scale(scales + part * format.scale_bytes(), super[h]);
-      const Floats shift = Group<F>::load_shift(scales + format.parts * format.scale_bytes(), super[h]);
+      again[h] = half[h];
+      asm("" : "+r"(again[h]));
+    }
+    add_products<F>(again, Part, left, products);
+  }
+#pragma GCC unroll 2
+  for (int h = 0; h < Halves; ++h) {
+    const uint8_t* scales = half[h] + format.code_bytes();
+    const Floats scale = Group<F>::load_scale(scales + Part * format.scale_bytes(), super[h]);
+    const Floats shift = Group<F>::load_shift(scales + format.parts * format.scale_bytes(), super[h]);
 #pragma GCC unroll 6
-      for (int r = 0; r < Rows; ++r) {
-        Floats whole = __builtin_convertvector(products[r][h], Floats);
-        if constexpr (format.shift == Shift::kZero) whole -= shift * x[r]->sum;
-        sums[r][h] += whole * (scale * x[r]->scale);
-        if (part + 1 < format.parts) continue;
-        if constexpr (format.shift == Shift::kMin) sums[r][h] += shift * x[r]->scaled_sum;
-        if constexpr (format.shift == Shift::kSuperMin) sums[r][h] -= shift * x[r]->scaled_sum;
-      }
+    for (int r = 0; r < Rows; ++r) {
+      Floats whole = __builtin_convertvector(products[r][h], Floats);
+      if constexpr (format.shift == Shift::kZero) whole -= shift * x[r]->sum;
+      sums[r][h] += whole * scaled(scale, x[r]->scale);
+      if constexpr (format.shift == Shift::kMin) sums[r][h] += shift * x[r]->scaled_sum;
+      if constexpr (format.shift == Shift::kSuperMin) sums[r][h] -= shift * x[r]->scaled_sum;
     }
   }
 }
@@ -309,7 +342,8 @@ MOESERVE_INLINE void multiply_halves(const Rounded* const* rows, int64_t rest, c
     for (int g = 0; g < format.groups; ++g) {
       for (int64_t line = 0; line < step; line += 64) __builtin_prefetch(fetched + line);
       fetched += step;
-      add_group<F, Twice>(half, super, x, rest, sums);
+      add_part<F, Twice, 0>(half, super, x, rest, sums);
+      if constexpr (format.parts == 2) add_part<F, Twice, 1>(half, super, x, rest, sums);
       for (int h = 0; h < Halves; ++h) half[h] += format.group_bytes();
       for (int r = 0; r < Rows; ++r) ++x[r];
     }
