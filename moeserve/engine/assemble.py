@@ -130,7 +130,7 @@ def load_rank(
     if isinstance(spec, DecoderSpec):
         if config.expert_store_dir is not None and config.expert_memory is None:
             kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
-        native = {"rounding": plan.rounding}
+        native = {"rounding": plan.rounding, "forgets_files": plan.forgets_files}
     layer_of = None if kept is None else kept.layer_of
     if layer_of is not None:
         native["packed_experts"] = layer_of

@@ -37,7 +37,8 @@ class ModelPlan:
 
     kv: the KV memory of each rank. weights_bytes: of all ranks together. On a GPU both are 0 here and known when all
     ranks have loaded. placement: the ranks that hold each expert, None where one rank holds all. residency: the slots
-    of experts in memory, None where all experts are in memory; a GPU decides that when it loads.
+    of experts in memory, None where all experts are in memory; a GPU decides that when it loads. forgets_files: pages
+    of the checkpoint leave memory behind the reader, because there is no room for them beside the weights.
     """
 
     spec: ModelSpec
@@ -48,6 +49,7 @@ class ModelPlan:
     residency: ResidencyPlan | None = None
     device: str = "cpu"
     rounding: Rounding = NO_ROUNDING
+    forgets_files: bool = False
 
 
 def read_spec(directory: Path, config: ServeConfig, device: str = "cpu") -> tuple[DecoderSpec, torch.dtype]:
@@ -174,7 +176,9 @@ def plan_on_cpu(
     residency = plan_residency(layouts, spec, dtype, config, placement, rounding)
     owned_by = _owned_by(spec, config.expert_parallel_size, placement, residency)
     num_bytes = weights_bytes(spec, dtype, index, owned_by, rounding)
-    return share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency, rounding)
+    plan = share_memory(spec, dtype, num_bytes, config, free_bytes, placement, residency, rounding)
+    stored_bytes = sum(info.num_bytes for info in index.values())
+    return replace(plan, forgets_files=plan.weights_bytes + stored_bytes > free_bytes)
 
 
 def share_memory(

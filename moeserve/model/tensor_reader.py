@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,20 +17,38 @@ from moeserve.model.packed.tensors import expand_fp8, read_numbers, read_rows
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import PackedPart, TensorInfo
 
+if TYPE_CHECKING:
+    from moeserve.model.gguf.parts import GgufPart
+
 # (bytes read, bytes to read), called after every tensor.
 Progress = Callable[[int, int], None]
 # Neighbouring layers lie in neighbouring shards, and an open file counts as resident memory.
 _MAX_OPEN_FILES = 2
+# Tensors behind the reader whose pages may still be mapped: gate, up and down of experts, and one more.
+_MOST_BEHIND = 4
 
 
 class TensorReader:
     """Context manager over the files of one checkpoint.
 
-    total_bytes: of all tensors that will be read, for `progress`. Raises CheckpointError from every read that fails.
+    total_bytes: of all tensors that will be read, for `progress`. forgets: pages of quantised tensors in GGUF files
+    leave memory behind the reader, so that the next weights find some: where it is full, the kernel may drop pages that
+    are still to be read, and a virtual machine's host takes seconds to give a GiB that was not used before. Raises
+    CheckpointError from every read that fails.
     """
 
-    def __init__(self, index: Mapping[str, TensorInfo], total_bytes: int, *, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        index: Mapping[str, TensorInfo],
+        total_bytes: int,
+        *,
+        progress: Progress | None = None,
+        forgets: bool = False,
+    ) -> None:
         self._index = index
+        self._forgets = forgets
+        # The tensors read last, and how many of their bytes.
+        self._behind: dict[str, tuple[GgufPart, int]] = {}
         self._total = total_bytes
         self._progress = progress
         self._done = 0
@@ -92,7 +110,10 @@ class TensorReader:
             from moeserve.model.gguf.tensors import read_packed  # Imported late: others do without its packages.
 
             assert info.gguf is not None
-            rows = read_packed(info.gguf, expert)
+            rows = read_packed(info.gguf, expert, holds_pages=self._forgets)
+            if self._forgets:
+                share = 1 if expert is None else (expert + 1) / stored.shape[0]
+                self._forget_behind(stored.name, info.gguf, int(info.num_bytes * share))
         self._advance(stored.num_bytes if expert is None else stored.num_bytes // stored.shape[0])
         return rows
 
@@ -113,6 +134,20 @@ class TensorReader:
                 for key, bias in zip(keys, found, strict=True)
             ]
         )
+
+    def _forget_behind(self, name: str, part: GgufPart, num_bytes: int) -> None:
+        """Drop the pages that were read before, and remember that a tensor's first bytes were read now.
+
+        Pages that a mapping still uses stay until a later call.
+        """
+        from moeserve.model.gguf.tensors import forget_pages  # As above.
+
+        for earlier, length in self._behind.values():
+            forget_pages(earlier, length)
+        self._behind.pop(name, None)
+        self._behind[name] = part, num_bytes
+        while len(self._behind) > _MOST_BEHIND:
+            del self._behind[next(iter(self._behind))]
 
     def _read_fp8_into(self, stored: StoredTensor, expert: int | None, out: Tensor) -> bool:
         """Fill `out` with the numbers of a matrix in FP8, or of one expert of it. Return False for any other tensor."""

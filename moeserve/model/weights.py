@@ -54,20 +54,22 @@ def load_decoder(
     progress: Progress | None = None,
     rounding: Rounding = NO_ROUNDING,
     packed_experts: PackedLayer | None = None,
+    forgets_files: bool = False,
 ) -> Decoder:
     """Load the safetensors checkpoint in ``directory`` as ``dtype`` (float32, bfloat16 or float16).
 
     ops: of the device, the CPU's by default. max_model_len: longest context to serve, the model's own if None.
     owned_experts(layer): the experts to read, all if None; owning fewer takes a ``dispatch_of(layer)`` that reaches the
     others. observers: of all steps. progress(done_bytes, total_bytes). rounding: of float32 weights on a CPU.
-    packed_experts: see ``PackedLayer``; ``owned_experts`` returns none then. Check every tensor's name and shape before
-    memory is taken; raise CheckpointError. ``WeightPlan.loaded_num_bytes`` tells the needed memory beforehand.
+    packed_experts: see ``PackedLayer``; ``owned_experts`` returns none then. forgets_files: see `TensorReader`.
+    Check every tensor's name and shape before memory is taken; raise CheckpointError.
+    ``WeightPlan.loaded_num_bytes`` tells the needed memory beforehand.
     """
     ops = ops or CpuOps()
     rounding.check(dtype)
     index = read_index(directory)
     plan = plan_weights(spec, index, owned_experts)
-    with TensorReader(index, plan.num_bytes, progress=progress) as reader:
+    with TensorReader(index, plan.num_bytes, progress=progress, forgets=forgets_files) as reader:
         loader = _Loader(spec, ops, reader, dtype, dispatch_of, observers, rounding, packed_experts)
         embedding = loader.embedding(plan.outer["embedding"])
         layers = [loader.layer(layer, number) for number, layer in enumerate(plan.layers)]

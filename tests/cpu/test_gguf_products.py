@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -10,13 +11,14 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+import moeserve.device
 from benchmarks.token_engine import TokenEngine
 from experts.errors import ExpertStoreError
 from experts.memory.file import round_to_page
 from kernels.ops import CpuOps
 from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.memory_plan import read_spec, rounding_of, weights_bytes
+from moeserve.engine.memory_plan import plan_on_cpu, read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.families import build_spec, load_config
@@ -84,6 +86,35 @@ def test_exact_products_are_those_of_the_widened_weights(folder: Path) -> None:
 def test_with_activations_of_8_bits_logits_are_close(folder: Path) -> None:
     wide, found = logits_of(folder, None), logits_of(folder, "int8")
     assert 0 < (found - wide).std() <= 0.2 * wide.std()
+
+
+def test_pages_leave_memory_behind_the_reader_where_they_do_not_fit_beside_the_weights(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, dtype = read_spec(folder, BASE)
+    index = read_index(folder)
+    rounding = rounding_of(BASE, spec, index)
+    plan = plan_on_cpu(spec, dtype, index, BASE, 2**30)
+    assert not plan.forgets_files
+    stored_bytes = sum(info.num_bytes for info in index.values())
+    enough = plan.weights_bytes + stored_bytes - 1
+    monkeypatch.setattr(moeserve.device, "RESERVE_BYTES", 0)
+    small = replace(BASE, kv_cache_memory=2**16, max_model_len=16)
+    assert plan_on_cpu(spec, dtype, index, small, enough).forgets_files
+    dropped: set[tuple[int, int]] = set()
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, length, advice: dropped.add((offset, length)))
+    decoders = [
+        load_decoder(folder, spec, ops=CpuOps("int8"), max_model_len=64, rounding=rounding, forgets_files=forgets)
+        for forgets in (False, True)
+    ]
+    plain, forgetful = (PagedRunner(one, [_TOKENS]).step([(0, 0, len(_TOKENS))]) for one in decoders)
+    assert torch.equal(plain, forgetful)
+    sources = [source for info in index.values() if info.gguf for source in info.gguf.sources]
+    whole = {(one.offset, one.num_bytes) for one in sources}
+    assert whole & dropped
+    # Of tensors with several experts the first ones.
+    assert dropped - whole
+    assert all(any(one.offset == offset and length <= one.num_bytes for one in sources) for offset, length in dropped)
 
 
 def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(

@@ -6,7 +6,9 @@ Matrices keep their blocks: rows are taken and ordered without unpacking them.
 from __future__ import annotations
 
 import mmap
+import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -23,6 +25,7 @@ from moeserve.model.spec import CheckpointError
 _Array = np.ndarray[Any, np.dtype[Any]]
 # Bytes that the kernel is asked to read by one call: it may read less of more.
 _READ_AT_ONCE = 2**19
+_POPULATE_READ = 22  # MADV_POPULATE_READ, which Linux has since 5.14 and `mmap` does not name.
 
 
 def read_part(part: GgufPart) -> Tensor:
@@ -47,17 +50,32 @@ def read_row(part: GgufPart, row: int) -> Tensor:
     return _numbers(_row_of(part.sources[0], row))
 
 
-def read_packed(part: GgufPart, expert: int | None = None) -> QuantizedRows:
+def read_packed(part: GgufPart, expert: int | None = None, *, holds_pages: bool = False) -> QuantizedRows:
     """Return the rows of a matrix, or of one expert of it, in their blocks, mapped from the file where they can be.
 
+    holds_pages: wait until all their pages are mapped, so that `forget_pages` leaves them as long as the rows are used.
     Raise CheckpointError.
     """
     if expert is not None:
-        return _packed(_row_of(part.sources[0], expert))
-    rows = joined_rows([_packed(source) for source in part.sources])
+        return _packed(_row_of(part.sources[0], expert), holds_pages=holds_pages)
+    rows = joined_rows([_packed(source, holds_pages=holds_pages) for source in part.sources])
     assert rows is not None, "parts of several kinds are read as numbers"
     order = _order(part)
     return rows if order is None else rows.rows(order)
+
+
+def forget_pages(part: GgufPart, num_bytes: int) -> None:
+    """Have the kernel drop the pages of a tensor's first bytes, but for those that are mapped."""
+    for tensor in part.sources:
+        length = min(num_bytes, tensor.num_bytes)
+        num_bytes -= length
+        try:
+            with tensor.file.open("rb", 0) as file:
+                os.posix_fadvise(file.fileno(), tensor.offset, length, os.POSIX_FADV_DONTNEED)
+        except OSError as error:
+            raise CheckpointError(f"{tensor.file.name} cannot be read: {error}.") from None
+        if not num_bytes:
+            return
 
 
 def _order(part: GgufPart) -> Tensor | None:
@@ -79,7 +97,7 @@ def _row_of(tensor: GgufTensor, row: int) -> GgufTensor:
     return GgufTensor(tensor.file, tensor.kind, tensor.shape[1:], tensor.offset + row * num_bytes, num_bytes)
 
 
-def _bytes(tensor: GgufTensor) -> _Array:
+def _bytes(tensor: GgufTensor, *, holds_pages: bool = False) -> _Array:
     skipped = tensor.offset % mmap.ALLOCATIONGRANULARITY
     begin, length = tensor.offset - skipped, skipped + tensor.num_bytes
     try:
@@ -89,6 +107,9 @@ def _bytes(tensor: GgufTensor) -> _Array:
         # All of it is read now, instead of megabytes around each page that is touched.
         for first in range(0, length, _READ_AT_ONCE):
             mapped.madvise(mmap.MADV_WILLNEED, first, min(_READ_AT_ONCE, length - first))
+        if holds_pages:
+            with suppress(OSError):  # An older kernel.
+                mapped.madvise(_POPULATE_READ)
         return np.frombuffer(mapped, np.uint8, tensor.num_bytes, skipped)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{tensor.file.name} cannot be read: {error}.") from None
@@ -113,15 +134,15 @@ def _numbers(tensor: GgufTensor) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).view(tensor.shape)
 
 
-def _by_rows(tensor: GgufTensor) -> _Array:
+def _by_rows(tensor: GgufTensor, *, holds_pages: bool = False) -> _Array:
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[tensor.kind]]
-    return _bytes(tensor).reshape(*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
+    return _bytes(tensor, holds_pages=holds_pages).reshape(*tensor.shape[:-1], tensor.shape[-1] // block * block_bytes)
 
 
-def _packed(tensor: GgufTensor) -> QuantizedRows:
+def _packed(tensor: GgufTensor, *, holds_pages: bool = False) -> QuantizedRows:
     depth = tensor.shape[-1]
     form = FORMATS.get(tensor.kind.lower())
     if form is not None:
-        return QuantizedRows(form, torch.from_numpy(_by_rows(tensor)), depth)
+        return QuantizedRows(form, torch.from_numpy(_by_rows(tensor, holds_pages=holds_pages)), depth)
     rounded = quantize(_numbers(tensor).float().numpy(), GGMLQuantizationType.Q8_0)
     return QuantizedRows(Q8_0, torch.from_numpy(rounded), depth)
