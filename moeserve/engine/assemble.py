@@ -126,7 +126,8 @@ def load_rank(
         observers.append(tap)
     group = None if collectives is None else _make_group(config, plan, body, collectives)
     dispatch_of = body.resident.dispatch_of if body.resident is not None else None
-    kept, native = None, {}
+    kept: KeptExperts | None = None
+    native: dict[str, Any] = {}
     if isinstance(spec, DecoderSpec):
         if config.expert_store_dir is not None and config.expert_memory is None:
             kept = keep_experts(directory, spec, plan.dtype, plan.rounding, config, report)
