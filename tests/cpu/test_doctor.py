@@ -193,6 +193,17 @@ def test_the_disk_that_the_expert_file_takes_is_told(qwen3: Path, machine: None)
     assert " GiB free" in said
 
 
+def test_the_disk_is_told_for_a_file_of_experts_that_are_all_in_memory(
+    qwen3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    large = replace(MACHINE, free_bytes=128 * GIB)
+    monkeypatch.setattr(moeserve.machine, "read_machine", lambda _: large)
+    assert "expert file" not in ask(qwen3).stdout
+    said = ask(qwen3, "--expert-store-dir", str(tmp_path)).stdout
+    assert f"moeserve serve MODEL --expert-store-dir {tmp_path}: fits" in said
+    assert f"disk      54.0 GiB for the expert file, written at the first start; {tmp_path} has " in said
+
+
 def test_where_nothing_fits_the_least_memory_that_would_do_is_told(
     qwen3: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
