@@ -197,6 +197,18 @@ def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
     assert offers.make_early(huge, 0.0) is None
 
 
+def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:
+    cache = PrefixCache(40, SIZE)
+    offers = KvOffers(cache, OFFICE, 10.0)
+    common, tickets = tokens_of(1, 57), []
+    for number in range(5):
+        tokens = common[:56] + array("i", [number] * 5)
+        compute(cache, tokens)
+        tickets.append(offers.make(request_of(number, tokens), 0.0))
+    assert all(ticket is not None and offers.blocks(ticket.request_id) for ticket in tickets)
+    assert offers.num_held == 14 + 5
+
+
 def test_a_running_prompt_keeps_its_early_ticket_while_others_lack_memory() -> None:
     cache = PrefixCache(40, SIZE)
     offers = KvOffers(cache, OFFICE, 10.0)
