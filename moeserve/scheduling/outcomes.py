@@ -31,7 +31,9 @@ class RequestOutput:
     @property
     def num_tokens(self) -> int:
         """The number of tokens that the request gets."""
-        return (self.token_id is not None) + sum(len(text.token_ids) for text in self.found or ())
+        if self.found is None:
+            return 0 if self.token_id is None else 1
+        return sum(len(text.token_ids) for text in self.found)
 
 
 @dataclass(slots=True)
@@ -72,10 +74,12 @@ def append_sampled(request: Request, chunk: Chunk, computed: ChunkResult) -> lis
         return [RequestOutput(request, prompt_logprobs=prompt_logprobs)] if prompt_logprobs else []
     outputs: list[RequestOutput] = []
     request.num_forced_tokens = 0
-    for token_id, logprobs in computed.tokens:
-        if request.forced_next or _has_ended(outputs):
-            break
-        outputs.append(_append(request, token_id, logprobs))
+    if not request.forced_next:
+        for token_id, logprobs in computed.tokens:
+            output = _append(request, token_id, logprobs)
+            outputs.append(output)
+            if output.finish_reason is not None or request.forced_next:
+                break
     for token_id in request.forced_next:
         if _has_ended(outputs):
             break

@@ -406,9 +406,9 @@ class Scheduler:
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
-                # Other tokens than the sampled ones may have followed.
-                are_all = num_new == len(computed.tokens) and not request.num_forced_tokens
-                predicted = computed.drafts if are_all else ()
+                predicted = computed.drafts
+                if predicted and (num_new != len(computed.tokens) or request.num_forced_tokens):
+                    predicted = ()  # other tokens than the sampled ones have followed
                 self._drafting.read(request, self._memories[request.rank], new_tokens, chunk, num_accepted, predicted)
         if chunk.state is not None:
             self._memories[request.rank].commit_state(request, chunk, keep=keeps_state)
@@ -424,7 +424,7 @@ class Scheduler:
     def _report(self, request: Request, outputs: list[RequestOutput]) -> None:
         """Complete the outputs of a chunk, and end its request if the last one says so."""
         last = outputs[-1]
-        self.counters.generation_tokens += sum(output.num_tokens for output in outputs)
+        self.counters.generation_tokens += sum([output.num_tokens for output in outputs])
         if request.miss is not None:
             outputs[0].miss, request.miss = request.miss, None
         outputs[0].judged, request.judged = request.judged, (0, 0)
