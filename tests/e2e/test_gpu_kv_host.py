@@ -76,3 +76,35 @@ def test_a_prefix_that_left_the_gpu_comes_back_from_the_host_with_the_same_token
         assert running.http.get("/v1/cache").json()["host"]["blocks"] > 0
         assert running.http.delete("/v1/cache").status_code == 200
         assert ask(running, PROMPT) == (cold, NOTHING)
+
+
+@pytest.mark.kernel_change
+def test_a_recurrent_state_that_left_the_gpu_comes_back_from_the_host_with_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from moeserve.model.kv_pool import kv_block_bytes
+    from moeserve.model.state_pool import state_row_bytes
+    from tests.support.checkpoints import spec_of
+
+    model, prompt = tmp_path / "m", (3 * PROMPT)[:37]  # of much shorter prompts no snapshot is made
+    write_model_dir(model)
+    saved_model("qwen3_next", model)
+    spec = spec_of(model)
+    block_bytes = kv_block_bytes(spec.kv_layers, SIZE, torch.float32)
+    row_bytes = state_row_bytes(spec.state_layers, torch.float32)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    take_device(monkeypatch)
+    limits = ("--max-model-len", "48", "--max-num-batched-tokens", "48", "--max-num-seqs", "4", "--block-size", "4")
+    # Memory has room for three snapshots, and for the KV blocks of all prompts.
+    memory = ("--kv-cache-memory", str(7 * row_bytes + 60 * block_bytes), "--state-cache-memory", str(3 * row_bytes))
+    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *limits, *PATIENT, *memory)
+    (tmp_path / "s").mkdir()
+    with service(model, tmp_path / "s", *settings, "--kv-host-memory", "16MiB") as running:
+        cold, where = ask(running, prompt)
+        assert where == NOTHING
+        for first in range(3):
+            ask(running, [first, *prompt[:-1]], max_tokens=1)
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 4 * 9)
+        assert ask(running, prompt) == (cold, NOTHING | {"host": 36})
