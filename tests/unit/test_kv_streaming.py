@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -239,3 +240,25 @@ def test_a_service_that_dies_amid_a_block_leaves_the_whole_ones(pair: Pair) -> N
     os.kill(pair.process.pid, signal.SIGKILL)
     result = pair.result()
     assert (result.num_filled, result.failure) == (4, "gone")
+
+
+def test_a_message_that_is_gone_since_the_poll_ends_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    key = tmp_path / "kv.key"
+    create_keys(key)
+    polls, polled_again, poll = [], threading.Event(), zmq.Poller.poll
+
+    def announce(poller: zmq.Poller, timeout: int | None = None) -> list[tuple[Any, int]]:
+        polls.append(timeout)
+        if len(polls) == 1:
+            return [(socket, zmq.POLLIN) for socket, _ in poller.sockets if isinstance(socket, zmq.Socket)]
+        polled_again.set()
+        return poll(poller, timeout)
+
+    sockets = zmq.Context[Any]()
+    server = BlockServer(sockets, load_keys(key, ""), "tcp://127.0.0.1:*", memory_of(is_empty=False))
+    monkeypatch.setattr(zmq.Poller, "poll", announce)
+    server.serve(Prompt())
+    try:
+        assert polled_again.wait(WAIT_S)
+    finally:
+        server.stop()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 import structlog
@@ -71,7 +72,8 @@ class BlockServer(threading.Thread):
                 if source == self._news:
                     os.eventfd_read(self._news)
                 else:
-                    self._take(self._socket.recv_multipart(zmq.NOBLOCK), answers)
+                    with suppress(zmq.Again):  # An asker may be gone since the poll, and its message too.
+                        self._take(self._socket.recv_multipart(zmq.NOBLOCK), answers)
             if answers.has_waiting:
                 answers.send()
         self._socket.close()
