@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -134,6 +132,10 @@ class Pair:
         if self.process.is_alive():
             self.pipe.send(None)
 
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
     def grow(self, count: int, **others: Any) -> None:
         """others: of `State`."""
         self.pipe.send(State(count, **others))
@@ -170,8 +172,7 @@ def test_blocks_come_while_the_prompt_grows(pair: Pair) -> None:
 def test_a_service_that_dies_amid_a_prompt_leaves_the_blocks_that_have_come(pair: Pair) -> None:
     pair.grow(21)
     pair.wait_for(21)
-    assert pair.process.pid is not None
-    os.kill(pair.process.pid, signal.SIGKILL)
+    pair.kill()
     result = pair.result()
     assert (result.num_filled, result.failure) == (21, "gone")
 
@@ -236,8 +237,7 @@ def test_layers_of_a_step_that_failed_are_sent_again(pair: Pair) -> None:
 def test_a_service_that_dies_amid_a_block_leaves_the_whole_ones(pair: Pair) -> None:
     pair.grow(4, step=1, stop=20, num_arrays=10)
     pair.wait_for(20, 10)
-    assert pair.process.pid is not None
-    os.kill(pair.process.pid, signal.SIGKILL)
+    pair.kill()
     result = pair.result()
     assert (result.num_filled, result.failure) == (4, "gone")
 
