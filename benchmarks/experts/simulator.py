@@ -399,7 +399,7 @@ class GatesAhead:
     def _ask(self, layer: int, distances: Sequence[int]) -> None:
         for distance in distances:
             logits = self._logits[distance][layer, self._rows]
-            self._planner.ask(layer, range(distance, distance + 1), logits[None])
+            self._planner.ask(layer, [distance], [logits])
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ class ExpertMemory:
         """num_copiers: the threads that copy at once, as `arena` and `tier` allow. Only the first one prefetches."""
         self.stall_seconds = 0.0
         self.predictor_seconds = 0.0
+        # The seconds that copies took, on all copying threads or on the device.
+        self.copy_seconds = 0.0
         self.recall = RecallSample()
         # The pieces of experts that were copied, so that a slow load is told from one that hangs.
         self.num_pieces = 0
@@ -219,6 +221,7 @@ class ExpertMemory:
                 self.num_pieces += 1
                 self._control.moved(transfer, end - start)
                 self._pace.copied(*over)
+                self.copy_seconds += over[1]
                 if end == arena.slot_bytes:
                     self._control.finish(transfer)
                     self._changed.notify()

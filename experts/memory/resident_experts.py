@@ -54,8 +54,10 @@ class ResidentExperts(LoadingDispatch):
         with memory.event(layer, left) as access:
             if self._observers:
                 # The missing experts are loading meanwhile.
-                here = (ids >= 0).any(1) if some_elsewhere else slice(None)
-                arrived = x[here], ids[here], weights[here]
+                arrived = x, ids, weights
+                if some_elsewhere:
+                    here = (ids >= 0).any(1)
+                    arrived = x[here], ids[here], weights[here]
                 for observer in self._observers:
                     observer.arrived(layer, *arrived)
             meanwhile()

@@ -15,23 +15,21 @@ _LONGEST = 4.0
 class JudgeRules:
     """How steps are sampled. All numbers but the shares count steps.
 
-    block: consecutive steps of one probe of the choice that is not in use. period: steps from one probe to the next; a
-    probe of prefetching that loses time comes more seldom, at the longest after `longest_period`, so that probes take
-    no more than the share `budget` of the time. compared: the latest steps of the choice in use that a probe is
-    compared with. memory: probes that the mean gain goes back. least: probes before the first decision; so long one is
-    taken to err by `doubt`. gain: the share of a step's time that prefetching has to save, beyond `sure` standard
-    errors, to be switched on.
+    block: consecutive steps of one probe of the choice that is not in use. period: steps from one probe of steps without
+    prefetching to the next; `first_period` from one probe of prefetching to the next, but the time that these probes
+    have lost has to be no more than the share `budget` of all time before another one begins. compared: the latest steps
+    of the choice in use that a probe is compared with. memory: probes that the mean gain goes back. least: probes before
+    the first decision. gain: the share of a step's time that prefetching has to save, beyond `sure` standard errors, to
+    be switched on; where steps wait less than that for experts it is not tried.
     """
 
     block: int = 2
     period: int = 32
     first_period: int = 16
-    longest_period: int = 4096
-    budget: float = 0.002
+    budget: float = 0.003
     compared: int = 12
     memory: int = 48
     least: int = 8
-    doubt: float = 0.2
     gain: float = 0.01
     sure: float = 2.0
 
@@ -55,10 +53,13 @@ class PrefetchJudge:
         self._current = self._kinds.setdefault(kind, _Kind())
         return self._current.begins(self._rules)
 
-    def end_step(self, seconds: float) -> None:
-        """Record the duration of the step that began last. A step that failed has no end."""
+    def end_step(self, seconds: float, waited: float) -> None:
+        """Record the duration of the step that began last. A step that failed has no end.
+
+        waited: no less than the seconds in which the step waited for experts.
+        """
         assert self._current is not None
-        self._current.ends(seconds, self._rules)
+        self._current.ends(seconds, waited, self._rules)
         self._current = None
 
     def gains(self) -> list[tuple[int, bool, float]]:
@@ -92,32 +93,44 @@ class _Kind:
     mean: float = 0.0
     variance: float = 0.0
     num_probes: int = 0
-    # The latest steps of the choice in use, and the steps of the probe that is under way.
+    # The latest steps of the choice in use: their durations, and how long they waited for experts.
     usual: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    # The steps of the probe that is under way.
     probe: list[float] = field(default_factory=list)
     is_probing: bool = False
     wait: int = 0
+    # The seconds that probes of prefetching may lose; below 0 as long as earlier ones have lost more.
+    allowance: float = 0.0
 
     def begins(self, rules: JudgeRules) -> bool:
         if not self.is_probing and self.wait <= 0 and len(self.usual) >= rules.compared:
-            self.is_probing = True
+            self.is_probing = self.is_on or self._may_pay(rules)
         return self.is_on is not self.is_probing
 
-    def ends(self, seconds: float, rules: JudgeRules) -> None:
+    def ends(self, seconds: float, waited: float, rules: JudgeRules) -> None:
         if self.usual:
             seconds = min(seconds, _LONGEST * sum(self.usual) / len(self.usual))
         if not self.is_probing:
             self.usual.append(seconds)
-            del self.usual[: -rules.compared]
+            self.waits.append(waited)
+            del self.usual[: -rules.compared], self.waits[: -rules.compared]
             self.wait -= 1
+            self.allowance = min(self.allowance + rules.budget * seconds, seconds)
             return
         self.probe.append(seconds)
         if len(self.probe) == rules.block:
             self._count(rules)
             self._decide(rules)
 
+    def _may_pay(self, rules: JudgeRules) -> bool:
+        return self.allowance >= 0 and sum(self.waits) >= rules.gain * sum(self.usual)
+
     def _count(self, rules: JudgeRules) -> None:
-        ratio = log(sum(self.probe) / len(self.probe)) - log(sum(self.usual) / len(self.usual))
+        probe, usual = sum(self.probe) / len(self.probe), sum(self.usual) / len(self.usual)
+        if not self.is_on:
+            self.allowance -= len(self.probe) * (probe - usual)
+        ratio = log(probe) - log(usual)
         self.probe.clear()
         self.is_probing = False
         self.num_probes += 1
@@ -127,17 +140,11 @@ class _Kind:
         self.variance = (1 - share) * (self.variance + share * off * off)
 
     def _decide(self, rules: JudgeRules) -> None:
-        error = sqrt(self.variance / min(self.num_probes, rules.memory))
         was_on = self.is_on
         if self.num_probes >= rules.least:
+            error = sqrt(self.variance / min(self.num_probes, rules.memory))
             self.is_on = self.mean < 0 if was_on else self.mean + rules.sure * error < -rules.gain
-        else:
-            error = max(error, rules.doubt / sqrt(self.num_probes))
         if self.is_on is not was_on:
             self.usual.clear()
-        if self.is_on:
-            self.wait = rules.period - rules.block
-        else:
-            loss = max(self.mean - error, 0.0)
-            period = min(max(rules.block * loss / rules.budget, rules.first_period), rules.longest_period)
-            self.wait = int(period) - rules.block
+            self.waits.clear()
+        self.wait = (rules.period if self.is_on else rules.first_period) - rules.block

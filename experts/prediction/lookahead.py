@@ -49,7 +49,8 @@ class GateLookahead(PrefetchObserver):
         self._is_on = True
         self._reach = 1
         self._cores = FreeCores(torch.get_num_threads())
-        self._began = 0.0
+        # The time, and `_load_seconds`, when the running step began.
+        self._began = self._loaded = 0.0
 
     @property
     def is_on(self) -> bool:
@@ -63,37 +64,41 @@ class GateLookahead(PrefetchObserver):
         if self._judge is not None:
             num_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
             self._is_on = self._judge.begin_step(num_rows, has_free_core=self._cores.has_one())
-            self._began = time.perf_counter()
+            self._began, self._loaded = time.perf_counter(), self._load_seconds()
         self._reach = self._planner.reach(self._memory.loads_per_layer())
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        if not len(x):
+        if not self._is_on or not len(x):
             return
-        if self._is_on and self._recall is not None and self._recall.is_counting:
+        if self._recall is not None and self._recall.is_counting:
             self._chosen[layer] = expert_ids.cpu().numpy()
         if self._preview.tap is Tap.EARLY:
-            self._look(layer, x)
+            self._look(layer, lambda: x)
 
     def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
-        if self._preview.tap is Tap.SHARED and self._is_on:
-            self._look(layer, shared_state(residual, shared))
+        if self._is_on and self._preview.tap is Tap.SHARED:
+            self._look(layer, lambda: shared_state(residual, shared))
 
     def launched(self) -> None:
         if self._is_on and self._recall is not None:
             self._recall.end_step(self._chosen)
             self._chosen.clear()
         if self._judge is not None:
-            self._judge.end_step(time.perf_counter() - self._began)
+            self._judge.end_step(time.perf_counter() - self._began, self._load_seconds() - self._loaded)
 
     def abandon(self, plan: PlannedStep) -> None:
         self._chosen.clear()
 
-    def _look(self, layer: int, state: Tensor) -> None:
-        distances = self._planner.distances(layer, self._reach) if self._is_on else ()
+    def _load_seconds(self) -> float:
+        """Return seconds that grow at least as fast as those in which the host or the device waits for experts."""
+        return self._memory.stall_seconds + self._memory.copy_seconds
+
+    def _look(self, layer: int, state: Callable[[], Tensor]) -> None:
+        distances = self._planner.distances(layer, self._reach)
         if not distances:
             return
         started = time.perf_counter()
-        logits = self._preview(layer, distances, state)
+        logits = self._preview(layer, distances, state())
         self._memory.decide(lambda _: self._planner.ask(layer, distances, logits))
         if self._recall is not None and self._recall.is_counting:
             for distance, predicted in zip(distances, logits, strict=True):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from math import ceil
 
@@ -176,22 +176,23 @@ class LookaheadPlanner:
         nearest = 1 if layer == 0 else reach - between + 1
         return range(nearest, min(reach, len(self._control.layers) - 1 - layer) + 1)
 
-    def ask(self, layer: int, distances: range, logits: NDArray[np.floating]) -> None:
-        """Ask for the experts that gates choose. logits: [D, T, E], of the gate at layer + each of the D distances.
+    def ask(self, layer: int, distances: Sequence[int], logits: Sequence[NDArray[np.floating]]) -> None:
+        """Ask for the experts that gates choose. logits: [T, E] for each distance, of the gate at layer + distance.
 
         The caller holds the lock that guards the control.
         """
-        for distance, wanted in zip(distances, self._wanted(logits), strict=True):
+        for distance, of_layer in zip(distances, logits, strict=True):
+            wanted = self._wanted(of_layer)
             if self._experts_here is not None:
                 here = self._experts_here(layer + distance)
                 wanted = [expert for expert in wanted if expert in here]
             self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
 
-    def _wanted(self, logits: NDArray[np.floating]) -> list[list[int]]:
-        """Return the experts for each distance, most wanted first."""
+    def _wanted(self, logits: NDArray[np.floating]) -> list[int]:
+        """Return the experts that tokens choose by `logits` [T, E], most wanted first."""
         top_k = self._top_k
-        if logits.shape[1] == 1:
-            ranked: list[list[int]] = logits[:, 0].argsort(axis=1)[:, : -top_k - 1 : -1].tolist()
+        if len(logits) == 1:
+            ranked: list[int] = logits[0].argsort()[: -top_k - 1 : -1].tolist()
             return ranked
-        chosen = logits.argpartition(-top_k, axis=2)[:, :, -top_k:].reshape(len(logits), -1)
-        return [[expert for expert, _ in Counter(of_all).most_common()] for of_all in chosen.tolist()]
+        chosen = logits.argpartition(-top_k, axis=1)[:, -top_k:].ravel()
+        return [expert for expert, _ in Counter(chosen.tolist()).most_common()]

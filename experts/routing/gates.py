@@ -14,10 +14,11 @@ from torch import Tensor
 
 from experts.routing.files import Tap, TensorFileKind, Tensors
 from kernels.linear import pack_linear
+from kernels.norm import rms_norm
 
 Float = NDArray[np.float32]
-# (distances, state [T, H]) -> [D, T, E]: the scores of the gates at these distances.
-_Judge = Callable[[range, Tensor], Float]
+# (distances, state [T, H]) -> [T, E] for each: the scores of the gates at these distances.
+_Judge = Callable[[range, Tensor], Sequence[Float]]
 
 # A norm's weight below this share of the largest is too small to divide the state by.
 _LEAST_SHARE = 1e-3
@@ -66,12 +67,11 @@ class GatePreview:
         else:
             self._judges = _maps(fitted, tap, max_distance, len(layers), norms)
 
-    def __call__(self, layer: int, distances: range, state: Tensor) -> Float:
-        """state [T, H] -> [D, T, E], the larger the likelier, for layers at consecutive distances, which must all
-        exist. Fitted gates compute all distances in one product.
+    def __call__(self, layer: int, distances: range, state: Tensor) -> Sequence[Float]:
+        """state [T, H] -> [T, E] for each distance, the larger the likelier, for layers at consecutive distances, which
+        must all exist. Fitted gates compute all distances in one product.
         """
-        x = state if self.tap is Tap.EARLY else unit_norm(state)
-        return self._judges[layer](distances, x)
+        return self._judges[layer](distances, state)
 
 
 def unit_norm(residual: Tensor) -> Tensor:
@@ -112,9 +112,14 @@ def _gates(layers: Sequence[GatedBlock], norms: Sequence[Tensor], layer: int, ma
     last = min(max_distance, len(layers) - 1 - layer)
     scales = [scale_between(norms, layer, distance, tap) for distance in range(1, last + 1)]
 
-    def judge(distances: range, x: Tensor) -> Float:
-        said = [layers[layer + distance].preview(x * scales[distance - 1]) for distance in distances]
-        return _on_host(torch.stack(said))
+    def input_of(distance: int, state: Tensor) -> Tensor:
+        scale = scales[distance - 1]
+        return rms_norm(state, scale, _EPSILON) if tap is Tap.SHARED else state * scale
+
+    def judge(distances: range, state: Tensor) -> Sequence[Float]:
+        said = [layers[layer + distance].preview(input_of(distance, state)) for distance in distances]
+        # Most calls come between two layers on a CPU, where any conversion costs; a GPU is waited for once.
+        return [_on_host(x) for x in said] if state.device.type == "cpu" else list(_on_host(torch.stack(said)))
 
     return judge
 
@@ -128,25 +133,27 @@ def _maps(fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, nor
             raise ValueError(f"the fitted gates are not of this model and tap {tap.value!r} at distance {distance}")
         for layer, found in enumerate(torch.from_numpy(maps).to(norms[0])):
             of_layer[layer].append(found)
-    return [_stacked(found) for found in of_layer]
+    return [_stacked(found, tap) for found in of_layer]
 
 
-def _stacked(maps: Sequence[Tensor]) -> _Judge:
+def _stacked(maps: Sequence[Tensor], tap: Tap) -> _Judge:
     """maps: of a layer, [E, H + 1] for each distance; the last layer has none."""
     if not maps:
-        return lambda distances, x: np.empty((0, len(x), 0), np.float32)
+        return lambda distances, state: ()
     together = torch.cat(list(maps))
     product = pack_linear(together[:, :-1], together[:, -1])
+    ones = torch.ones(together.shape[1] - 1).to(together)
 
-    def judge(distances: range, x: Tensor) -> Float:
+    def judge(distances: range, state: Tensor) -> Sequence[Float]:
+        x = rms_norm(state, ones, _EPSILON) if tap is Tap.SHARED else state
         of_all = _on_host(product(x)).reshape(len(x), len(maps), -1)
-        return of_all[:, distances.start - 1 : distances.stop - 1].transpose(1, 0, 2)
+        return [of_all[:, distance - 1] for distance in distances]
 
     return judge
 
 
 def _on_host(x: Tensor) -> Float:
-    """Return x as float32 on the host. Most calls come between two layers on a CPU, where any conversion costs."""
+    """Return x as float32 on the host."""
     if x.dtype is torch.float32 and x.device.type == "cpu":
         return x.numpy()
     return x.float().cpu().numpy()
