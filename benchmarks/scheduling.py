@@ -13,6 +13,7 @@ from collections import deque
 from random import Random
 from statistics import median
 
+from launcher.child import collect_seldom
 from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.plan import Chunk, ChunkResult, Request, SamplingParams, StepPlan, StepResult
 from moeserve.scheduling.drafting import Drafting
@@ -172,6 +173,8 @@ def adding_ms(num_waiting: int, num_shared: int) -> tuple[float, float]:
 
 
 def main() -> None:
+    # As a model process does.
+    collect_seldom()
     for num_running in (64, 256, 1000):
         plain, ahead = (planning_ms(num_running, run_ahead=run_ahead) for run_ahead in (False, True))
         print(f"planning {num_running} decodes: {plain:.2f} ms, a step ahead {ahead:.2f} ms")

@@ -15,12 +15,12 @@ _LONGEST = 4.0
 class JudgeRules:
     """How steps are sampled. All numbers but the shares count steps.
 
-    block: consecutive steps of one probe of the choice that is not in use. period: steps from one probe of steps without
-    prefetching to the next; `first_period` from one probe of prefetching to the next, but the time that these probes
-    have lost has to be no more than the share `budget` of all time before another one begins. compared: the latest steps
-    of the choice in use that a probe is compared with. memory: probes that the mean gain goes back. least: probes before
-    the first decision. gain: the share of a step's time that prefetching has to save, beyond `sure` standard errors, to
-    be switched on; where steps wait less than that for experts it is not tried.
+    block: consecutive steps of one probe of the choice that is not in use. period: steps from one probe without
+    prefetching to the next. first_period: steps from one probe of prefetching to the next, if the time that such probes
+    have lost is no more than the share `budget` of all time. compared: the latest steps of the choice in use that a
+    probe is compared with. memory: probes that the mean gain goes back. least: probes before the first decision. gain:
+    the share of a step's time that prefetching has to save, beyond `sure` standard errors, to be switched on; where
+    steps wait less than that for experts it is not tried.
     """
 
     block: int = 2

@@ -25,6 +25,7 @@ import structlog
 from llguidance import LLMatcher, LLTokenizer
 
 from moeserve.grammars.compiler import GrammarError, compile_grammar, error_of, load_tokens
+from moeserve.grammars.layout import Layout, allows
 from moeserve.grammars.queue import Kept, KeptGrammars
 from moeserve.grammars.threads import FairThreads, Job, QuickThreads
 from moeserve.plan import GRAMMAR_FAILED, Request
@@ -58,8 +59,8 @@ class _LexerFullError(GrammarError):
 class MadeMask:
     """A request's next mask (see `ChunkExtras.mask`), or the error that ends the request.
 
-    draft_tokens: the request's drafts that the grammar allows, then `num_forced` tokens that it forces. draft_masks:
-    the mask after each of them.
+    draft_tokens: the request's drafts that the grammar allows, then `num_forced` tokens that it forces, then `num_laid`
+    tokens of the answer's layout and of what the grammar forces between them. draft_masks: the mask after each of them.
     """
 
     request: Request
@@ -68,23 +69,23 @@ class MadeMask:
     draft_tokens: array[int] = field(default_factory=lambda: array("i"))
     draft_masks: tuple[bytes, ...] = ()
     num_forced: int = 0
+    num_laid: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class _Ahead:
-    """A matcher's next mask and what may follow it: draft tokens, the last `num_forced` of them forced by the grammar.
-
-    masks: the next one, then one after each draft token.
-    """
+    """A matcher's next mask and what may follow it, as in `MadeMask`. masks: the next one, then one for each draft."""
 
     masks: list[bytes]
     draft_tokens: array[int]
-    num_forced: int
+    num_forced: int = 0
+    num_laid: int = 0
 
 
 @dataclass(eq=False, slots=True)
 class _Held:
-    """An open request. Its matcher has consumed `num_consumed` tokens of its output; only its job touches the matcher.
+    """An open request. Its matcher has consumed `num_consumed` tokens of its output; only its job touches the matcher
+    and the layout of the output.
 
     Either `compilation` or `kept` is set: the compilation it waits for, or the grammar that its matcher copies.
     is_alone: other requests get no copies of it.
@@ -98,6 +99,7 @@ class _Held:
     num_consumed: int = 0
     is_slow: bool = False
     is_alone: bool = False
+    layout: Layout = field(default_factory=Layout)
 
 
 @dataclass(eq=False, slots=True)
@@ -257,7 +259,9 @@ class GrammarMasks:
 
         def advance() -> _Ahead:
             _consume(matcher, output, may_be_cut=request.thought is not None)
-            return _look_ahead(matcher, drafts, banned, *limits)
+            if self._most_drafts:
+                held.layout.read(output, self._tokens.result())
+            return _look_ahead(matcher, drafts, held.layout, banned, *limits)
 
         job = Job(request.terms.tenant, advance, advanced)
         self._num_quick += is_quick
@@ -279,7 +283,8 @@ class GrammarMasks:
         if isinstance(made, _Ahead):
             self._awaited.remove(held.request)
             mask, *after = made.masks
-            self._made.append(MadeMask(held.request, mask, None, made.draft_tokens, tuple(after), made.num_forced))
+            counts = made.num_forced, made.num_laid
+            self._made.append(MadeMask(held.request, mask, None, made.draft_tokens, tuple(after), *counts))
         elif isinstance(job.error, _LexerFullError) and not held.is_alone:
             # Requests that share a lexer fill it together, but no request may fail because of another one.
             self._kept.discard(held.grammar)
@@ -346,25 +351,41 @@ def _consume(matcher: LLMatcher, output: list[int], *, may_be_cut: bool) -> None
 
 
 def _look_ahead(
-    matcher: LLMatcher, drafts: Sequence[int], banned: tuple[Sequence[int], int], num_bytes: int, most: int
+    matcher: LLMatcher,
+    drafts: Sequence[int],
+    layout: Layout,
+    banned: tuple[Sequence[int], int],
+    num_bytes: int,
+    most: int,
 ) -> _Ahead:
-    """Return a matcher's next mask, then those after each draft that the grammar allows and each token it forces next.
+    """Return a matcher's next mask, then those after each draft that the grammar allows, each token that it forces
+    next, and each token of the layout and forced behind it.
 
     banned: tokens that the first masks are to forbid, and the number of these masks. num_bytes: the most of a mask.
-    most: the number of drafts up to which forced tokens are added. Raise GrammarError if the first mask cannot be made.
+    most: the number of drafts up to which others than `drafts` are added. Raise GrammarError if the first mask cannot
+    be made.
     """
     tokens, num_masks = banned
     masks = [_mask_of(matcher, tokens if num_masks else (), num_bytes)]
-    if not (most or (drafts and _allows(masks[0], drafts[0]))):
-        return _Ahead(masks, array("i"), 0)
+    if not (most or (drafts and allows(masks[0], drafts[0]))):
+        return _Ahead(masks, array("i"))
     # An error of a matcher stays, and a wrong draft must not leave one.
     ahead = matcher.deep_copy()
-    followed = _follow(ahead, drafts, banned, num_bytes, masks)
-    num_forced = 0
-    if len(followed) < most and not ahead.is_error():
-        forced = _follow(ahead, ahead.compute_ff_tokens()[: most - len(followed)], banned, num_bytes, masks)
-        followed, num_forced = followed + forced, len(forced)
-    return _Ahead(masks, followed, num_forced)
+
+    def follow(guesses: Sequence[int]) -> array[int]:
+        return _follow(ahead, guesses, banned, num_bytes, masks)
+
+    def forced() -> array[int]:
+        left = most + 1 - len(masks)
+        return follow(ahead.compute_ff_tokens()[:left]) if left > 0 and not ahead.is_error() else array("i")
+
+    guessed, certain, laid = follow(drafts), forced(), array("i")
+    while len(masks) <= most and not ahead.is_error() and (guess := layout.guess(masks[-1])) is not None:
+        next_one = follow([guess])
+        if not next_one:
+            break
+        laid += next_one + forced()
+    return _Ahead(masks, guessed + certain + laid, len(certain), len(laid))
 
 
 def _follow(
@@ -377,7 +398,7 @@ def _follow(
     tokens, num_masks = banned
     followed: array[int] = array("i")
     for guess in guesses:
-        if guess in tokens or not _allows(masks[-1], guess) or not ahead.try_consume_tokens([guess]):
+        if guess in tokens or not allows(masks[-1], guess) or not ahead.try_consume_tokens([guess]):
             break
         try:
             masks.append(_mask_of(ahead, tokens if len(masks) < num_masks else (), num_bytes))
@@ -405,10 +426,6 @@ def _without(mask: bytes, banned: Sequence[int]) -> bytes:
         if token // 8 < len(kept):
             kept[token // 8] &= ~(1 << token % 8)
     return mask if _is_empty(kept) else bytes(kept)
-
-
-def _allows(mask: bytes, token: int) -> bool:
-    return token // 8 < len(mask) and bool(mask[token // 8] >> token % 8 & 1)
 
 
 def _is_empty(mask: bytes | bytearray) -> bool:

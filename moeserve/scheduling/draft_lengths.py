@@ -16,7 +16,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from moeserve.scheduling.draft_sources import FORCED, Guess
+from moeserve.scheduling.draft_sources import FORCED, LAYOUT, Guess
 
 # Guesses are counted by the number of tokens before them that matched: up to 1, 2, ...
 _MATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 32)
@@ -113,12 +113,17 @@ class Acceptance:
         return worth
 
     def chances(
-        self, own: Sequence[Rates], guesses: Sequence[Guess], num_guessed: Sequence[int], num_drafts: Sequence[int]
+        self,
+        own: Sequence[Rates],
+        guesses: Sequence[Guess],
+        num_guessed: Sequence[int],
+        num_forced: Sequence[int],
+        num_drafts: Sequence[int],
     ) -> Chances:
         """Return how likely the drafts of each request are right. Less than LEAST_LIKELY counts as 0.
 
-        own: the rates of the requests. num_drafts: of the request; beyond the first `num_guessed`, which are of its
-        guess, its grammar forces them.
+        own: the rates of the requests. num_drafts: of the request; the first `num_guessed` are of its guess, the next
+        `num_forced` are forced by its grammar, and all others are of its layout.
         """
         kinds_of, first_rates, size = self._kinds, np.array(self._first_rates), 2 * len(self._first_rates)
         lengths, guessed = np.array(num_drafts)[:, None], np.array(num_guessed)[:, None]
@@ -127,8 +132,10 @@ class Acceptance:
         firsts = np.array([kinds_of[guess.source] for guess in guesses])[:, None]
         kinds = firsts + _CLASS_OF[np.minimum(places + matched, _LAST)]
         if (guessed < lengths).any():
+            end = guessed + np.array(num_forced)[:, None]
             forced = kinds_of[FORCED] + _CLASS_OF[np.clip(places - guessed, 0, _LAST)]
-            kinds = np.where(places < guessed, kinds, forced)
+            laid = kinds_of[LAYOUT] + _CLASS_OF[np.clip(places - end, 0, _LAST)]
+            kinds = np.where(places < guessed, kinds, np.where(places < end, forced, laid))
         of_all = np.frombuffer(self._of_all.counts)
         expected = _blend(of_all[::2], of_all[1::2], first_rates, _FIRST_WEIGHT)[kinds]
         counts = np.frombuffer(b"".join([rates.counts for rates in own]))

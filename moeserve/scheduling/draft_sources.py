@@ -23,6 +23,8 @@ PREDICTED_TEXT = "predicted"
 MTP = "mtp"
 # Tokens that the request's grammar forces behind its own tokens, or behind a guess of another source.
 FORCED = "forced"
+# White space and punctuation as the request's output has had them, and the tokens that its grammar forces between them.
+LAYOUT = "layout"
 # An answer that has left its predicted text is in it again where this number of tokens is alike.
 _FOUND_AGAIN = 3
 # Places of int32 values that are looked at in bytes; of crafted tokens most may not be aligned.

@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +20,7 @@ from moeserve.scheduling.draft_lengths import Acceptance, Chances, Rates, best_l
 from moeserve.scheduling.draft_sources import (
     CACHED_TEXT,
     FORCED,
+    LAYOUT,
     MTP,
     OWN_TEXT,
     PREDICTED_TEXT,
@@ -35,8 +38,9 @@ _INDEXED_PER_STEP = 4096
 # The number of tokens at an answer's end by which it is found again in its predicted text.
 _TAIL = 3
 # The shares of right guesses that are expected of sources before they were seen to guess: right nearly always in the
-# benchmark of an agent's second run and of predicted answers.
-_FIRST_RATES = {OWN_TEXT: 0.5, CACHED_TEXT: 0.9, PREDICTED_TEXT: 0.9, MTP: 0.5, FORCED: 0.5}
+# benchmark of an agent's second run and of predicted answers. Forced tokens are wrong only where the model divides the
+# same text into tokens in another way.
+_FIRST_RATES = {OWN_TEXT: 0.5, CACHED_TEXT: 0.9, PREDICTED_TEXT: 0.9, MTP: 0.5, FORCED: 0.9, LAYOUT: 0.5}
 # Guesses are compared by this number of their first tokens.
 _COMPARED = 4
 _NO_GUESS = Guess(OWN_TEXT, 0, array("i"))
@@ -65,7 +69,7 @@ class _Known:
 
     predicted: None where the client predicts no text. num_read: the number of the request's tokens that they have seen.
 
-    The last `num_forced` of its draft tokens are forced by its grammar, those before them are of the best guess.
+    Its draft tokens are those of the best guess, then `num_forced` and `num_laid` tokens, see `MadeMask`.
     """
 
     rates: Rates
@@ -75,6 +79,21 @@ class _Known:
     predicted: PredictedText | None = None
     guesses: list[Guess] = field(default_factory=list)
     num_forced: int = 0
+    num_laid: int = 0
+
+    def forget_added(self) -> None:
+        """The request has no drafts but those of the best guess."""
+        self.num_forced = self.num_laid = 0
+
+
+class _Asked(NamedTuple):
+    """The requests of a rank that have drafts. rooms: the number of drafts that each may have. size: of the rank's step
+    without drafts. most: the number of drafts in all, not negative."""
+
+    requests: Sequence[Request]
+    rooms: Sequence[int]
+    size: StepSize
+    most: int
 
 
 class Drafting:
@@ -151,7 +170,8 @@ class Drafting:
             known = _Known(self._acceptance.of_request(), request.num_prompt_tokens, predicted=text)
             self._known[request.request_id] = known
         if not self._pays[request.rank] and not chunk.num_drafts:
-            known.num_forced, request.draft_masks = 0, ()
+            known.forget_added()
+            request.draft_masks = ()
             if request.draft_tokens:
                 request.draft_tokens = array("i")
             return
@@ -164,26 +184,32 @@ class Drafting:
             self._judge(known, guess, new_tokens)
             if guess.source == PREDICTED_TEXT and chunk.num_drafts:
                 _count_predicted(request, guess, chunk, num_accepted)
-        self._judge_forced(request, known, new_tokens)
+        self._judge_added(request, known, new_tokens)
         known.cached.follow(new_tokens)
         if known.predicted is not None:
             known.predicted.follow(new_tokens, request.token_ids[-min(request.num_output_tokens, _TAIL) :])
         known.guesses = self._guesses(request, known, memory, predicted)
         if len(known.guesses) > 1:
             known.guesses.sort(key=lambda guess: self._worth(known.rates, guess), reverse=True)
-        known.num_forced, request.draft_masks = 0, ()
+        known.forget_added()
+        request.draft_masks = ()
         request.draft_tokens = known.guesses[0].tokens if known.guesses else array("i")
 
     def receive(
-        self, request: Request, draft_tokens: array[int], draft_masks: Sequence[bytes], num_forced: int
+        self,
+        request: Request,
+        draft_tokens: array[int],
+        draft_masks: Sequence[bytes],
+        num_forced: int,
+        num_laid: int = 0,
     ) -> None:
-        """Replace a request's drafts by the drafts that its grammar allows and `num_forced` tokens that it forces next.
+        """Replace a request's drafts by those that its grammar allows and adds, see `MadeMask`.
 
-        draft_masks: after each of them. A request without tokens of its own yet gets no drafts.
+        A request without tokens of its own yet gets no drafts.
         """
         known = self._known.get(request.request_id)
         if known is not None:
-            known.num_forced = num_forced
+            known.num_forced, known.num_laid = num_forced, num_laid
             request.draft_tokens, request.draft_masks = draft_tokens, tuple(draft_masks)
 
     def forget(self, request: Request) -> None:
@@ -193,54 +219,71 @@ class Drafting:
         """Learn from the seconds of a step without prompts."""
         self._cost.observe(size.rows, size.attended, seconds)
 
-    def lengths(self, requests: Sequence[Request], rooms: Sequence[int], size: StepSize, most: int) -> list[int]:
-        """Return how many drafts of each request the next step of a rank should verify.
-
-        rooms: the number of drafts that each request may have. size: of the step without drafts. most: the number of
-        drafts in all, not negative.
-        """
-        if self._config.method != "auto":
-            return _within(rooms, most)
-        if not any(rooms):
-            return [0] * len(rooms)
-        known = [self._known[request.request_id] for request in requests]
-        chances = self._acceptance.chances(
-            [each.rates for each in known],
-            [each.guesses[0] if each.guesses else _NO_GUESS for each in known],
-            [len(request.draft_tokens) - each.num_forced for request, each in zip(requests, known, strict=True)],
-            rooms,
-        )
-        attended = size.attended / max(1, size.rows)
-        lost, num_again = None, 0
-        if requests[0].state is not None:
-            num_rows = list(map(_num_rows, requests))
-            lost, num_again = _lost_rows(chances, num_rows), sum(num_rows) - len(num_rows)
-        cost = self._cost
-        return best_lengths(chances, size.rows, most, lambda rows: cost.seconds(rows, attended * rows), lost, num_again)
-
     def plan(self, decodes: Mapping[int, Sequence[Request]], draft: PlanDraft, room: DraftRoom) -> dict[str, int]:
         """Return by request how many of its drafts a step should verify, where there are any.
 
         decodes: by rank, requests that lack one token, or none but the one that is being sampled; tokens lost with a
         state do not count.
         """
-        num_drafts: dict[str, int] = {}
+        asked = list[_Asked]()
         for rank, own in decodes.items():
             guessed = [request for request in own if request.draft_tokens]
             if not guessed:
                 continue
             # Only tokens lost with a state make a decode's chunk more than one row.
-            counts = [1] * len(own) if own[0].state is None else list(map(_num_rows, own))
-            rows = sum(counts)
-            attended = sum([len(request.token_ids) * count for request, count in zip(own, counts, strict=True)])
+            if own[0].state is None:
+                rows, attended = len(own), sum([len(request.token_ids) for request in own])
+            else:
+                counts = list(map(_num_rows, own))
+                rows = sum(counts)
+                attended = sum([len(request.token_ids) * count for request, count in zip(own, counts, strict=True)])
             size = StepSize(rows, float(attended))
             most = min(_num_drafts(draft.budgets[rank], rows), sum([len(request.draft_tokens) for request in guessed]))
             # Rows that are computed again give no token, so that drafts behind them may pay sooner.
             if rows == len(own) and not self._may_pay(rows, most, size):
                 continue
-            lengths = self.lengths(guessed, room.of_rank(rank, guessed), size, most)
-            num_drafts |= {r.request_id: n for r, n in zip(guessed, lengths, strict=True) if n}
+            asked.append(_Asked(guessed, room.of_rank(rank, guessed), size, most))
+        num_drafts: dict[str, int] = {}
+        for each, lengths in zip(asked, self._lengths(asked), strict=True):
+            num_drafts |= {r.request_id: n for r, n in zip(each.requests, lengths, strict=True) if n}
         return num_drafts
+
+    def _lengths(self, asked: Sequence[_Asked]) -> Sequence[Sequence[int]]:
+        """Return by rank how many drafts of each request the next step should verify."""
+        if self._config.method != "auto":
+            return [_within(each.rooms, each.most) for each in asked]
+        rooms = [room for each in asked for room in each.rooms]
+        if not any(rooms):
+            return [[0] * len(each.rooms) for each in asked]
+        requests = [request for each in asked for request in each.requests]
+        known = [self._known[request.request_id] for request in requests]
+        # Those of all ranks at once: for a few rows such arithmetic costs by the call.
+        chances = self._acceptance.chances(
+            [each.rates for each in known],
+            [each.guesses[0] if each.guesses else _NO_GUESS for each in known],
+            [
+                len(request.draft_tokens) - each.num_forced - each.num_laid
+                for request, each in zip(requests, known, strict=True)
+            ],
+            [each.num_forced for each in known],
+            rooms,
+        )
+        ends = accumulate(len(each.rooms) for each in asked)
+        return [
+            self._of_rank(each, chances[end - len(each.rooms) : end]) for each, end in zip(asked, ends, strict=True)
+        ]
+
+    def _of_rank(self, asked: _Asked, chances: Chances) -> list[int]:
+        """Return how many drafts of each request the next step of a rank should verify. chances: of their drafts."""
+        requests, size, cost = asked.requests, asked.size, self._cost
+        attended = size.attended / max(1, size.rows)
+        lost, num_again = None, 0
+        if requests[0].state is not None:
+            num_rows = list(map(_num_rows, requests))
+            lost, num_again = _lost_rows(chances, num_rows), sum(num_rows) - len(num_rows)
+        return best_lengths(
+            chances, size.rows, asked.most, lambda rows: cost.seconds(rows, attended * rows), lost, num_again
+        )
 
     def _judge(self, known: _Known, guess: Guess, new_tokens: Sequence[int]) -> None:
         """Learn which tokens of a guess have followed, up to the first wrong one."""
@@ -248,11 +291,12 @@ class Drafting:
         num_told = min(num_right + 1, len(guess.tokens), len(new_tokens))
         self._acceptance.count(known.rates, guess.source, guess.num_matched, num_right, num_told)
 
-    def _judge_forced(self, request: Request, known: _Known, new_tokens: Sequence[int]) -> None:
-        """Learn whether forced tokens came, where the guess before them was right."""
-        num_guessed = len(request.draft_tokens) - known.num_forced
-        if known.num_forced and array("i", new_tokens[:num_guessed]) == request.draft_tokens[:num_guessed]:
-            self._judge(known, Guess(FORCED, 0, request.draft_tokens[num_guessed:]), new_tokens[num_guessed:])
+    def _judge_added(self, request: Request, known: _Known, new_tokens: Sequence[int]) -> None:
+        """Learn whether forced tokens, and then those of the layout, came where all drafts before them were right."""
+        drafts, laid = request.draft_tokens, len(request.draft_tokens) - known.num_laid
+        for source, first, end in ((FORCED, laid - known.num_forced, laid), (LAYOUT, laid, len(drafts))):
+            if first < end and array("i", new_tokens[:first]) == drafts[:first]:
+                self._judge(known, Guess(source, 0, drafts[first:end]), new_tokens[first:])
 
     def _guesses(self, request: Request, known: _Known, memory: RequestMemory, predicted: Sequence[int]) -> list[Guess]:
         """Return the guesses of all sources that have one. Of equal ones the client's comes first."""
@@ -305,10 +349,22 @@ class DraftRoom:
         Each request with drafts takes a free slot for recurrent states where the model has them; slots for requests
         that may come are left.
         """
-        rooms, num_slots = list[int](), self.memories[rank].num_free_slots - self.num_coming
-        num_spare = dict[str, int]()
+        memory, rooms = self.memories[rank], list[int]()
+        num_slots, num_spare = memory.num_free_slots - self.num_coming, dict[str, int]()
+        block_size = memory.block_size if memory.needs_slots_alone and self.rope_switch is None else 0
         for request in requests:
-            rooms.append(self._of(request, self.memories[rank], num_spare) if num_slots > 0 else 0)
+            lease, end = request.lease, len(request.token_ids) + len(request.draft_tokens)
+            # So it is with most requests of a large step, which costs by their number.
+            if (
+                lease is not None
+                and end <= len(lease.block_ids) * block_size
+                and end < request.sampling.max_tokens + request.num_prompt_tokens
+                and request.is_always_plain
+                and request.thought is None
+            ):
+                rooms.append(len(request.draft_tokens))
+                continue
+            rooms.append(self._of(request, memory, num_spare) if num_slots > 0 else 0)
             num_slots -= rooms[-1] > 0
         return rooms
 

@@ -90,7 +90,8 @@ class PlanDraft:
             request.num_scheduled_tokens = 1
             chunk = Chunk(request.request_id, request.token_ids[start:], start, lease.block_ids, request.sampling)
             if count > 1:
-                chunk.token_ids += request.draft_tokens[: count - 1]
+                drafts = request.draft_tokens
+                chunk.token_ids += drafts if len(drafts) < count else drafts[: count - 1]
                 chunk.num_drafts = count - 1
             if request.first_angle:
                 chunk.first_angle = request.first_angle

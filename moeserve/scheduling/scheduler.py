@@ -201,17 +201,17 @@ class Scheduler:
         draft_tokens: array[int] | None = None,
         draft_masks: Sequence[bytes] = (),
         num_forced: int = 0,
+        num_laid: int = 0,
     ) -> None:
         """Receive the tokens that a request's grammar allows next. Without them no step computes the request.
 
-        draft_tokens: the drafts that the grammar allows, with the mask after each; it forces the last `num_forced`.
-        None for none. With its first mask the request takes its place in the queue, by its arrival. One that has
-        finished is left alone.
+        draft_tokens, draft_masks, num_forced, num_laid: as in `MadeMask`; None for no drafts. With its first mask the
+        request takes its place in the queue, by its arrival. One that has finished is left alone.
         """
         if not request.finished:
             request.mask = mask
             if draft_tokens is not None and self._drafting is not None:
-                self._drafting.receive(request, draft_tokens, draft_masks, num_forced)
+                self._drafting.receive(request, draft_tokens, draft_masks, num_forced, num_laid)
             self.waiting.note_mask(request)
 
     def expire_offers(self) -> None:
@@ -591,9 +591,17 @@ class Scheduler:
         decodes: dict[int, list[Request]] = {rank: [] for rank in self._drafting.ranks}
         for request in running:
             own = decodes.get(request.rank)
-            if own is None or request.beam_params is not None or not self._may_go_on(request):
+            if own is None or request.beam_params is not None:
                 continue
-            if 0 <= request.num_pending_tokens - request.num_lost_tokens <= 1:
+            # So it is with most requests of a large step, which costs by their number.
+            if (
+                request.is_always_plain
+                and len(request.token_ids) - request.num_computed_tokens == 1
+                and not (request.num_scheduled_tokens or request.yields or request.suspect_until)
+            ):
+                own.append(request)
+                continue
+            if self._may_go_on(request) and 0 <= request.num_pending_tokens - request.num_lost_tokens <= 1:
                 own.append(request)
         num_coming = min(len(self.waiting.queue), max(0, self._num_places - self._running.num_taken))
         room = DraftRoom(self._memories, self.num_running, num_coming, self._rope_switch)

@@ -173,9 +173,8 @@ class Steps:
             self._masks.update(changes)
             for made in self._masks.take(_MASK_SECONDS):
                 if made.error is None:
-                    self._scheduler.provide(
-                        made.request, made.mask, made.draft_tokens, made.draft_masks, made.num_forced
-                    )
+                    counts = made.num_forced, made.num_laid
+                    self._scheduler.provide(made.request, made.mask, made.draft_tokens, made.draft_masks, *counts)
                 else:
                     failed.append(self._scheduler.fail(made.request, made.error))
         return [output for output in failed if output is not None]

@@ -326,6 +326,30 @@ def test_tokens_that_a_grammar_forces_follow_the_drafts_that_it_allows(tmp_path:
         source.close()
 
 
+@pytest.mark.parametrize(
+    ("output", "expected", "counts"),
+    [
+        (b"a", b"", (0, 0)),
+        (b"a ", b"b c", (1, 2)),
+        (b"a\n", b"b\nc", (1, 2)),
+        (b"a b\n", b"c", (1, 0)),
+        (b"ab", b"", (0, 0)),
+        # Free text is not guessed.
+        (b"a b c3 ", b"", (0, 0)),
+    ],
+)
+def test_open_spaces_are_guessed_as_the_answer_has_had_them(
+    tmp_path: Path, output: bytes, expected: bytes, counts: tuple[int, int]
+) -> None:
+    tokenizer = write_model_dir(tmp_path) / "tokenizer.json"
+    source = GrammarMasks(tokenizer, VOCAB_SIZE, [EOS], num_cores=2, most_drafts=4)
+    grammar = 'start: "a" WS? "b" WS? "c" ("1" | "2" | "3" /(?s:.*)/)\nWS: /[ \\n]/'
+    made = made_of(source, request_of("1", grammar, output))["1"]
+    assert (bytes(made.draft_tokens.tolist()), (made.num_forced, made.num_laid)) == (expected, counts)
+    assert len(made.draft_masks) == len(expected)
+    source.close()
+
+
 def test_the_forced_end_of_a_thought_may_cut_a_character(source: GrammarMasks) -> None:
     grammar, euro = 'start: before "yes"\nbefore[suffix="!"]: /(?s:.*)/', "\U0001f642".encode()
     form = ThoughtForm(Marker(1), (Marker(1),))

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from moeserve.scheduling.cost_model import CostModel
 from moeserve.scheduling.draft_lengths import LEAST_LIKELY, Acceptance, Chances, best_lengths, may_pay
-from moeserve.scheduling.draft_sources import CACHED_TEXT, FORCED, OWN_TEXT, Guess
+from moeserve.scheduling.draft_sources import CACHED_TEXT, FORCED, LAYOUT, OWN_TEXT, Guess
 from moeserve.scheduling.suffix_index import LEAST_MATCH, LONGEST_MATCH, SuffixIndex
 from moeserve.settings.drafts import SpeculativeConfig, parse_speculative
 
-FIRST_RATES = {OWN_TEXT: 0.5, CACHED_TEXT: 0.9, FORCED: 0.5}
+FIRST_RATES = {OWN_TEXT: 0.5, CACHED_TEXT: 0.9, FORCED: 0.9, LAYOUT: 0.5}
 
 
 def matrix(rows: Sequence[Sequence[float]]) -> Chances:
@@ -109,7 +109,7 @@ def test_rates_are_learnt_by_match_and_by_request() -> None:
         acceptance.count(good, OWN_TEXT, 20, 1, 1)
         acceptance.count(bad, OWN_TEXT, 3, 0, 1)
     guesses = [Guess(OWN_TEXT, num_matched, array("i", [7])) for num_matched in (20, 3, 20)]
-    (of_good,), (of_bad,), (of_new,) = acceptance.chances([good, bad, new], guesses, [1] * 3, [1] * 3).tolist()
+    (of_good,), (of_bad,), (of_new,) = acceptance.chances([good, bad, new], guesses, [1] * 3, [0] * 3, [1] * 3).tolist()
     assert of_good > 0.9
     assert of_bad < 0.1
     assert of_new > 0.8
@@ -120,27 +120,31 @@ SOURCES = st.sampled_from(list(FIRST_RATES))
 
 @given(
     st.lists(st.tuples(SOURCES, st.integers(0, 40), st.integers(0, 9), st.integers(0, 1), st.booleans()), max_size=60),
-    st.lists(st.tuples(SOURCES, st.integers(0, 40), st.integers(0, 20), st.integers(0, 6), st.booleans()), min_size=1),
+    st.lists(
+        st.tuples(SOURCES, st.integers(0, 40), st.integers(0, 20), st.integers(0, 6), st.integers(0, 6), st.booleans()),
+        min_size=1,
+    ),
 )
 def test_a_guess_is_as_likely_as_all_before_it_and_its_own_rate(
-    counted: list[tuple[str, int, int, int, bool]], asked: list[tuple[str, int, int, int, bool]]
+    counted: list[tuple[str, int, int, int, bool]], asked: list[tuple[str, int, int, int, int, bool]]
 ) -> None:
     acceptance = Acceptance(FIRST_RATES)
     owners = [acceptance.of_request(), acceptance.of_request()]
     for source, num_matched, num_right, num_wrong, owner in counted:
         acceptance.count(owners[owner], source, num_matched, num_right, num_right + num_wrong)
     expected = list[list[float]]()
-    for source, num_matched, num_guessed, num_forced, owner in asked:
+    for source, num_matched, num_guessed, num_forced, num_laid, owner in asked:
         tokens = [(source, num_matched + number) for number in range(num_guessed)]
         tokens += [(FORCED, number) for number in range(num_forced)]
+        tokens += [(LAYOUT, number) for number in range(num_laid)]
         rates = [acceptance.rate(owners[owner], *token) for token in tokens]
         expected.append([chance if chance >= LEAST_LIKELY else 0.0 for chance in accumulate(rates, mul)])
         worth = sum(expected[-1][: min(4, num_guessed)])
         assert acceptance.worth(owners[owner], source, num_matched, min(4, num_guessed)) == pytest.approx(worth)
     own = [owners[owner] for *_, owner in asked]
     guesses = [Guess(source, num_matched, array("i")) for source, num_matched, *_ in asked]
-    num_guessed = [count for _, _, count, _, _ in asked]
-    found = acceptance.chances(own, guesses, num_guessed, [n + m for _, _, n, m, _ in asked])
+    num_guessed, num_forced = [each[2] for each in asked], [each[3] for each in asked]
+    found = acceptance.chances(own, guesses, num_guessed, num_forced, [sum(each[2:5]) for each in asked])
     # The bits are those of one product after another.
     assert found.tolist() == matrix(expected).tolist()
 
