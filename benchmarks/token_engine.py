@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from experts.prediction.prefetcher import PrefetchObserver
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.memory_plan import plan_model
@@ -51,6 +53,20 @@ class TokenEngine:
         )
         self.steps = Steps(self.scheduler, LocalExecutor(rank.runner), rank.depth, masks=self.masks)
         self._count = 0
+
+    @contextmanager
+    def without_prefetching(self) -> Iterator[None]:
+        """Load no experts ahead, and decide nothing about it, meanwhile."""
+        observers = self._rank.runner.observers
+        assert isinstance(observers, list), "the model's layers tell the same list"
+        removed = [(place, one) for place, one in enumerate(observers) if isinstance(one, PrefetchObserver)]
+        for _, one in removed:
+            observers.remove(one)
+        try:
+            yield
+        finally:
+            for place, one in removed:
+                observers.insert(place, one)
 
     def close(self) -> None:
         """End the threads beside the model. Nothing can be generated after it."""

@@ -79,18 +79,18 @@ class ObservedRunner:
 
     def __init__(self, runner: Runner, observers: Observers = ()) -> None:
         self._runner = runner
-        self._observers = observers
+        self.observers = observers
 
     def launch(self, plan: StepPlan) -> Pending[StepResult]:
         begun: list[StepObserver[StepPlan, StepResult]] = []
         with abandoned_if_it_fails(plan, begun):
-            for observer in self._observers:
+            for observer in self.observers:
                 begun.append(observer)
                 observer.begin(plan)
             step = self._runner.launch(plan)
-            for observer in self._observers:
+            for observer in self.observers:
                 observer.launched()
-        return _ObservedStep(plan, step, self._observers)
+        return _ObservedStep(plan, step, self.observers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -124,3 +124,21 @@ def test_every_layer_but_the_first_is_looked_at_once_within_reach(num_layers, re
     looks = [(layer, distance) for layer in range(num_layers) for distance in planner.distances(layer, reach)]
     assert sorted(layer + distance for layer, distance in looks) == list(range(1, num_layers))
     assert all(1 <= distance <= reach for _, distance in looks)
+
+
+@pytest.mark.parametrize(
+    ("logits", "expected"),
+    [
+        ([[5, 4, 0, -2]], [0, 1]),
+        ([[-2, 4, 0, 5]], [3, 1]),
+        # The second and the third are alike, so either may be chosen.
+        ([[5, 1, 0.9, -2]], [0]),
+        ([[1, 1, 1, 1]], []),
+        ([[0, 4, 5, -2], [5, 4, 0, -2], [0, 4, -2, 5]], [1, 0, 2, 3]),
+        ([[5, 1, 0.9, -2], [0.9, 1, 5, -2]], [0, 2]),
+    ],
+)
+def test_gates_ask_for_the_experts_that_are_sure_to_be_chosen(logits, expected):
+    control = control_of(num_layers=2)
+    LookaheadPlanner(control, 2, 1).ask(0, [1], [np.array(logits, np.float32)])
+    assert drain(control) == [(1, expert) for expert in expected]

@@ -84,7 +84,9 @@ def start_prefetching(
 
 def _make_preview(decoder: GatedDecoder, tap: Tap, fitted: FittedGates | None) -> GatePreview:
     blocks, norms = zip(*decoder.gated_blocks(), strict=True)
-    return GatePreview(blocks, norms, min(MAX_DISTANCE, len(blocks) - 1), tap, fitted)
+    # Behind the shared expert the next layer is foreseen best, and a load begins early enough to save most of the wait.
+    max_distance = 1 if tap is Tap.SHARED else MAX_DISTANCE
+    return GatePreview(blocks, norms, min(max_distance, len(blocks) - 1), tap, fitted)
 
 
 def _affinity_prefetcher(
