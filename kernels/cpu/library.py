@@ -30,6 +30,7 @@ _SOURCES = (
     "gate.cpp",
     "elementwise.cpp",
     "block.cpp",
+    "checksum.cpp",
     "team.cpp",
 )
 _HEADERS = (
@@ -66,14 +67,18 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "mamba1_scan": (_P, _N, _P, _N, _P, _N, _P, _P, _P, _N, _P, _P, _N, _N, _N, _P),
     "mamba2_scan": (_P, _N, _P, _N, _P, _P, _P, _R, _R, _P, _N, _P, _P, _N, _N, _N, _N, _N, _P),
     "gated_norm": (_P, _P, _N, _N, _N, _N, _P, _R, _P),
+    "crc32": (_P, _N, _N),
     "compute_alone": (),
 }
+# The functions that return a number.
+_COUNTING = ("experts", "crc32")
 
 
 class NativeKernels:
     """The functions of the compiled library, described in its sources. They release the interpreter lock.
 
-    multiplies_bfloat16: the machine has dot products of bfloat16.
+    multiplies_bfloat16: the machine has dot products of bfloat16. multiplies_bits: it has carry-less products, or an
+    instruction for CRC-32, without which `crc32` is slow.
     """
 
     linear: Callable[..., None]
@@ -93,16 +98,18 @@ class NativeKernels:
     mamba1_scan: Callable[..., None]
     mamba2_scan: Callable[..., None]
     gated_norm: Callable[..., None]
+    crc32: Callable[[int, int, int], int]
     compute_alone: Callable[[], None]
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._progress = c_int64.in_dll(library, "moeserve_progress")
         self.multiplies_bfloat16 = bool(c_int64.in_dll(library, "moeserve_multiplies_pairs"))
+        self.multiplies_bits = bool(c_int64.in_dll(library, "moeserve_multiplies_bits"))
         for name, arguments in _SIGNATURES.items():
             function = getattr(library, f"moeserve_{name}")
             function.argtypes = arguments
-            function.restype = _N if name == "experts" else None
+            function.restype = _N if name in _COUNTING else None
             setattr(self, name, function)
 
     @property

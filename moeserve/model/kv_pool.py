@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import mmap
 from array import array
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from math import prod
 
 import torch
@@ -21,8 +22,8 @@ class KVPool:
     A row's width is the number of its channels, for int8 with room for its scale (`kernels.kv_rows`).
 
     Heads lie outside slots, so that blocks in a row are one matrix per head, which attention reads without a copy. If a
-    layer's values are a prefix of its keys (`value_dim` 0), None takes their place. On a CPU the memory is taken when
-    it is first written.
+    layer's values are a prefix of its keys (`value_dim` 0), None takes their place. Pools of one shape are one memory,
+    so that an operation on blocks is one for all of them. On a CPU the memory is taken when it is first written.
 
     With `num_window_blocks` layers with a window have that many blocks of their own, which window tables name.
     """
@@ -40,26 +41,44 @@ class KVPool:
         self.num_blocks = num_blocks
         self.num_window_blocks = num_window_blocks
         self.block_size = block_size
+        has_windows = [num_window_blocks > 0 and layer.window is not None for layer in layers]
+        widths = [(row_width(layer.key_dim, dtype), row_width(layer.value_dim, dtype)) for layer in layers]
+        # The kind of a pool: whether it has window blocks, its heads, and its width.
+        kinds = [
+            [(own, layer.num_heads, width) for width in of_layer if width]
+            for layer, own, of_layer in zip(layers, has_windows, widths, strict=True)
+        ]
+        memories = {
+            (own, heads, width): zeros_on_demand(
+                (count, heads, (num_window_blocks if own else num_blocks) * block_size, width), dtype, device
+            )
+            for (own, heads, width), count in Counter(kind for of_layer in kinds for kind in of_layer).items()
+        }
+        # The memories of KV blocks and of window blocks, [pools, heads, slots, width].
+        self._memories = [
+            [memory for (own, *_), memory in memories.items() if own == of_windows] for of_windows in (False, True)
+        ]
+        rest = {kind: iter(list(memory)) for kind, memory in memories.items()}
         self.layers: list[tuple[Tensor, Tensor | None]] = []
-        self._has_windows = [num_window_blocks > 0 and layer.window is not None for layer in layers]
-        for layer, has_window in zip(layers, self._has_windows, strict=True):
-            heads, slots = layer.num_heads, (num_window_blocks if has_window else num_blocks) * block_size
-            key_width, value_width = row_width(layer.key_dim, dtype), row_width(layer.value_dim, dtype)
-            keys = zeros_on_demand((heads, slots, key_width), dtype, device)
-            values = zeros_on_demand((heads, slots, value_width), dtype, device) if value_width else None
-            self.layers.append((keys, values))
+        for of_layer in kinds:
+            keys, *values = [next(rest[kind]) for kind in of_layer]
+            self.layers.append((keys, values[0] if values else None))
 
     def block_bytes(self) -> list[Tensor]:
-        """Return the memory of KV blocks as bytes, [heads, blocks, bytes of a block] for each pool, without a copy."""
-        return self._bytes(of_windows=False)
+        """Return the memory of KV blocks as bytes, [heads of all pools, blocks, bytes of a block] for each shape of
+        pools, without a copy."""
+        return [memory.view(torch.uint8).flatten(0, 1) for memory in self._blocks(0)]
 
     def window_bytes(self) -> list[Tensor]:
         """Return the memory of window blocks as `block_bytes` does; empty where layers have none of their own."""
-        return self._bytes(of_windows=True)
+        return [memory.view(torch.uint8).flatten(0, 1) for memory in self._blocks(1)]
 
-    def _bytes(self, *, of_windows: bool) -> list[Tensor]:
-        layers = [layer for layer, own in zip(self.layers, self._has_windows, strict=True) if own == of_windows]
-        pools = [pool for layer in layers for pool in layer if pool is not None]
+    def layer_bytes(self) -> list[Tensor]:
+        """Return the memory of blocks as bytes, [heads, blocks, bytes of a block] for each pool in the order of layers.
+
+        To be called without window blocks.
+        """
+        pools = [pool for layer in self.layers for pool in layer if pool is not None]
         return [pool.view(pool.shape[0], pool.shape[1] // self.block_size, -1).view(torch.uint8) for pool in pools]
 
     def zero_blocks(self, block_ids: array[int], window_ids: Sequence[int] = ()) -> None:
@@ -67,28 +86,30 @@ class KVPool:
 
         window_ids: the ids of window blocks to clear.
         """
-        device = self.layers[0][0].device
-        ids, own = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (block_ids, window_ids))
-        for pools, has_window in zip(self.layers, self._has_windows, strict=True):
-            for pool in pools:
-                if pool is not None:
-                    # torch fills no fp8 by index.
-                    numbers = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-                    blocks = numbers.view(pool.shape[0], pool.shape[1] // self.block_size, -1)
-                    blocks.index_fill_(1, own if has_window else ids, 0)
+        for blocks, ids in self._named(block_ids, window_ids):
+            blocks.index_fill_(2, ids, 0)
 
     def copy_blocks(self, block_pairs: array[int], window_pairs: Sequence[int] = ()) -> None:
         """Copy blocks to others: (source, target) ids, one after the other. window_pairs: the same of window blocks."""
-        device = self.layers[0][0].device
-        ids, own = (torch.tensor(numbers, dtype=torch.int64, device=device) for numbers in (block_pairs, window_pairs))
-        for pools, has_window in zip(self.layers, self._has_windows, strict=True):
-            sources, targets = (own if has_window else ids).view(-1, 2).unbind(1)
-            for pool in pools:
-                if pool is not None:
-                    # torch copies no fp8 by index.
-                    numbers = pool.view(torch.uint8) if pool.dtype.itemsize == 1 else pool
-                    blocks = numbers.view(pool.shape[0], pool.shape[1] // self.block_size, -1)
-                    blocks.index_copy_(1, targets, blocks.index_select(1, sources))
+        for blocks, ids in self._named(block_pairs, window_pairs):
+            sources, targets = ids.view(-1, 2).unbind(1)
+            blocks.index_copy_(2, targets, blocks.index_select(2, sources))
+
+    def _named(self, block_ids: array[int], window_ids: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each memory as blocks with the numbers that are meant for it, if there are some."""
+        for of_windows, numbers in enumerate((block_ids, window_ids)):
+            if len(numbers) and self._memories[of_windows]:
+                ids = torch.tensor(numbers, dtype=torch.int64, device=self._memories[of_windows][0].device)
+                # torch fills and copies no fp8 by index.
+                yield from (
+                    (blocks.view(torch.uint8) if blocks.dtype.itemsize == 1 else blocks, ids)
+                    for blocks in self._blocks(of_windows)
+                )
+
+    def _blocks(self, of_windows: int) -> Iterator[Tensor]:
+        """Yield the memories of KV blocks, or of window blocks, as [pools, heads, blocks, numbers of a block]."""
+        for memory in self._memories[of_windows]:
+            yield memory.view(*memory.shape[:2], memory.shape[2] // self.block_size, -1)
 
 
 def kv_pool_bytes(

@@ -37,7 +37,7 @@ def test_layers_that_are_sent_while_a_step_is_computed_are_those_of_the_step(
     office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5)
     scheduler, _ = build_scheduler(CONFIG, rank.model.kv, office=office, lease_s=60.0, offers_early=True)
     assert scheduler.transfer is not None
-    offers, memory = scheduler.transfer.offers, as_block_memory(rank.kv_pool.block_bytes())
+    offers, memory = scheduler.transfer.offers, as_block_memory(rank.kv_pool.layer_bytes())
     offered = OfferedBlocks(offers, rank.progress, SIZE, arrays_of_layers(rank))
     request = Request("a", array("i", range(3, 60)), SamplingParams(max_tokens=1), offers_kv=True)
     seen: list[tuple[object, int, list[NDArray[np.uint8]]]] = []

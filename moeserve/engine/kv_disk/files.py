@@ -20,7 +20,7 @@ import secrets
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -89,18 +89,14 @@ def if_it_can_be_written() -> Iterator[None]:
             raise
 
 
-def replace_file(path: Path, parts: Sequence[bytes | memoryview], seconds: float) -> int:
+def replace_file(path: str | Path, parts: Sequence[bytes | memoryview], seconds: float) -> int:
     """Write a file whole, or leave none. seconds: its time, since the epoch. Return its size."""
-    scratch = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}")
+    folder, name = os.path.split(path)
+    scratch = f"{folder}/.{name}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}"
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
-        size = 0
         try:
-            for part in parts:
-                rest = memoryview(part)
-                while rest:
-                    written = os.write(descriptor, rest)
-                    rest, size = rest[written:], size + written
+            size = _write_all(descriptor, parts)
             os.utime(descriptor, (seconds, seconds))
         finally:
             os.close(descriptor)
@@ -112,13 +108,26 @@ def replace_file(path: Path, parts: Sequence[bytes | memoryview], seconds: float
     return size
 
 
+def _write_all(descriptor: int, parts: Sequence[bytes | memoryview]) -> int:
+    rest, size = list(parts), 0
+    while rest:
+        written = os.writev(descriptor, rest)
+        size += written
+        while rest and written >= len(rest[0]):
+            written -= len(rest.pop(0))
+        if written:
+            rest[0] = memoryview(rest[0])[written:]
+    return size
+
+
 class BlockFiles:
     """The files of one folder. Any thread may call the methods."""
 
-    def __init__(self, root: Path, fingerprint: str) -> None:
-        """fingerprint: of this process's blocks, 32 hex digits."""
+    def __init__(self, root: Path, fingerprint: str, crc32: Callable[[memoryview, int], int] = zlib.crc32) -> None:
+        """fingerprint: of this process's blocks, 32 hex digits. crc32: zlib's, or one that is faster."""
         self.root = root
         self.fingerprint = fingerprint
+        self._folder, self._crc32 = os.fspath(root), crc32
 
     def describe(self, about: bytes) -> None:
         """Make the folder of this process's blocks, with a file for people, if it can be written. Raise OSError."""
@@ -130,12 +139,12 @@ class BlockFiles:
     def write(self, copy: BlockCopy, content: memoryview) -> int:
         """Write a block's file and return its size. Raise OSError, with nothing left behind."""
         head = self._head(copy, content)
-        path, seconds = self.root / copy.path, used_at(time.time(), copy.depth)
-        parts: list[bytes | memoryview] = [head, content, _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(head)))]
+        path, seconds = f"{self._folder}/{copy.path}", used_at(time.time(), copy.depth)
+        parts: list[bytes | memoryview] = [head, content, _CHECKSUM.pack(self._crc32(content, zlib.crc32(head)))]
         try:
             return replace_file(path, parts, seconds)
         except FileNotFoundError:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            (self.root / copy.path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             return replace_file(path, parts, seconds)
 
     def read(self, copy: BlockCopy, content: memoryview) -> int:
@@ -146,7 +155,7 @@ class BlockFiles:
         head = self._head(copy, content)
         found, checksum = bytearray(len(head)), bytearray(_CHECKSUM.size)
         size = len(head) + len(content) + _CHECKSUM.size
-        descriptor = os.open(self.root / copy.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(f"{self._folder}/{copy.path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             if os.fstat(descriptor).st_size != size:
                 raise BlockError("its size is wrong")
@@ -156,7 +165,7 @@ class BlockFiles:
             os.close(descriptor)
         if found != head:
             raise BlockError("it is of other tokens or of another model")
-        if _CHECKSUM.pack(zlib.crc32(content, zlib.crc32(head))) != checksum:
+        if _CHECKSUM.pack(self._crc32(content, zlib.crc32(head))) != checksum:
             raise BlockError("its checksum is wrong")
         return size
 

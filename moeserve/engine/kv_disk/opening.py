@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 
+from kernels.cpu.checksum import fastest_crc32
 from kernels.cpu.library import build_library, native_kernels
 from moeserve.config import ConfigError
 from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, Memories, as_block_memory, block_bytes
@@ -85,7 +86,7 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
     try:
         secret = open_root(root)
         fingerprint = fingerprint_of_rank(context, rank, root)
-        files = BlockFiles(root, fingerprint)
+        files = BlockFiles(root, fingerprint, fastest_crc32(native_kernels()))
         sizes = [block_bytes(memories.get(kind, ())) for kind in Kind]
         about = About(context.served_model_names[0], model.arithmetic, config.block_size, *sizes)
         files.describe(msgspec.json.encode(about) + b"\n")

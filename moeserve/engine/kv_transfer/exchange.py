@@ -75,7 +75,7 @@ class KvExchange:
         self._sockets: zmq.Context[Any] = zmq.Context()
         keys = load_keys(Path(config.key_file), "key_file of --kv-transfer-config,")
         root = cache_root() / _FOLDER
-        memory = as_block_memory(rank.kv_pool.block_bytes())
+        memory = as_block_memory(rank.kv_pool.layer_bytes())
         try:
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             fingerprint = fingerprint_of_rank(context, rank, root)

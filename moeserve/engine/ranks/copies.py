@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
+from kernels.cpu.checksum import fastest_crc32
+from kernels.cpu.library import native_kernels
 from moeserve.engine.kv_disk.copier import BlockCopier, Memories
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks, FromRank, OpenDisk, ToRank
@@ -95,7 +97,8 @@ class MemberCopies:
     def follow(self, message: OpenDisk | CopyBlocks | CancelCopies) -> None:
         match message:
             case OpenDisk():
-                self._copier = BlockCopier(BlockFiles(Path(message.root), message.fingerprint), self._memories())
+                files = BlockFiles(Path(message.root), message.fingerprint, fastest_crc32(native_kernels()))
+                self._copier = BlockCopier(files, self._memories())
             case CopyBlocks():
                 assert self._copier is not None
                 job = CopyJob(message.copies, message.is_write, is_gentle=message.is_gentle)
