@@ -177,6 +177,11 @@ class MoeLayer:
         if self._serves_others:
             self._routed.serve_others(no_rows, self._gate_spec.top_k)
 
+    @property
+    def product(self) -> Linear | None:
+        """The gate's product, None if the largest of its results do not name the choice."""
+        return self._gate if self._correction_bias is None else None
+
     def preview(self, x: Tensor) -> Tensor:
         """Rank the experts for a state x [T, H] that is not the gate's own input: [T, E], the larger the likelier."""
         logits = self._gate(x.to(self._gate_dtype))

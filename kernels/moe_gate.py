@@ -82,6 +82,49 @@ class NativeChoice:
         return ids, weights
 
 
+class NativeForesight:
+    """Names the experts that rows are sure to choose, by a gate's product on the norm of their state, in one call.
+
+    Between two layers on a CPU every call costs, and those that release the interpreter lock wait for it.
+    """
+
+    def __init__(self, gate: PanelLinear, norm: Tensor, eps: float, top_k: int, sure: float) -> None:
+        """norm: [H] float32, its weights. sure: see `__call__`."""
+        self._gate, self._norm = gate, norm
+        self._wanted = (c_int64 * gate.out_features)()
+        self._rule = norm.data_ptr(), eps, top_k, sure, addressof(self._wanted)
+
+    def takes(self, residual: Tensor, shared: Tensor | None) -> bool:
+        """Return True if both are contiguous and in float32."""
+        parts = (residual,) if shared is None else (residual, shared)
+        return all(part.dtype is torch.float32 and part.is_contiguous() for part in parts)
+
+    def __call__(self, residual: Tensor, shared: Tensor | None) -> list[int]:
+        """residual, shared [T, H], as `takes` says. Return the experts that rows are sure to choose.
+
+        An expert is sure if it is among the largest `top_k` and larger than all others by more than `sure` times the
+        distance from the mean to the largest. Those of most rows come first; of one row the likeliest.
+        """
+        gate = self._gate
+        num_wanted = gate.kernels.foresee(
+            gate.address,
+            residual.data_ptr(),
+            None if shared is None else shared.data_ptr(),
+            residual.shape[0],
+            *self._rule,
+        )
+        return self._wanted[:num_wanted]
+
+
+def native_foresight(gate: Linear, norm: Tensor, eps: float, top_k: int, sure: float) -> NativeForesight | None:
+    """Return None where the compiled kernels do not compute the product, or the state is not in float32."""
+    if not isinstance(gate, PanelLinear) or gate.order is not None or len(gate.matrices) != 1:
+        return None
+    if norm.dtype is not torch.float32:
+        return None
+    return NativeForesight(gate, norm.contiguous(), eps, top_k, sure)
+
+
 def select_experts_reference(
     logits: Tensor, spec: GateSpec, correction_bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,14 @@ from experts.memory.residency import ResidencyControl
 from experts.observer import PlannedStep
 from experts.prediction.cores import FreeCores
 from experts.prediction.judge import PrefetchJudge
-from experts.prediction.planning import LookaheadPlanner
+from experts.prediction.planning import SURE, LookaheadPlanner
 from experts.prediction.prefetcher import PrefetchObserver
 from experts.routing.files import Tap
 from experts.routing.gates import GatePreview, shared_state
 from experts.routing.predictors import Ids
+
+# The rows up to which the interpreter lock is held for a look: copying threads must not wait for a prompt's.
+_FEW_ROWS = 64
 
 
 class GateLookahead(PrefetchObserver):
@@ -45,6 +48,8 @@ class GateLookahead(PrefetchObserver):
         self._judge = judge
         # Among several ranks other rows arrive in each layer, so `GateRecall` counts instead.
         self._recall = None if experts_here is not None else memory.recall
+        # By layer, what names the sure experts of the next layer in a single call, where there is such a call.
+        self._foresights = preview.foresights(top_k, SURE)
         self._chosen: dict[int, Ids] = {}
         self._is_on = True
         self._reach = 1
@@ -76,8 +81,17 @@ class GateLookahead(PrefetchObserver):
             self._look(layer, lambda: x)
 
     def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
-        if self._is_on and self._preview.tap is Tap.SHARED:
+        if not self._is_on or self._preview.tap is not Tap.SHARED or layer == len(self._foresights):
+            return
+        foresight = self._foresights[layer]
+        is_counting = self._recall is not None and self._recall.is_counting
+        if foresight is None or is_counting or len(residual) > _FEW_ROWS or not foresight.takes(residual, shared):
             self._look(layer, lambda: shared_state(residual, shared))
+            return
+        started = time.perf_counter()
+        wanted = foresight(residual, shared)
+        self._memory.decide(lambda _: self._planner.ask_for(layer + 1, wanted))
+        self._memory.predictor_seconds += time.perf_counter() - started
 
     def launched(self) -> None:
         if self._is_on and self._recall is not None:

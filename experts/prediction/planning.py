@@ -18,7 +18,7 @@ Float = NDArray[np.float32]
 
 # An expert is sure to be chosen if its score is above that of the best expert that is not chosen, by more than this
 # share of the distance from the mean score to the best.
-_SURE = 0.2
+SURE = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +191,11 @@ class LookaheadPlanner:
             if self._experts_here is not None:
                 here = self._experts_here(layer + distance)
                 wanted = [expert for expert in wanted if expert in here]
-            self._control.predict(layer + distance, wanted, Priority.NEXT_LAYER)
+            self.ask_for(layer + distance, wanted)
+
+    def ask_for(self, layer: int, wanted: Sequence[int]) -> None:
+        """Ask for experts of a layer that is soon computed, most wanted first. The caller holds the lock."""
+        self._control.predict(layer, wanted, Priority.NEXT_LAYER)
 
     def _wanted(self, logits: NDArray[np.floating]) -> list[int]:
         """Return the experts that tokens are sure to choose by `logits` [T, E], most wanted first.
@@ -205,10 +209,10 @@ class LookaheadPlanner:
             order = sorted(range(len(row)), key=row.__getitem__, reverse=True)
             if top_k == len(row):
                 return order
-            least = row[order[top_k]] + _SURE * (row[order[0]] - sum(row) / len(row))
+            least = row[order[top_k]] + SURE * (row[order[0]] - sum(row) / len(row))
             return [expert for expert in order[:top_k] if row[expert] > least]
         best_left = np.partition(logits, -top_k - 1, axis=1)[:, -top_k - 1] if top_k < logits.shape[1] else -np.inf
-        least = best_left + _SURE * (logits.max(axis=1) - logits.mean(axis=1))
+        least = best_left + SURE * (logits.max(axis=1) - logits.mean(axis=1))
         counts = (logits > least[:, None]).sum(axis=0)
         ranked: list[int] = (-counts).argsort(kind="stable")[: np.count_nonzero(counts)].tolist()
         return ranked

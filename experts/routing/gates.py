@@ -13,7 +13,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.routing.files import Tap, TensorFileKind, Tensors
-from kernels.linear import pack_linear
+from kernels.linear import Linear, pack_linear
+from kernels.moe_gate import NativeForesight, native_foresight
 from kernels.norm import rms_norm
 
 Float = NDArray[np.float32]
@@ -27,6 +28,10 @@ _EPSILON = 1e-5
 
 class GatedBlock(Protocol):
     """A layer's gate, apart from its experts."""
+
+    @property
+    def product(self) -> Linear | None:
+        """The product whose largest results name the gate's choice, None if it chooses otherwise."""
 
     def preview(self, x: Tensor) -> Tensor:
         """[T, E]: the gate's scores for a state x [T, H] that is not its own input, the larger the likelier."""
@@ -62,16 +67,32 @@ class GatePreview:
         distances up to max_distance, or ValueError."""
         self.max_distance = max_distance
         self.tap = tap
+        # By layer, the product that ranks the experts of the next one, and the weights of the norm before it.
+        self._next: list[tuple[Linear | None, Tensor]] = [
+            (layer.product, norm) for layer, norm in zip(layers[1:], norms[1:], strict=True)
+        ]
         if fitted is None:
             self._judges = [_gates(layers, norms, layer, max_distance, tap) for layer in range(len(layers))]
         else:
-            self._judges = _maps(fitted, tap, max_distance, len(layers), norms)
+            maps = _maps(fitted, tap, max_distance, len(layers), norms)
+            self._judges = [_stacked(of_layer, tap) for of_layer in maps]
+            self._next = [(_packed(of_layer[:1]), torch.ones_like(norms[0])) for of_layer in maps[:-1]]
 
     def __call__(self, layer: int, distances: range, state: Tensor) -> Sequence[Float]:
         """state [T, H] -> [T, E] for each distance, the larger the likelier, for layers at consecutive distances, which
         must all exist. Fitted gates compute all distances in one product.
         """
         return self._judges[layer](distances, state)
+
+    def foresights(self, top_k: int, sure: float) -> list[NativeForesight | None]:
+        """Return by layer a single call that names the sure experts of the next layer, where there is one: at the tap
+        `SHARED`, for a gate that the compiled kernels compute."""
+        if self.tap is not Tap.SHARED:
+            return []
+        return [
+            None if product is None else native_foresight(product, norm, _EPSILON, top_k, sure)
+            for product, norm in self._next
+        ]
 
 
 def unit_norm(residual: Tensor) -> Tensor:
@@ -124,7 +145,10 @@ def _gates(layers: Sequence[GatedBlock], norms: Sequence[Tensor], layer: int, ma
     return judge
 
 
-def _maps(fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, norms: Sequence[Tensor]) -> list[_Judge]:
+def _maps(
+    fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, norms: Sequence[Tensor]
+) -> list[list[Tensor]]:
+    """Return the maps of each layer: [E, H + 1] for each distance; the last layer has none."""
     hidden_size = len(norms[0])
     of_layer: list[list[Tensor]] = [[] for _ in range(num_layers)]
     for distance in range(1, min(max_distance, num_layers - 1) + 1):
@@ -133,16 +157,20 @@ def _maps(fitted: FittedGates, tap: Tap, max_distance: int, num_layers: int, nor
             raise ValueError(f"the fitted gates are not of this model and tap {tap.value!r} at distance {distance}")
         for layer, found in enumerate(torch.from_numpy(maps).to(norms[0])):
             of_layer[layer].append(found)
-    return [_stacked(found, tap) for found in of_layer]
+    return of_layer
+
+
+def _packed(maps: Sequence[Tensor]) -> Linear:
+    """Return maps [E, H + 1] as one product, side by side."""
+    together = torch.cat(list(maps))
+    return pack_linear(together[:, :-1], together[:, -1])
 
 
 def _stacked(maps: Sequence[Tensor], tap: Tap) -> _Judge:
-    """maps: of a layer, [E, H + 1] for each distance; the last layer has none."""
+    """maps: of a layer."""
     if not maps:
         return lambda distances, state: ()
-    together = torch.cat(list(maps))
-    product = pack_linear(together[:, :-1], together[:, -1])
-    ones = torch.ones(together.shape[1] - 1).to(together)
+    product, ones = _packed(maps), torch.ones_like(maps[0][0, :-1])
 
     def judge(distances: range, state: Tensor) -> Sequence[Float]:
         x = rms_norm(state, ones, _EPSILON) if tap is Tap.SHARED else state

@@ -2,10 +2,14 @@
 // torch gives on a machine with AVX-512: its exponential, and its orders of sums.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "matrix.h"
 #include "team.h"
+
+extern "C" void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, const float* weight,
+                                  double eps, float* out, int64_t out_stride);
 
 namespace moeserve {
 namespace {
@@ -117,8 +121,50 @@ void choose_row(const Gate& gate, float* scores, float* choice, int64_t* ids, fl
     for (int64_t k = 0; k < gate.top_k; ++k) weights[k] *= float(gate.scale);
 }
 
+// Counts in `votes` [count] the numbers among the `top_k` largest of x [count] that are sure to be: larger than the
+// largest of all others by more than `sure` times the distance from the mean to the largest. places [top_k + 1]: room.
+void vote(const float* x, int64_t count, int64_t top_k, double sure, int64_t* places, int64_t* votes) {
+  const int64_t num_places = std::min(top_k + 1, count);
+  choose(x, count, num_places, places);
+  double least = -std::numeric_limits<double>::infinity();
+  if (top_k < count) {
+    double total = 0.0;
+    for (int64_t e = 0; e < count; ++e) total += x[e];
+    least = x[places[top_k]] + sure * (x[places[0]] - total / double(count));
+  }
+  for (int64_t k = 0; k < std::min(top_k, count); ++k)
+    if (x[places[k]] > least) ++votes[places[k]];
+}
+
 }  // namespace
 }  // namespace moeserve
+
+// Writes the experts that rows are sure to choose to `wanted`, those of most rows first, and returns their number. A row's
+// scores are the product of the norm of residual + shared, both contiguous [num_rows, depth]; shared: null for none.
+extern "C" int64_t moeserve_foresee(const moeserve::Matrix* product, const float* residual, const float* shared,
+                                    int64_t num_rows, const float* weight, double eps, int64_t top_k, double sure,
+                                    int64_t* wanted) {
+  using namespace moeserve;
+  const int64_t depth = product->depth, count = product->width;
+  static thread_local std::vector<float> kept;
+  static thread_local std::vector<int64_t> counted;
+  kept.resize(num_rows * (depth + count));
+  counted.assign(count + top_k + 1, 0);
+  float *state = kept.data(), *scores = state + num_rows * depth;
+  int64_t *votes = counted.data(), *places = votes + count;
+  for (int64_t i = 0; i < num_rows * depth; ++i) state[i] = shared ? residual[i] + shared[i] : residual[i];
+  moeserve_rms_norm(state, depth, num_rows, depth, weight, eps, state, depth);
+  multiply_rows(product, 1, state, depth, num_rows, scores, count);
+  for (int64_t row = 0; row < num_rows; ++row) vote(scores + row * count, count, top_k, sure, places, votes);
+  int64_t num_wanted = 0;
+  for (int64_t e = 0; e < count; ++e)
+    if (votes[e]) wanted[num_wanted++] = e;
+  // Of one row the likeliest first.
+  std::stable_sort(wanted, wanted + num_wanted, [&](int64_t a, int64_t b) {
+    return num_rows == 1 ? scores[a] > scores[b] : votes[a] > votes[b];
+  });
+  return num_wanted;
+}
 
 // x [num_rows, depth], rows `x_stride` floats apart; ids and weights [num_rows, top_k].
 extern "C" void moeserve_choose_experts(const moeserve::Gate* gate, const float* x, int64_t x_stride, int64_t num_rows,

@@ -57,6 +57,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "experts": (_P, _P, _N, _N, _P, _P, _N, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "choose_experts": (_P, _P, _N, _N, _P, _P),
+    "foresee": (_P, _P, _P, _N, _P, _R, _N, _R, _P),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "norm_of_sum": (_P, _P, _N, _N, _R, _P, _R, _P),
     "attention_block": (_P, _P, _P, _P, _N, _P),
@@ -74,8 +75,14 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 _COUNTING = ("experts", "crc32")
 
 
+# Those that return a number, and those that take microseconds: they keep the interpreter lock, since another thread may
+# hold it for longer than they compute.
+_COUNTING = ("experts", "foresee")
+_SHORT = ("foresee",)
+
+
 class NativeKernels:
-    """The functions of the compiled library, described in its sources. They release the interpreter lock.
+    """The functions of the compiled library, described in its sources. Most release the interpreter lock.
 
     multiplies_bfloat16: the machine has dot products of bfloat16. multiplies_bits: it has carry-less products, or an
     instruction for CRC-32, without which `crc32` is slow.
@@ -88,6 +95,7 @@ class NativeKernels:
     experts: Callable[..., int]
     combine: Callable[..., None]
     choose_experts: Callable[..., None]
+    foresee: Callable[..., int]
     norm_of_sum: Callable[..., None]
     attention_block: Callable[..., None]
     rms_norm: Callable[..., None]
@@ -102,12 +110,12 @@ class NativeKernels:
     compute_alone: Callable[[], None]
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        library, held = ctypes.CDLL(str(path)), ctypes.PyDLL(str(path))
         self._progress = c_int64.in_dll(library, "moeserve_progress")
         self.multiplies_bfloat16 = bool(c_int64.in_dll(library, "moeserve_multiplies_pairs"))
         self.multiplies_bits = bool(c_int64.in_dll(library, "moeserve_multiplies_bits"))
         for name, arguments in _SIGNATURES.items():
-            function = getattr(library, f"moeserve_{name}")
+            function = getattr(held if name in _SHORT else library, f"moeserve_{name}")
             function.argtypes = arguments
             function.restype = _N if name in _COUNTING else None
             setattr(self, name, function)

@@ -8,12 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from experts.memory.eviction import lru
+from experts.memory.residency import ResidencyControl
+from experts.prediction.planning import SURE, LookaheadPlanner
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.cpu.attention_block import AttentionWeights, attention_block
 from kernels.cpu.library import native_kernels
 from kernels.linear import Linear, join, pack_linear
-from kernels.moe_gate import native_choice, select_experts
+from kernels.moe_gate import native_choice, native_foresight, select_experts
 from kernels.norm import rms_norm, rms_norm_of_sum
 from kernels.rope_kv import rotate_and_store
 from kernels.specs import GateSpec
@@ -169,3 +172,32 @@ def test_a_norm_of_a_sum_has_the_bits_of_the_sum_and_the_norm(shape: tuple[int, 
     found = rms_norm_of_sum(x.clone(), residual, weight, 1e-6, multiplier)
     assert torch.equal(residual, total)
     assert torch.equal(found, rms_norm(total, weight, 1e-6))
+
+
+@pytest.mark.parametrize("num_rows", [1, 4, 40])
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "has_bias"), [(16, 2, False), (60, 4, True), (128, 8, False), (4, 4, True)]
+)
+def test_one_call_foresees_the_experts_that_python_finds_sure(
+    num_rows: int, num_experts: int, top_k: int, has_bias: bool
+) -> None:
+    generator = torch.Generator().manual_seed(num_rows)
+    weight = torch.randn(num_experts, 64, generator=generator)
+    bias = torch.randn(num_experts, generator=generator) if has_bias else None
+    gate, norm = pack_linear(weight, bias), torch.rand(64, generator=generator)
+    foresight = native_foresight(gate, norm, 1e-5, top_k, SURE)
+    assert foresight is not None
+    for shared in (torch.randn(num_rows, 64, generator=generator), None):
+        residual = torch.randn(num_rows, 64, generator=generator)
+        assert foresight.takes(residual, shared)
+        logits = gate(rms_norm(residual if shared is None else residual + shared, norm, 1e-5)).numpy()
+        control = ResidencyControl([num_experts] * 2, num_experts, 1, lambda _: lru(num_experts))
+        LookaheadPlanner(control, top_k, 1).ask(0, [1], [logits])
+        asked = []
+        while (transfer := control.next_transfer()) is not None:
+            asked.append(transfer.expert)
+            control.finish(transfer)
+        assert foresight(residual, shared) == asked
+        assert not foresight.takes(residual.half(), shared)
+        assert not foresight.takes(residual.repeat(1, 2)[:, :64], shared) or num_rows == 1
+    assert native_foresight(pack_linear(weight.bfloat16()), norm.bfloat16(), 1e-5, top_k, SURE) is None

@@ -20,6 +20,8 @@ NUM_EXPERTS, TOP_K = 4, 2
 class Gate:
     """Says of a state [T, E] that it is the logits."""
 
+    product = None
+
     def preview(self, x: Tensor) -> Tensor:
         return x
 

@@ -196,7 +196,10 @@ class Simulation:
                 output = request.token_ids[request.num_prompt_tokens :]
                 drafts = request.draft_tokens
                 after = [mask_of(output + drafts[: number + 1]) for number in range(len(drafts))]
-                self.scheduler.provide(request, mask_of(output), drafts, after)
+                # Some of them as if the grammar had forced them, or as the answer's layout.
+                forced, laid = divmod(len(output) % 9, 3)
+                forced = min(forced, len(drafts))
+                self.scheduler.provide(request, mask_of(output), drafts, after, forced, min(laid, len(drafts) - forced))
 
     def _schedule(self) -> list[StepPlan] | None:
         self._provide_masks()

@@ -35,6 +35,11 @@ class FoundGate:
     form: Callable[[Tensor], Tensor]
     constant: Tensor | None
 
+    @property
+    def product(self) -> None:
+        """The model's own code computes the product."""
+        return None
+
     def preview(self, x: Tensor) -> Tensor:
         scores = self.form(self.logits(x).float())
         return scores if self.constant is None else scores + self.constant
