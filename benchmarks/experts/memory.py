@@ -38,8 +38,9 @@ _MEMORY = Path("/dev/shm")
 _PREFETCHES = ("gate", "fitted")
 _FITTED_TOKENS = 8192
 _NUM_LOGPROBS = 20
-# Steps before timed runs. The prefetch switch decides by eight probes, one each 16 steps, after 12 steps.
-_JUDGED_STEPS, _WARM_STEPS = 160, 32
+# Steps before timed runs, and the most tokens in them. The prefetch switch decides by eight probes, one each 16 steps,
+# after 12 steps, or later where they scatter.
+_JUDGED_STEPS, _WARM_STEPS, _JUDGED_TOKENS = 320, 32, 2560
 # The most steps and tokens of a timed run; a run of many streams scatters less.
 _TIMED_STEPS, _TIMED_TOKENS = 32, 192
 
@@ -320,7 +321,8 @@ def _throughput_rounds(contestants: Sequence[Contestant], num_streams: int, amou
     prefetching."""
     resident, *bounded = contestants
     for contestant in contestants:
-        contestant.run(num_streams, amount.of(_JUDGED_STEPS if contestant.is_judged else _WARM_STEPS, 12))
+        num_judged = min(_JUDGED_STEPS, _JUDGED_TOKENS // num_streams)
+        contestant.run(num_streams, amount.of(num_judged if contestant.is_judged else _WARM_STEPS, 12))
     num_steps = amount.of(min(_TIMED_STEPS, _TIMED_TOKENS // num_streams), 12)
     arms = [(resident, False), *((contestant, on_demand) for contestant in bounded for on_demand in (True, False))]
     return in_turn(arms, amount.num_pairs, lambda arm, _: arm[0].run(num_streams, num_steps, on_demand=arm[1]))

@@ -380,11 +380,14 @@ def _look_ahead(
         return follow(ahead.compute_ff_tokens()[:left]) if left > 0 and not ahead.is_error() else array("i")
 
     guessed, certain, laid = follow(drafts), forced(), array("i")
-    while len(masks) <= most and not ahead.is_error() and (guess := layout.guess(masks[-1])) is not None:
-        next_one = follow([guess])
-        if not next_one:
+    run, is_end = guessed + certain, len(certain) > 0
+    while len(masks) <= most and not ahead.is_error():
+        guess = layout.guess(masks[-1], run[-1] if run else None, is_end=is_end)
+        if guess is None or not (run := follow([guess])):
             break
-        laid += next_one + forced()
+        run += (behind := forced())
+        laid += run
+        is_end = len(behind) > 0
     return _Ahead(masks, guessed + certain + laid, len(certain), len(laid))
 
 
