@@ -10,35 +10,35 @@ from collections.abc import Sequence
 
 from llguidance import LLTokenizer
 
+# The different tokens behind one that are remembered.
 _NUM_REMEMBERED = 4
+_TEXT = -1
 
 
 class Layout:
-    """The tokens without a letter or digit that an answer has had, and what they followed."""
+    """The tokens without a letter or digit that an answer has had, and the tokens that they followed."""
 
-    __slots__ = ("_after", "_after_text", "_last", "_tokens")
+    __slots__ = ("_after", "_last", "_sizes", "_tokens")
 
     def __init__(self) -> None:
         self._tokens: LLTokenizer | None = None
         self._last: int | None = None
-        # By such a token, another one that followed it the last time. Those that followed text, the latest first.
-        self._after: dict[int, int] = {}
-        self._after_text: list[int] = []
+        # By such a token, or `_TEXT` for all others, those that followed it, the latest first.
+        self._after: dict[int, list[int]] = {}
+        # By token, its bytes, 0 for one with a letter or digit.
+        self._sizes: dict[int, int] = {}
 
     def read(self, output: Sequence[int], tokens: LLTokenizer) -> None:
         """Read the newest tokens of the answer. tokens: those of the model."""
         self._tokens = tokens
         for token in output:
             before, self._last = self._last, token
-            if before is None or not self._has(token):
-                continue
-            if self._has(before):
-                self._after[before] = token
-            else:
-                self._after_text = [token, *(other for other in self._after_text if other != token)][:_NUM_REMEMBERED]
+            if before is not None and self._size(token):
+                known = self._after.setdefault(before if self._size(before) else _TEXT, [])
+                known[:] = [token, *(other for other in known if other != token)][:_NUM_REMEMBERED]
 
     def guess(self, mask: bytes, last: int | None, *, is_end: bool) -> int | None:
-        """Return the token that may follow the last one as it did before, if a mask allows it.
+        """Return the longest, or latest, token that a mask allows and that has followed such a token as the last one.
 
         last: of the drafts behind the answer, None without any. is_end: the grammar has forced it, so that text ends
         with it; behind other text nothing is guessed, since it may go on. Nor is in the middle of free text, where a
@@ -47,16 +47,20 @@ class Layout:
         last = self._last if last is None else last
         if last is None or int.from_bytes(mask).bit_count() > len(mask):
             return None
-        if not self._has(last):
-            return next((token for token in self._after_text if allows(mask, token)), None) if is_end else None
-        follower = self._after.get(last)
-        return follower if follower is not None and allows(mask, follower) else None
+        is_text = not self._size(last)
+        if is_text and not is_end:
+            return None
+        known = [token for token in self._after.get(_TEXT if is_text else last, ()) if allows(mask, token)]
+        return max(known, key=self._size, default=None)
 
-    def _has(self, token: int) -> bool:
-        """Return True for a token without a letter or digit."""
-        assert self._tokens is not None
-        text = self._tokens.decode_bytes([token])
-        return text.isascii() and not any(character.isalnum() for character in text.decode("ascii"))
+    def _size(self, token: int) -> int:
+        size = self._sizes.get(token)
+        if size is None:
+            assert self._tokens is not None
+            text = self._tokens.decode_bytes([token])
+            is_layout = text.isascii() and not any(character.isalnum() for character in text.decode("ascii"))
+            size = self._sizes[token] = len(text) if is_layout else 0
+        return size
 
 
 def allows(mask: bytes, token: int) -> bool:
