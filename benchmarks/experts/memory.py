@@ -38,8 +38,8 @@ _MEMORY = Path("/dev/shm")
 _PREFETCHES = ("gate", "fitted")
 _FITTED_TOKENS = 8192
 _NUM_LOGPROBS = 20
-# Steps before timed runs, and the most tokens in them. The prefetch switch decides by eight probes, one each 16 steps,
-# after 12 steps, or later where they scatter.
+# Steps before timed runs, and the most tokens in them. The prefetch switch decides by eight probes, one each 20 steps,
+# after 14 steps, or later where they scatter.
 _JUDGED_STEPS, _WARM_STEPS, _JUDGED_TOKENS = 320, 32, 2560
 # The most steps and tokens of a timed run; a run of many streams scatters less.
 _TIMED_STEPS, _TIMED_TOKENS = 32, 192

@@ -15,17 +15,19 @@ _LONGEST = 4.0
 class JudgeRules:
     """How steps are sampled. All numbers but the shares count steps.
 
-    block: consecutive steps of one probe of the choice that is not in use. period: steps from one probe without
-    prefetching to the next. first_period: steps from one probe of prefetching to the next, if the time that such probes
-    have lost is no more than the share `budget` of all time. compared: the latest steps of the choice in use that a
-    probe is compared with. memory: probes that the mean gain goes back. least: probes before the first decision. gain:
-    the share of a step's time that prefetching has to save, beyond `sure` standard errors, to be switched on; where
-    steps wait less than that for experts it is not tried.
+    block: consecutive steps of one probe of the choice that is not in use. settle: of these, and of the steps behind a
+    probe, the first ones, which find the experts in memory that the other choice has left, and are not compared.
+    period: steps from one probe without prefetching to the next. first_period: steps from one probe of prefetching to
+    the next, if the time that such probes have lost is no more than the share `budget` of all time. compared: the
+    latest steps of the choice in use that a probe is compared with. memory: probes that the mean gain goes back. least:
+    probes before the first decision. gain: the share of a step's time that prefetching has to save, beyond `sure`
+    standard errors, to be switched on; where steps wait less than that for experts it is not tried.
     """
 
-    block: int = 2
-    period: int = 32
-    first_period: int = 16
+    block: int = 4
+    settle: int = 2
+    period: int = 64
+    first_period: int = 20
     budget: float = 0.003
     compared: int = 12
     memory: int = 48
@@ -100,23 +102,29 @@ class _Kind:
     probe: list[float] = field(default_factory=list)
     is_probing: bool = False
     wait: int = 0
+    # Steps since the last change of the choice.
+    num_settled: int = 0
     # The seconds that probes of prefetching may lose; below 0 as long as earlier ones have lost more.
     allowance: float = 0.0
 
     def begins(self, rules: JudgeRules) -> bool:
         if not self.is_probing and self.wait <= 0 and len(self.usual) >= rules.compared:
             self.is_probing = self.is_on or self._may_pay(rules)
+            if self.is_probing:
+                self.num_settled = 0
         return self.is_on is not self.is_probing
 
     def ends(self, seconds: float, waited: float, rules: JudgeRules) -> None:
         if self.usual:
             seconds = min(seconds, _LONGEST * sum(self.usual) / len(self.usual))
+        self.num_settled += 1
         if not self.is_probing:
-            self.usual.append(seconds)
-            self.waits.append(waited)
-            del self.usual[: -rules.compared], self.waits[: -rules.compared]
             self.wait -= 1
             self.allowance = min(self.allowance + rules.budget * seconds, seconds)
+            if self.num_settled > rules.settle:
+                self.usual.append(seconds)
+                self.waits.append(waited)
+                del self.usual[: -rules.compared], self.waits[: -rules.compared]
             return
         self.probe.append(seconds)
         if len(self.probe) == rules.block:
@@ -127,12 +135,12 @@ class _Kind:
         return self.allowance >= 0 and sum(self.waits) >= rules.gain * sum(self.usual)
 
     def _count(self, rules: JudgeRules) -> None:
-        probe, usual = sum(self.probe) / len(self.probe), sum(self.usual) / len(self.usual)
+        usual, compared = sum(self.usual) / len(self.usual), self.probe[rules.settle :]
         if not self.is_on:
-            self.allowance -= len(self.probe) * (probe - usual)
-        ratio = log(probe) - log(usual)
+            self.allowance -= sum(self.probe) - len(self.probe) * usual
+        ratio = log(sum(compared) / len(compared)) - log(usual)
         self.probe.clear()
-        self.is_probing = False
+        self.is_probing, self.num_settled = False, 0
         self.num_probes += 1
         share = max(1 / self.num_probes, 1 / rules.memory)
         off = (-ratio if self.is_on else ratio) - self.mean
