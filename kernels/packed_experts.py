@@ -29,7 +29,8 @@ class ExpertShape:
     is_gated: True if there are gate channels beside the up channels. formats: of the first and the second matrix where
     they are quantised; `arithmetic` then says how they multiply. has_order: the depth of the first matrix is in an
     order of the expert's own. narrow_rows: rows are rounded to bfloat16 for products with weights of bfloat16, on
-    machines with dot products of bfloat16.
+    machines with dot products of bfloat16. is_fine: where rows are rounded for products with weights of 8
+    bits, the rest of a row is rounded once more.
     """
 
     hidden_size: int
@@ -42,6 +43,7 @@ class ExpertShape:
     arithmetic: Arithmetic = "int8"
     has_order: bool = False
     narrow_rows: bool = False
+    is_fine: bool = False
 
     @property
     def gate_up_rows(self) -> int:

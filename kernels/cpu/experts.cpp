@@ -62,7 +62,7 @@ inline Floats relu2(Floats x) {
 struct Shape {
   int64_t hidden, intermediate;
   Packing gate_up, down;
-  bool exact;  // Quantised weights multiply rows of floats.
+  int64_t times;  // How often rows are rounded for quantised weights; 0 leaves them floats.
   bool has_bias, has_order;
   Activation activation;
   float alpha, limit;
@@ -73,7 +73,10 @@ struct Shape {
   int64_t padded_intermediate() const { return gate_up_panels() * channels_of_panel(); }
   int64_t gate_up_bytes() const { return gate_up_panels() * gate_up.panel_bytes(hidden); }
   int64_t down_bytes() const { return num_panels(hidden) * down.panel_bytes(intermediate); }
-  bool rounds(Packing packing) const { return packing.rounds(exact); }
+  bool rounds(Packing packing) const { return packing.rounds(times == 0); }
+  // Rows are rounded twice for weights of 8 bits alone.
+  int64_t times_of(Packing packing) const { return packing.takes_remainders() ? times : std::min<int64_t>(times, 1); }
+  int64_t rounded_bytes(Packing packing, int64_t depth) const { return packing.rounded_bytes(depth, times_of(packing)); }
 };
 
 struct Rows {
@@ -146,9 +149,9 @@ void gate_up_panel(const Shape& shape, const Step& step, int64_t group, int64_t 
   const float* x = shape.has_order ? step.ordered : step.x;
   const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
   for_any_tiles(
-      shape.gate_up, shape.exact ? 0 : 1, step.num_rows(group), expert + panel * shape.gate_up.panel_bytes(shape.hidden),
-      shape.hidden, [&](int64_t r) { return x + token(r) * x_stride; },
-      [&](int64_t r) { return step.rounded_x + token(r) * shape.gate_up.rounded_bytes(shape.hidden); },
+      shape.gate_up, shape.times_of(shape.gate_up), step.num_rows(group),
+      expert + panel * shape.gate_up.panel_bytes(shape.hidden), shape.hidden, [&](int64_t r) { return x + token(r) * x_stride; },
+      [&](int64_t r) { return step.rounded_x + token(r) * shape.rounded_bytes(shape.gate_up, shape.hidden); },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Floats low = sums[r].low + bias.low, high = sums[r].high + bias.high;
@@ -175,9 +178,11 @@ void down_panel(const Shape& shape, const Step& step, int64_t group, int64_t pan
           ? load_existing(biases(shape, expert) + shape.gate_up_panels() * kPanelColumns + column, columns)
           : Columns{};
   for_any_tiles(
-      shape.down, shape.exact ? 0 : 1, step.num_rows(group), weights, shape.intermediate,
+      shape.down, shape.times_of(shape.down), step.num_rows(group), weights, shape.intermediate,
       [&](int64_t r) { return step.hidden + (first_row + r) * width; },
-      [&](int64_t r) { return step.rounded_hidden + (first_row + r) * shape.down.rounded_bytes(shape.intermediate); },
+      [&](int64_t r) {
+        return step.rounded_hidden + (first_row + r) * shape.rounded_bytes(shape.down, shape.intermediate);
+      },
       [&](int64_t first, int count, const Columns* sums) {
         for (int r = 0; r < count; ++r) {
           const Columns value = {sums[r].low + bias.low, sums[r].high + bias.high};
@@ -213,7 +218,8 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
     const int64_t x_stride = shape.has_order ? shape.hidden : step.x_stride;
     for_shared(shape.has_order ? chosen : step.num_tokens, kRoundedAtOnce / shape.hidden, [&](int64_t row) {
       shape.gate_up.round(x + row * x_stride, shape.hidden,
-                          step.rounded_x + row * shape.gate_up.rounded_bytes(shape.hidden));
+                          step.rounded_x + row * shape.rounded_bytes(shape.gate_up, shape.hidden),
+                          shape.times_of(shape.gate_up));
     });
   }
   for_shared(groups * gate_up_panels, gate_up_grain, [&](int64_t task) {
@@ -222,7 +228,8 @@ void run(const Shape& shape, const Step& step, const int64_t* ids, const float* 
   if (shape.rounds(shape.down))
     for_shared(chosen, kRoundedAtOnce / shape.intermediate, [&](int64_t row) {
       shape.down.round(step.hidden + row * shape.padded_intermediate(), shape.intermediate,
-                       step.rounded_hidden + row * shape.down.rounded_bytes(shape.intermediate));
+                       step.rounded_hidden + row * shape.rounded_bytes(shape.down, shape.intermediate),
+                       shape.times_of(shape.down));
     });
   for_shared(groups * down_panels, down_grain,
              [&](int64_t task) { down_panel(shape, step, task / down_panels, task % down_panels); });
@@ -248,7 +255,7 @@ Item* scratch(std::vector<Item>& kept, int64_t count) {
 struct MoeExperts {
   const void* const* experts;
   int64_t num_experts;
-  int64_t gate_up, down, exact;  // gate_up, down: see Packing.
+  int64_t gate_up, down, times;  // gate_up, down: see Packing; times: see Shape.
   int64_t hidden, intermediate, has_bias, has_order, activation;
   double alpha, limit;
 };
@@ -263,7 +270,7 @@ extern "C" int64_t moeserve_experts(const MoeExperts* layer, const float* x, int
   using namespace moeserve;
   const int64_t hidden = layer->hidden, intermediate = layer->intermediate, num_experts = layer->num_experts;
   const void* const* experts = layer->experts;
-  const Shape shape = {hidden, intermediate, {layer->gate_up}, {layer->down}, layer->exact != 0, layer->has_bias != 0,
+  const Shape shape = {hidden, intermediate, {layer->gate_up}, {layer->down}, layer->times, layer->has_bias != 0,
                        layer->has_order != 0, static_cast<Activation>(layer->activation), float(layer->alpha),
                        float(layer->limit)};
   for (int64_t i = 0; i < num_tokens * top_k; ++i)
@@ -278,8 +285,8 @@ extern "C" int64_t moeserve_experts(const MoeExperts* layer, const float* x, int
   step.ordered = step.hidden + hidden_floats;
   step.results = weights ? step.ordered + ordered_floats : out;
   const int64_t x_rows = shape.has_order ? chosen : num_tokens;
-  const int64_t x_bytes = shape.rounds(shape.gate_up) ? x_rows * shape.gate_up.rounded_bytes(hidden) : 0;
-  const int64_t hidden_bytes = shape.rounds(shape.down) ? chosen * shape.down.rounded_bytes(intermediate) : 0;
+  const int64_t x_bytes = shape.rounds(shape.gate_up) ? x_rows * shape.rounded_bytes(shape.gate_up, hidden) : 0;
+  const int64_t hidden_bytes = shape.rounds(shape.down) ? chosen * shape.rounded_bytes(shape.down, intermediate) : 0;
   step.rounded_x = scratch(rounded, x_bytes + hidden_bytes);
   step.rounded_hidden = step.rounded_x + x_bytes;
   run(shape, step, ids, weights, out, out_stride);

@@ -19,6 +19,8 @@ struct Packing {
   }
   // Whether rows are rounded before they are multiplied. exact: quantised weights multiply rows of floats.
   bool rounds(bool exact) const { return is_of_pairs() || (is_quantised() && !exact && takes_rounded(format())); }
+  // Whether rows can be rounded twice; see round_row_twice.
+  bool takes_remainders() const { return is_quantised() && !is_of_pairs() && traits_of(format()).bits == 8; }
   // The bytes of a rounded row. times: 2 for a row that is rounded twice; see round_row_twice.
   int64_t rounded_bytes(int64_t depth, int64_t times = 1) const {
     return is_of_pairs() ? num_pairs(depth) * sizeof(Pair) : times * (depth / kGroup) * sizeof(Rounded);

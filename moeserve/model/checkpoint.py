@@ -81,6 +81,7 @@ class ExpertsPlan:
     ``stacked`` and ``mxfp4`` a single mapping of tensors that hold all experts of the layer.
     """
 
+    layer: int
     storage: Literal["split", "fused", "stacked", "mxfp4"]
     owned: tuple[int, ...]
     tensors: tuple[Mapping[str, StoredTensor], ...]
@@ -247,15 +248,17 @@ class _Matcher:
         assert spec.moe is not None
         mxfp4 = mxfp4_expert_tensors(spec, layer)
         if self._find(mxfp4["gate_up.blocks"]) is not None:
-            return ExpertsPlan("mxfp4", owned, ({key: self._match_bytes(key, ref) for key, ref in mxfp4.items()},))
+            return ExpertsPlan(
+                layer, "mxfp4", owned, ({key: self._match_bytes(key, ref) for key, ref in mxfp4.items()},)
+            )
         fused = fused_expert_tensors(spec, layer)
         if self._find(fused["gate_up"]) is not None:
-            return ExpertsPlan("fused", owned, (self.match(fused),))
+            return ExpertsPlan(layer, "fused", owned, (self.match(fused),))
         stacked = stacked_expert_tensors(spec, layer)
         if self._find(stacked["gate"]) is not None:
-            return ExpertsPlan("stacked", owned, (self.match(stacked),))
+            return ExpertsPlan(layer, "stacked", owned, (self.match(stacked),))
         experts = [self.match(_split_expert_tensors(spec, layer, e)) for e in range(spec.moe.num_experts)]
-        return ExpertsPlan("split", owned, tuple(experts[expert] for expert in owned))
+        return ExpertsPlan(layer, "split", owned, tuple(experts[expert] for expert in owned))
 
     def check_unexpected(self) -> None:
         left = sorted(name for name in self._index if name not in self._used and not self._ignorable(name))

@@ -20,7 +20,7 @@ from moeserve.model.checkpoint import (
     plan_experts,
     plan_weights,
 )
-from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file
+from moeserve.model.rounding import NO_ROUNDING, Rounding, format_in_file, has_fine_experts
 from moeserve.model.spec import CheckpointError, DecoderSpec, Progress
 from moeserve.model.stored import TensorInfo
 from moeserve.model.tensor_reader import Progress as ReadProgress
@@ -251,6 +251,7 @@ def expert_shape(
         arithmetic=rounding.arithmetic,
         has_order=is_kept and formats is not None and _has_order(plan),
         narrow_rows=rounding.narrow,
+        is_fine=has_fine_experts(plan.layer, spec.num_layers),
     )
 
 

@@ -231,11 +231,23 @@ NUM_EXPERTS, HIDDEN, INTERMEDIATE = 5, 256, 512
 
 
 def make_experts(
-    formats: tuple[WeightFormat, WeightFormat], arithmetic: Arithmetic, is_gated: bool, has_order: bool = False
+    formats: tuple[WeightFormat, WeightFormat],
+    arithmetic: Arithmetic,
+    is_gated: bool,
+    has_order: bool = False,
+    is_fine: bool = False,
 ) -> tuple[PackedExperts, list[tuple[QuantizedRows, QuantizedRows]]]:
     assert NATIVE is not None
     shape = ExpertShape(
-        HIDDEN, INTERMEDIATE, torch.float32, torch.float32, False, is_gated, formats, arithmetic, has_order
+        HIDDEN,
+        INTERMEDIATE,
+        torch.float32,
+        torch.float32,
+        is_gated=is_gated,
+        formats=formats,
+        arithmetic=arithmetic,
+        has_order=has_order,
+        is_fine=is_fine,
     )
     layout = PanelLayout(shape, NATIVE)
     experts, matrices = layout.experts(NUM_EXPERTS), []
@@ -271,6 +283,22 @@ def test_quantised_experts_match_the_same_values_in_float32(
     wanted = moe_experts_reference(x, ids, weights, first, second, activation)
     got = experts(x, ids, weights, activation)
     assert ((got - wanted).abs().max() / wanted.std()).item() < tolerance
+
+
+@pytest.mark.parametrize(("formats", "tolerance"), [((Q8_0, Q8_0), 1e-3), ((Q8_0, Q4_K), 0.15), ((Q4_K, Q8_0), 0.15)])
+@pytest.mark.parametrize("has_order", [False, True])
+def test_fine_experts_round_rows_twice_where_weights_have_8_bits(
+    formats: tuple[WeightFormat, WeightFormat], tolerance: float, has_order: bool
+) -> None:
+    experts, matrices = make_experts(formats, "int8", True, has_order, is_fine=True)
+    x, (ids, weights) = torch.randn(30, HIDDEN) / 8, choices(30)
+    first, second = (torch.stack([pair[i].dequantise() for pair in matrices]) for i in (0, 1))
+    wanted = moe_experts_reference(x, ids, weights, first, second, Activation("silu"))
+    got = experts(x, ids, weights, Activation("silu"))
+    assert ((got - wanted).abs().max() / wanted.std()).item() < tolerance
+    for token in (0, 17, 29):
+        one = slice(token, token + 1)
+        assert torch.equal(experts(x[one], ids[one], weights[one], Activation("silu")), got[one])
 
 
 @every_arithmetic
