@@ -15,6 +15,7 @@ from rich.text import Text
 
 from moeserve.model.spec import ModelError
 from moeserve.model.spec import Progress as Progressed
+from moeserve.settings.quantities import show_size
 from moeserve.statuses import Ready
 
 
@@ -81,17 +82,7 @@ class _Amount(MofNCompleteColumn):
             return Text("")
         if task.total < 2**20:
             return super().render(task)
-        return TextColumn(f"{format_bytes(int(task.completed))}/{format_bytes(int(task.total))}").render(task)
-
-
-def format_bytes(count: int) -> str:
-    """Return `512 B`, `1.5 GiB`."""
-    amount, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} {unit}" if unit == "B" else f"{amount:.1f} {unit}"
+        return TextColumn(f"{show_size(int(task.completed))}/{show_size(int(task.total))}").render(task)
 
 
 def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: list[str]) -> str:
@@ -104,8 +95,8 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
         "",
         *([] if ready.model is None else [f"  model    {ready.model}"]),
         f"  device   {ready.device}, {ready.arithmetic or ready.dtype}",
-        f"  weights  {format_bytes(ready.weights_bytes)}",
-        f"  KV       {format_bytes(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks",
+        f"  weights  {show_size(ready.weights_bytes)}",
+        f"  KV       {show_size(ready.kv_bytes)} = {tokens:,} tokens in {ready.num_blocks:,} blocks",
         f"  context  {_context(ready)}",
     ]
     if ready.num_window_blocks:
@@ -115,8 +106,8 @@ def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: l
         rows = ready.num_state_slots + ready.num_snapshots
         lines.insert(
             -1,
-            f"  states   {format_bytes(rows * ready.state_row_bytes)} = {ready.num_state_slots} requests at once and "
-            f"{ready.num_snapshots} snapshots of prefixes, {format_bytes(ready.state_row_bytes)} each",
+            f"  states   {show_size(rows * ready.state_row_bytes)} = {ready.num_state_slots} requests at once and "
+            f"{ready.num_snapshots} snapshots of prefixes, {show_size(ready.state_row_bytes)} each",
         )
     if (answers := _answers(ready)) is not None:
         lines.append(f"  answers  {answers}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moeserve.config import ConfigError, ServeConfig, refuse_changed
 from moeserve.device import refuse_gpu_settings
-from moeserve.engine.experts.settings import check_expert_memory
+from moeserve.engine.experts.settings import check_experts
 from moeserve.engine.ranks.meeting import is_own, load_keys, resolve
 from moeserve.frontend.limits import connections_within
 from moeserve.settings.kv_events import parse_kv_events
@@ -75,7 +75,7 @@ def check_settings(config: ServeConfig) -> None:
         refuse_changed(config, _FOR_EXPERT_MEMORY, "--expert-memory: without it all experts are in memory")
     if config.device != "cuda":
         refuse_gpu_settings(config, "--device cuda")
-    check_expert_memory(config)
+    check_experts(config)
     if not config.enable_prefix_caching and parse_kv_events(config.kv_events_config).is_on:
         raise ConfigError("--kv-events-config needs --enable-prefix-caching: events name cached blocks.")
     if not config.rebalance_interval:

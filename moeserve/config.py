@@ -125,7 +125,7 @@ _model, _nodes, _memory, _experts, _expert_memory, _http, _operation = (
 class ServeConfig:
     """Every setting of `moeserve serve`."""
 
-    model: str | None = _model(None, "Local directory, hub id or `demo-split`; the demo if left out.")
+    model: str | None = _model(None, "Local directory, hub id, `demo` or `demo-split`; the demo if left out.")
     served_model_name: tuple[str, ...] = _model((), "Name under which clients ask for the model.")
     revision: str | None = _model(None, "Branch, tag or commit of the hub model.")
     offline: bool = _model(False, "Use only files that are already on disk.")

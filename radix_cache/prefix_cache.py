@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from math import inf
 
@@ -13,7 +12,6 @@ from radix_cache.borders import Borders
 from radix_cache.errors import LeaseError, require
 from radix_cache.evictions import MAX_RECORDED_EVICTIONS
 from radix_cache.facts import Fact, Published, facts_of
-from radix_cache.invariants import check_places, check_snapshots, check_tree
 from radix_cache.listing import Listing, list_prefixes
 from radix_cache.misses import Miss, MissReason, explain_miss
 from radix_cache.nodes import Fork, Lease, Node, Retention, Snapshot
@@ -674,26 +672,6 @@ class PrefixCache:
             total = windows.num_free + windows.num_cached + windows.num_held + windows.num_lent_alone
             total += sum(map(windows.has, self._duplicates))
             require(total == windows.num_blocks, f"{total} of {windows.num_blocks} window blocks accounted for")
-
-    def check_invariants(self) -> None:
-        """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
-        self.check_counts()
-        self._allocator.check_invariants()
-        in_tree = check_tree(self._tree, self._leases.values())
-        places: dict[str, Collection[int]] = {"in the tree": in_tree}
-        num_private = 0
-        for lease in self._leases.values():
-            private = lease.block_ids[lease.num_published_tokens // self.block_size :]
-            num_private += len(private)
-            places[f"leased by {lease.number}"] = private
-        places |= {"duplicates": self._duplicates, "in copy": self._copies.in_copy()}
-        self._allocator.check_allocated(check_places(places))
-        require(num_private == self._num_private_blocks, "the number of unpublished blocks is wrong")
-        require(num_private == self._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
-        check_snapshots(self._tree, self._leases.values())
-        if self._windows is not None:
-            held = Counter(block for lease in self._leases.values() for block in lease.block_ids[lease.first_window :])
-            self._windows.check(dict(held), self._duplicates)
 
     def _resume(self, lease: Lease, node: Node, path: array[int]) -> tuple[Node, int]:
         """Return the node that ends where the prefix that ends with `node` last serves, and its depth in blocks.

@@ -37,7 +37,7 @@ from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
 from moeserve.kv_transfer import parse_kv_transfer
-from moeserve.model.demo import ANSWER_TOKENS, SPLIT_NAME
+from moeserve.model.demo import ANSWER_TOKENS, demo_named
 from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
@@ -277,8 +277,9 @@ def _default_max_tokens(config: ServeConfig, defaults: GenerationDefaults) -> in
     """Return the longest answer to a request that sets no bound, None for all that its context leaves."""
     if config.default_max_tokens is not None:
         return config.default_max_tokens or None
-    is_demo = config.model in (None, SPLIT_NAME)
-    return ANSWER_TOKENS if defaults.max_new_tokens is None and is_demo else defaults.max_new_tokens
+    if defaults.max_new_tokens is None and demo_named(config.model) is not None:
+        return ANSWER_TOKENS
+    return defaults.max_new_tokens
 
 
 def _ready_status(ready: EngineReady, model: ServedModel) -> Ready:

@@ -186,7 +186,8 @@ def why_absent(path: str, known: frozenset[str]) -> str:
         if any(path == prefix or path.startswith(prefix + "/") for prefix in prefixes):
             return sentence
     shown = path[:200]
-    for meant in (f"/v1{path}", path.removeprefix("/v1")):
+    plain = re.sub("/{2,}", "/", path).rstrip("/")
+    for meant in (plain, f"/v1{plain}", plain.removeprefix("/v1")):
         if meant != path and meant in known:
             return f"There is no {shown} here, but {meant}"
     return f"There is no {shown} here; GET / lists what there is"

@@ -8,6 +8,7 @@ import secrets
 import time
 from collections import deque
 from contextlib import suppress
+from typing import Any
 
 import structlog
 from starlette.exceptions import HTTPException
@@ -22,6 +23,8 @@ from moeserve.frontend.route import RouteTable
 log = structlog.get_logger(__name__)
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
+# Of the path to a value, which may go on with names that the client chose.
+_FIELD = re.compile(r"[A-Za-z_-]+")
 _REQUEST_TIMEOUT = 408
 _CLIENT_CLOSED = 499
 
@@ -72,7 +75,7 @@ class RequestBoundary:
             if abort := scope.get("extensions", {}).get("moeserve.abort"):
                 abort()
         except Exception as error:
-            await self._fail(error, scope["path"], body, response, request_id)
+            await self._fail(error, scope["path"], body, response, request_id, state["log"])
         finally:
             patient.end()
             # A path with a parameter in it is one of very many.
@@ -82,7 +85,16 @@ class RequestBoundary:
             emit = log.debug if is_watch else log.info
             emit("request", request_id=request_id, route=route, status=response.status, **fields)
 
-    async def _fail(self, error: Exception, path: str, body: _Body, response: _Response, request_id: str) -> None:
+    async def _fail(
+        self,
+        error: Exception,
+        path: str,
+        body: _Body,
+        response: _Response,
+        request_id: str,
+        log_fields: dict[str, Any],
+    ) -> None:
+        """Answer with the error. The log line tells its code and the field of the request, but no text."""
         if not isinstance(error, ApiError | HTTPException):
             log.error("request_failed", request_id=request_id, exc_info=error)
         if response.started:
@@ -91,6 +103,9 @@ class RequestBoundary:
         # is collected, which is seldom (`launcher.child.collect_seldom`).
         error.with_traceback(None)
         shown = as_api_error(error)
+        log_fields["error"] = shown.code or shown.type
+        if shown.param and (field := _FIELD.match(shown.param)):
+            log_fields["field"] = field[0]
         content = self._routes.error_body(path)(shown, request_id)
         await send_error(response, shown, content, is_last=False)
         if shown.status != _REQUEST_TIMEOUT:

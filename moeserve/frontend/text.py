@@ -298,9 +298,15 @@ class PromptText:
     offsets: Int32s
 
 
-def decode_prompt(tokenizer: TextTokenizer, prompt: Sequence[int]) -> PromptText:
-    """Return the text of a prompt, token by token, in time that is linear whatever the tokens are."""
-    detokenizer = IncrementalDetokenizer(tokenizer)
+def decode_prompt(
+    tokenizer: TextTokenizer, prompt: Sequence[int], shown: frozenset[int] = NO_IDS, spoken: str | None = None
+) -> PromptText:
+    """Return the text of a prompt, token by token, in time that is linear whatever the tokens are.
+
+    shown: the ids of special tokens whose text shows. spoken: the text that was made into these tokens. It is returned
+    as it is, and special tokens that the tokenizer put before it have no place in it.
+    """
+    detokenizer = IncrementalDetokenizer(tokenizer, shown=shown)
     offsets: array[int] = array("i")
     pieces, length = [], 0
     for token_id in prompt:
@@ -309,7 +315,11 @@ def decode_prompt(tokenizer: TextTokenizer, prompt: Sequence[int]) -> PromptText
         pieces.append(piece)
         length += len(piece)
     pieces.append(detokenizer.flush())
-    return PromptText("".join(pieces), offsets)
+    text = "".join(pieces)
+    if spoken is None:
+        return PromptText(text, offsets)
+    ahead, end = len(text) - len(spoken) if text.endswith(spoken) else 0, len(spoken)
+    return PromptText(spoken, array("i", [min(max(offset - ahead, 0), end) for offset in offsets]))
 
 
 def prompt_tail(tokenizer: TextTokenizer, prompt: Sequence[int]) -> str:

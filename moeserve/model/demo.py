@@ -24,13 +24,23 @@ BUILDER = "demo/"
 _BUILD_VERSION = 3
 # SmolLM2-135M in bytes of bfloat16: feed-forward layers, which grow by experts / top_k, and everything else.
 FFN_BYTES, OTHER_BYTES = 160_000_000, 115_000_000
-# The name by which the split demo is served, and its numbers of experts.
-SPLIT_NAME = "demo-split"
+# The names by which the demos are served, and the split demo's numbers of experts.
+_NAME, SPLIT_NAME = "demo", "demo-split"
 SPLIT_EXPERTS, SPLIT_TOP_K = 16, 2
 # Tokens of an answer whose request sets no bound: in a long context so small a model rarely ends an answer by itself.
 ANSWER_TOKENS = 1024
 _SPLIT_BUILD_VERSION = 2
 QUALITY_NAME = "quality.json"
+
+
+def demo_named(model: str | None) -> str | None:
+    """Return the name of the demo that MODEL asks for, None for a path or a hub id.
+
+    Without MODEL it is the demo. Anything of a demo's name in the working directory comes first.
+    """
+    if model is None:
+        return _NAME
+    return model if model in (_NAME, SPLIT_NAME) and not Path(model).exists() else None
 
 
 def ensure_demo(

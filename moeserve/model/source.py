@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from moeserve.model.cache import is_recorded, verify
-from moeserve.model.demo import SPLIT_NAME, ensure_demo, ensure_split_demo
+from moeserve.model.demo import SPLIT_NAME, demo_named, ensure_demo, ensure_split_demo
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
 from moeserve.model.gguf.hub import choose_files, kinds_of, models_of, only_gguf_sentence, split_name
@@ -47,18 +47,17 @@ def resolve_model(
     cache_dir: Path | None = None,
     progress: Progress | None = None,
 ) -> Path:
-    """Return the folder that holds `model`: a local folder, a model of the hub, or a demo: `demo-split`, or None.
+    """Return the folder that holds `model`: a local folder, a model of the hub, or a demo; None is the demo.
 
     cache_dir: where to build the demo or keep hub models; the default is the cache of each. offline: use only files on
     this machine. Raise ModelError.
     """
     report = progress or silent
-    if model is None:
+    if (name := demo_named(model)) is not None:
         _refuse_revision(revision, "the demo model")
-        return check_folder(ensure_demo(cache_dir, progress=report))
-    if _is_split_demo(model):
-        _refuse_revision(revision, "the demo model")
-        return check_folder(ensure_split_demo(cache_dir, progress=report))
+        ensure = ensure_split_demo if name == SPLIT_NAME else ensure_demo
+        return check_folder(ensure(cache_dir, progress=report))
+    assert model is not None
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
         path = _expanded(model)
@@ -89,7 +88,7 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
 
     Of a hub model nothing else is fetched. Raise ModelError.
     """
-    if _is_split_demo(model):
+    if demo_named(model) is not None:
         return resolve_model(model, revision=revision)
     if _is_path(model):
         _refuse_revision(revision, f"the folder {model}")
@@ -133,7 +132,8 @@ def hub_gguf_sizes(model: str, *, revision: str | None, offline: bool) -> tuple[
     """
     from huggingface_hub import constants
 
-    if offline or constants.HF_HUB_OFFLINE or _is_path(model) or split_name(model)[1] is not None:
+    local = demo_named(model) is not None or _is_path(model) or split_name(model)[1] is not None
+    if offline or constants.HF_HUB_OFFLINE or local:
         return {}, []
     with _as_model_errors(model, revision, Path(constants.HF_HUB_CACHE)):
         info, _ = _look_up(model, revision)
@@ -157,11 +157,6 @@ def _is_path(model: str) -> bool:
         or model.endswith("/")
         or Path(model).exists()
     )
-
-
-def _is_split_demo(model: str) -> bool:
-    """Anything of that name in the working directory comes first."""
-    return model == SPLIT_NAME and not Path(model).exists()
 
 
 def _expanded(model: str) -> Path:

@@ -171,7 +171,7 @@ def test_layers_with_a_window_count_for_the_last_tokens_of_a_context(tmp_path: P
     assert setup.kv_tokens == plan.kv.num_blocks * 16 > 2**20 // (3 * layer)
     assert 2**20 - 2 * 16 * layer < setup.kv_bytes <= 2**20
     said = ask(tmp_path, "--kv-cache-memory", "1MiB").stdout
-    assert "of each of the last 4 tokens, in layers with a window: 512 B in float32" in said
+    assert "of each of the last 4 tokens, in layers with a window: 512 bytes in float32" in said
     assert "of its blocks hold the last tokens, for layers with a window" in said
 
 
@@ -189,7 +189,7 @@ def test_what_does_not_fit_gets_an_expert_memory_that_does(qwen3: Path) -> None:
 
 def test_the_disk_that_the_expert_file_takes_is_told(qwen3: Path, machine: None) -> None:
     said = ask(qwen3).stdout
-    assert "disk      54.0 GiB for the expert file, written at the first start; " in said
+    assert "disk      54 GiB for the expert file, written at the first start; " in said
     assert " GiB free" in said
 
 
@@ -201,7 +201,7 @@ def test_the_disk_is_told_for_a_file_of_experts_that_are_all_in_memory(
     assert "expert file" not in ask(qwen3).stdout
     said = ask(qwen3, "--expert-store-dir", str(tmp_path)).stdout
     assert f"moeserve serve MODEL --expert-store-dir {tmp_path}: fits" in said
-    assert f"disk      54.0 GiB for the expert file, written at the first start; {tmp_path} has " in said
+    assert f"disk      54 GiB for the expert file, written at the first start; {tmp_path} has " in said
 
 
 def test_where_nothing_fits_the_least_memory_that_would_do_is_told(

@@ -14,6 +14,7 @@ import pytest
 from benchmarks.token_engine import Completion, TokenEngine
 from radix_cache import PrefixCache
 from radix_cache.window_blocks import least_window_blocks
+from tests.support.cache_invariants import check_invariants
 from tests.support.llm_prompts import (
     BASE,
     BLOCK,
@@ -73,7 +74,7 @@ def test_evicted_window_blocks_end_a_hit_earlier_and_change_no_bit(model_dir: Pa
             found += llm.generate([PROMPTS[index]], SAMPLINGS[index])
             assert_same(found[-1:], [alone[index]])
     assert len({completion.num_cached_tokens for completion in found}) > 3
-    cache_of(llm).check_invariants()
+    check_invariants(cache_of(llm))
 
 
 def test_a_context_that_all_kv_together_does_not_hold_fits_with_window_blocks(

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from launcher.console import format_bytes
+from moeserve.settings.quantities import show_size
 from tests.support.forking import ROOT, popen
 from tests.support.service import Service, service
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
@@ -27,8 +27,8 @@ def test_a_service_takes_what_the_doctor_says(tmp_path: Path) -> None:
     assert setup == without_weights
     with service(model, tmp_path, "--kv-cache-memory", "3MiB") as running:
         said = banner(running)
-    assert said["weights"] == format_bytes(setup["weights_bytes"])
-    assert said["KV"].startswith(f"{format_bytes(setup['kv_bytes'])} = {setup['kv_tokens']:,} tokens in ")
+    assert said["weights"] == show_size(setup["weights_bytes"])
+    assert said["KV"].startswith(f"{show_size(setup['kv_bytes'])} = {setup['kv_tokens']:,} tokens in ")
     assert said["context"].startswith(f"{setup['max_model_len']:,} tokens")
     assert said["model"].startswith("mixtral (native), ")
 

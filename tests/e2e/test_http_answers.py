@@ -357,6 +357,24 @@ def test_the_end_of_a_prompt_is_kept_where_that_is_asked_for(
     assert len(token_ids) <= max(len(expected), kept)
 
 
+def test_an_echo_shows_the_end_of_a_prompt_that_was_kept(server: Frontend, client: OpenAI) -> None:
+    server.engine.script = with_logprobs
+    kept = {"truncate_prompt_tokens": 2}
+    (choice,) = complete(client, prompt="zabc", echo=True, logprobs=2, extra_body=kept).choices
+    assert (choice.text, choice.logprobs.tokens) == ("bcok", ["b", "c", "o", "k"])
+    assert choice.logprobs.text_offset == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(("skips", "text"), [(True, "aok"), (False, "<|user|>aok")])
+def test_an_echo_of_token_ids_shows_special_tokens_where_that_is_asked_for(
+    server: Frontend, client: OpenAI, skips: bool, text: str
+) -> None:
+    server.engine.script = with_logprobs
+    asked = {"skip_special_tokens": skips}
+    (choice,) = complete(client, prompt=[USER, ord("a")], echo=True, extra_body=asked).choices
+    assert choice.text == text
+
+
 def test_a_conversation_is_truncated_as_well(server: Frontend, client: OpenAI) -> None:
     chat(client)
     whole = list(unpack_token_ids(server.engine.of(Generate)[0].token_ids))

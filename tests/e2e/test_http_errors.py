@@ -71,7 +71,21 @@ def test_unknown_models_routes_and_methods(server: Frontend) -> None:
         "/v1/completions does not answer GET, but POST",
     )
     assert got.headers["allow"] == "POST"
-    assert error_of(server.http.get("/health/"), 404)["code"] == "not_found"
+
+
+@pytest.mark.parametrize(
+    ("asked", "meant"),
+    [
+        ("/health/", "/health"),
+        ("//v1/models", "/v1/models"),
+        ("/chat/completions", "/v1/chat/completions"),
+        ("/v1/v1/chat/completions/", "/v1/chat/completions"),
+        ("/models/", "/v1/models"),
+    ],
+)
+def test_a_path_that_is_nearly_right_is_told_the_right_one(server: Frontend, asked: str, meant: str) -> None:
+    error = error_of(server.http.get(str(server.http.base_url).rstrip("/") + asked), 404)
+    assert error["message"] == f"There is no {asked} here, but {meant}"
 
 
 @pytest.mark.parametrize(("path", "status"), [("/v1/nothing", 404), ("/v1/completions", 413)])

@@ -17,6 +17,7 @@ from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.thoughts import ThoughtBudget
 from radix_cache import PrefixCache, StoredBlocks
+from tests.support.cache_invariants import check_invariants
 from tests.support.kv_oracle import KvOracle, Record, mask_of, undisturbed
 
 VOCAB_SIZE = 50
@@ -257,7 +258,7 @@ class Simulation:
 
     def _check_memory(self) -> None:
         for cache, oracle in zip(self.caches, self.oracles, strict=True):
-            cache.check_invariants()
+            check_invariants(cache)
             oracle.check_published()
 
     def _take(self, outputs: list[RequestOutput]) -> None:

@@ -28,6 +28,7 @@ from moeserve.scheduling.beam_search import BeamSearch
 from moeserve.scheduling.request_states import StatePolicy
 from moeserve.scheduling.scheduler import Scheduler
 from radix_cache import PrefixCache
+from tests.support.cache_invariants import check_invariants
 from tests.support.kv_oracle import Cell, KvOracle
 from tests.support.parameters import pairs
 
@@ -187,7 +188,7 @@ class Bench:
             if plans is None:
                 break
         for cache, oracle in zip(self.caches, self.oracles, strict=True):
-            cache.check_invariants()
+            check_invariants(cache)
             oracle.check_published()
 
     def _commit(self) -> None:

@@ -10,6 +10,7 @@ import pytest
 from radix_cache import Miss, MissReason, PrefixCache
 from radix_cache.evictions import EvictionRecord
 from radix_cache.nodes import Node
+from tests.support.cache_invariants import check_invariants
 from tests.support.line_counts import num_lines
 
 SIZE = 4
@@ -24,7 +25,7 @@ def use(cache: PrefixCache, prompt: Sequence[int], namespace: str = "") -> Miss:
     assert cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids)) is not None
     cache.free(cache.publish(lease, tokens, len(tokens)))
     cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
     return miss
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from radix_cache import PUBLIC, BudgetError, PrefixCache
 from radix_cache.victims import HALF_LIFE_S
+from tests.support.cache_invariants import check_invariants
 from tests.support.line_counts import num_lines
 
 
@@ -31,7 +32,7 @@ class Shelf:
             assert self.cache.extend(lease, chunk) is not None
             self.cache.free(self.cache.publish(lease, prompt, stop))
         self.cache.release(lease)
-        self.cache.check_invariants()
+        check_invariants(self.cache)
         return prompt
 
     def kept(self, namespace: str, prompt: array[int]) -> int:
@@ -214,7 +215,7 @@ def test_an_operators_grant_for_pins_takes_nothing_from_the_others() -> None:
     with pytest.raises(BudgetError):
         cache.retentions.pin(shelf[:21], "other")
     assert cache.retentions.pin(shelf[:20], "other") == 20
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.retentions.unpin(shelf[:20], "other")
     assert not cache.retentions.unpin(shelf[:20], "other")
     assert cache.retentions.budget("other")[2:] == (0, 20)

@@ -13,6 +13,7 @@ from moeserve.engine.commands import MAX_WAITING, MAX_WAITING_OF_KEY, CommandQue
 from moeserve.wire import Control, ControlResult
 from radix_cache import PUBLIC, PrefixCache
 from radix_cache.listing import MAX_VISITED_NODES
+from tests.support.cache_invariants import check_invariants
 from tests.support.jobs import finish
 from tests.support.line_counts import num_lines
 
@@ -154,7 +155,7 @@ def test_a_listing_visits_no_run_of_others() -> None:
     assert everything.num_visited == 1407
     assert sum(cache.drop(("a",))) == 6
     assert finish(cache.prefixes(("a",), 10)).num_visited == 0
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_listing_that_is_cut_short_says_so_and_has_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,7 +193,7 @@ def test_a_listing_over_a_cache_that_changes_shows_what_stays_and_nothing_that_i
     listing = finish(job)
     assert {one.serial for one in listing.prefixes} <= serials
     assert len({one.serial for one in listing.prefixes if one.tokens_saved}) >= 20
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_prefixes_that_are_used_again_while_others_are_dropped_stay() -> None:
@@ -204,6 +205,6 @@ def test_prefixes_that_are_used_again_while_others_are_dropped_stay() -> None:
     assert lease.num_cached_tokens == SIZE
     freed += sum(job)
     assert freed == 999
-    cache.check_invariants()
+    check_invariants(cache)
     cache.release(lease)
     assert cache.num_cached == 1

@@ -212,6 +212,32 @@ def test_what_is_no_json_number_or_string_is_refused(dialect: str, field: bytes,
     assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    ("body", "fault"),
+    [
+        (b" \n", "it is empty"),
+        (b'{"model"', "input data was truncated"),
+        (b"{} {}", "trailing characters (byte 4)"),
+        (b'{"model": "caf\xe9"}', "byte 14 is no UTF-8"),
+        ("{}".encode("utf-16"), "byte 0 is no UTF-8"),
+        (b'{"model": "cut \\ud83d"}', "a \\u escape is half of a surrogate pair"),
+        (b'{"model": "\\ude00 cut"}', "a \\u escape is half of a surrogate pair"),
+        (b'{"model": "\\ud83d\\ude00" "x"}', "expected ',' or '}' (byte 25)"),
+    ],
+    ids=range(8),
+)
+def test_the_fault_of_a_body_that_is_no_json_is_named(dialect: str, body: bytes, fault: str) -> None:
+    with pytest.raises(ApiError) as caught:
+        PARSERS[dialect](body, FACTS)
+    error = caught.value
+    assert (error.code, error.message) == ("invalid_json", f"The body is not valid JSON in UTF-8: {fault}")
+
+
+def test_a_byte_order_mark_before_a_body_is_passed_over(dialect: str) -> None:
+    body = json.dumps(BASE[dialect]).encode()
+    assert PARSERS[dialect](b"\xef\xbb\xbf" + body, FACTS) == PARSERS[dialect](body, FACTS)
+
+
 BODIES = {"chat": chat.ChatBody, "completions": completions.CompletionBody}
 
 
@@ -236,6 +262,10 @@ def test_what_would_change_the_answer_is_refused_by_name(dialect: str, field: st
         ("suffix", None),
         ("use_beam_search", False),
         ("skip_special_tokens", True),
+        ("bad_words", []),
+        ("typical_p", 1.0),
+        ("mirostat", 0),
+        ("include_reasoning", True),
     ],
 )
 def test_asking_for_nothing_is_no_reason_to_refuse(dialect: str, field: str, value: Any) -> None:

@@ -23,7 +23,7 @@ from moeserve.frontend.relay.answer import Answer, OutputText
 from moeserve.frontend.text import TextTokenizer, decode_prompt
 from moeserve.plan import FinishReason, SamplingParams, TokenLogprobs
 from moeserve.wire import Output, unpack_token_ids
-from tests.support.tiny_model import END, byte_tokenizer
+from tests.support.tiny_model import BOS, END, byte_tokenizer
 
 TOKENIZER = TextTokenizer(byte_tokenizer())
 
@@ -103,6 +103,19 @@ def request(**changes: object) -> GenerateRequest:
 def showing(asked: GenerateRequest, prompt: list[int]) -> Answer:
     """An answer that shows its only prompt."""
     return Answer(asked, [prompt], TOKENIZER, prompt_texts=[decode_prompt(TOKENIZER, prompt)])
+
+
+def test_offsets_of_a_prompts_tokens_are_places_in_the_text_that_came() -> None:
+    special = TOKENIZER.special_token_ids
+    text = "<|user|>hé<|end|>"
+    begun = [BOS, *TOKENIZER.encode(text)]  # as a tokenizer that puts its own token before each text
+    decoded = decode_prompt(TOKENIZER, begun, special, text)
+    assert decoded.text == text
+    assert list(decoded.offsets) == [0, 0, 8, 9, 9, 10]
+    assert decode_prompt(TOKENIZER, begun).text == "hé"
+    assert decode_prompt(TOKENIZER, begun, special).text == f"<|bos|>{text}"
+    # A tokenizer that changes the text: no place is beyond its end.
+    assert list(decode_prompt(TOKENIZER, list(b"abc"), special, "AB").offsets) == [0, 1, 2]
 
 
 def test_a_prompt_that_leaves_no_token_is_told_with_both_counts() -> None:

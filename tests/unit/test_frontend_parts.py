@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 from starlette.requests import Request
+from structlog.testing import capture_logs
 
-from moeserve.frontend.errors import ApiError, context_length_exceeded, unavailable
+from moeserve.frontend.errors import ApiError, context_length_exceeded, invalid, unavailable
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.route import RouteTable
 from moeserve.frontend.routes.service import ExpertRoutes
 from moeserve.wire import Stats
 
@@ -52,6 +55,25 @@ def test_metrics_show_the_engines_newest_counters() -> None:
         assert line in text.splitlines()
 
 
+def test_the_log_line_of_a_refused_request_tells_its_code_and_its_field_but_no_text() -> None:
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        raise invalid("secret", "messages[0].content.secret", "unsupported_parameter")
+
+    async def receive() -> Any:
+        return {"type": "http.request", "body": b""}
+
+    async def send(message: Any) -> None:
+        pass
+
+    boundary = RequestBoundary(refuse, Metrics(), RouteTable(()))
+    scope = {"type": "http", "path": "/v1/secret", "headers": [], "method": "POST"}
+    with capture_logs() as lines:
+        asyncio.run(boundary(scope, receive, send))
+    (line,) = lines
+    assert (line["status"], line["error"], line["field"]) == (400, "unsupported_parameter", "messages")
+    assert "secret" not in str(line)
+
+
 def test_names_that_clients_make_up_do_not_become_labels() -> None:
     metrics = Metrics()
     metrics.count_ignored(["user", "x1", "x2"])
@@ -85,6 +107,8 @@ _COUNTING = """
 import sys
 from pathlib import Path
 from moeserve.frontend.metrics import Metrics
+from moeserve.frontend.middleware import RequestBoundary
+from moeserve.frontend.route import RouteTable
 
 metrics = Metrics(lambda: 2, shared=Path(sys.argv[1]))
 metrics.count_response("/v1/completions", 200)

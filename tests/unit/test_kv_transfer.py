@@ -12,6 +12,7 @@ from moeserve.kv_transfer import KvTicket, TicketOffice, parse_kv_transfer, read
 from moeserve.plan import FinishReason, Request, SamplingParams
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult, KvFetches, KvOffers
 from radix_cache import PrefixCache
+from tests.support.cache_invariants import check_invariants
 from tests.support.parameters import first
 from tests.support.scheduler_simulation import Simulation
 
@@ -135,12 +136,12 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
                     waiting.remove(request)
         open_jobs += fetches.take_jobs()
         assert set(fetches.waiting) == set(waiting)
-        cache.check_invariants()
+        check_invariants(cache)
     for request in waiting[:]:
         assert fetches.leave(request)
     for job in open_jobs:
         assert fetches.end(FetchResult(job, 0, 0.1)) == []
-    cache.check_invariants()
+    check_invariants(cache)
     assert (cache.num_leased, cache.num_in_copy) == (0, 0)
 
 
@@ -280,7 +281,7 @@ def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: in
         for record in before:
             if record.request.finished:
                 record.finish_reason = FinishReason.LATE
-        simulation.cache.check_invariants()
+        check_invariants(simulation.cache)
     for record in simulation.records.values():
         if (ticket := record.request.offered) is not None and (blocks := offers.blocks(ticket.request_id)) is not None:
             assert len(blocks) == ticket.num_blocks

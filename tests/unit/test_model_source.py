@@ -96,9 +96,19 @@ def test_a_broken_index_is_refused(folder: Path) -> None:
     assert "is not an index" in refusal(str(folder))
 
 
-def test_a_revision_of_a_folder_or_of_the_demo_is_refused(folder: Path) -> None:
+@pytest.mark.parametrize("model", [None, "demo", "demo-split"])
+def test_a_revision_of_a_demo_is_refused(model: str | None) -> None:
+    assert "but not of the demo model" in refusal(model, revision="v1")
+
+
+def test_a_revision_of_a_folder_is_refused(folder: Path) -> None:
     assert "revision" in refusal(str(folder), revision="v1")
-    assert "demo" in refusal(None, revision="v1")
+
+
+def test_a_folder_that_has_the_name_of_a_demo_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "demo has no config.json" in refusal("demo")
 
 
 def test_importing_the_resolver_imports_neither_torch_nor_hub() -> None:

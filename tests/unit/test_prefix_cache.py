@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix_cache import InvariantError, Lease, LeaseError, PrefixCache
+from tests.support.cache_invariants import check_invariants
 
 SIZE = 4
 
@@ -72,7 +73,7 @@ def test_tokens_of_another_width_are_refused() -> None:
     cache = PrefixCache(8, SIZE)
     with pytest.raises(ValueError, match="typecode 'q'"):
         cache.match(array("q", range(8)))
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_blocks_become_matchable_only_once_published() -> None:
@@ -95,7 +96,7 @@ def test_publish_of_what_is_not_there_raises_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="2 blocks"):
         cache.publish(lease, tokens(12), 12)
     assert lease.num_published_tokens == 0
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_late_publish_of_fewer_tokens_does_nothing() -> None:
@@ -150,7 +151,7 @@ def test_extend_returns_none_and_changes_nothing_when_impossible() -> None:
         cache.extend(lease, -1)
     cache.release(holder)
     assert cache.extend(lease, 2) is not None
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_leased_prefix_survives_any_pressure() -> None:
@@ -185,7 +186,7 @@ def test_released_lease_raises_on_every_use() -> None:
     ):
         with pytest.raises(LeaseError):
             use()
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_lease_of_another_cache_raises() -> None:
@@ -200,7 +201,7 @@ def test_release_drops_published_blocks_beyond_keep_tokens(keep: int | None, cac
     cache.release(run(cache, tokens(14)), keep)
     assert (cache.num_cached, cache.num_free) == (cached, 8 - cached)
     assert cache.peek(tokens(20)) == cached * SIZE
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_release_does_not_drop_what_another_lease_holds() -> None:
@@ -232,7 +233,7 @@ def test_without_caching_nothing_is_shared_or_kept() -> None:
     assert cache.publish(lease, tokens(9), 9) == []
     assert cache.advance(lease, tokens(9)) == 0
     assert cache.match(tokens(9)).num_cached_tokens == 0
-    cache.check_invariants()
+    check_invariants(cache)
     cache.release(lease)
     assert (cache.num_free, cache.num_cached) == (8, 0)
 
@@ -241,7 +242,7 @@ def test_many_short_namespaces_leave_nothing_behind() -> None:
     cache = PrefixCache(4, SIZE)
     for number in range(200):
         remember(cache, tokens(8), f"tenant-{number}")
-    cache.check_invariants()
+    check_invariants(cache)
     assert len(cache._tree.roots) <= 4
     assert cache._tree.num_nodes <= 8
     assert len(cache._tree.victims.num_blocks()) <= 4
@@ -290,10 +291,10 @@ def test_check_invariants_notices_corruption(corrupt: Callable[[PrefixCache, Lea
     lease = cache.match(tokens(9))
     cache.extend(lease, 3)
     cache.publish(lease, tokens(9), 8)
-    cache.check_invariants()
+    check_invariants(cache)
     corrupt(cache, lease)
     with pytest.raises(InvariantError):
-        cache.check_invariants()
+        check_invariants(cache)
 
 
 @pytest.mark.parametrize("counter", ["_num_private_blocks", "_tree.num_blocks", "_allocator._num_free"])
@@ -333,7 +334,7 @@ def test_publish_returns_duplicates_which_stay_taken_until_freed() -> None:
     assert cache.publish(second, tokens(9), 8) == own[:2]
     assert second.block_ids.tolist() == [*ids[:2], own[2]]
     assert (cache.num_free, cache.num_duplicates, cache.num_leased) == (2, 2, 4)
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.extend(first, 3) is None
     cache.free(own[:2])
     assert (cache.num_free, cache.num_duplicates) == (4, 0)
@@ -354,7 +355,7 @@ def test_free_takes_each_duplicate_once_and_nothing_else() -> None:
     cache.free(own)
     with pytest.raises(ValueError, match="not all of"):
         cache.free(own)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_advance_adopts_published_blocks_in_place_of_own_ones() -> None:
@@ -369,7 +370,7 @@ def test_advance_adopts_published_blocks_in_place_of_own_ones() -> None:
     assert second.block_ids.tolist() == ids[:3]
     assert second.num_cached_tokens == second.num_published_tokens == 12
     assert cache.num_free == 12
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_advance_keeps_own_blocks_behind_the_adopted_ones() -> None:
@@ -381,7 +382,7 @@ def test_advance_keeps_own_blocks_behind_the_adopted_ones() -> None:
     cache.publish(first, tokens(14), 4)
     assert cache.advance(second, tokens(14)) == 4
     assert second.block_ids.tolist() == [ids[0], *own[1:]]
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_agents_arriving_together_compute_their_shared_prompt_once() -> None:
@@ -396,7 +397,7 @@ def test_agents_arriving_together_compute_their_shared_prompt_once() -> None:
     assert cache.num_leased == 8
     for lease in leases:
         cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @given(st.data())
@@ -418,7 +419,7 @@ def test_continuations_are_texts_that_followed_in_the_own_or_the_public_namespac
     if any(other[:end] == text and other[end:] for other in cached[name]) and not cached["public"]:
         assert found
     cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_continuation_is_the_one_that_was_released_last() -> None:
@@ -443,7 +444,7 @@ def test_a_fork_shares_published_blocks_and_gets_a_copy_of_the_others() -> None:
     cache.release(lease)
     assert cache.num_leased == 3
     cache.release(fork.lease)
-    cache.check_invariants()
+    check_invariants(cache)
     assert (cache.num_leased, cache.num_cached) == (0, 2)
 
 
@@ -451,7 +452,7 @@ def test_a_fork_without_memory_for_its_copies_changes_nothing() -> None:
     cache = PrefixCache(3, SIZE)
     lease = run(cache, tokens(10))
     assert cache.fork(lease, 10) is None
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.num_leased == 3
     cache.release(lease)
     with pytest.raises(LeaseError):

@@ -11,6 +11,7 @@ import pytest
 
 from radix_cache import PUBLIC, Lease, MissReason, PrefixCache, Snapshot
 from radix_cache.errors import InvariantError
+from tests.support.cache_invariants import check_invariants
 
 SIZE = 4
 TALK = list(range(100, 140))
@@ -30,7 +31,7 @@ def prefill(cache: PrefixCache, tokens: list[int], saves: list[int], namespace: 
         if row is not None:
             cache.keep_snapshot(lease, row, position)
     cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
     return cached
 
 
@@ -73,7 +74,7 @@ def test_identical_prompts_go_on_from_the_same_snapshot_at_once() -> None:
     assert len({cache.begin_load(lease) for lease in leases}) == 1
     assert cache.take_snapshot(leases[0], 20) is None
     for lease in leases:
-        cache.check_invariants()
+        check_invariants(cache)
         cache.release(lease)
     assert cache.snapshots.num_used == 3
 
@@ -186,7 +187,7 @@ def test_tokens_that_are_not_kept_take_their_snapshots_along() -> None:
         cache.publish(lease, ids, position)
         cache.keep_snapshot(lease, row, position)
     cache.release(lease, 12)
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.snapshots.num_cached == 1
     assert cache.peek(ids) == 8
 
@@ -255,7 +256,7 @@ def test_a_snapshot_of_no_use_can_be_given_up_but_not_one_that_was_used() -> Non
     cache.drop_unused(snapshot)
     assert snapshot.node is None
     cache.drop_unused(snapshot)
-    cache.check_invariants()
+    check_invariants(cache)
     assert prefill(cache, TALK[:20], [16]) == 0
     assert prefill(cache, TALK[:20], [16]) == 16
     (kept,) = (s for s in walk(cache).values())
@@ -284,7 +285,7 @@ def test_a_public_prefix_that_is_evicted_meanwhile_becomes_the_requests_own() ->
     cache.free(cache.publish(lease, ids, 20))
     cache.drop_row(row)
     cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.num_cached == 5
 
 
@@ -530,7 +531,7 @@ class World:
         self.follow_blocks()
 
     def check(self) -> None:
-        self.cache.check_invariants()
+        check_invariants(self.cache)
         found = {key: (s.row, s.worth, s.pins, s.uses, s.is_superseded) for key, s in walk(self.cache).items()}
         assert found == {key: (k.row, k.worth, k.pins, k.uses, k.superseded) for key, k in self.kept.items()}
         assert self.cache.snapshots.num_free == len(self.free)
@@ -591,7 +592,7 @@ def test_a_victim_that_has_become_worth_more_keeps_its_place_in_a_queue_that_is_
     for _ in range(num_uses):
         cache.release(cache.match(array("i", [1] * 40)))
     prefill(cache, [2] * 40, [36])
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.long

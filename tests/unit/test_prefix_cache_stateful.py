@@ -17,6 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from radix_cache import BudgetError, Lease, LeaseError, PrefixCache, account_of
 from radix_cache.victims import HALF_LIFE_S
+from tests.support.cache_invariants import check_invariants
 from tests.support.examples import examples
 
 NAMESPACES = ("", "a", "a/x", "b")
@@ -410,7 +411,7 @@ class World:
 
     def check(self) -> None:
         cache, pinned = self.cache, len(self.protected())
-        cache.check_invariants()
+        check_invariants(cache)
         private = sum(len(one.lease.block_ids) - one.lease.num_published_tokens // self.size for one in self.running)
         assert cache.num_free == len(self.free)
         assert cache.num_cached == len(self.entries) - pinned

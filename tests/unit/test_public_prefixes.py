@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 
 from radix_cache import APART, PUBLIC, BudgetError, Lease, MissReason, PrefixCache
+from tests.support.cache_invariants import check_invariants
 from tests.support.jobs import finish
 from tests.support.parameters import first
 
@@ -22,10 +23,10 @@ def use(cache: PrefixCache, prompt: Sequence[int], namespace: str) -> int:
     lease = cache.match(tokens, namespace)
     assert cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids)) is not None
     cache.free(cache.publish(lease, tokens, len(tokens)))
-    cache.check_invariants()
+    check_invariants(cache)
     cached = lease.num_cached_tokens
     cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
     return cached
 
 
@@ -89,7 +90,7 @@ def test_public_blocks_are_charged_to_nobody_elses_budget() -> None:
     cache.retain(lease, 16, 60.0)
     assert cache.retentions.budget("b") == (6, 0, 0, 6)
     cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 @pytest.mark.slow
@@ -160,10 +161,10 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
             name, before = draw.choice(names), num_public_blocks()
             sum(cache.drop((name,)))
             assert name == PUBLIC or num_public_blocks() == before
-        cache.check_invariants()
+        check_invariants(cache)
     assert num_foreign > 20
     for lease, _, _ in running:
         cache.release(lease)
     cache.reset()
-    cache.check_invariants()
+    check_invariants(cache)
     assert cache.num_free == cache.num_blocks

@@ -7,6 +7,7 @@ from array import array
 import pytest
 
 from radix_cache import BudgetError, Lease, PrefixCache
+from tests.support.cache_invariants import check_invariants
 from tests.support.jobs import finish
 
 SIZE = 4
@@ -42,7 +43,7 @@ def test_a_refused_pin_changes_nothing_not_even_which_retention_gives_way_first(
     assert (caught.value.num_wanted, caught.value.num_free) == (4, 3)
     retain(cache, third, 10)
     assert retained(cache) == {(1, 10), (2, 10)}
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_pin_that_is_there_is_not_refused_when_the_budget_has_shrunk() -> None:
@@ -74,7 +75,7 @@ def test_of_two_retentions_that_meet_the_newer_place_in_the_order_and_the_later_
     assert retained(cache) == {(0, 9.0), (2, 3.0)}
     for lease in held:
         cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_prefix_is_as_recent_as_whatever_goes_on_from_it() -> None:

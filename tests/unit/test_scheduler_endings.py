@@ -10,6 +10,7 @@ from itertools import count
 import pytest
 
 from moeserve.plan import ChunkResult, FinishReason, Request, SamplingParams, StepPlan, StepResult
+from tests.support.cache_invariants import check_invariants
 from tests.support.kv_oracle import Record
 from tests.support.parameters import first
 from tests.support.scheduler_simulation import Simulation
@@ -63,7 +64,7 @@ def test_a_request_can_end_at_every_step(how: str, depth: int) -> None:
                     simulation.abort(victim)
                 else:
                     simulation.finish(victim, len(record.output) // 2)
-            simulation.cache.check_invariants()
+            check_invariants(simulation.cache)
             assert record.finish_reason == (ended or (FinishReason.ABORT if how == "abort" else FinishReason.STOP))
             if depth == 0:
                 assert record.request.lease is None

@@ -16,6 +16,7 @@ from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.request_states import StatePolicy
 from radix_cache import Kind, PrefixCache, Retention, StoredBlock, StoredBlocks, Tier
 from radix_cache.block_copies import border_name
+from tests.support.cache_invariants import check_invariants
 from tests.support.examples import examples
 from tests.support.kv_life import Disk, Life, ask, stored
 from tests.support.scheduler_simulation import VOCAB_SIZE, Simulation
@@ -288,7 +289,7 @@ def test_blocks_that_are_not_kept_in_memory_are_not_kept_on_disk(keep: int) -> N
     for copy in cache.lower.take(16):
         cache.end_store(copy, 100, 0.0)
     assert len(cache.lower.stored) == keep // SIZE
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_load_that_does_not_end_stalls_nobody() -> None:
@@ -394,7 +395,7 @@ def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to
     jobs = life.scheduler.waiting.take_copies(0.0)
     assert any(copy.kind is not Kind.KV for job in jobs for copy in job.copies)
     life.cache.reset()
-    life.cache.check_invariants()
+    check_invariants(life.cache)
     ask(life, "b", list(range(40, 15, -1)))
     for _ in range(4):
         Simulation.step(life)
@@ -416,7 +417,7 @@ def test_an_abort_while_a_border_is_read_frees_it_only_after_the_reading() -> No
     second.abort("b")
     assert second.cache.windows is not None
     assert (second.cache.windows.num_lent_alone, second.cache.snapshots.num_written) == (2, 1)
-    second.cache.check_invariants()
+    check_invariants(second.cache)
     second.end(job)
     assert (second.cache.windows.num_lent, second.cache.snapshots.num_written) == (0, 0)
     second.check_all_done()
@@ -558,7 +559,7 @@ class History:
             ask(life, str(number), prompt, max_tokens=1 + choices.randrange(12), namespace=namespace)
             for _ in range(choices.randrange(6)):
                 life.step()
-                life.cache.check_invariants()
+                check_invariants(life.cache)
             tokens = array("i", prompt)
             match choices.randrange(16):
                 case 0:
@@ -584,7 +585,7 @@ class History:
                 case 10:
                     for cache in life.caches:
                         cache.place(tokens, namespace, choices.choice([0.0, 2.0, 100.0]))
-            life.cache.check_invariants()
+            check_invariants(life.cache)
 
 
 HISTORIES = st.builds(

@@ -13,6 +13,7 @@ from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling import tool_waits
 from moeserve.scheduling.tool_waits import ToolWaits, best_keep_s, return_rate
 from radix_cache import PrefixCache
+from tests.support.cache_invariants import check_invariants
 from tests.support.kv_life import Disk, Life, ask
 
 SIZE = 4
@@ -71,7 +72,7 @@ class Conversations:
         self.waits.note_end(request, self.now, is_whole=True)
         self.waits.begin(request.request_id, [tool], self.now)
         self.wait(after_s)
-        self.cache.check_invariants()
+        check_invariants(self.cache)
 
     def compute(self, tokens: list[int], namespace: str = "key") -> None:
         """Cache a prefix."""

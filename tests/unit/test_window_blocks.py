@@ -10,6 +10,7 @@ import pytest
 
 from radix_cache import BudgetError, Lease, MissReason, PrefixCache
 from radix_cache.window_blocks import AT_END, INSIDE, RETAINED, blocks_before, least_window_blocks
+from tests.support.cache_invariants import check_invariants
 
 SIZE, WINDOW, SPAN = 4, 9, 2
 
@@ -38,7 +39,7 @@ def use(cache: PrefixCache, ids: array[int], namespace: str = "") -> int:
     num_cached = lease.num_cached_tokens
     compute(cache, lease, ids)
     cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
     return num_cached
 
 
@@ -82,7 +83,7 @@ def test_without_caching_a_block_behind_the_window_is_free_at_once() -> None:
     assert windows is not None
     compute(cache, lease, tokens(41))
     assert (windows.num_held, windows.num_cached, windows.num_free) == (SPAN + 1, 0, 40 - SPAN - 1)
-    cache.check_invariants()
+    check_invariants(cache)
     cache.release(lease)
     assert windows.num_free == 40
 
@@ -101,7 +102,7 @@ def test_a_match_ends_at_the_last_boundary_with_a_complete_window() -> None:
         assert lease.num_known_tokens == 40
         assert cache.explain(lease, tokens(41)).reason is MissReason.NO_WINDOW
         cache.release(lease)
-        cache.check_invariants()
+        check_invariants(cache)
 
 
 def test_window_blocks_inside_a_run_go_before_those_at_its_end() -> None:
@@ -174,13 +175,13 @@ def test_two_requests_that_compute_the_same_share_a_window_block_in_the_end() ->
         cache.extend(lease, 5)
         duplicates += cache.publish(lease, ids, 17)
     assert len(duplicates) == 4
-    cache.check_invariants()
+    check_invariants(cache)
     cache.free(duplicates)
     assert windows.num_free + windows.num_cached + windows.num_held == 40
     assert windows.num_cached + windows.num_held == 4 + 2
     for lease in leases:
         cache.release(lease)
-    cache.check_invariants()
+    check_invariants(cache)
 
 
 def test_a_block_in_the_tree_without_a_window_block_takes_that_of_its_duplicate() -> None:
@@ -346,7 +347,7 @@ class World:
         self.forget_what_left_the_tree()
 
     def check(self) -> None:
-        self.cache.check_invariants()
+        check_invariants(self.cache)
         windows = self.cache.windows
         assert windows is not None
         there = {self.place(key) for key in self.queue}

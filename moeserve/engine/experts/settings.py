@@ -14,10 +14,13 @@ from moeserve.config import ConfigError, ServeConfig
 from moeserve.model.spec import ModelSpec
 
 
-def check_expert_memory(config: ServeConfig) -> None:
-    """Raise ConfigError, one sentence, for settings of the expert memory that contradict each other."""
-    if config.expert_policy == "static" and config.expert_statistics is None:
-        raise ConfigError("--expert-policy static needs --expert-statistics with a file to learn from.")
+def check_experts(config: ServeConfig) -> None:
+    """Raise ConfigError, one sentence, for settings of the experts that contradict each other."""
+    if config.expert_statistics is None:
+        for setting, values in (("placement", LEARNT), ("expert_policy", ("static",))):
+            if (value := getattr(config, setting)) in values:
+                flag = "--" + setting.replace("_", "-")
+                raise ConfigError(f"{flag} {value} needs --expert-statistics with a file to learn from.")
     if config.expert_policy == "affinity" and config.expert_prefetch != "affinity":
         raise ConfigError("--expert-policy affinity goes by what prefetching learns: use --expert-prefetch affinity.")
 
@@ -50,7 +53,7 @@ def read_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics |
     it is missing or cannot be used.
     """
     if config.placement in LEARNT:
-        return needed_statistics(directory, config, f"--placement {config.placement}")
+        return _needed_statistics(directory, config)
     if config.expert_statistics is None:
         return None
     path = Path(config.expert_statistics)
@@ -81,13 +84,9 @@ def goes_by_statistics(config: ServeConfig) -> bool:
     return config.placement in LEARNT or config.num_redundant_experts > 0 or config.expert_policy == "static"
 
 
-def needed_statistics(directory: Path, config: ServeConfig, needed_by: str) -> RoutingStatistics:
-    """Read the statistics of earlier runs of this model. needed_by: the setting that asks for them, for messages.
-
-    Raise ConfigError, one sentence, without a file or for a file that cannot be used.
-    """
-    if config.expert_statistics is None:
-        raise ConfigError(f"{needed_by} needs --expert-statistics with a file to learn from.")
+def _needed_statistics(directory: Path, config: ServeConfig) -> RoutingStatistics:
+    """Read the statistics of earlier runs of this model. Raise ConfigError for a file that cannot be used."""
+    assert config.expert_statistics is not None  # check_experts
     try:
         return load_statistics(Path(config.expert_statistics), statistics_key(directory))
     except StatisticsError as error:
@@ -98,7 +97,7 @@ def measured_load(directory: Path, config: ServeConfig, shape: tuple[int, int]) 
     """Return the load [L, E] of earlier runs for the policy `static`, else None. shape: (L, E). Raise ConfigError."""
     if config.expert_policy != "static":
         return None
-    load = needed_statistics(directory, config, "--expert-policy static").load()
+    load = _needed_statistics(directory, config).load()
     if load.shape != shape:
         raise ConfigError(
             f"The statistics file {config.expert_statistics} is of another shape than the model; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from collections.abc import Collection
 from functools import cache
@@ -15,6 +16,8 @@ from moeserve.frontend.errors import ApiError, invalid, unsupported
 _ABSENT = frozenset({b"null"})
 _OFF = frozenset({b"null", b"false"})
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
+_ZERO = frozenset({b"null", b"0", b"0.0"})
+_ONE = frozenset({b"null", b"1", b"1.0"})
 _LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
 
 # The fields that may be long, in all dialects.
@@ -24,29 +27,43 @@ _CONVERSATIONS = ("messages", "input")
 _NOTHING = msgspec.Raw(b"")
 
 # Fields that would change the answer if they were supported, with the values that ask for nothing. A dialect that has
-# the field reads it; all others refuse it.
+# the field reads it; all others refuse it. Some are other servers' alone: vLLM's, SGLang's and llama.cpp's.
 UNSUPPORTED: dict[str, Collection[bytes]] = {
+    "allowed_token_ids": _EMPTY,
     "audio": _ABSENT,
-    "best_of": {b"null", b"1"},
-    "cache_hit_threshold": {b"null", b"0", b"0.0"},
+    "bad_words": _EMPTY,
+    "best_of": _ONE,
+    "cache_hit_threshold": _ZERO,
     "chat_template": _ABSENT,
     "continue_final_message": _OFF,
+    "custom_logit_processor": _ABSENT,
     "documents": _EMPTY,
+    "dry_multiplier": _ZERO,
     "echo": _OFF,
     "function_call": {b"null", b'"none"'},
     "functions": _EMPTY,
+    "grammar": {b"null", b'""'},
     "guided_whitespace_pattern": _ABSENT,
+    "include_reasoning": {b"null", b"true"},
     "kv_transfer_params": _ABSENT,
     "logits_processors": _EMPTY,
+    "lora_path": _ABSENT,
+    "mirostat": _ZERO,
     "modalities": {b"null", b'["text"]'},
+    "no_repeat_ngram_size": _ZERO,
     "prompt_embeds": _ABSENT,
+    "return_hidden_states": _OFF,
+    "return_tokens_as_token_ids": _OFF,
+    "stop_regex": {b"null", b'""', b"[]"},
     "suffix": {b"null", b'""'},
     "tool_choice": {b"null", b'"none"'},
     "tools": _EMPTY,
     "return_token_ids": _OFF,
     "truncate_prompt_tokens": _ABSENT,
+    "typical_p": _ONE,
     "use_beam_search": _OFF,
     "web_search_options": _ABSENT,
+    "xtc_probability": _ZERO,
 }
 
 # The names that clients know for a budget of thought, vLLM's and llama.cpp's.
@@ -79,6 +96,8 @@ HARMLESS = frozenset(
 )
 
 # A body with fewer commas has no list that `_check_counts` refuses.
+# One of two `\\u` escapes that only together are a character: text cut inside an emoji, for example.
+_HALF_OF_A_PAIR = re.compile(rb"\\u[dD][89abAB]..(?!\\u[dD][c-fC-F])|(?<!\\u[dD][89abAB]..)\\u[dD][c-fC-F]")
 _FEWEST_COUNTED = min(limits.MAX_MESSAGES, limits.MAX_CONTENT_PARTS, limits.MAX_CALLS)
 
 
@@ -95,6 +114,7 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
     if body.count(b",") > limits.MAX_BODY_COMMAS:
         raise invalid(f"The body has more than {limits.MAX_BODY_COMMAS} commas", code="too_many_values")
     try:
+        body = body.removeprefix(codecs.BOM_UTF8)
         body.decode("utf-8")
         _check_sizes(body, expected)
         raw = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
@@ -107,10 +127,22 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
         return msgspec.json.decode(body, type=expected), tuple(sorted(unknown - UNSUPPORTED.keys()))
     except msgspec.ValidationError as error:
         raise _wrong_type(str(error), expected) from None
-    except (msgspec.DecodeError, UnicodeDecodeError):
-        raise invalid("The body is not valid JSON in UTF-8", code="invalid_json") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise invalid(f"The body is not valid JSON in UTF-8: {_fault(body, error)}", code="invalid_json") from None
     except RecursionError:
         raise invalid("The body is nested too deeply", code="invalid_json") from None
+
+
+def _fault(body: bytes, error: Exception) -> str:
+    """Return what is wrong with the text of a body."""
+    if isinstance(error, UnicodeDecodeError):
+        return f"byte {error.start} is no UTF-8"
+    if not body.strip():
+        return "it is empty"
+    if _HALF_OF_A_PAIR.search(body):
+        return "a \\u escape is half of a surrogate pair"
+    reason = str(error).removeprefix("JSON is malformed: ")
+    return reason[:1].lower() + reason[1:]
 
 
 def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:

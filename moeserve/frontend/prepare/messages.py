@@ -196,8 +196,6 @@ def for_answer(request: GenerateRequest) -> GenerateRequest:
         if isinstance(prompt, ChatPrompt):
             last = [{"content": prompt.messages[-1]["content"]}] if prompt.continue_final else []
             prompts.append(replace(prompt, messages=last, tools=(), variables={}, switches={}))
-        elif isinstance(prompt, str):
-            prompts.append(prompt if request.echo else "")
         else:
             prompts.append([])
     tools = tuple(Tool(tool.name, None, tool.parameters) for tool in request.tools)

@@ -42,7 +42,7 @@ from moeserve.frontend.prepare.messages import (
     for_answer,
 )
 from moeserve.frontend.prepare.templates import ChatTemplate, guard_prompt
-from moeserve.frontend.text import PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
+from moeserve.frontend.text import NO_IDS, PieceMemory, PromptText, TextTokenizer, decode_prompt, prompt_tail
 from moeserve.grammars.compiler import GrammarError, error_in, load_tokens
 from moeserve.grammars.schemas import find_error
 from moeserve.plan import CacheWish, SamplingParams
@@ -252,7 +252,9 @@ class Preparer:
                     prompt, token_ids, request.cache, encode, keeps_states=facts.keeps_states
                 )
                 wishes.append(CacheWish(kept, ask.retention_share, request.cache.report, borders, ask.tells_salts))
-        texts = [self._decode(token_ids) for token_ids in prompts] if request.shows_prompts else []
+        texts = []
+        if request.shows_prompts:
+            texts = [self._shown(request, *pair) for pair in zip(request.prompts, prompts, strict=True)]
         if request.prediction and (request.beams is not None or not facts.drafts):
             request = replace(request, prediction="", ignored=tuple(sorted({*request.ignored, "prediction"})))
         prediction = self._predicted(request, facts)
@@ -301,9 +303,15 @@ class Preparer:
             return of_calls(calls, request.output_format)
         return None if request.output_format is None else constraint_of(request.output_format)
 
-    def _decode(self, token_ids: array[int]) -> PromptText:
+    def _shown(
+        self, request: GenerateRequest, prompt: ChatPrompt | str | list[int], token_ids: array[int]
+    ) -> PromptText:
+        """Return the text of a prompt for an answer that shows it: a text as it came, unless only its end is kept."""
         self._watch.enter(Stage.ENCODE, limits.CHARS_PER_TOKEN * len(token_ids))
-        return decode_prompt(self._tokenizer, token_ids)
+        is_text = isinstance(prompt, str)
+        shown = self._tokenizer.special_token_ids if is_text or not request.skip_special_tokens else NO_IDS
+        spoken = prompt if isinstance(prompt, str) and request.truncate is None else None
+        return decode_prompt(self._tokenizer, token_ids, shown, spoken)
 
     def _prefix(self, ask: Ask, body: bytes) -> Prefix:
         kind = chat.PrefixBody if ask.kind == "prefix" else chat.UnpinBody

@@ -393,11 +393,8 @@ class _ShownPrompt:
         self._logprobs: list[TokenLogprobs] = []
         self._num_echoed = request.sampling.logprobs if request.echo and not is_chat else None
         self._num_asked = request.prompt_logprobs
-        self._offsets, text = decoded.offsets, decoded.text
-        if isinstance(spoken, ChatPrompt):
-            text = spoken.continued or ""
-        elif isinstance(spoken, str):
-            text = spoken
+        self._offsets = decoded.offsets
+        text = spoken.continued or "" if isinstance(spoken, ChatPrompt) else decoded.text
         self.echo: str | None = text if request.echo else None
         self.num_chars = len(text) if request.echo and not is_chat else 0
 

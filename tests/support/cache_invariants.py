@@ -1,4 +1,4 @@
-"""The invariants of a RadixTree and the leases on it. Checking them is slow and complete; for tests."""
+"""The invariants of a PrefixCache: its blocks, its tree and the leases on it. Checking them is slow and complete."""
 
 from __future__ import annotations
 
@@ -8,8 +8,30 @@ from collections.abc import Collection, Iterable, Mapping
 
 from radix_cache.errors import require
 from radix_cache.nodes import PUBLIC, Lease, Node, Snapshot
+from radix_cache.prefix_cache import PrefixCache
 from radix_cache.retention import account_of
 from radix_cache.tree import RadixTree
+
+
+def check_invariants(cache: PrefixCache) -> None:
+    """Raise InvariantError unless every block is in exactly one place and all counters agree. O(blocks)."""
+    cache.check_counts()
+    cache._allocator.check_invariants()
+    leases = cache._leases.values()
+    places: dict[str, Collection[int]] = {"in the tree": check_tree(cache._tree, leases)}
+    num_private = 0
+    for lease in leases:
+        private = lease.block_ids[lease.num_published_tokens // cache.block_size :]
+        num_private += len(private)
+        places[f"leased by {lease.number}"] = private
+    places |= {"duplicates": cache._duplicates, "in copy": cache._copies.in_copy()}
+    cache._allocator.check_allocated(check_places(places))
+    require(num_private == cache._num_private_blocks, "the number of unpublished blocks is wrong")
+    require(num_private == cache._tree.victims.num_private(), "an account's unpublished blocks are miscounted")
+    check_snapshots(cache._tree, leases)
+    if cache._windows is not None:
+        held = Counter(block for lease in leases for block in lease.block_ids[lease.first_window :])
+        cache._windows.check(dict(held), cache._duplicates)
 
 
 def check_places(held: Mapping[str, Collection[int]]) -> set[int]:
