@@ -79,10 +79,6 @@ def expected_index(spec: DecoderSpec, dtype: str) -> dict[str, TensorInfo]:
     return index
 
 
-def checkpoint_bytes(index: Mapping[str, TensorInfo]) -> int:
-    return sum(info.num_bytes for info in index.values())
-
-
 def _count(tensors: Mapping[str, TensorRef]) -> int:
     return sum(prod(ref.shape) for ref in tensors.values())
 

@@ -57,3 +57,10 @@ def test_the_limits_name_every_refused_field_and_every_model_type():
     text = (ROOT / "docs" / "limits.md").read_text()
     names = [*UNSUPPORTED, *supported_model_types()]
     assert [name for name in names if f"`{name}`" not in text] == []
+
+
+def test_the_document_of_the_log_names_every_event():
+    sources = [source for package in ("launcher", "moeserve", "experts") for source in (ROOT / package).rglob("*.py")]
+    events = {name for source in sources for name in re.findall(r'\blog\.\w+\(\s*"([a-z_]+)"', source.read_text())}
+    text = (ROOT / "docs" / "logs.md").read_text()
+    assert [event for event in sorted(events) if f"`{event}`" not in text] == []
