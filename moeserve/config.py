@@ -192,7 +192,7 @@ class ServeConfig:
     )
     combine_dtype: str = _experts(
         "float32",
-        "Of a row's parts on their way home from other ranks; bfloat16 halves these bytes and rounds the parts, which "
+        "Dtype of a row's parts on their way home from other ranks; bfloat16 halves these bytes and rounds the parts, which "
         "are added in float32.",
         choices=("float32", "bfloat16"),
     )

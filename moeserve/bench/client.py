@@ -7,6 +7,7 @@ protocol on the bare transport, the C parser, one append per piece. The pieces a
 from __future__ import annotations
 
 import asyncio
+import os
 import ssl
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -275,7 +276,8 @@ async def exchange(
     except TimeoutError:
         raise ExchangeError(f"no whole answer within {timeout_s:g} s") from None
     except OSError as error:
-        raise ExchangeError(f"cannot connect to {endpoint.authority}: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno is not None and error.errno > 0 else str(error)
+        raise ExchangeError(f"cannot connect to {endpoint.authority}: {reason}") from error
     finally:
         protocol.done.cancel()  # If the caller has stopped waiting, it never reads the error that follows.
         if transport is not None:
