@@ -1,4 +1,4 @@
-"""`moeserve doctor`: what a model is, what of it fits into this machine, and what the machine is."""
+"""`moeserve doctor`: describe a model, the ways of serving it that fit into this machine, and the machine."""
 
 from __future__ import annotations
 

@@ -382,7 +382,7 @@ class Chunk:
     is discarded, with all that the chunk has computed.
 
     `drawn_by` is set if the previous plan is still in flight: the chunk has one token, which is number `drawn_by` among
-    the tokens that that plan will sample, and `token_ids` holds a zero in its place.
+    the tokens that the earlier plan will sample, and `token_ids` holds a zero in its place.
 
     `first_angle`: the row of position 0 in the table of rotary angles; not 0 for a request that has outgrown the
     context beyond which its model uses other angles (`moeserve.model.rope`).
