@@ -192,8 +192,8 @@ class ServeConfig:
     )
     combine_dtype: str = _experts(
         "float32",
-        "Dtype of a row's parts on their way home from other ranks; bfloat16 halves these bytes and rounds the parts, which "
-        "are added in float32.",
+        "Dtype of a row's parts on their way home from other ranks; bfloat16 halves these bytes and rounds the parts, "
+        "which are added in float32.",
         choices=("float32", "bfloat16"),
     )
     placement: str = _experts(

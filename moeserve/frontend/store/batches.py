@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 import secrets
 from collections.abc import Collection
@@ -237,7 +238,7 @@ class BatchLine:
 def read_line(number: int, line: bytes, seen: set[str]) -> BatchLine:
     """Return a line as a request, and add its `custom_id` to those seen."""
     try:
-        entry = msgspec.json.decode(line, type=dict[str, Any])
+        entry = msgspec.json.decode(line.removeprefix(codecs.BOM_UTF8), type=dict[str, Any])
         custom_id, path, body = entry.get("custom_id"), entry.get("url"), entry.get("body")
         if not isinstance(custom_id, str) or not custom_id:
             raise ValueError("`custom_id` must be a text")
@@ -251,7 +252,10 @@ def read_line(number: int, line: bytes, seen: set[str]) -> BatchLine:
             raise ValueError("`body` must be an object")
         if body.get("stream"):
             raise ValueError("`stream` is for one answer, not for a batch")
-    except (ValueError, RecursionError) as error:  # msgspec's errors are ValueErrors
+    except (UnicodeDecodeError, RecursionError) as error:
+        fault = "nested too deeply" if isinstance(error, RecursionError) else "no UTF-8"
+        return BatchLine(number, problem=f"line {number} is {fault}")
+    except ValueError as error:  # msgspec's errors are ValueErrors
         return BatchLine(number, problem=f"line {number}: {error}")
     seen.add(custom_id)
     return BatchLine(number, custom_id, path, msgspec.json.encode(body))
