@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from itertools import pairwise
@@ -41,6 +42,12 @@ _SETTINGS = (
     "enforce_eager",
     "max_num_seqs",
     "state_cache_memory",
+    "enable_prefix_caching",
+    "kv_host_memory",
+    "kv_disk_path",
+    "kv_disk_size",
+    "kv_disk_age",
+    "kv_overflow",
     "expert_memory",
     "expert_store_dir",
 )
@@ -304,17 +311,39 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
     if setup.state_bytes:
         counts = f"{setup.num_state_slots:,} requests at once, {setup.num_snapshots:,} snapshots"
         yield f"    states    {format_bytes(setup.state_bytes)} = {counts}"
+    if setup.kv_host_bytes:
+        yield f"    host      {format_bytes(setup.kv_host_bytes)} of its memory for KV that leaves the GPU"
     if setup.expert_file_bytes:
-        root, free = _expert_disk(setup)
+        root = _root_of(setup, "--expert-store-dir", cache_root() / "experts")
         taken = f"{format_bytes(setup.expert_file_bytes)} for the expert file, written at the first start"
-        yield f"    disk      {taken}; {root} has {format_bytes(free)} free"
+        yield f"    disk      {taken}; {root} has {format_bytes(_free_below(root))} free"
+    if setup.kv_disk_bytes:
+        yield f"    disk      {_said_of_kv_disk(setup)}"
     if setup.tokens_per_second is not None:
         yield f"    speed     at most {setup.tokens_per_second:,.1f} tokens/s for one request, as memory is read"
 
 
-def _expert_disk(setup: Setup) -> tuple[Path, int]:
-    """Return the folder of the expert file, and the bytes that are free there."""
-    named = dict(pairwise(setup.flags)).get("--expert-store-dir")
-    root = (cache_root() / "experts" if named is None else Path(named).expanduser()).absolute()
-    existing = next(folder for folder in (root, *root.parents) if folder.exists())
-    return root, shutil.disk_usage(existing).free
+def _said_of_kv_disk(setup: Setup) -> str:
+    """Say how much KV there may be on disk, and whether the disk has room for it."""
+    from moeserve.engine.kv_disk.files import is_root, scan
+
+    root, size = _root_of(setup, "--kv-disk-path", cache_root()), setup.kv_disk_bytes
+    used = sum(block.num_bytes for block in scan(root, time.time())) if is_root(root) else 0
+    free = _free_below(root)
+    # A state or a window is written for some prefixes alone, so tokens are not known beside them.
+    knows_tokens = not (setup.state_bytes or setup.num_window_blocks)
+    tokens = f" = about {size * setup.kv_tokens // setup.kv_bytes:,} tokens" if knows_tokens and setup.kv_bytes else ""
+    there = f" beside {format_bytes(used)} of KV that is there" if used else ""
+    lacks = "" if used + free >= size else ", too little: what finds no room is not kept"
+    return f"at most {format_bytes(size)} of KV{tokens}; {root} has {format_bytes(free)} free{there}{lacks}"
+
+
+def _root_of(setup: Setup, flag: str, default: Path) -> Path:
+    """Return the folder that a flag of a setup names."""
+    named = dict(pairwise(setup.flags)).get(flag)
+    return (default if named is None else Path(named).expanduser()).absolute()
+
+
+def _free_below(root: Path) -> int:
+    """Return the bytes that are free where a folder is, or will be."""
+    return shutil.disk_usage(next(folder for folder in (root, *root.parents) if folder.exists())).free

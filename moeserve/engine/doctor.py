@@ -16,10 +16,12 @@ import torch
 
 from experts.memory.file import round_to_page
 from moeserve.config import ConfigError, ServeConfig, flag_name
-from moeserve.device import RESERVE_BYTES, kv_memory, refuse_gpu_settings, share_kv, step_budget
+from moeserve.device import RESERVE_BYTES, KvBudget, kv_memory, refuse_gpu_settings, share_kv, step_budget
+from moeserve.engine.kv_disk.files import disk_root, why_unusable
 from moeserve.engine.memory_plan import (
     ModelPlan,
     check_expert_store,
+    check_kv_tiers,
     compute_dtype,
     cpu_kv_dtype,
     keeps_narrow,
@@ -42,6 +44,7 @@ from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelErro
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
 from moeserve.settings.quantities import parse_size
+from radix_cache import Kind
 
 if TYPE_CHECKING:
     from moeserve.model.hf.sizes import SizedModel
@@ -126,7 +129,8 @@ class Setup:
     num_window_blocks: of only the layers with a sliding window, 0 if all layers share blocks. resident_experts: the
     number of each layer's experts in memory at a time, None if all are. tokens_per_second: the most for a single
     request, because each token reads the active weights; None if it is not known. expert_file_bytes: of the file that
-    holds all experts on disk, 0 without one.
+    holds all experts on disk, 0 without one. kv_host_bytes: of the host, for KV that leaves a GPU. kv_disk_bytes: the
+    most that files of KV take.
     """
 
     device: str
@@ -143,6 +147,8 @@ class Setup:
     resident_experts: int | None = None
     tokens_per_second: float | None = None
     expert_file_bytes: int = 0
+    kv_host_bytes: int = 0
+    kv_disk_bytes: int = 0
 
 
 def examine(folder: Path) -> KnownModel:
@@ -263,16 +269,38 @@ def setups_of(model: KnownModel, machine: Machine, config: ServeConfig) -> list[
     While nothing fits, further flags that take less memory are tried; use the last setup of a device that fits. config:
     its device is ignored.
     """
+    on_cpu = replace(config, device="cpu")
+    refusal = _refusal(on_cpu, model)
     if isinstance(model, BorrowedModel):
-        return list(_borrowed_on_cpu(model.sized, machine, replace(config, device="cpu")))
+        return [refusal] if refusal is not None else list(_borrowed_on_cpu(model.sized, machine, on_cpu))
     assert isinstance(model, NativeModel)
-    setups = list(_on_cpu(model, machine, replace(config, device="cpu")))
+    setups = [refusal] if refusal is not None else list(_on_cpu(model, machine, on_cpu))
     gpus = [gpu for gpu in machine.gpus if gpu.obstacle is None]
     # The memory of states on a GPU is not planned before loading.
     if gpus and not model.spec.state_layers:
+        on_gpu = replace(config, device="cuda")
         least = min(gpus, key=lambda gpu: gpu.free_bytes)
-        setups += _on_gpus(model, least, len(gpus), replace(config, device="cuda"))
+        refusal = _refusal(on_gpu, model)
+        setups += [refusal] if refusal is not None else _on_gpus(model, least, len(gpus), on_gpu, machine.free_bytes)
     return setups
+
+
+def _refusal(config: ServeConfig, model: KnownModel) -> Setup | None:
+    """Return a setup that says why the settings contradict each other, however much memory there is; None if not."""
+    obstacle = None
+    try:
+        if config.device == "cpu":
+            is_native = isinstance(model, NativeModel)
+            refuse_gpu_settings(config, "--device cuda" if is_native else "a model on our own code, with --device cuda")
+        check_kv_tiers(config, config.device)
+    except ConfigError as error:
+        obstacle = str(error)
+    else:
+        path = config.kv_disk_path
+        reason = None if path is None else why_unusable(disk_root(path))
+        if reason is not None:
+            obstacle = f"The folder of --kv-disk-path, {path}, cannot be used: {reason}."
+    return None if obstacle is None else Setup(config.device, _flags_of(config), obstacle)
 
 
 def rounded_setups(model: KnownModel, machine: Machine, config: ServeConfig) -> list[Setup]:
@@ -283,6 +311,8 @@ def rounded_setups(model: KnownModel, machine: Machine, config: ServeConfig) -> 
     if not isinstance(model, NativeModel) or config.expert_memory is not None:
         return []
     on_cpu = replace(config, device="cpu")
+    if _refusal(on_cpu, model) is not None:
+        return []
     try:
         rounding = rounding_of(on_cpu, model.spec, model.index)
     except (ModelError, ConfigError):
@@ -319,7 +349,6 @@ def _on_cpu(model: NativeModel, machine: Machine, config: ServeConfig) -> Iterat
 def _cpu_setup(model: NativeModel, machine: Machine, config: ServeConfig) -> Setup:
     spec, dtype, flags = model.spec, native_dtype(config, "cpu"), _flags_of(config)
     try:
-        refuse_gpu_settings(config, "--device cuda")
         check_expert_store(config, spec, "cpu")
         plan = plan_on_cpu(spec, dtype, model.index, config, machine.free_bytes)
     except (ModelError, ConfigError) as error:
@@ -395,6 +424,7 @@ def _fitting(
         plan.kv.num_window_blocks,
         resident,
         speed,
+        kv_disk_bytes=0 if config.kv_disk_path is None else config.kv_disk_size,
     )
 
 
@@ -411,7 +441,6 @@ def _borrowed_setup(sized: SizedModel, machine: Machine, config: ServeConfig) ->
     spec, dtype, flags = sized.spec, compute_dtype(config, "cpu"), _flags_of(config)
     narrow = keeps_narrow(dtype)
     try:
-        refuse_gpu_settings(config, "a model on our own code, with --device cuda")
         check_expert_store(config, spec, "cpu")
         if config.expert_memory is not None:
             raise ConfigError("What --expert-memory takes of a model on transformers' code is known when it is loaded.")
@@ -439,30 +468,30 @@ def _read_per_token(
     return chosen + others - (loaded_bytes(embedding, dtype.itemsize, narrow) if quantised is None else quantised)
 
 
-def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig) -> Iterator[Setup]:
-    """gpu: the GPU with the least free memory."""
-    setup = _gpu_setup(model, gpu, config)
+def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig, host_bytes: int) -> Iterator[Setup]:
+    """gpu: the GPU with the least free memory. host_bytes: of the host's memory, that are free."""
+    setup = _gpu_setup(model, gpu, config, host_bytes)
     yield setup
     moe = model.spec.moe
     if setup.obstacle is None or moe is None or config.expert_memory is not None:
         return
     tried: list[ServeConfig] = []
-    if 1 < num_gpus <= moe.num_experts:
+    if 1 < num_gpus <= moe.num_experts and config.kv_host_memory is None:
         tried.append(replace(config, expert_parallel_size=num_gpus))
     if config.expert_quantization == "none" and config.dtype != "float32":
         tried += [replace(config, expert_quantization=form) for form in ("int8", "int4")]
     for smaller in tried:
-        setup = _gpu_setup(model, gpu, smaller)
+        setup = _gpu_setup(model, gpu, smaller, host_bytes)
         yield setup
         if setup.obstacle is None:
             return
     dtype = compute_dtype(config, "cuda")
     free = _free_on_gpu(gpu, _gpu_others(model, dtype), config)
     advised = _advised(free, model.spec, _slot_bytes(model.spec, dtype, config))
-    yield _gpu_setup(model, gpu, replace(config, expert_memory=advised))
+    yield _gpu_setup(model, gpu, replace(config, expert_memory=advised), host_bytes)
 
 
-def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
+def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig, host_bytes: int) -> Setup:
     """Plan the memory of one GPU, with equal shares of the experts on all ranks."""
     spec, dtype, flags = model.spec, compute_dtype(config, "cuda"), _flags_of(config)
     kv_dtype = torch.float8_e4m3fn if config.kv_cache_dtype == "fp8_e4m3" else dtype
@@ -489,13 +518,14 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
                 spec.kv_layers, config.block_size, kv_dtype, config.max_num_seqs, step_budget(config, "cuda")
             ),
         )
+        kv_bytes = kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
+        kv_host_bytes = _kv_on_host(spec, config, kv, kv_bytes, kv_dtype, host_bytes)
     except ConfigError as error:
         return Setup("cuda", flags, str(error))
     speed = None
     if resident is None and gpu.bandwidth is not None and config.expert_parallel_size == 1:
         speed = gpu.bandwidth / _read_per_token(model, experts, others, dtype, narrow=False)
     num_tokens = kv.num_blocks * config.block_size
-    kv_bytes = kv_pool_bytes(spec.kv_layers, kv.num_blocks, kv.num_window_blocks, config.block_size, kv_dtype)
     return Setup(
         "cuda",
         flags,
@@ -507,7 +537,24 @@ def _gpu_setup(model: NativeModel, gpu: Gpu, config: ServeConfig) -> Setup:
         num_window_blocks=kv.num_window_blocks,
         resident_experts=resident,
         tokens_per_second=speed,
+        kv_host_bytes=kv_host_bytes,
     )
+
+
+def _kv_on_host(
+    spec: DecoderSpec, config: ServeConfig, kv: KvBudget, kv_bytes: int, kv_dtype: torch.dtype, host_bytes: int
+) -> int:
+    """Return the bytes of the host's memory for KV that leaves a GPU. For errors see `plan_kv_host`."""
+    if config.kv_host_memory is None:
+        return 0
+    from moeserve.engine.kv_host import plan_kv_host  # Imported late: it loads what copies blocks.
+
+    with_window = windowed(spec.kv_layers) if kv.num_window_blocks else ()
+    of_windows = kv_block_bytes(with_window, config.block_size, kv_dtype)
+    sizes = {Kind.KV: kv_block_bytes(spec.kv_layers, config.block_size, kv_dtype) - of_windows}
+    if of_windows:
+        sizes[Kind.WINDOW] = of_windows
+    return plan_kv_host(config, kv, kv_bytes, sizes, host_bytes).num_bytes
 
 
 def _experts_on_gpu(spec: DecoderSpec, dtype: torch.dtype, config: ServeConfig) -> tuple[int, int | None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from experts.memory.tiers import page_locked
 from kernels.transfer import copied
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.device import RESERVE_BYTES, available_bytes, step_budget
+from moeserve.device import RESERVE_BYTES, KvBudget, available_bytes, step_budget
 from moeserve.engine.kv_disk.opening import block_tensors
 from moeserve.engine.rank import Rank
 from moeserve.scheduling.lower_tier import STORED_AT_ONCE, CopyJob, CopyResult, num_kept_free
@@ -47,6 +47,19 @@ class KvHost:
     pages: HostPages
     memories: Mapping[Kind, DeviceMemory]
     read_s: Mapping[bool, float]
+
+
+@dataclass(frozen=True, slots=True)
+class HostPlan:
+    """The pages of `--kv-host-memory`. num_job_pages: of them, those that are kept for blocks that are being copied."""
+
+    num_pages: int
+    page_bytes: int
+    num_job_pages: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.page_bytes
 
 
 class HostPages:
@@ -231,17 +244,20 @@ class HostCopier:
                 yield kind, run[start : start + size]
 
 
-def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
-    """Take the host's memory for a rank's blocks. Raise ConfigError if --kv-host-memory is too little or too much."""
-    memories, size = block_tensors(rank), config.kv_host_memory
+def plan_kv_host(
+    config: ServeConfig, kv: KvBudget, kv_bytes: int, sizes: Mapping[Kind, int], free_bytes: int
+) -> HostPlan:
+    """Divide `--kv-host-memory` into pages. Raise ConfigError if it is too little or too much.
+
+    kv, kv_bytes: of the GPU. sizes: the bytes of one block of each kind that there is. free_bytes: of the host.
+    """
+    size = config.kv_host_memory
     assert size is not None
-    kv = rank.model.kv
-    if rank.state_pool is not None and not kv.num_snapshots:
+    if Kind.STATE in sizes and not kv.num_snapshots:
         raise ConfigError(
             "--kv-host-memory keeps cached prefixes, and this model caches none without room for snapshots of its "
             "states."
         )
-    sizes = {kind: sum(int(one.shape[0] * one.shape[2]) for one in memory) for kind, memory in memories.items()}
     page_bytes = sizes[Kind.KV] or sizes[Kind.WINDOW]
     # A job needs room before what makes room for it is told.
     num_pages = size // page_bytes
@@ -252,18 +268,26 @@ def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
     if num_pages < 2 * num_job_pages:
         least = show_size(2 * num_job_pages * page_bytes, up=True)
         raise ConfigError(
-            f"--kv-host-memory {show_size(size)} is too little beside {show_size(rank.model.kv_bytes)} of KV on the "
+            f"--kv-host-memory {show_size(size)} is too little beside {show_size(kv_bytes)} of KV on the "
             f"GPU: give it {least} or more."
         )
-    free = max(0, available_bytes() - RESERVE_BYTES)
+    free = max(0, free_bytes - RESERVE_BYTES)
     if size > free:
         raise ConfigError(
             f"--kv-host-memory asks for {show_size(size, up=True)}; only {show_size(free)} of the host's memory are "
             "free."
         )
+    return HostPlan(num_pages, page_bytes, num_job_pages)
+
+
+def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
+    """Take the host's memory for a rank's blocks. For errors see `plan_kv_host`."""
+    memories, model = block_tensors(rank), rank.model
+    sizes = {kind: sum(int(one.shape[0] * one.shape[2]) for one in memory) for kind, memory in memories.items()}
+    plan = plan_kv_host(config, model.kv, model.kv_bytes, sizes, available_bytes())
     device = next(iter(memories[Kind.KV] or memories[Kind.WINDOW])).device
-    pages = HostPages(num_pages, page_bytes, device)
-    most = (num_pages - num_job_pages) * page_bytes
-    stored = StoredBlocks(secrets.token_bytes(32), "0" * 32, most, tier=Tier.HOST)
-    log.info("kv_host", size=show_size(num_pages * page_bytes), blocks=num_pages - num_job_pages)
+    pages = HostPages(plan.num_pages, plan.page_bytes, device)
+    num_kept = plan.num_pages - plan.num_job_pages
+    stored = StoredBlocks(secrets.token_bytes(32), "0" * 32, num_kept * plan.page_bytes, tier=Tier.HOST)
+    log.info("kv_host", size=show_size(plan.num_bytes), blocks=num_kept)
     return KvHost(stored, pages, memories, {})

@@ -67,6 +67,14 @@ def open_root(root: Path) -> bytes:
     return _read_secret(path)
 
 
+def why_unusable(root: Path) -> str | None:
+    """Return why `open_root` cannot make a folder or write to it, None if nothing is seen. Make nothing."""
+    existing = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
+    if not existing.is_dir():
+        return f"{existing} is not a folder"
+    return None if os.access(existing, os.W_OK | os.X_OK) else f"{existing} is not for this user to write to"
+
+
 def is_root(folder: Path) -> bool:
     """Return whether a folder is one of `open_root`."""
     return (folder / _SECRET).is_file()
