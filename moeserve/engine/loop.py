@@ -143,10 +143,10 @@ class Engine:
                 seconds = time.monotonic() - started
                 self._stats.count_step(seconds)
                 self._scheduler.count_step(seconds)
-                if self._stats.due():
-                    self._send_stats()
             elif not self._scheduler.is_idle:
                 self._wait_for_blocks()
+            if self._stats.due():
+                self._send_stats()
             if self._events is not None:
                 self._events.send()
         self._commands.close()

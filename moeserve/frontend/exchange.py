@@ -98,7 +98,7 @@ def build_generates(
                     thought=None if thoughts is None else thoughts[number],
                     cache_hit_threshold=request.cache_hit_threshold,
                     session=session if request.tools else None,
-                    offers_kv=request.offers_kv,
+                    offers_kv=request.offers_kv and not generates,  # choices share their prompt, and one ticket
                     ticket=request.ticket,
                     beams=request.beams,
                     predicted=predicted,

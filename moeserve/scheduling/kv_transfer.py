@@ -193,13 +193,15 @@ class KvOffers:
 class FetchJob:
     """Blocks to be fetched into memory, in their order, the first of them number `first` of the ticket.
 
-    Without any the lease is to be ended. is_cancelled: nobody wants the blocks any more.
+    Without any the lease is to be ended. is_cancelled: nobody wants further blocks. is_begun: a thread fetches them,
+    and ends the job soon once it is cancelled.
     """
 
     ticket: KvTicket
     first: int = 0
     copies: Sequence[BlockCopy] = ()
     is_cancelled: bool = False
+    is_begun: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,11 +309,17 @@ class KvFetches:
         return True
 
     def take_overdue(self, now: float) -> list[Request]:
-        """Return the requests that have waited too long; they are to be computed."""
+        """Return the requests that have waited too long; they are to be computed.
+
+        Where blocks may have come, their requests wait on for the end of the job, which comes soon: `end` returns them.
+        """
         overdue: list[Request] = []
         for fetch in self._fetches.values():
             if now > fetch.deadline and not fetch.job.is_cancelled:
                 self.counters.failures["timeout"] += 1
+                if fetch.job.is_begun:
+                    fetch.job.is_cancelled = True
+                    continue
                 overdue += fetch.waiting
                 fetch.waiting = []
                 self._give_up(fetch)

@@ -135,6 +135,8 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
                 for request in fetches.take_overdue(now):
                     waiting.remove(request)
         open_jobs += fetches.take_jobs()
+        for job in open_jobs:
+            job.is_begun = job.is_begun or draw.random() < 0.2
         assert set(fetches.waiting) == set(waiting)
         check_invariants(cache)
     for request in waiting[:]:
@@ -143,6 +145,23 @@ def test_whatever_happens_to_fetches_no_block_is_lost_and_each_request_returns_o
         assert fetches.end(FetchResult(job, 0, 0.1)) == []
     check_invariants(cache)
     assert (cache.num_leased, cache.num_in_copy) == (0, 0)
+
+
+def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
+    cache = PrefixCache(24, SIZE)
+    fetches = KvFetches(cache, OFFICE, lambda start, stop: 0.0)
+    tokens = tokens_of(1)
+    requests = [request_of(number, tokens[:], OFFICE.issue(tokens, 5)) for number in range(2)]
+    assert all(fetches.look_up(request, 0.0, 0) for request in requests)
+    begun, queued = fetches.take_jobs()
+    begun.is_begun = True
+    # The request whose job no thread has begun goes on; the other one waits for the thread.
+    assert fetches.take_overdue(40.0) == [requests[1]]
+    assert (begun.is_cancelled, queued.is_cancelled, fetches.counters.failures["timeout"]) == (True, True, 2)
+    assert fetches.take_overdue(41.0) == []
+    assert fetches.end(FetchResult(begun, 3, 40.0)) == [requests[0]]
+    assert fetches.end(FetchResult(queued, 0, 40.0)) == []
+    assert (cache.peek(tokens), cache.num_leased, cache.num_in_copy) == (3 * SIZE, 0, 0)
 
 
 def test_an_early_ticket_grows_with_its_prompt_and_ends_with_it() -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -13,14 +14,25 @@ import structlog
 import zmq
 
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
-from moeserve.engine.kv_transfer.messages import BLOCK, BLOCKS_AT_ONCE, FREE, GET, PART, WAIT, pack_number, read_number
+from moeserve.engine.kv_transfer.messages import (
+    BLOCK,
+    BLOCKS_AT_ONCE,
+    FREE,
+    GET,
+    MOST_WAITING,
+    PART,
+    WAIT,
+    pack_number,
+    read_number,
+)
 from moeserve.engine.ranks.meeting import RankKeys
 from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 
 _NUM_THREADS = 32  # fetches at once; most wait for blocks that are still computed
 _ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are requested before the first of them has come
 _POLL_MS = 100  # between two looks whether anybody still wants the blocks
-_SILENCE_SECONDS = 5.0  # after which a service counts as gone
+_SILENCE_SECONDS = 4.0  # after which a service counts as silent; less than any request waits for its blocks
+_OVERHEAD_BYTES = 1024  # more than what the encryption adds to a block
 _LINGER_MS = 500  # that a closing socket waits to send the end of a lease
 _GONE = (
     zmq.EVENT_DISCONNECTED
@@ -46,6 +58,7 @@ class BlockFetcher:
         self._memory = memory
         self._results: SimpleQueue[FetchResult] = SimpleQueue()
         self._stopped = threading.Event()
+        self._silent = SilentServices()
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "kv-fetcher")
 
     def start(self, job: FetchJob) -> None:
@@ -67,6 +80,7 @@ class BlockFetcher:
         self._threads.shutdown(cancel_futures=True)
 
     def _run(self, job: FetchJob) -> None:
+        job.is_begun = True
         begun, fetch = time.monotonic(), Fetch(job, BlockBuffer(self._memory))
         failure: str | None
         try:
@@ -82,8 +96,17 @@ class BlockFetcher:
     def _fetch(self, fetch: Fetch) -> str | None:
         """Fetch a job's blocks, and end their lease. Return in a word why not all were fetched."""
         ticket = fetch.job.ticket
+        if fetch.is_over:
+            return self._ask(fetch)
+        with self._silent.trying((ticket.host, ticket.port)) as may_try:
+            return self._ask(fetch) if may_try else "silent"
+
+    def _ask(self, fetch: Fetch) -> str | None:
+        ticket = fetch.job.ticket
         with self._sockets.socket(zmq.DEALER) as socket:
             socket.setsockopt(zmq.LINGER, _LINGER_MS)
+            socket.setsockopt(zmq.RCVHWM, MOST_WAITING)
+            socket.setsockopt(zmq.MAXMSGSIZE, fetch.block_bytes + _OVERHEAD_BYTES)
             self._keys.secure_client(socket)
             monitor = socket.get_monitor_socket(_GONE)
             try:
@@ -99,7 +122,7 @@ class BlockFetcher:
         poller = zmq.Poller()
         poller.register(socket, zmq.POLLIN)
         poller.register(monitor, zmq.POLLIN)
-        last_heard = time.monotonic()
+        address, last_heard = (fetch.job.ticket.host, fetch.job.ticket.port), time.monotonic()
         while not fetch.is_over:
             if self._stopped.is_set() or fetch.job.is_cancelled:
                 return None
@@ -107,14 +130,47 @@ class BlockFetcher:
             ready = dict(poller.poll(_POLL_MS))
             if socket in ready:
                 last_heard = time.monotonic()
+                self._silent.note(address, is_silent=False)
                 failure = fetch.take(socket.recv_multipart(copy=False))
                 if failure is not None:
                     return failure
             elif monitor in ready:
                 return "gone"
             elif time.monotonic() - last_heard > _SILENCE_SECONDS:
+                self._silent.note(address, is_silent=True)
                 return "silent"
         return None
+
+
+class SilentServices:
+    """The services that left their last fetch without a word, by host and port.
+
+    One fetch at a time tries such a service again, so that it takes one thread, however many tickets it has issued. Any
+    thread may call the methods.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._silent: set[tuple[str, int]] = set()
+        self._tried: set[tuple[str, int]] = set()
+
+    @contextmanager
+    def trying(self, address: tuple[str, int]) -> Iterator[bool]:
+        """Return whether a fetch may ask a service, which it does within the context."""
+        with self._lock:
+            is_silent, may_try = address in self._silent, address not in self._tried
+            if is_silent:
+                self._tried.add(address)
+        try:
+            yield may_try or not is_silent
+        finally:
+            if is_silent and may_try:
+                with self._lock:
+                    self._tried.remove(address)
+
+    def note(self, address: tuple[str, int], *, is_silent: bool) -> None:
+        with self._lock:
+            (self._silent.add if is_silent else self._silent.discard)(address)
 
 
 class Fetch:
@@ -127,6 +183,10 @@ class Fetch:
         self._buffer = buffer
         # By the place of a block of which parts have come, the number of arrays that these fill.
         self._num_arrays: dict[int, int] = {}
+
+    @property
+    def block_bytes(self) -> int:
+        return len(self._buffer.content)
 
     @property
     def is_over(self) -> bool:

@@ -20,6 +20,9 @@ import struct
 GET, FREE, BLOCK, PART, NONE, WAIT = b"GET", b"FREE", b"BLOCK", b"PART", b"NONE", b"WAIT"
 BLOCKS_AT_ONCE = 8  # blocks that one GET asks for
 MAX_REQUEST_BYTES = 1024
+# Messages that wait for one peer: if it does not read them it costs no more memory than theirs. A fetch has 16 blocks
+# on their way, each in up to five messages.
+MOST_WAITING = 128
 
 _NUMBER = struct.Struct("<I")
 

@@ -14,7 +14,7 @@ import zmq
 from moeserve.config import ConfigError
 from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
 from moeserve.engine.kv_transfer.answers import Answers, Offered
-from moeserve.engine.kv_transfer.messages import FREE, GET, MAX_REQUEST_BYTES, read_number
+from moeserve.engine.kv_transfer.messages import FREE, GET, MAX_REQUEST_BYTES, MOST_WAITING, read_number
 from moeserve.engine.ranks.meeting import RankKeys
 
 _LOOK_MS = 10  # between two looks which layers of awaited blocks are computed
@@ -36,6 +36,7 @@ class BlockServer(threading.Thread):
         self._socket.setsockopt(zmq.LINGER, 0)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_REQUEST_BYTES)
+        self._socket.setsockopt(zmq.SNDHWM, MOST_WAITING)
         keys.secure_server(self._socket)
         try:
             self._socket.bind(address)
@@ -90,11 +91,16 @@ class BlockServer(threading.Thread):
         match frames:
             case [_, b"", kind, ticket] if kind == FREE:
                 self._fetched.append((_text(ticket), True))
-            case [asker, b"", kind, ticket, first, count] if kind == GET:
+            case [asker, b"", kind, ticket, *numbers] if kind == GET and _are_numbers(numbers):
                 self._fetched.append((_text(ticket), False))
-                answers.take(asker, ticket, read_number(first), read_number(count))
+                answers.take(asker, ticket, *map(read_number, numbers))
             case _:
                 log.warning("kv_transfer_odd_request", frames=len(frames))
+
+
+def _are_numbers(frames: list[bytes]) -> bool:
+    """Return whether these are the number of a block and a count."""
+    return len(frames) == 2 and all(read_number(frame) >= 0 for frame in frames)
 
 
 def _text(ticket: bytes) -> str:

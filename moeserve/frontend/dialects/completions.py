@@ -76,7 +76,7 @@ def read_search_request(
 
     ignored: fields that no dialect reads. beams: of `read_beams`. n: samples of each prompt.
     """
-    is_single = n * len(prompts) == 1 and beams is None
+    is_single = len(prompts) == 1 and beams is None
     offers_kv, ticket = _transfer(body.kv_transfer_params, model, is_single=is_single, stream=bool(body.stream))
     shared = {
         "n": n,
@@ -97,7 +97,7 @@ def _transfer(
 ) -> tuple[bool, KvTicket | None]:
     """Return the wishes in `kv_transfer_params` (see `read_params`). Raises ApiError.
 
-    is_single: the request has one prompt and one choice.
+    is_single: the request has one prompt, without a beam search.
     """
     name = "kv_transfer_params"
     if params is None:
@@ -109,7 +109,7 @@ def _transfer(
     if (offers or ticket is not None) and not model.moves_kv:
         raise invalid(f"`{name}` needs a server that was started with --kv-transfer-config", name)
     if offers and (stream or not is_single):
-        raise invalid("`do_remote_decode` takes one prompt and one choice, and is not streamed", name)
+        raise invalid("`do_remote_decode` takes one prompt, without a beam search, and is not streamed", name)
     return offers, ticket
 
 

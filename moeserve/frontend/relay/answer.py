@@ -166,7 +166,7 @@ class Answer:
         delta = text.push(output)
         if output.finish_reason is not None:
             self.num_open -= 1
-            self._usage.ticket = output.ticket
+            self._usage.ticket = output.ticket or self._usage.ticket
             text.finish(delta, output.finish_reason.value)
             if delta.finish_reason == "tool_calls":
                 self.turns.append((choice, text.called))
