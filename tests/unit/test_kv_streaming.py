@@ -17,7 +17,8 @@ import zmq
 
 from moeserve.engine.kv_disk.copier import BlockMemory
 from moeserve.engine.kv_transfer.answers import Coming
-from moeserve.engine.kv_transfer.fetcher import BlockFetcher
+from moeserve.engine.kv_transfer.fetcher import BlockFetcher, SilentServices
+from moeserve.engine.kv_transfer.messages import BLOCK, GET, WAIT, pack_number
 from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.ranks.meeting import Gatekeeper, create_keys, load_keys
 from moeserve.kv_transfer import KvTicket
@@ -240,6 +241,44 @@ def test_a_service_that_dies_amid_a_block_leaves_the_whole_ones(pair: Pair) -> N
     pair.kill()
     result = pair.result()
     assert (result.num_filled, result.failure) == (4, "gone")
+
+
+def test_a_request_without_a_number_amid_a_prompt_harms_nobody(tmp_path: Path) -> None:
+    with ExitStack() as ends:
+        pair = Pair(tmp_path, ends)
+        pair.grow(4, step=1, stop=20)
+        pair.wait_for(4)
+        context = ends.enter_context(zmq.Context[Any]())
+        odd = ends.enter_context(context.socket(zmq.DEALER))
+        load_keys(tmp_path / "kv.key", "").secure_client(odd)
+        odd.connect(f"tcp://127.0.0.1:{pair.job.ticket.port}")
+        for first in (pack_number(30), b"x", b""):
+            odd.send_multipart([b"", GET, b"t", first, pack_number(2)])
+        assert odd.poll(int(1000 * WAIT_S))  # the word that its blocks are waited for
+        pair.grow(4, step=1, stop=20, num_arrays=10)
+        pair.wait_for(20, 10)
+        pair.grow(NUM_BLOCKS)
+        assert pair.result().failure is None
+        odd.setsockopt(zmq.RCVTIMEO, int(1000 * WAIT_S))
+        words = list(iter(lambda: odd.recv_multipart()[1], BLOCK))
+        assert set(words) == {WAIT}
+        assert odd.recv_multipart()[3] == pack_number(31)
+
+
+def test_one_fetch_at_a_time_asks_a_silent_service() -> None:
+    silent, address = SilentServices(), ("h", 1)
+    with silent.trying(address) as first, silent.trying(address) as second:
+        assert (first, second) == (True, True)
+        silent.note(address, is_silent=True)
+    with silent.trying(address) as first, silent.trying(address) as second, silent.trying(("h", 2)) as other:
+        assert (first, second, other) == (True, False, True)
+    with silent.trying(address) as again:
+        assert again
+        silent.note(address, is_silent=False)
+        with silent.trying(address) as beside:
+            assert beside
+    with silent.trying(address) as first, silent.trying(address) as second:
+        assert (first, second) == (True, True)
 
 
 def test_a_message_that_is_gone_since_the_poll_ends_no_service(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
