@@ -57,7 +57,8 @@ def start(stack: ExitStack, model: Path, folder: Path, *settings: str) -> Servic
 def start_pair(stack: ExitStack, model: Path, folder: Path, *settings: str) -> Pair:
     """Start both with the same settings."""
     both = (*config_of(folder), *settings)
-    return Pair(*(start(stack, model, folder / name, *both) for name in ("p", "d")), folder)
+    prefills, decodes = (start(stack, model, folder / name, *both) for name in ("p", "d"))
+    return Pair(prefills, decodes, folder)
 
 
 def completion(prompt: list[int], **fields: Any) -> dict[str, Any]:
