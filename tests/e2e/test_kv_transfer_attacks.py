@@ -91,11 +91,14 @@ def prompt_of(number: int, num_tokens: int = NUM_TOKENS) -> list[int]:
 
 
 def reasons(running: Service, key: str = "") -> Counter[str]:
-    """Return the failed transfers by reason."""
+    """Return the failed transfers by reason; which of two times was over first depends on the machine."""
     pattern = r'^moeserve_kv_transfer_failed_total\{reason="(\w+)"\} (\S+)'
     text = running.http.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
     found = re.findall(pattern, text, re.MULTILINE)
-    return Counter({reason: int(float(count)) for reason, count in found})
+    counts = Counter[str]()
+    for reason, count in found:
+        counts["late" if reason in ("silent", "timeout") else reason] += int(float(count))
+    return counts
 
 
 def engine_of(running: Service) -> int:
@@ -117,15 +120,15 @@ NONSENSE: dict[str, tuple[Callable[[bytes], list[Message]], Message | None, str]
     "no number": (block(b"x", ZERO, bytes(4096)), None, "damaged"),
     "a first array that is none": (block(ZERO, b"\xff" * 4, bytes(4096)), None, "damaged"),
     "a huge block": (block(ZERO, ZERO, bytes(2**26)), None, "gone"),
-    "empty parts": (lambda ticket: [[PART, ticket, ZERO, ZERO, b""]] * 500, None, "silent"),
-    "no end of patience": (lambda ticket: [[WAIT, ticket]], [WAIT, b""], "timeout"),
-    "nothing": (lambda _: [], None, "silent"),
+    "empty parts": (lambda ticket: [[PART, ticket, ZERO, ZERO, b""]] * 500, None, "late"),
+    "no end of patience": (lambda ticket: [[WAIT, ticket]], [WAIT, b""], "late"),
+    "nothing": (lambda _: [], None, "late"),
 }
 STRANGERS_SAY = {
     "nothing, and closes": (b"", True, "gone"),
-    "nothing": (b"", False, "silent"),
-    "half a signature": (SIGNATURE[:5], False, "silent"),
-    "half a greeting": (SIGNATURE + b"\x03", False, "silent"),
+    "nothing": (b"", False, "late"),
+    "half a signature": (SIGNATURE[:5], False, "late"),
+    "half a greeting": (SIGNATURE + b"\x03", False, "late"),
     "a greeting without a key": (SIGNATURE + b"\x03\x01NULL" + bytes(48), False, "gone"),
     "another protocol": (b"HTTP/1.1 200 OK\r\n\r\n", False, "gone"),
 }
@@ -179,7 +182,7 @@ def test_tickets_for_a_silent_host_do_not_hold_up_those_of_others(pair: Pair) ->
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = list(pool.map(lambda body: post(pair.decodes, body), bodies))
         assert [cached(answer) for answer in answers[-8:]] == [HELD] * 8
-        wait_until(lambda: reasons(pair.decodes) - before == Counter({"silent": 100}))
+        wait_until(lambda: reasons(pair.decodes) - before == Counter({"late": 100}))
         assert figure(pair.decodes, "moeserve_kv_transfer_tokens_total") == fetched + 8 * HELD
     finally:
         silent.close()
@@ -234,8 +237,7 @@ def test_a_service_that_stands_still_amid_several_choices_leaves_all_of_them_to_
         assert post(pair.decodes, body | {"kv_transfer_params": params})["choices"] == expected
     finally:
         os.kill(engine_of(pair.prefills), signal.SIGCONT)
-    wait_until(lambda: (reasons(pair.decodes) - before).total() == 1)
-    assert set(reasons(pair.decodes) - before) <= {"silent", "timeout"}
+    wait_until(lambda: reasons(pair.decodes) - before == Counter({"late": 1}))
 
 
 def test_a_prompt_of_15000_tokens_is_handed_over_to_several_choices(pair: Pair) -> None:
@@ -284,7 +286,7 @@ def test_two_engines_that_are_killed_at_once_leave_the_prompt_to_be_computed(
             for running in (first, second):
                 os.kill(engine_of(running), signal.SIGKILL)
             assert bits(answer.result()) == expected
-        assert sum((reasons(second)).values()) == 1
+        assert reasons(second).total() == 1
         wait_until(lambda: is_at_rest(second))
         check_order(Pair(first, second, pair.folder))
 

@@ -124,6 +124,9 @@ class BlockFetcher:
         poller.register(monitor, zmq.POLLIN)
         address, last_heard = (fetch.job.ticket.host, fetch.job.ticket.port), time.monotonic()
         while not fetch.is_over:
+            is_silent = time.monotonic() - last_heard > _SILENCE_SECONDS
+            if is_silent:
+                self._silent.note(address, is_silent=True)
             if self._stopped.is_set() or fetch.job.is_cancelled:
                 return None
             fetch.ask(socket)
@@ -136,8 +139,7 @@ class BlockFetcher:
                     return failure
             elif monitor in ready:
                 return "gone"
-            elif time.monotonic() - last_heard > _SILENCE_SECONDS:
-                self._silent.note(address, is_silent=True)
+            elif is_silent:
                 return "silent"
         return None
 
