@@ -90,10 +90,10 @@ def prompt_of(number: int, num_tokens: int = NUM_TOKENS) -> list[int]:
     return [3 + number % 50, 3 + number // 50, *(3 + (number + i * 7) % 50 for i in range(num_tokens - 2))]
 
 
-def reasons(running: Service, key: str = "") -> Counter[str]:
+def reasons(running: Service, **headers: str) -> Counter[str]:
     """Return the failed transfers by reason; which of two times was over first depends on the machine."""
     pattern = r'^moeserve_kv_transfer_failed_total\{reason="(\w+)"\} (\S+)'
-    text = running.http.get("/metrics", headers={"Authorization": f"Bearer {key}"}).text
+    text = running.http.get("/metrics", headers=headers).text
     found = re.findall(pattern, text, re.MULTILINE)
     counts = Counter[str]()
     for reason, count in found:
@@ -268,7 +268,7 @@ def test_a_ticket_serves_another_key_with_its_own_prefixes_alone(model: Path, tm
         # What one key fetched is not there for another one, whose ticket is used up.
         found = ask("key-b", kv_transfer_params=params)
         assert (bits(found), cached(found)) == (bits(fetched), 0)
-        wait_until(lambda: reasons(keyed, "root") == Counter({"lease": 1}))
+        wait_until(lambda: reasons(keyed, authorization="Bearer root") == Counter({"lease": 1}))
 
 
 def test_two_engines_that_are_killed_at_once_leave_the_prompt_to_be_computed(
