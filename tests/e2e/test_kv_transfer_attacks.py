@@ -56,7 +56,9 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def shared(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
     with ExitStack() as stack:
-        yield start_pair(stack, model, tmp_path_factory.mktemp("pair"), *SETTINGS)
+        folder = tmp_path_factory.mktemp("pair")
+        # A lease that nobody could end is over soon.
+        yield start_pair(stack, model, folder, *SETTINGS, *config_of(folder, lease_seconds=20))
 
 
 @pytest.fixture
@@ -105,6 +107,14 @@ def engine_of(running: Service) -> int:
     return next(iter(descendants(children_of(running.process.pid)["worker"])))
 
 
+def forger_of(pair: Pair) -> Forger:
+    """Return who forges tickets like a true one, which is used up."""
+    body = completion(prompt_of(500))
+    true = prefill(pair.prefills, body)
+    post(pair.decodes, body | {"kv_transfer_params": true})
+    return Forger(pair.folder / "kv.key", true)
+
+
 def block(number: bytes, first: bytes, content: bytes, kind: bytes = BLOCK) -> Callable[[bytes], list[Message]]:
     return lambda ticket: [[kind, ticket, number, first, content]]
 
@@ -136,7 +146,7 @@ STRANGERS_SAY = {
 
 def test_whatever_a_peer_answers_the_prompt_is_computed(pair: Pair) -> None:
     key = pair.folder / "kv.key"
-    forger = Forger(key, prefill(pair.prefills, completion(prompt_of(500))))
+    forger = forger_of(pair)
     with ExitStack() as stack:
         cases: list[tuple[int, str]] = []
         for messages, words, reason in NONSENSE.values():
@@ -163,8 +173,7 @@ def test_whatever_a_peer_answers_the_prompt_is_computed(pair: Pair) -> None:
 
 
 def test_tickets_for_a_silent_host_do_not_hold_up_those_of_others(pair: Pair) -> None:
-    true = prefill(pair.prefills, completion(prompt_of(500)))
-    forger = Forger(pair.folder / "kv.key", true)
+    forger = forger_of(pair)
     silent = Stranger(b"")
     try:
         prompts = [prompt_of(number) for number in range(100)]
@@ -327,7 +336,7 @@ def test_a_rotated_key_leaves_prompts_to_be_computed(model: Path, tmp_path: Path
     body = completion(prompt_of(8))
     expected = bits(alone(pair.decodes, body))
     create_keys(tmp_path / "new.key")
-    forger = Forger(pair.folder / "kv.key", prefill(pair.prefills, completion(prompt_of(500))))
+    forger = forger_of(pair)
     with ExitStack() as stack:
         rotated = start(stack, model, tmp_path / "r", *config_of_key(tmp_path / "new.key"), *SETTINGS)
         new = prefill(rotated, body)
