@@ -271,9 +271,11 @@ def test_a_ticket_serves_another_key_with_its_own_prefixes_alone(model: Path, tm
             found: dict[str, Any] = answer.json()
             return found
 
+        made = figure(pair.prefills, "moeserve_kv_transfer_offers_total")
         params = prefill(pair.prefills, completion(prompt_of(6)))
         fetched = ask("key-a", kv_transfer_params=params)
         assert cached(fetched) == HELD
+        wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_offers_total") == made + 1)
         wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_held_blocks") == 0)
         # What one key fetched is not there for another one, whose ticket is used up.
         found = ask("key-b", kv_transfer_params=params)
