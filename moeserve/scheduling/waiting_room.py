@@ -128,9 +128,12 @@ class WaitingRoom:
             self.place(request)
         waiting = [request for request in self._next() if request.ticket is not None]
         loads = RankLoads(self._memories, self._running if waiting else ())
-        for request in waiting:
-            if fetches.look_up(request, self._pace.now, loads.num_spoken_for(request)):
+        while waiting:
+            taken = [r for r in waiting if fetches.look_up(r, self._pace.now, loads.num_spoken_for(r))]
+            for request in taken:
                 self._take_out(request)
+            # Those behind them would begin in the next step, without their blocks.
+            waiting = [request for request in self._next() if request.ticket is not None] if taken else []
         return fetches.take_jobs()
 
     def end_fetch(self, result: FetchResult) -> None:

@@ -179,10 +179,12 @@ def test_tickets_for_a_silent_host_do_not_hold_up_those_of_others(pair: Pair) ->
         prompts = [prompt_of(number) for number in range(100)]
         expected = [bits(alone(pair.decodes, completion(prompt))) for prompt in prompts[:3]]
         bodies = [completion(one, kv_transfer_params=forger.ticket(one, silent.port), max_tokens=12) for one in prompts]
+        before = reasons(pair.decodes)
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = list(pool.map(lambda body: post(pair.decodes, body), bodies))
         assert [bits(answer) for answer in answers[:3]] == expected
         # The host is known to be silent now.
+        wait_until(lambda: reasons(pair.decodes) - before == Counter({"late": 100}))
         before, fetched = reasons(pair.decodes), figure(pair.decodes, "moeserve_kv_transfer_tokens_total")
         clear(pair.decodes)
         good = [prompt_of(number) for number in range(600, 608)]
