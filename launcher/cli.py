@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
         "bench": ("launcher.cli:bench", "Measure servers, and weights of fewer bits."),
         "curve-key": ("launcher.cli:curve_key", "Make the key that several nodes of one service share."),
         "experts": ("launcher.cli:experts", "Record, draw and foresee where tokens meet their experts."),
-        "cache": ("launcher.cli:cache", "See, check and empty a folder of KV on disk."),
+        "cache": ("launcher.cli:cache", "See, check and empty a folder of KV or of expert files."),
         "doctor": ("launcher.doctor:doctor", "Say what a model is, what fits into this machine, and with which flags."),
         "pull": ("launcher.model_files:pull", "Fetch a model of the hub before it is served."),
         "verify": ("launcher.model_files:verify_command", "Compare a model folder with its recorded hashes."),
@@ -98,11 +98,11 @@ def experts() -> None:
     entries={
         "list": ("launcher.cache_commands:list_command", "Show what a folder holds, by model."),
         "verify": ("launcher.cache_commands:verify_command", "Compare every file with its hash."),
-        "clear": ("launcher.cache_commands:clear_command", "Remove all blocks."),
+        "clear": ("launcher.cache_commands:clear_command", "Remove all blocks, or all expert files."),
     },
 )
 def cache() -> None:
-    """See, check and empty a folder of --kv-disk-path."""
+    """See, check and empty a folder of --kv-disk-path or of --expert-store-dir."""
 
 
 @click.group(cls=LazyGroup, entries={"build": ("launcher.cli:build_demo", "Build a variant of the demo model.")})

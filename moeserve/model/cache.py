@@ -90,6 +90,27 @@ def find_built(target: Path, *, builder: str, refuse_damaged: str, progress: Pro
     return why is None
 
 
+def built_names(root: Path) -> list[str]:
+    """Return the names of the folders in `root` that were built, or whose build was not finished and left something."""
+    folders = {path.parent.name for path in root.glob(f"*/{MANIFEST_NAME}")}
+    unfinished = {path.name[1:].rpartition(".tmp-")[0] for path in root.glob(".*.tmp-*")}
+    return sorted(folders | unfinished)
+
+
+def remove_built(target: Path) -> int:
+    """Remove a folder and what unfinished builds of it left; wait for a build that goes on. Return the bytes freed."""
+    with _locked(target.parent / f".{target.name}.lock", silent):
+        folders = [target, *target.parent.glob(f".{target.name}.tmp-*")]
+        num_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())
+        _remove_leftovers(target)
+        if target.exists():
+            # Under its name the folder is always whole.
+            scratch = target.with_name(f".{target.name}.tmp-removed")
+            target.rename(scratch)
+            shutil.rmtree(scratch)
+    return num_bytes
+
+
 def _why_bad(target: Path, builder: str, report: Progress) -> ManifestError | None:
     try:
         verify(target, builder=builder, progress=report)

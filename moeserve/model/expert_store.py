@@ -18,12 +18,11 @@ from kernels.packed_experts import ExpertLayout, ExpertPacking, LayerPackings
 from moeserve.config import cache_root
 from moeserve.model.cache import ensure_built, find_built
 from moeserve.model.checkpoint import read_index
+from moeserve.model.expert_folders import BUILDER, EXPERT_FILE, folder_name
 from moeserve.model.expert_weights import LayerExperts, NativeExperts, StoredExperts, packed_experts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
 from moeserve.model.spec import CheckpointError, DecoderSpec, ModelError, ModelSpec, Progress
 from moeserve.model.stored import TensorInfo
-
-_FILE_NAME = "experts.bin"
 
 
 def stored_experts(
@@ -77,13 +76,13 @@ class ExpertFile:
         `layouts_in_store` gives a CPU's packings."""
         self._stored, self._num_experts, self._packings = stored, num_experts, packings
         self.source = _source(directory, stored.index, packings)
-        self._folder = (root or cache_root() / "experts") / f"{directory.name}-{self.source.hex()[:16]}"
-        self._builder = f"moeserve expert file {VERSION} {self.source.hex()}"
-        self.path = self._folder / _FILE_NAME
+        self._folder = (root or cache_root() / "experts") / folder_name(directory.name, self.source)
+        self._builder = f"{BUILDER} {VERSION} {self.source.hex()}"
+        self.path = self._folder / EXPERT_FILE
 
     def is_built(self, progress: Progress) -> bool:
         """Raise ModelError if the file is damaged: one of many gigabytes that changed is for its owner to inspect."""
-        return find_built(self._folder, builder=self._builder, refuse_damaged=_FILE_NAME, progress=progress)
+        return find_built(self._folder, builder=self._builder, refuse_damaged=EXPERT_FILE, progress=progress)
 
     def ensure(self, progress: Progress, experts: Iterable[Tensor] | None = None) -> None:
         """Build the file if it is missing. Raise ModelError if it cannot be built or is damaged.
@@ -97,7 +96,7 @@ class ExpertFile:
             folder.mkdir(parents=True)
             packed = packed_experts(self._stored, packings, report) if experts is None else experts
             write_expert_file(
-                folder / _FILE_NAME,
+                folder / EXPERT_FILE,
                 source=self.source,
                 num_layers=num_layers,
                 num_experts=self._num_experts,
@@ -111,7 +110,7 @@ class ExpertFile:
             build=build,
             bytes_needed=(num_layers * self._num_experts + 1) * round_to_page(packings.num_bytes),
             progress=progress,
-            refuse_damaged=_FILE_NAME,
+            refuse_damaged=EXPERT_FILE,
             advice="name a folder that can be in --expert-store-dir",
         )
 
