@@ -195,6 +195,13 @@ def test_a_file_is_refused_on_transformers_code(quantised: Path, tmp_path: Path)
         plan_model(folder_of(quantised, tmp_path), ServeConfig(model_impl="transformers"))
 
 
+def test_a_tensor_whose_name_would_break_a_line_is_refused_in_one_sentence(quantised: Path, tmp_path: Path) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(quantised.read_bytes().replace(b"attn_q.weight", b"attn\nq.weight"))
+    with pytest.raises(CheckpointError, match=r"^bad.gguf is damaged: a tensor's name has [^\n]*\.$"):
+        read_gguf(path)
+
+
 @pytest.mark.parametrize("number", [400, pytest.param(100_000, marks=pytest.mark.long)])
 def test_mutated_headers_get_one_sentence(number: int, quantised: Path, tmp_path: Path) -> None:
     """Flip, cut and overwrite bytes of a header: each is read, or refused in a sentence, with little memory."""

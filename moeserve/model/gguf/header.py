@@ -140,6 +140,8 @@ class _Parser:
 
     def _tensor_info(self) -> tuple[str, GGMLQuantizationType, tuple[int, ...], int]:
         name = self._text(_MAX_KEY_BYTES)
+        if not name.isprintable():  # It is shown in messages and in the log.
+            self._damaged("a tensor's name has characters that cannot be printed")
         (num_dimensions,) = self._unpack("I")
         self._bound(num_dimensions, _MAX_DIMENSIONS, "dimensions of a tensor")
         shape = self._unpack("Q" * num_dimensions)[::-1]
