@@ -257,7 +257,8 @@ function ahead({ is_on: isOn, source, saved }) {
   const words = isOn ? source : source === "off" ? "off" : `${source}, off now`;
   if (!saved?.length) return words;
   const { share, rows } = saved[0];
-  return `${words}; ${share < 0 ? "would cost" : "saves"} ${percent(Math.abs(share))} of a step with ${count(rows)} ${rows === 1 ? "token" : "tokens"}`;
+  const verb = share < 0 ? "would cost" : isOn ? "saves" : "saved, when tried,";
+  return `${words}; ${verb} ${percent(Math.abs(share))} of a step with ${count(rows)} ${rows === 1 ? "token" : "tokens"}`;
 }
 
 function migrations(stats, layers) {
