@@ -85,9 +85,6 @@ class _Amount(MofNCompleteColumn):
         return TextColumn(f"{show_size(int(task.completed))}/{show_size(int(task.total))}").render(task)
 
 
-format_bytes = show_size
-
-
 def ready_banner(ready: Ready, *, url: str, model: str, needs_key: bool, gpus: list[str]) -> str:
     """Return the text that says where the service is, how to try it, and how much memory it took."""
     tokens = ready.num_blocks * ready.block_size

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.console import format_bytes
 from launcher.preflight import gpu_names, usable_cores
 from launcher.settings_options import some_settings
 from moeserve.config import ConfigError, ServeConfig, cache_root, environment_name, load_config
 from moeserve.device import RESERVE_BYTES
 from moeserve.model.spec import ModelError
+from moeserve.settings.quantities import show_size
 
 if TYPE_CHECKING:
     from moeserve.engine.doctor import KnownModel, Setup
@@ -134,7 +134,7 @@ class _FilesReport:
         yield ""
         yield f"GGUF models: {len(self._choices)}"
         for choice in self._choices:
-            yield f"  {choice.name:<{width}}  {format_bytes(choice.num_bytes):>9}  {_said(choice)}"
+            yield f"  {choice.name:<{width}}  {show_size(choice.num_bytes):>9}  {_said(choice)}"
         yield ""
         for name, choice in self._taken.items():
             of_model = f" of {name}" if len(self._taken) > 1 else ""
@@ -217,7 +217,7 @@ class _Report:
             num_bytes, setup = self._least
             yield ""
             name = " ".join(("moeserve serve MODEL", *setup.flags))
-            yield f"  A machine with {format_bytes(num_bytes)} of free memory serves it: {name}"
+            yield f"  A machine with {show_size(num_bytes)} of free memory serves it: {name}"
         yield ""
         yield "Not known:"
         yield from (f"  {sentence}" for sentence in self._unknown())
@@ -247,20 +247,20 @@ def _model_lines(model: KnownModel) -> Iterator[str]:
     for place, (number, kind) in enumerate(kinds_of_layers(spec)):
         yield f"  {'layers' if place == 0 else '':<11} {number} with {kind}"
     yield f"  context     {spec.max_position:,} tokens"
-    stored = ", ".join(f"{format_bytes(num_bytes)} of {dtype}" for dtype, num_bytes in model.stored)
+    stored = ", ".join(f"{show_size(num_bytes)} of {dtype}" for dtype, num_bytes in model.stored)
     yield f"  checkpoint  {stored}"
     yield ""
     yield _row("numbers of", "weights", "KV of a token", f"KV of {spec.max_position:,} tokens", "state of a request")
     found = sizes_of(model)
     for sizes in found:
-        weights, kv_bytes, state = format_bytes(sizes.weights_bytes), sizes.kv_bytes, sizes.state_bytes
+        weights, kv_bytes, state = show_size(sizes.weights_bytes), sizes.kv_bytes, sizes.state_bytes
         if kv_bytes is None or state is None:
             yield _row(sizes.name, weights, *("not known",) * 3)
             continue
-        of_context = format_bytes(sizes.context_bytes(spec.max_position))
-        yield _row(sizes.name, weights, format_bytes(kv_bytes), of_context, format_bytes(state) if state else "none")
+        of_context = show_size(sizes.context_bytes(spec.max_position))
+        yield _row(sizes.name, weights, show_size(kv_bytes), of_context, show_size(state) if state else "none")
     if found[0].window_kv_bytes:
-        widths = ", ".join(f"{format_bytes(sizes.window_kv_bytes)} in {sizes.name}" for sizes in found)
+        widths = ", ".join(f"{show_size(sizes.window_kv_bytes)} in {sizes.name}" for sizes in found)
         yield f"  and of each of the last {found[0].window:,} tokens, in layers with a window: {widths}"
 
 
@@ -272,12 +272,12 @@ def _machine_lines(machine: Machine) -> Iterator[str]:
     sets = f" ({', '.join(machine.instruction_sets)})" if machine.instruction_sets else ""
     yield f"This machine: {machine.cores} core{'' if machine.cores == 1 else 's'} of {machine.processor}{sets}"
     speed = "" if machine.bandwidth is None else f", copied at {machine.bandwidth / 1e9:.1f} GB/s"
-    yield f"  memory      {format_bytes(machine.free_bytes)} free of {format_bytes(machine.memory_bytes)}{speed}"
+    yield f"  memory      {show_size(machine.free_bytes)} free of {show_size(machine.memory_bytes)}{speed}"
     for gpu in machine.gpus:
         speed = "" if gpu.bandwidth is None else f", copied at {gpu.bandwidth / 1e9:.0f} GB/s"
         obstacle = "" if gpu.obstacle is None else f"; cannot be used: {gpu.obstacle}"
         yield (
-            f"  GPU         {gpu.name}, {format_bytes(gpu.free_bytes)} free of {format_bytes(gpu.total_bytes)}"
+            f"  GPU         {gpu.name}, {show_size(gpu.free_bytes)} free of {show_size(gpu.total_bytes)}"
             f"{speed}{obstacle}"
         )
     if not machine.gpus:
@@ -288,9 +288,9 @@ def _file_hints(machine: Machine) -> Iterator[str]:
     """Say which models to look for, to somebody who has named none."""
     room = machine.free_bytes - RESERVE_BYTES - _KV_ROOM_BYTES
     if room > 0:
-        room_for_kv = f"{format_bytes(_KV_ROOM_BYTES)} of keys and values"
+        room_for_kv = f"{show_size(_KV_ROOM_BYTES)} of keys and values"
         yield ""
-        yield f"  Models of up to {format_bytes(room)} fit whole beside {room_for_kv}. Of a repository of GGUF files"
+        yield f"  Models of up to {show_size(room)} fit whole beside {room_for_kv}. Of a repository of GGUF files"
         yield "  moeserve doctor owner/name says which to take, and moeserve serve owner/name:Q4_K_M serves one."
 
 
@@ -303,20 +303,20 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
         return
     yield f"  {name}: fits"
     few = "" if setup.resident_experts is None else f", {setup.resident_experts} experts of each layer at a time"
-    yield f"    weights   {format_bytes(setup.weights_bytes)}{few}"
+    yield f"    weights   {show_size(setup.weights_bytes)}{few}"
     tokens = f"{setup.kv_tokens:,} tokens, at most {setup.max_model_len:,} per request"
-    yield f"    KV        {format_bytes(setup.kv_bytes)} = {tokens}"
+    yield f"    KV        {show_size(setup.kv_bytes)} = {tokens}"
     if setup.num_window_blocks:
         yield f"    windows   {setup.num_window_blocks:,} of its blocks hold the last tokens, for layers with a window"
     if setup.state_bytes:
         counts = f"{setup.num_state_slots:,} requests at once, {setup.num_snapshots:,} snapshots"
-        yield f"    states    {format_bytes(setup.state_bytes)} = {counts}"
+        yield f"    states    {show_size(setup.state_bytes)} = {counts}"
     if setup.kv_host_bytes:
-        yield f"    host      {format_bytes(setup.kv_host_bytes)} of its memory for KV that leaves the GPU"
+        yield f"    host      {show_size(setup.kv_host_bytes)} of its memory for KV that leaves the GPU"
     if setup.expert_file_bytes:
         root = _root_of(setup, "--expert-store-dir", cache_root() / "experts")
-        taken = f"{format_bytes(setup.expert_file_bytes)} for the expert file, written at the first start"
-        yield f"    disk      {taken}; {root} has {format_bytes(_free_below(root))} free"
+        taken = f"{show_size(setup.expert_file_bytes)} for the expert file, written at the first start"
+        yield f"    disk      {taken}; {root} has {show_size(_free_below(root))} free"
     if setup.kv_disk_bytes:
         yield f"    disk      {_said_of_kv_disk(setup)}"
     if setup.tokens_per_second is not None:
@@ -333,9 +333,9 @@ def _said_of_kv_disk(setup: Setup) -> str:
     # A state or a window is written for some prefixes alone, so tokens are not known beside them.
     knows_tokens = not (setup.state_bytes or setup.num_window_blocks)
     tokens = f" = about {size * setup.kv_tokens // setup.kv_bytes:,} tokens" if knows_tokens and setup.kv_bytes else ""
-    there = f" beside {format_bytes(used)} of KV that is there" if used else ""
+    there = f" beside {show_size(used)} of KV that is there" if used else ""
     lacks = "" if used + free >= size else ", too little: what finds no room is not kept"
-    return f"at most {format_bytes(size)} of KV{tokens}; {root} has {format_bytes(free)} free{there}{lacks}"
+    return f"at most {show_size(size)} of KV{tokens}; {root} has {show_size(free)} free{there}{lacks}"
 
 
 def _root_of(setup: Setup, flag: str, default: Path) -> Path:
