@@ -18,6 +18,7 @@ namespace {
 constexpr int64_t kSegmentKeys = 256;
 constexpr int kGroupRows = 6;         // Rows that share the registers: 6 x 64 floats.
 constexpr int64_t kTaskRows = 96;     // Rows that share a transposed tile of keys.
+constexpr int64_t kLineBytes = 64;    // Of the cache.
 constexpr int64_t kSplitTokens = 4;   // Chunks up to this long have their segments computed side by side.
 
 struct Inputs {
@@ -46,6 +47,12 @@ struct Inputs {
 struct Task {
   int64_t chunk, kv_head, first_token, num_tokens, first_segment, last_segment;
   int64_t scratch;  // Where its State lies if segments are computed side by side, else -1.
+};
+
+// Where the rows of a tile lie. Up to the next multiple of 16 the last one is repeated.
+struct TileRows {
+  const uint8_t *keys[kTileKeys], *values[kTileKeys];
+  int64_t count = 0;
 };
 
 // Whether queries and weights are rounded to bfloat16 for products with rows of a kind.
@@ -84,7 +91,7 @@ class Workspace {
   IntegerTile integers;
   std::vector<Pair> query_pairs;
   PairTile pairs;
-  const uint8_t *key_rows[kTileKeys], *value_rows[kTileKeys];
+  TileRows tiles[2];  // The tile that is computed and the one behind it.
 
  private:
   Lines<float> states_;
@@ -94,122 +101,158 @@ class Workspace {
 // Rows that share registers, and a tile of keys and values that are numbers of a width.
 template <typename Number>
 struct WideRows {
-  static void take_tile(const Inputs& in, int64_t num_keys, Workspace& work) {
-    transpose_keys<Number>(work.key_rows, num_keys, in.key_dim, work.keys.data());
+  static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
+    transpose_keys<Number>(tile.keys, tile.count, in.key_dim, work.keys.data());
   }
 
   template <int Rows>
-  static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
+  static void attend(const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
+                     State state) {
     float* scores = work.scores.data();
     score<Rows>(work.queries.data() + row * in.key_dim, in.key_dim, work.keys.data(), scores);
     Seen seen[Rows];
     float shares[Rows];
-    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, num_keys);
+    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
     weigh<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares);
-    add_all_values<Rows, Number>(scores, shares, work.value_rows, num_keys, in.value_dim,
+    add_all_values<Rows, Number>(scores, shares, tile.values, tile.count, in.value_dim,
                                  state.sums + row * in.value_dim);
   }
 };
 
 // The same with a tile of pairs of bfloat16.
 struct PairRows {
-  static void take_tile(const Inputs& in, int64_t num_keys, Workspace& work) {
-    work.pairs.take(work.key_rows, work.value_rows, num_keys, in.key_dim, in.value_dim);
+  static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
+    work.pairs.take(tile.keys, tile.values, tile.count, in.key_dim, in.value_dim);
   }
 
   template <int Rows>
-  static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
+  static void attend(const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
+                     State state) {
     float* scores = work.scores.data();
     score_pairs<Rows>(work.query_pairs.data() + row * num_pairs(in.key_dim), in.key_dim, work.pairs.keys.data(), scores);
     Seen seen[Rows];
     float shares[Rows];
-    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, num_keys);
+    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
     alignas(64) Pair weights[Rows * kTileKeys / 2];
     weigh_pairs<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares, weights);
     float* sums = state.sums + row * in.value_dim;
     const uint32_t* values = work.pairs.values.data();
     int64_t channel = 0;
     for (; channel + 4 * kLanes <= in.value_dim; channel += 4 * kLanes)
-      add_pairs<Rows, 4>(weights, shares, values + channel, num_keys, in.value_dim, sums + channel);
+      add_pairs<Rows, 4>(weights, shares, values + channel, tile.count, in.value_dim, sums + channel);
     for (; channel < in.value_dim; channel += kLanes)
-      add_pairs<Rows, 1>(weights, shares, values + channel, num_keys, in.value_dim, sums + channel);
+      add_pairs<Rows, 1>(weights, shares, values + channel, tile.count, in.value_dim, sums + channel);
   }
 };
 
 // The same with a tile of integers.
 struct IntegerRows {
-  static void take_tile(const Inputs& in, int64_t num_keys, Workspace& work) {
-    work.integers.take(work.key_rows, work.value_rows, num_keys, in.key_dim, in.value_dim);
+  static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
+    work.integers.take(tile.keys, tile.values, tile.count, in.key_dim, in.value_dim);
   }
 
   template <int Rows>
-  static void attend(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work, State state) {
+  static void attend(const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
+                     State state) {
     const RoundedQueries& queries = work.rounded_queries;
-    const IntegerTile& tile = work.integers;
+    const IntegerTile& integers = work.integers;
     float* scores = work.scores.data();
     for (int64_t column = 0; column < kTileKeys; column += kColumnsAtOnce * kLanes)
       score_integers<Rows>(queries.high.data() + row * in.key_dim, queries.low.data() + row * in.key_dim,
                            queries.high_shifts.data() + row, queries.low_shifts.data() + row, in.key_dim,
-                           tile.keys.data() + column, scores + column);
+                           integers.keys.data() + column, scores + column);
     RoundedWeights weights[Rows];
     Seen seen[Rows];
-    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, num_keys);
-    weigh_integers<Rows>(queries.factors.data() + row, seen, tile, scores, state.largest + row, state.total + row,
+    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
+    weigh_integers<Rows>(queries.factors.data() + row, seen, integers, scores, state.largest + row, state.total + row,
                          weights);
     float* sums = state.sums + row * in.value_dim;
     int64_t channel = 0;
     for (; channel + kColumnsAtOnce * kLanes <= in.value_dim; channel += kColumnsAtOnce * kLanes)
-      add_integers<Rows, kColumnsAtOnce>(weights, tile.values.data() + channel, num_keys, in.value_dim, sums + channel);
+      add_integers<Rows, kColumnsAtOnce>(weights, integers.values.data() + channel, tile.count, in.value_dim, sums + channel);
     for (; channel < in.value_dim; channel += kLanes)
-      add_integers<Rows, 1>(weights, tile.values.data() + channel, num_keys, in.value_dim, sums + channel);
+      add_integers<Rows, 1>(weights, integers.values.data() + channel, tile.count, in.value_dim, sums + channel);
   }
 };
 
 template <typename Form, int Rows = kGroupRows>
-void attend_rows(int count, const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, Workspace& work,
+void attend_rows(int count, const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
                  State state) {
   if constexpr (Rows > 1) {
-    if (count < Rows) return attend_rows<Form, Rows - 1>(count, in, row, first_key, num_keys, work, state);
+    if (count < Rows) return attend_rows<Form, Rows - 1>(count, in, row, first_key, tile, work, state);
   }
-  Form::template attend<Rows>(in, row, first_key, num_keys, work, state);
+  Form::template attend<Rows>(in, row, first_key, tile, work, state);
 }
 
-// One segment of a task's rows into `state`, which is cleared first.
+// A segment of a task's rows.
+struct Part {
+  const Task& task;
+  int64_t segment;
+};
+
+// The positions of a segment that rows of the task see, from the begin of a tile on.
+struct Extent {
+  int64_t begin, end;
+};
+
+Extent extent(const Inputs& in, const Part& part) {
+  const auto& [task, segment] = part;
+  const int64_t first = in.starts[task.chunk] + task.first_token;
+  const int64_t oldest = in.window ? std::max<int64_t>(0, first + 1 - in.window) : 0;
+  return {std::max(segment * kSegmentKeys, oldest / kTileKeys * kTileKeys),
+          std::min((segment + 1) * kSegmentKeys, first + task.num_tokens)};
+}
+
+// Finds the rows of the task's tile from `first_key` on and has the memory send them.
+void fetch(const Inputs& in, const Task& task, int64_t first_key, int64_t end, TileRows& tile) {
+  const int32_t* table = in.block_tables + in.table_offsets[task.chunk];
+  const int64_t key_bytes = row_bytes(in.kind, in.key_dim), value_bytes = row_bytes(in.kind, in.value_dim);
+  tile.count = std::min(kTileKeys, end - first_key);
+  for (int64_t k = 0; k < tile.count; ++k) {
+    const int64_t position = first_key + k;
+    const int64_t slot = table[position / in.block_size] * in.block_size + position % in.block_size;
+    tile.keys[k] = in.keys + (task.kv_head * in.num_slots + slot) * key_bytes;
+    tile.values[k] = in.values + (task.kv_head * in.num_slots + slot) * value_bytes;
+    for (int64_t i = 0; i < key_bytes; i += kLineBytes) __builtin_prefetch(tile.keys[k] + i);
+    for (int64_t i = 0; i < value_bytes; i += kLineBytes) __builtin_prefetch(tile.values[k] + i);
+  }
+  for (int64_t k = tile.count; k % kLanes; ++k) tile.keys[k] = tile.keys[k - 1], tile.values[k] = tile.values[k - 1];
+}
+
+// One segment of a task's rows into `state`, which is cleared first. The first tile of `next` is fetched beside its last.
 template <typename Form>
-void attend_segment(const Inputs& in, const Task& task, int64_t segment, Workspace& work, State state) {
+void attend_segment(const Inputs& in, const Part& part, const Part& next, Workspace& work, State state) {
+  const Task& task = part.task;
   const int64_t* positions = work.positions.data();
   const int64_t rows = task.num_tokens * in.group();
   count_progress();
   clear(state, rows, in.value_dim);
-  const int64_t end = std::min((segment + 1) * kSegmentKeys, positions[rows - 1] + 1);
-  const int64_t oldest = in.window ? std::max<int64_t>(0, positions[0] + 1 - in.window) : 0;
-  const int64_t begin = std::max(segment * kSegmentKeys, oldest / kTileKeys * kTileKeys);
-  const int32_t* table = in.block_tables + in.table_offsets[task.chunk];
-  const int64_t key_bytes = row_bytes(in.kind, in.key_dim), value_bytes = row_bytes(in.kind, in.value_dim);
-  for (int64_t first_key = begin; first_key < end; first_key += kTileKeys) {
-    const int64_t num_keys = std::min(kTileKeys, end - first_key);
-    for (int64_t k = 0; k < num_keys; ++k) {
-      const int64_t position = first_key + k;
-      const int64_t slot = table[position / in.block_size] * in.block_size + position % in.block_size;
-      work.key_rows[k] = in.keys + (task.kv_head * in.num_slots + slot) * key_bytes;
-      work.value_rows[k] = in.values + (task.kv_head * in.num_slots + slot) * value_bytes;
+  const auto [begin, end] = extent(in, part);
+  TileRows *tile = &work.tiles[0], *following = &work.tiles[1];
+  fetch(in, task, begin, end, *tile);
+  for (int64_t first_key = begin; first_key < end; first_key += kTileKeys, std::swap(tile, following)) {
+    if (first_key + kTileKeys < end) {
+      fetch(in, task, first_key + kTileKeys, end, *following);
+    } else {
+      const auto [next_begin, next_end] = extent(in, next);
+      fetch(in, next.task, next_begin, next_end, *following);
     }
-    Form::take_tile(in, num_keys, work);
+    Form::take_tile(in, *tile, work);
     for (int64_t row = 0; row < rows; row += kGroupRows) {
       const int count = int(std::min<int64_t>(kGroupRows, rows - row));
       if (positions[row + count - 1] < first_key) continue;
-      attend_rows<Form>(count, in, row, first_key, num_keys, work, state);
+      attend_rows<Form>(count, in, row, first_key, *tile, work, state);
     }
   }
 }
 
-void attend_segment_of_kind(const Inputs& in, const Task& task, int64_t segment, Workspace& work, State state) {
+void attend_segment_of_kind(const Inputs& in, const Part& part, const Part& next, Workspace& work, State state) {
   switch (in.kind) {
-    case Kind::kFloat32: return attend_segment<WideRows<float>>(in, task, segment, work, state);
+    case Kind::kFloat32: return attend_segment<WideRows<float>>(in, part, next, work, state);
     case Kind::kBfloat16:
-      return attend_segment<std::conditional_t<kMultipliesPairs, PairRows, WideRows<Brain>>>(in, task, segment, work,
+      return attend_segment<std::conditional_t<kMultipliesPairs, PairRows, WideRows<Brain>>>(in, part, next, work,
                                                                                              state);
-    case Kind::kInt8: return attend_segment<IntegerRows>(in, task, segment, work, state);
+    case Kind::kInt8: return attend_segment<IntegerRows>(in, part, next, work, state);
   }
 }
 
@@ -252,15 +295,19 @@ State scratch_state(float* scratch, int64_t place, int64_t rows) {
   return {scratch + place, scratch + place + rows, scratch + place + 2 * rows};
 }
 
-void run(const Inputs& in, const Task& task, Workspace& work, float* scratch) {
+// next: a task that is likely to follow on this thread.
+void run(const Inputs& in, const Task& task, const Task& next, Workspace& work, float* scratch) {
   take_queries(in, task, work);
+  const Part behind{next, next.first_segment};
   if (task.scratch >= 0)
-    return attend_segment_of_kind(in, task, task.first_segment, work,
+    return attend_segment_of_kind(in, {task, task.first_segment}, behind, work,
                                   scratch_state(scratch, task.scratch, task.num_tokens * in.group()));
   State whole = work.state(0);
   for (int64_t segment = task.first_segment; segment < task.last_segment; ++segment) {
     const bool is_first = segment == task.first_segment;
-    attend_segment_of_kind(in, task, segment, work, work.state(is_first ? 0 : 1));
+    const bool is_last = segment + 1 == task.last_segment;
+    attend_segment_of_kind(in, {task, segment}, is_last ? behind : Part{task, segment + 1}, work,
+                           work.state(is_first ? 0 : 1));
     if (!is_first) merge(whole, work.state(1), task.num_tokens * in.group(), in.value_dim);
   }
   finish(in, task, whole);
@@ -305,14 +352,20 @@ class Plan {
   }
 };
 
+// Not inlined: where the compiler knows that an object belongs to its thread it looks for it again at every use.
+[[gnu::noinline]] Workspace& own_workspace() {
+  static thread_local Workspace work;
+  return work;
+}
+
 void run_all(const Inputs& in, int64_t num_chunks) {
   const Plan plan(in, num_chunks);
   std::vector<float> scratch(plan.scratch_size);
   const int64_t num_tasks = int64_t(plan.tasks.size()), num_splits = int64_t(plan.splits.size());
   for_shared(num_tasks, 1, [&](int64_t i) {
-    static thread_local Workspace work;
+    Workspace& work = own_workspace();
     work.reserve(std::max(kTaskRows, in.group()), in.key_dim, in.value_dim, in.kind);
-    run(in, plan.tasks[i], work, scratch.data());
+    run(in, plan.tasks[i], plan.tasks[std::min(i + 1, num_tasks - 1)], work, scratch.data());
   });
   for_equal(num_splits, [&](int64_t i) {
     const Task& task = plan.splits[i];

@@ -64,41 +64,55 @@ static inline void merge(State whole, State part, int64_t rows, int64_t value_di
   }
 }
 
-// Keys [count][dim], float or Brain, to [dim][64]; columns from `count` on hold anything finite.
-template <typename Number>
-void transpose_keys(const uint8_t* const* rows, int64_t count, int64_t dim, float* out) {
+// Transposes the 4 x 4 words that have the same place among the quarters of four vectors.
+static inline void transpose_quarters(Words (&four)[4]) {
+  Words half[4];
+  for (int i = 0; i < 2; ++i) {
+    half[i] = __builtin_shufflevector(four[2 * i], four[2 * i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    half[i + 2] =
+        __builtin_shufflevector(four[2 * i], four[2 * i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  for (int i = 0; i < 2; ++i) {
+    const Words &a = half[2 * i], &b = half[2 * i + 1];
+    four[2 * i] = __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    four[2 * i + 1] = __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+}
+
+// Words [64][num_words], a multiple of 4 each row, to [num_words][64], with the bits of `flip` turned. Columns from that
+// of the last of `count` rows on to the next multiple of 16 are taken, too.
+static inline void transpose_words(const uint8_t* const* rows, int64_t count, int64_t num_words, uint32_t flip,
+                                   uint32_t* out) {
+  typedef uint32_t Quarter __attribute__((vector_size(16)));
   for (int64_t column = 0; column < count; column += kLanes) {
-    for (int64_t d = 0; d < dim; d += kLanes) {
-      Floats square[kLanes];
-      for (int i = 0; i < kLanes; ++i) square[i] = load((const Number*)rows[std::min(column + i, count - 1)] + d);
-      transpose_16x16(square);
-      for (int i = 0; i < kLanes; ++i) store(out + (d + i) * kTileKeys + column, square[i]);
+    for (int64_t w = 0; w < num_words; w += 4) {
+      Words four[4];  // Of rows i, i + 4, i + 8 and i + 12.
+      for (int i = 0; i < 4; ++i) {
+        Quarter quarters[4];
+        for (int q = 0; q < 4; ++q) std::memcpy(&quarters[q], rows[column + i + 4 * q] + 4 * w, sizeof(Quarter));
+        const auto low = __builtin_shufflevector(quarters[0], quarters[1], 0, 1, 2, 3, 4, 5, 6, 7);
+        const auto high = __builtin_shufflevector(quarters[2], quarters[3], 0, 1, 2, 3, 4, 5, 6, 7);
+        four[i] = __builtin_shufflevector(low, high, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+      }
+      transpose_quarters(four);
+      for (int i = 0; i < 4; ++i) {
+        const Words words = four[i] ^ flip;
+        std::memcpy(out + (w + i) * kTileKeys + column, &words, sizeof(words));
+      }
     }
   }
 }
 
-// Words [count][num_words], a multiple of 4 each row, to [num_words][64], with the bits of `flip` turned; columns from
-// `count` on hold those of the last row.
-static inline void transpose_words(const uint8_t* const* rows, int64_t count, int64_t num_words, uint32_t flip,
-                                   uint32_t* out) {
+// Keys of float or Brain, to [dim][64], like words.
+template <typename Number>
+void transpose_keys(const uint8_t* const* rows, int64_t count, int64_t dim, float* out) {
+  if constexpr (sizeof(Number) == sizeof(float)) return transpose_words(rows, count, dim, 0, (uint32_t*)out);
   for (int64_t column = 0; column < count; column += kLanes) {
-    for (int64_t w = 0; w < num_words; w += kLanes) {
-      Floats square[kLanes];  // Their bits are moved, not computed with.
-      const int64_t width = std::min<int64_t>(kLanes, num_words - w);
-      for (int i = 0; i < kLanes; ++i) {
-        const uint8_t* from = rows[std::min(column + i, count - 1)] + 4 * w;
-        if (width == kLanes) {
-          std::memcpy(&square[i], from, 4 * kLanes);
-        } else {
-          square[i] = Floats{};
-          std::memcpy(&square[i], from, 4 * width);
-        }
-      }
+    for (int64_t d = 0; d < dim; d += kLanes) {
+      Floats square[kLanes];
+      for (int i = 0; i < kLanes; ++i) square[i] = load((const Number*)rows[column + i] + d);
       transpose_16x16(square);
-      for (int64_t i = 0; i < width; ++i) {
-        const Words words = (Words)square[i] ^ flip;
-        std::memcpy(out + (w + i) * kTileKeys + column, &words, sizeof(words));
-      }
+      for (int i = 0; i < kLanes; ++i) store(out + (d + i) * kTileKeys + column, square[i]);
     }
   }
 }

@@ -20,14 +20,15 @@ struct PairTile {
             int64_t value_dim) {
     transpose_words(key_rows, count, key_dim / 2, 0, keys.data());
     typedef uint16_t Shorts __attribute__((vector_size(2 * kLanes)));
-    for (int64_t pair = 0; 2 * pair < count; ++pair) {
-      const uint8_t *first = value_rows[2 * pair], *second = value_rows[std::min(2 * pair + 1, count - 1)];
+    uint32_t* to = values.data();
+    for (int64_t k = 0; k < count; k += 2, to += value_dim) {
       for (int64_t d = 0; d < value_dim; d += kLanes) {
         Shorts low, high;
-        std::memcpy(&low, first + 2 * d, sizeof(low));
-        std::memcpy(&high, second + 2 * d, sizeof(high));
-        const Words both = __builtin_convertvector(low, Words) | (__builtin_convertvector(high, Words) << 16);
-        std::memcpy(values.data() + pair * value_dim + d, &both, sizeof(both));
+        std::memcpy(&low, value_rows[k] + 2 * d, sizeof(low));
+        std::memcpy(&high, value_rows[k + 1] + 2 * d, sizeof(high));
+        const auto both = __builtin_shufflevector(low, high, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23, 8, 24,
+                                                  9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        std::memcpy(to + d, &both, sizeof(both));
       }
     }
   }
