@@ -21,7 +21,7 @@ import click
 
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
-from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_disk.copier import BlockCopier, make_buffers
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.kv_disk.opening import memories_of
 from moeserve.engine.memory_plan import plan_model
@@ -96,7 +96,7 @@ class Bench:
             files = SlowFiles(Path(folder), _FINGERPRINT)
             files.bytes_per_s = bytes_per_s
             files.describe(b"{}")
-            copier = BlockCopier(files, self._memories)
+            copier = BlockCopier(files, lambda: make_buffers(self._memories))
             stored = StoredBlocks(bytes(32), _FINGERPRINT, 10**12)
             scheduler = Scheduler(
                 [PrefixCache(num_blocks, self._block_size, stored=stored)],

@@ -267,8 +267,8 @@ class ServeConfig:
     )
     kv_host_memory: int | None = _memory(
         None,
-        "Memory of the host for KV that a GPU evicts, of a single rank; see prompt-cache.md. On a CPU all KV is in the "
-        "host's memory anyway (--kv-cache-memory), so a value is refused.",
+        "Memory of the host for KV that a GPU evicts, above --kv-disk-path if there is one, of a single rank; see "
+        "prompt-cache.md. On a CPU all KV is in the host's memory anyway (--kv-cache-memory), so a value is refused.",
         parse=parse_size,
         minimum=1,
     )

@@ -96,6 +96,14 @@ def current_gpu() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def gpu_name() -> str:
+    """Return the name of the product that `current_gpu` is."""
+    import torch
+
+    device = current_gpu()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
 def incapability(capability: tuple[int, int], needs_fp8: bool) -> str | None:
     """Return why a GPU of this compute capability cannot be used; None if it can."""
     major, minor = capability

@@ -184,8 +184,9 @@ class Request:
 
     Where there is a lower tier, `prefix_names` are the names of its first blocks there, as far as they are known.
     `is_sought`: files that other services have written were looked for. `is_looked_up`: it waits for no block from
-    there. `num_restores` counts its waits. `restored`: the rank, first token and end of the blocks that it waited for;
-    `num_lower_tokens` of `num_cached_tokens` were such, None without a lower tier.
+    there. `num_restores` counts its waits. `restored`: the rank, first token and end of the blocks that it waited for,
+    and how many of these tokens were in the host's memory above a disk. `num_lower_tokens` of `num_cached_tokens` were
+    such, None without a lower tier, and `num_hosted_tokens` of these were there.
 
     `no_room`: what there was when it last could not run for lack of room, and `no_room_to_fill` when its blocks could
     not be read or fetched.
@@ -225,8 +226,9 @@ class Request:
     is_sought: bool = False
     is_looked_up: bool = False
     num_restores: int = 0
-    restored: tuple[int, int, int] = (0, 0, 0)
+    restored: tuple[int, int, int, int] = (0, 0, 0, 0)
     num_lower_tokens: int | None = None
+    num_hosted_tokens: int = 0
     no_room: Room | None = None
     no_room_to_fill: Room | None = None
     least_cached: float = 0.0

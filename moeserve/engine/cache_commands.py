@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from moeserve.scheduling.kv_transfer import KvTransfer
-from moeserve.scheduling.lower_tier import LowerTier
+from moeserve.scheduling.lower_tier import Hosted, LowerTier, TierCounters
 from moeserve.scheduling.overflow import Fate
 from moeserve.wire import FeatureSamples, pack_token_ids, unpack_token_ids
 from radix_cache import APART, PUBLIC, BudgetError, CachedPrefix, PrefixCache, Tier, account_of
@@ -71,10 +71,12 @@ class CacheCommands:
         lower: LowerTier | None = None,
         block_bytes: int = 0,
         transfer: KvTransfer | None = None,
+        hosted: Hosted | None = None,
     ) -> None:
         """lower: None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves
-        between services."""
+        between services. hosted: blocks of a disk that are in the host's memory as well, None if none are."""
         self._transfer = transfer
+        self._hosted = hosted
         self._block_bytes = block_bytes
         self._caches = caches
         self._lower = lower
@@ -130,7 +132,12 @@ class CacheCommands:
             }
         if self._transfer is not None:
             samples |= _transfer_samples(self._transfer, self._block_bytes)
-        return samples if self._lower is None else samples | self._tier_samples(self._lower)
+        if self._lower is None:
+            return samples
+        of_tiers = self._tier_samples(self._lower)
+        if self._hosted is not None:
+            _add_host(of_tiers, self._hosted, self._lower.counters)
+        return samples | of_tiers
 
     def _tier_samples(self, lower: LowerTier) -> FeatureSamples:
         counters, stored = lower.counters, lower.stored
@@ -191,9 +198,16 @@ class CacheCommands:
 
     def _stored_in(self, tier: Tier, namespaces: tuple[str, str] | None) -> dict[str, int] | None:
         """Return the KV of namespaces, or of all, in a tier; None without the tier."""
-        if self._lower is None or self._lower.stored.tier is not tier:
+        if self._lower is None:
             return None
-        num_blocks, num_bytes = self._lower.stored.num_of(namespaces)
+        stored = self._lower.stored
+        if tier is stored.tier:
+            num_blocks, num_bytes = stored.num_of(namespaces)
+        elif tier is Tier.HOST and self._hosted is not None:
+            folders = None if namespaces is None else [stored.folder_of(namespace) for namespace in namespaces]
+            num_blocks, num_bytes = self._hosted.resident(folders)
+        else:
+            return None
         return {"blocks": num_blocks, "tokens": num_blocks * self._caches[0].block_size, "bytes": num_bytes}
 
     def _pin(self, arguments: PinArguments) -> Job:
@@ -247,6 +261,16 @@ def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:
     own = {"id": f"{rank}.{prefix.serial}", "parent": parent, "preview": pack_token_ids(prefix.preview)}
     fields: dict[str, Any] = msgspec.to_builtins(prefix)
     return fields | own
+
+
+def _add_host(samples: FeatureSamples, hosted: Hosted, counters: TierCounters) -> None:
+    """Tell the host's memory above a disk apart from the disk."""
+    num_blocks, num_bytes = hosted.resident()
+    samples["moeserve_kv_tier_blocks"].append(["host", num_blocks])
+    samples["moeserve_kv_tier_bytes"].append(["host", num_bytes])
+    hits, tokens = counters.hosted_hits, counters.hosted_hit_tokens
+    samples["moeserve_kv_tier_hits"][1:] = [["host", hits], ["disk", counters.lower_hits - hits]]
+    samples["moeserve_kv_tier_hit_tokens"][1:] = [["host", tokens], ["disk", counters.lower_hit_tokens - tokens]]
 
 
 def _transfer_samples(transfer: KvTransfer, block_bytes: int) -> FeatureSamples:

@@ -12,7 +12,7 @@ from moeserve.engine.cache_commands import CacheCommandError, CacheCommands, Job
 from moeserve.engine.experts.monitor import FILE_COMMANDS, ExpertCommandError, ExpertMonitor, file_failure
 from moeserve.engine.file_writer import FileJob, FileWriter
 from moeserve.scheduling.kv_transfer import KvTransfer
-from moeserve.scheduling.lower_tier import LowerTier
+from moeserve.scheduling.lower_tier import Hosted, LowerTier
 from moeserve.wire import Control, ControlResult, FeatureSamples
 from radix_cache import PrefixCache
 
@@ -81,11 +81,12 @@ class Commands:
         lower: LowerTier | None = None,
         block_bytes: int = 0,
         transfer: KvTransfer | None = None,
+        hosted: Hosted | None = None,
     ) -> None:
         """experts: None for a model without experts. answer: called once for each command, with who sent it. lower:
         None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves between
-        services."""
-        self._cache_commands = CacheCommands(caches, lower, block_bytes, transfer)
+        services. hosted: see `Copier`."""
+        self._cache_commands = CacheCommands(caches, lower, block_bytes, transfer, hosted)
         self._experts = experts
         self._answer = answer
         self._queue: CommandQueue[_Command] = CommandQueue()

@@ -1,29 +1,33 @@
-"""KV of a GPU in the host's memory: its pages, and the thread that copies blocks there and back beside the engine's."""
+"""KV of a GPU on its way to the host: to pages there, with the thread that copies beside the engine's, or to a disk."""
 
 from __future__ import annotations
 
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections import OrderedDict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from experts.memory.tiers import page_locked
 from kernels.transfer import copied
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES, KvBudget, available_bytes, step_budget
+from moeserve.engine.kv_disk.copier import BlockBuffer, Buffer, take_all
 from moeserve.engine.kv_disk.opening import block_tensors
 from moeserve.engine.rank import Rank
 from moeserve.scheduling.lower_tier import STORED_AT_ONCE, CopyJob, CopyResult, num_kept_free
 from moeserve.settings.quantities import show_size
-from radix_cache import BlockCopy, Kind, StoredBlocks, Tier
+from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlocks, Tier
 
 # Blocks go through memory of the device that holds some of them, in a row each, in at most this number of bytes: one
 # operation per pool and one transfer per page, rather than one per pool and block.
@@ -34,6 +38,7 @@ log = structlog.get_logger(__name__)
 
 # The memory of blocks on the device, [rows, blocks, bytes]: a block is the bytes of all tensors at its number.
 DeviceMemory = Sequence[Tensor]
+Bytes = NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,14 +100,76 @@ class HostPages:
         self._free += self._of.pop(key, ())
 
 
+class HostedBlocks:
+    """A `Hosted` in pages of the host's memory: the blocks of a disk that were written or read last."""
+
+    def __init__(self, pages: HostPages) -> None:
+        self._pages = pages
+        self._lock = threading.Lock()
+        # Bytes by path; the block that was used longest ago comes first.
+        self._sizes: OrderedDict[str, int] = OrderedDict()
+        # KV blocks, and bytes of all.
+        self._of_folder: dict[str, tuple[int, int]] = {}
+
+    def keep(self, path: str, content: memoryview) -> None:
+        with self._lock:
+            self._free(path)
+            while (pages := self._pages.take(path, len(content))) is None:
+                if not self._sizes:
+                    return
+                self._free(next(iter(self._sizes)))
+            for page, part in self._parts(pages, content):
+                page[:] = part
+            self._sizes[path] = len(content)
+            self._count(path, 1, len(content))
+
+    def find(self, path: str, content: memoryview) -> bool:
+        with self._lock:
+            if self._sizes.get(path) != len(content):
+                return False
+            self._sizes.move_to_end(path)
+            for page, part in self._parts(self._pages.find(path) or (), content):
+                part[:] = page
+            return True
+
+    def free(self, path: str) -> None:
+        with self._lock:
+            self._free(path)
+
+    def resident(self, folders: Collection[str] | None = None) -> tuple[int, int]:
+        with self._lock:
+            of_folders = self._of_folder if folders is None else folders
+            found = [self._of_folder[folder] for folder in of_folders if folder in self._of_folder]
+        return sum(num_blocks for num_blocks, _ in found), sum(num_bytes for _, num_bytes in found)
+
+    def _parts(self, pages: Sequence[Tensor], content: memoryview) -> Iterator[tuple[Bytes, Bytes]]:
+        """Yield the used part of each page with the bytes of `content` that belong there."""
+        size = self._pages.page_bytes
+        for page, start in zip(pages, range(0, len(content), size), strict=True):
+            part = np.frombuffer(content[start : start + size], np.uint8)
+            yield page.numpy()[: len(part)], part
+
+    def _free(self, path: str) -> None:
+        size = self._sizes.pop(path, None)
+        self._pages.free(path)
+        if size is not None:
+            self._count(path, -1, -size)
+
+    def _count(self, path: str, number: int, num_bytes: int) -> None:
+        folder, _, name = path.rpartition("/")
+        before = self._of_folder.get(folder, (0, 0))
+        is_kv = len(name) == 2 * NAME_BYTES
+        self._of_folder[folder] = before[0] + number * is_kv, before[1] + num_bytes
+
+
 class StagedBlocks:
     """A few blocks of one kind on the device, in a row each, on their way to pages or from there."""
 
-    def __init__(self, memory: DeviceMemory) -> None:
+    def __init__(self, memory: DeviceMemory, most: int = _STAGED_BLOCKS) -> None:
         self._memory, self._device = memory, memory[0].device
         sizes = [int(tensor.shape[0] * tensor.shape[2]) for tensor in memory]
         self.block_bytes = sum(sizes)
-        self.most = max(1, min(_STAGED_BLOCKS, _STAGED_BYTES // max(1, self.block_bytes)))
+        self.most = max(1, min(most, _STAGED_BYTES // max(1, self.block_bytes)))
         self._rows = torch.empty(self.most, self.block_bytes, dtype=torch.uint8, device=self._device)
         # Of each row, the part that belongs to a tensor of the memory, [rows of this, heads, bytes].
         parts = zip(torch.split(self._rows, sizes, 1), memory, strict=True)
@@ -136,6 +203,56 @@ class StagedBlocks:
         return copied(torch.tensor(blocks, dtype=torch.int64), self._device)
 
 
+class CopyStream:
+    """A stream of one thread beside that of the steps; none without a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def used(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+    def wait(self) -> None:
+        """Wait until the device has made all copies so far."""
+        if self._stream is not None:
+            event = torch.cuda.Event(blocking=True)
+            event.record(self._stream)
+            event.synchronize()
+
+
+class DeviceBuffer:
+    """A `Buffer` for a GPU's memory: a block's bytes in page-locked memory, between the device and a file."""
+
+    def __init__(self, memory: DeviceMemory) -> None:
+        """Raise ExpertStoreError if memory cannot be locked."""
+        self._staged = StagedBlocks(memory, most=1)
+        self._stream = CopyStream(memory[0].device)
+        self._row = page_locked(self._staged.block_bytes, memory[0].device)
+        self.content = memoryview(self._row.numpy())  # type: ignore[arg-type]
+
+    def aim(self, block: int) -> None:
+        """It is the same for all blocks."""
+
+    @torch.inference_mode()
+    def load(self, block: int) -> None:
+        with self._stream.used():
+            self._staged.load([block])
+            self._staged.to_pages(0, [self._row])
+            self._stream.wait()
+
+    @torch.inference_mode()
+    def store(self, block: int) -> None:
+        with self._stream.used():
+            self._staged.from_pages(0, [self._row])
+            self._staged.store([block])
+            self._stream.wait()
+
+
+def device_buffers(memories: Mapping[Kind, DeviceMemory]) -> dict[Kind, Buffer]:
+    """Return the buffers of one thread. A block has no bytes where all layers have window blocks of their own."""
+    return {kind: DeviceBuffer(memory) if memory else BlockBuffer(()) for kind, memory in memories.items()}
+
+
 class HostCopier:
     """Copies blocks as jobs say, one job after another, on a thread and a stream of its own. One thread calls it.
 
@@ -143,11 +260,13 @@ class HostCopier:
     been taken. It does not pause for steps as copies of a disk do: the device copies beside them.
     """
 
+    hosted = None
+
     def __init__(self, pages: HostPages, memories: Mapping[Kind, DeviceMemory]) -> None:
         self._pages = pages
         self._staged = {kind: StagedBlocks(memory) for kind, memory in memories.items() if memory}
         device = memories[Kind.KV][0].device if memories[Kind.KV] else memories[Kind.WINDOW][0].device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = CopyStream(device)
         self._jobs: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._results: SimpleQueue[CopyResult] = SimpleQueue()
         self._num_open = 0
@@ -165,11 +284,7 @@ class HostCopier:
 
     def take(self, seconds: float = 0.0) -> list[CopyResult]:
         """Return the results since the last call. Wait up to `seconds` for the first."""
-        results = []
-        with suppress(Empty):
-            results.append(self._results.get(timeout=seconds) if seconds else self._results.get_nowait())
-            while True:
-                results.append(self._results.get_nowait())
+        results = take_all(self._results, seconds)
         self._num_open -= len(results)
         return results
 
@@ -179,26 +294,18 @@ class HostCopier:
 
     @torch.inference_mode()
     def _run(self) -> None:
-        with self._on_stream():
+        with self._stream.used():
             while (job := self._jobs.get()) is not None:
                 begun, sizes, error = time.monotonic(), list[int](), None
                 try:
                     sizes, error = self._write(job) if job.is_write else self._read(job)
-                    self._wait()
+                    self._stream.wait()
                 except Exception as failure:
                     sizes, error = [], type(failure).__name__
                     log.error("kv_host_fault", exc_info=failure)
+                    for copy in job.copies if job.is_write else ():
+                        self._pages.free(copy.path)
                 self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
-
-    def _on_stream(self) -> AbstractContextManager[object]:
-        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-
-    def _wait(self) -> None:
-        """Wait until the device has made all copies of a job."""
-        if self._stream is not None:
-            event = torch.cuda.Event(blocking=True)
-            event.record(self._stream)
-            event.synchronize()
 
     def _write(self, job: CopyJob) -> tuple[list[int], str | None]:
         """Return the bytes that each block has in pages, 0 for one that found no room."""
@@ -271,12 +378,7 @@ def plan_kv_host(
             f"--kv-host-memory {show_size(size)} is too little beside {show_size(kv_bytes)} of KV on the "
             f"GPU: give it {least} or more."
         )
-    free = max(0, free_bytes - RESERVE_BYTES)
-    if size > free:
-        raise ConfigError(
-            f"--kv-host-memory asks for {show_size(size, up=True)}; only {show_size(free)} of the host's memory are "
-            "free."
-        )
+    _check_free(size, free_bytes)
     return HostPlan(num_pages, page_bytes, num_job_pages)
 
 
@@ -291,3 +393,26 @@ def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
     stored = StoredBlocks(secrets.token_bytes(32), "0" * 32, num_kept * plan.page_bytes, tier=Tier.HOST)
     log.info("kv_host", size=show_size(plan.num_bytes), blocks=num_kept)
     return KvHost(stored, pages, memories, {})
+
+
+def open_hosted(config: ServeConfig, rank: Rank) -> HostedBlocks:
+    """Take the host's memory for blocks that are on disk as well. Raise ConfigError if it is too little or too much."""
+    memories, size = block_tensors(rank), config.kv_host_memory
+    assert size is not None
+    sizes = [sum(int(one.shape[0] * one.shape[2]) for one in memory) for memory in memories.values()]
+    page_bytes = next(filter(None, sizes))
+    least = sum(-(-one // page_bytes) for one in sizes) * page_bytes
+    if size < least:
+        raise ConfigError(f"--kv-host-memory {show_size(size)} is too little for a block: give it {show_size(least)}.")
+    _check_free(size, available_bytes())
+    # Blocks pass through page-locked rows anyway, so that the pages need not be locked.
+    return HostedBlocks(HostPages(size // page_bytes, page_bytes, torch.device("cpu")))
+
+
+def _check_free(size: int, free_bytes: int) -> None:
+    free = max(0, free_bytes - RESERVE_BYTES)
+    if size > free:
+        raise ConfigError(
+            f"--kv-host-memory asks for {show_size(size, up=True)}; only {show_size(free)} of the host's memory are "
+            "free."
+        )

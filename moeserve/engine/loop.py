@@ -18,7 +18,7 @@ from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.socket import EngineSocket
 from moeserve.plan import CacheWish, FinishReason, Request
 from moeserve.scheduling.drafting import DraftCounters
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult, Hosted
 from moeserve.scheduling.outcomes import NeverFitsError, QueueFullError, RequestOutput, TooLateError
 from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Steps
@@ -60,6 +60,10 @@ log = structlog.get_logger(__name__)
 
 class Copier(Protocol):
     """Carries out the copies between memory and the lower tier, of one rank or of several."""
+
+    @property
+    def hosted(self) -> Hosted | None:
+        """The blocks of a disk that are in the host's memory as well; None if none are kept there."""
 
     @property
     def is_busy(self) -> bool:
@@ -104,7 +108,8 @@ class Engine:
         self._asked_by: dict[str, bytes] = {}
         self._inbox = Inbox(socket.receive)
         block_bytes = ready.kv_bytes // ready.num_blocks
-        self._commands = Commands(caches, experts, self._send, scheduler.lower, block_bytes, scheduler.transfer)
+        hosted = None if copier is None else copier.hosted
+        self._commands = Commands(caches, experts, self._send, scheduler.lower, block_bytes, scheduler.transfer, hosted)
         self._tool_waits = ToolWaits(caches, scheduler.waiting)
         self._stats = EngineStats(scheduler, caches, self._tool_waits.counters)
         self._progress = 0
@@ -350,7 +355,8 @@ def _to_message(output: RequestOutput, tier: Tier | None) -> Output:
     request, tier_tokens = output.request, None
     if tier is not None and request.num_lower_tokens is not None:
         found = request.num_lower_tokens
-        tier_tokens = (found, 0) if tier is Tier.HOST else (0, found)
+        in_host = found if tier is Tier.HOST else request.num_hosted_tokens
+        tier_tokens = (in_host, found - in_host)
     is_terminal = output.finish_reason is not None
     return Output(
         request.request_id,

@@ -240,8 +240,8 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
         refuse_changed(config, ("kv_disk_size", "kv_disk_age"), "--kv-disk-path")
         if config.kv_overflow == "swap" and config.kv_host_memory is None:
             raise ConfigError("--kv-overflow swap needs --kv-disk-path, or on a GPU --kv-host-memory, to swap KV to.")
-    elif device != "cpu":
-        raise ConfigError("--kv-disk-path is for a CPU so far.")
+    elif device != "cpu" and config.expert_parallel_size > 1:
+        raise ConfigError("--kv-disk-path is for several ranks on a CPU alone so far: a GPU's are one.")
     elif config.nnodes > 1:
         raise ConfigError("--kv-disk-path is for the ranks of one machine so far.")
     elif config.expert_parallel_size > 1 and config.rebalance_interval:

@@ -24,10 +24,10 @@ from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
-from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_disk.copier import BlockCopier, make_buffers
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
-from moeserve.engine.kv_host import HostCopier, KvHost, open_kv_host
+from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, device_buffers, open_hosted, open_kv_host
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.loop import Copier, Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
@@ -165,6 +165,8 @@ def serve(
     if recording is not None:
         observers = (*observers, recording)
     lower = _open_lower(context, rank)
+    has_both = config.kv_host_memory is not None and config.kv_disk_path is not None
+    hosted = open_hosted(config, rank) if has_both else None
     kv_events = parse_kv_events(config.kv_events_config)
     kv_transfer = None if config.kv_transfer_config is None else parse_kv_transfer(config.kv_transfer_config)
     exchange = None if kv_transfer is None else KvExchange(context, rank, kv_transfer)
@@ -197,7 +199,7 @@ def serve(
         ready = _ready(context, model, caches[0], event_sources, drafts=drafts)
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
-        copier = None if lower is None else _start_copier(lower, copies, executor)
+        copier = None if lower is None else _start_copier(lower, hosted, model.device, copies, executor)
         progress = rank.progress.count
         engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events, exchange)
         if recording is not None:
@@ -214,16 +216,20 @@ def serve(
 
 def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:
     """Open the tier below memory, if there is to be one. Raise ConfigError."""
-    if context.config.kv_host_memory is not None:
-        return open_kv_host(context.config, rank)
-    return None if context.config.kv_disk_path is None else open_kv_disk(context, rank)
+    if context.config.kv_disk_path is not None:
+        return open_kv_disk(context, rank)
+    return None if context.config.kv_host_memory is None else open_kv_host(context.config, rank)
 
 
-def _start_copier(lower: KvDisk | KvHost, copies: RankCopies | None, executor: Executor) -> Copier:
-    """Return what carries out copies between memory and the lower tier. copies: of several ranks."""
+def _start_copier(
+    lower: KvDisk | KvHost, hosted: HostedBlocks | None, device: str, copies: RankCopies | None, executor: Executor
+) -> Copier:
+    """Return what carries out copies between memory and the lower tier. hosted: see `BlockCopier`. copies: of several
+    ranks."""
     if isinstance(lower, KvHost):
         return HostCopier(lower.pages, lower.memories)
-    copier = BlockCopier(lower.files, lower.memories)
+    make = make_buffers if device == "cpu" else device_buffers
+    copier = BlockCopier(lower.files, lambda: make(lower.memories), hosted)
     if copies is None:
         return copier
     copies.open(copier, lower.files, executor.check)

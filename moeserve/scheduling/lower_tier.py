@@ -13,6 +13,7 @@ from array import array
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from moeserve.plan import Request
 from moeserve.scheduling.overflow import Fate, Overflow, OverflowCosts, Victim, fate_of
@@ -73,7 +74,8 @@ class CopyResult:
     """The end of a job: the bytes of the files of its first blocks that are copied, and the seconds that this took.
 
     error: of the next block, None if all are copied or the job was cancelled. found: the first blocks of
-    `CopyJob.sought`, as they are in the lower tier.
+    `CopyJob.sought`, as they are in the lower tier. hosted: of each copied block, whether it was in the host's memory
+    above the disk; none without such memory.
     """
 
     job: CopyJob
@@ -81,6 +83,23 @@ class CopyResult:
     seconds: float
     error: str | None = None
     found: Sequence[StoredBlock] = ()
+    hosted: Sequence[bool] = ()
+
+
+class Hosted(Protocol):
+    """Blocks of the disk that are in the host's memory as well, by the paths of their files. Any thread may call it."""
+
+    def keep(self, path: str, content: memoryview) -> None:
+        """Have a block, in place of those that were used longest ago."""
+
+    def find(self, path: str, content: memoryview) -> bool:
+        """Fill `content` with a block; return False if it is not there."""
+
+    def free(self, path: str) -> None:
+        """Have a block no longer."""
+
+    def resident(self, folders: Collection[str] | None = None) -> tuple[int, int]:
+        """Return the numbers of KV blocks and of bytes that are there, of `StoredBlock.folder`s or of all."""
 
 
 @dataclass(slots=True)
@@ -88,7 +107,8 @@ class TierCounters:
     """Totals since the start. Bytes that were read, or written, with the seconds that this took.
 
     device_hit_tokens, lower_hit_tokens: tokens that requests found in memory, and in the lower tier. device_hits,
-    lower_hits: how often a request found some there. num_slower: prefixes that were computed because reading them was
+    lower_hits: how often a request found some there. hosted_hit_tokens, hosted_hits: of these, in the host's memory
+    above a disk. num_slower: prefixes that were computed because reading them was
     expected to take longer. num_overdue: readings that took too long and were ended. fates: of preempted requests.
     """
 
@@ -96,6 +116,8 @@ class TierCounters:
     lower_hits: int = 0
     device_hit_tokens: int = 0
     lower_hit_tokens: int = 0
+    hosted_hits: int = 0
+    hosted_hit_tokens: int = 0
     read_bytes: int = 0
     read_seconds: float = 0.0
     written_bytes: int = 0
@@ -350,17 +372,21 @@ class LowerTier:
             self._forget(reading)
         for request in reading.waiting:
             del self._of_request[request]
-            self._note_found(request, reading, num_filled)
+            self._note_found(request, reading, num_filled, sum(result.hosted[reading.fill.num_beside :]))
         return reading.waiting
 
     def count_hit(self, request: Request, num_tokens: int) -> None:
         """Count a hit of `num_tokens`, the last ones that a request has computed, by where they were found."""
-        rank, start, stop = request.restored
+        rank, start, stop, hosted = request.restored
         last = request.num_computed_tokens
         found = max(0, min(stop, last) - max(start, last - num_tokens)) if rank == request.rank else 0
+        hosted = min(found, hosted)
         if not request.num_preemptions:
             request.num_lower_tokens = (request.num_lower_tokens or 0) + found
+            request.num_hosted_tokens += hosted
         counters = self.counters
+        counters.hosted_hit_tokens += hosted
+        counters.hosted_hits += hosted > 0
         counters.lower_hit_tokens += found
         counters.device_hit_tokens += num_tokens - found
         counters.lower_hits += found > 0
@@ -399,13 +425,16 @@ class LowerTier:
             if self._coming.get((rank, copy.name)) is reading:
                 del self._coming[rank, copy.name]
 
-    def _note_found(self, request: Request, reading: _Reading, num_filled: int) -> None:
+    def _note_found(self, request: Request, reading: _Reading, num_filled: int, num_hosted: int) -> None:
+        """num_hosted: how many of the KV blocks were in the host's memory above a disk."""
         fill, rank = reading.fill, reading.job.rank
         assert fill is not None
         first = fill.first * self._block_size
         last = first + fill.num_blocks(num_filled) * self._block_size
-        before, start, stop = request.restored
-        request.restored = (rank, start if (before, stop) == (rank, first) else first, last)
+        before, start, stop, hosted = request.restored
+        if (before, stop) != (rank, first):
+            start, hosted = first, 0
+        request.restored = (rank, start, last, hosted + num_hosted * self._block_size)
         # It is looked up again: another request may have had a part of it read, or it may be gone again.
         request.num_restores += 1
         is_cut = num_filled < len(fill.copies) and not fill.num_beside

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from array import array
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,17 @@ import torch
 
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine import kv_host
-from moeserve.engine.kv_host import HostCopier, HostPages, KvHost, open_kv_host
+from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_disk.files import BlockFiles
+from moeserve.engine.kv_host import (
+    HostCopier,
+    HostedBlocks,
+    HostPages,
+    KvHost,
+    device_buffers,
+    open_hosted,
+    open_kv_host,
+)
 from moeserve.engine.memory_plan import check_kv_tiers
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
@@ -35,10 +46,10 @@ def memories() -> dict[Kind, list[torch.Tensor]]:
 
 
 def copy_of(name: int, block: int, kind: Kind = Kind.KV) -> BlockCopy:
-    return BlockCopy(block, bytes((name,)) * 16 + bytes((kind,)), FOLDER, 0, b"", kind)
+    return BlockCopy(block, bytes((name,)) * 16 + (bytes((kind,)) if kind else b""), FOLDER, 0, b"", kind)
 
 
-def finish(copier: HostCopier, job: CopyJob) -> CopyResult:
+def finish(copier: HostCopier | BlockCopier, job: CopyJob) -> CopyResult:
     copier.start(job)
     (result,) = copier.take(30.0)
     assert not copier.is_busy
@@ -106,10 +117,12 @@ def test_pages_of_random_writes_and_removals_hold_what_was_written_last() -> Non
     copier.close()
 
 
-def test_the_thread_goes_on_after_a_job_that_fails() -> None:
-    copier = HostCopier(HostPages(9, 24, CPU), memories())
-    failed = finish(copier, CopyJob([copy_of(1, 400)], is_write=True))
+def test_the_thread_goes_on_after_a_job_that_fails_and_no_page_is_lost() -> None:
+    pages = HostPages(9, 24, CPU)
+    copier = HostCopier(pages, memories())
+    failed = finish(copier, CopyJob([copy_of(2, 4, Kind.WINDOW), copy_of(1, 400)], is_write=True))
     assert (failed.error, list(failed.num_bytes)) == ("RuntimeError", [])
+    assert pages.num_free == 9
     assert finish(copier, CopyJob([copy_of(1, 4)], is_write=True)).error is None
     copier.close()
     assert all(thread.name != "kv-host" or thread.daemon for thread in threading.enumerate())
@@ -174,7 +187,6 @@ def test_sizes_that_make_no_sense_are_refused(
         ("cpu", {}, "on a CPU all KV is there already"),
         ("cuda", {"expert_parallel_size": 2}, "for a single rank so far"),
         ("cuda", {"enable_prefix_caching": False}, "--no-enable-prefix-caching makes none"),
-        ("cuda", {"kv_disk_path": "/x"}, "--kv-disk-path is for a CPU so far"),
     ],
 )
 def test_settings_without_a_meaning_are_refused(device: str, settings: dict[str, Any], sentence: str) -> None:
@@ -183,5 +195,70 @@ def test_settings_without_a_meaning_are_refused(device: str, settings: dict[str,
     assert sentence in str(refusal.value)
 
 
-def test_a_gpu_may_swap_to_the_host() -> None:
+def test_the_memory_above_a_disk_has_room_for_a_block() -> None:
+    with pytest.raises(ConfigError, match="--kv-host-memory 50 bytes is too little for a block: give it 96 bytes"):
+        open_hosted(config_of(50), rank_of(40, kinds=(Kind.STATE,)))
+    assert open_hosted(config_of(96), rank_of(40)).resident() == (0, 0)
+
+
+def test_a_gpu_may_swap_to_the_host_or_to_a_disk() -> None:
     check_kv_tiers(ServeConfig(kv_host_memory=1 << 30, kv_overflow="swap"), "cuda")
+    check_kv_tiers(ServeConfig(kv_disk_path="/x", kv_overflow="swap"), "cuda")
+
+
+def test_several_gpus_have_no_disk_so_far() -> None:
+    with pytest.raises(ConfigError, match="--kv-disk-path is for several ranks on a CPU alone so far"):
+        check_kv_tiers(ServeConfig(kv_disk_path="/x", expert_parallel_size=2), "cuda")
+
+
+def test_blocks_of_every_kind_go_to_files_and_come_back_to_other_places_of_the_device(tmp_path: Path) -> None:
+    memory = memories()
+    before = {kind: [tensor.clone() for tensor in tensors] for kind, tensors in memory.items()}
+    copier = BlockCopier(BlockFiles(tmp_path, "ab" * 16), lambda: device_buffers(memory))
+    kinds = (Kind.KV, Kind.WINDOW, Kind.STATE)
+    written = finish(copier, CopyJob([copy_of(kind, 3, kind) for kind in kinds], is_write=True))
+    assert written.error is None
+    for tensors in memory.values():
+        for tensor in tensors:
+            tensor.zero_()
+    assert finish(copier, CopyJob([copy_of(kind, 5, kind) for kind in kinds])).error is None
+    for kind, tensors in memory.items():
+        for tensor, was in zip(tensors, before[kind], strict=True):
+            assert tensor[:, 5].equal(was[:, 3])
+            assert not tensor[:, :5].any()
+    copier.close()
+
+
+def test_the_blocks_used_last_are_read_from_the_hosts_memory_above_the_disk(tmp_path: Path) -> None:
+    memory = memories()
+    before = memory[Kind.KV][0].clone()
+    # There is room for three KV blocks, or for one and a window block, of two pages.
+    hosted = HostedBlocks(HostPages(3, 24, CPU))
+    copier = BlockCopier(BlockFiles(tmp_path, "ab" * 16), lambda: device_buffers(memory), hosted)
+    four = [copy_of(number, number) for number in range(4)]
+    finish(copier, CopyJob(four, is_write=True))
+    assert hosted.resident() == (3, 72)
+    assert hosted.resident([FOLDER]) == (3, 72)
+    assert hosted.resident(["f/other"]) == (0, 0)
+    memory[Kind.KV][0].zero_()
+    found = finish(copier, CopyJob(four[:1]))
+    assert (found.error, list(found.hosted)) == (None, [False])
+    # What was read is there now, in place of the one that was used longest ago.
+    found = finish(copier, CopyJob([four[0], four[2], four[3]]))
+    assert (found.error, list(found.hosted)) == (None, [True, True, True])
+    assert memory[Kind.KV][0][:, [0, 2, 3]].equal(before[:, [0, 2, 3]])
+    finish(copier, CopyJob((), is_write=True, chores=Chores([four[3].path], [])))
+    assert hosted.resident() == (2, 48)
+    assert finish(copier, CopyJob([four[3]])).error == "it is gone"
+    wide = copy_of(7, 1, Kind.WINDOW)
+    finish(copier, CopyJob([wide], is_write=True))
+    assert hosted.resident() == (1, 24 + 36)
+    assert list(finish(copier, CopyJob([wide])).hosted) == [True]
+    copier.close()
+
+
+def test_a_device_without_kv_blocks_of_its_own_writes_files_of_no_bytes(tmp_path: Path) -> None:
+    copier = BlockCopier(BlockFiles(tmp_path, "ab" * 16), lambda: device_buffers({Kind.KV: []}))
+    assert finish(copier, CopyJob([copy_of(1, 1)], is_write=True)).error is None
+    assert finish(copier, CopyJob([copy_of(1, 2)])).error is None
+    copier.close()

@@ -1,4 +1,4 @@
-"""`--kv-host-memory` over HTTP: what a GPU evicts comes back from the host with the same tokens.
+"""`--kv-host-memory` and `--kv-disk-path` of a GPU over HTTP: KV comes back with the same tokens.
 
 Without a GPU the device is a CPU under Triton's interpreter.
 `make gpu-test TESTS=tests/e2e/test_gpu_kv_host.py` runs it on a GPU.
@@ -108,3 +108,76 @@ def test_a_recurrent_state_that_left_the_gpu_comes_back_from_the_host_with_the_s
             ask(running, [first, *prompt[:-1]], max_tokens=1)
         wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 4 * 9)
         assert ask(running, prompt) == (cold, NOTHING | {"host": 36})
+
+
+@pytest.mark.kernel_change
+@pytest.mark.parametrize(("case", "fields"), [("qwen3_moe", {}), ("gpt_oss", {"sliding_window": 6})])
+def test_a_prefix_of_a_gpu_comes_back_from_disk_after_a_restart_with_the_same_tokens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, fields: dict[str, int]
+) -> None:
+    import torch
+
+    from moeserve.model.kv_pool import kv_block_bytes
+    from tests.support.checkpoints import spec_of
+
+    model = tmp_path / "m"
+    write_model_dir(model)
+    saved_model(case, model, **fields)
+    block_bytes = kv_block_bytes(spec_of(model).kv_layers, SIZE, torch.float32)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    take_device(monkeypatch)
+    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *LIMITS, *PATIENT)
+    memory = ("--kv-cache-memory", str(16 * block_bytes), "--kv-disk-path", str(tmp_path / "kv"))
+    for life in range(2):
+        (tmp_path / f"s{life}").mkdir()
+    with service(model, tmp_path / "s0", *settings, *memory) as running:
+        cold, where = ask(running, PROMPT)
+        assert where == NOTHING
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= 3)
+    with service(model, tmp_path / "s1", *settings, *memory) as running:
+        assert ask(running, PROMPT, cache_salt="other") == (cold, NOTHING)
+        assert ask(running, PROMPT) == (cold, NOTHING | {"disk": 12})
+        assert ask(running, PROMPT) == (cold, NOTHING | {"device": 12})
+
+
+@pytest.mark.kernel_change
+def test_a_prefix_comes_from_the_host_while_the_service_lives_and_from_disk_after_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import torch
+
+    from moeserve.model.kv_pool import kv_block_bytes
+    from tests.support.checkpoints import spec_of
+
+    model = tmp_path / "m"
+    write_model_dir(model)
+    saved_model("qwen3_moe", model)
+    block_bytes = kv_block_bytes(spec_of(model).kv_layers, SIZE, torch.float32)
+    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
+    take_device(monkeypatch)
+    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *LIMITS, *PATIENT)
+    memory = ("--kv-cache-memory", str(16 * block_bytes), "--kv-host-memory", "1MiB")
+
+    def push_it_off_the_device(running: Service) -> None:
+        for first in range(6):
+            ask(running, [first, *PROMPT[:-1]], max_tokens=1)
+
+    for life in range(2):
+        (tmp_path / f"s{life}").mkdir()
+    with service(model, tmp_path / "s0", *settings, *memory, "--kv-disk-path", str(tmp_path / "kv")) as running:
+        cold, where = ask(running, PROMPT)
+        assert where == NOTHING
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= 3)
+        push_it_off_the_device(running)
+        assert ask(running, PROMPT) == (cold, NOTHING | {"host": 12})
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="host"}') == 12)
+        assert figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 0
+        assert figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 3
+        assert running.http.get("/v1/cache").json()["host"]["blocks"] >= 3
+    with service(model, tmp_path / "s1", *settings, *memory, "--kv-disk-path", str(tmp_path / "kv")) as running:
+        assert ask(running, PROMPT) == (cold, NOTHING | {"disk": 12})
+        push_it_off_the_device(running)
+        assert ask(running, PROMPT) == (cold, NOTHING | {"host": 12})
+        assert running.http.delete("/v1/cache").status_code == 200
+        wait_until(lambda: running.http.get("/v1/cache").json()["host"]["blocks"] == 0)
+        assert ask(running, PROMPT) == (cold, NOTHING)

@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
-from moeserve.engine.kv_disk.copier import BlockCopier
+from moeserve.engine.kv_disk.copier import BlockCopier, make_buffers
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles, open_root, scan, why_damaged
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
@@ -157,7 +157,7 @@ def test_threads_copy_blocks_and_tell_where_a_reading_ended(tmp_path: Path) -> N
     numbers = np.random.default_rng(1)
     memory = [numbers.integers(0, 256, (3, 40, 8), np.uint8), numbers.integers(0, 256, (1, 40, 16), np.uint8)]
     before = [array.copy() for array in memory]
-    copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), {Kind.KV: memory})
+    copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), lambda: make_buffers({Kind.KV: memory}))
     copies = [copy_of(number) for number in range(20)]
     written = finish(copier, CopyJob(copies, is_write=True))
     assert (len(written.num_bytes), written.error) == (20, None)
@@ -206,7 +206,7 @@ def test_threads_copy_each_kind_from_and_to_its_own_memory(tmp_path: Path) -> No
     memories = {kind: [numbers.integers(0, 256, (2, 8, 8 + 8 * kind), np.uint8)] for kind in (Kind.KV, Kind.WINDOW)}
     memories[Kind.STATE] = [numbers.integers(0, 256, (1, 8, 24), np.uint8)]
     before = {kind: memories[kind][0].copy() for kind in Kind}
-    copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), memories)
+    copier = BlockCopier(BlockFiles(tmp_path, FINGERPRINT), lambda: make_buffers(memories))
     copies = [copy_of(1), *map(beside, (Kind.WINDOW, Kind.STATE))]
     assert finish(copier, CopyJob(copies, is_write=True)).error is None
     assert finish(copier, CopyJob([replace(copy, block=5) for copy in copies])).error is None

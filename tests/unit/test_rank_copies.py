@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory
+from moeserve.engine.kv_disk.copier import BlockCopier, BlockMemory, make_buffers
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.messages import FromRank, ToRank
@@ -44,7 +44,7 @@ class Ranks:
         self.member = MemberCopies(1, lambda: {Kind.KV: self.memories[1]}, self._to_first)
         files = BlockFiles(root, FINGERPRINT)
         files.describe(b"{}")
-        self.copies.open(BlockCopier(files, {Kind.KV: self.memories[0]}), files, self._turn)
+        self.copies.open(BlockCopier(files, lambda: make_buffers({Kind.KV: self.memories[0]})), files, self._turn)
 
     def _to_member(self, rank: int, message: ToRank) -> None:
         assert rank == 1

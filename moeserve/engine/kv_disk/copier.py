@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import structlog
 from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult, Hosted
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 NUM_READERS = 2  # threads that read files; one more writes
@@ -23,6 +23,8 @@ NUM_READERS = 2  # threads that read files; one more writes
 # from the steps beside them.
 PAUSES = 19.0
 _READ_AT_ONCE = 8  # blocks that a thread reads before another one may have a turn
+
+T = TypeVar("T")
 
 log = structlog.get_logger(__name__)
 
@@ -32,6 +34,21 @@ BlockMemory = Sequence[NDArray[np.uint8]]
 Memories = Mapping[Kind, BlockMemory]
 
 
+class Buffer(Protocol):
+    """Bytes of one block, in a row, for one thread: `content`."""
+
+    content: memoryview
+
+    def aim(self, block: int) -> None:
+        """Let `content` be what `store` will write to a block of memory."""
+
+    def load(self, block: int) -> None:
+        """Take the bytes of a block of memory."""
+
+    def store(self, block: int) -> None:
+        """Write the bytes to a block of memory."""
+
+
 class BlockCopier:
     """Copies blocks as jobs say, on threads of its own. One thread calls the methods.
 
@@ -39,16 +56,20 @@ class BlockCopier:
     has been taken.
     """
 
-    def __init__(self, files: BlockFiles, memories: Memories) -> None:
+    def __init__(
+        self, files: BlockFiles, buffers: Callable[[], Mapping[Kind, Buffer]], hosted: Hosted | None = None
+    ) -> None:
+        """buffers: makes those of one thread, one for each kind of memory; it may raise an error. hosted: None if no
+        block is kept in the host's memory as well."""
         self._files = files
-        self._memories = memories
+        self.hosted = hosted
         self._writes: SimpleQueue[CopyJob | None] = SimpleQueue()
         self._reads: SimpleQueue[_Part | _Search | None] = SimpleQueue()
         self._results: SimpleQueue[CopyResult] = SimpleQueue()
         self._num_open = 0
-        self._threads = [threading.Thread(target=self._write_all, name="kv-writer", daemon=True)]
+        self._threads = [threading.Thread(target=self._write_all, args=(buffers(),), name="kv-writer", daemon=True)]
         self._threads += [
-            threading.Thread(target=self._read_all, name=f"kv-reader-{number}", daemon=True)
+            threading.Thread(target=self._read_all, args=(buffers(),), name=f"kv-reader-{number}", daemon=True)
             for number in range(NUM_READERS)
         ]
         for thread in self._threads:
@@ -74,11 +95,7 @@ class BlockCopier:
 
     def take(self, seconds: float = 0.0) -> list[CopyResult]:
         """Return the results since the last call. Wait up to `seconds` for the first."""
-        results = []
-        with suppress(Empty):
-            results.append(self._results.get(timeout=seconds) if seconds else self._results.get_nowait())
-            while True:
-                results.append(self._results.get_nowait())
+        results = take_all(self._results, seconds)
         self._num_open -= len(results)
         return results
 
@@ -88,8 +105,7 @@ class BlockCopier:
         for _ in range(NUM_READERS):
             self._reads.put(None)
 
-    def _write_all(self) -> None:
-        buffers = self._buffers()
+    def _write_all(self, buffers: Mapping[Kind, Buffer]) -> None:
         while (job := self._writes.get()) is not None:
             begun, sizes, error = time.monotonic(), list[int](), None
             try:
@@ -99,6 +115,8 @@ class BlockCopier:
                         buffer = buffers[copy.kind]
                         buffer.load(copy.block)
                         sizes.append(self._files.write(copy, buffer.content))
+                        if self.hosted is not None:
+                            self.hosted.keep(copy.path, buffer.content)
             except OSError as failure:
                 error = str(failure)
                 log.warning("kv_disk_not_written", error=error, consequence="these prefixes stay in memory alone")
@@ -110,12 +128,13 @@ class BlockCopier:
     def _do_chores(self, chores: Chores | None) -> None:
         if chores is not None:
             for path in chores.removals:
+                if self.hosted is not None:
+                    self.hosted.free(path)
                 self._files.remove(path)
             for path, seconds in chores.stamps:
                 self._files.stamp(path, seconds)
 
-    def _read_all(self) -> None:
-        buffers = self._buffers()
+    def _read_all(self, buffers: Mapping[Kind, Buffer]) -> None:
         while (part := self._reads.get()) is not None:
             if isinstance(part, _Search):
                 self._results.put(self._search(part.job))
@@ -126,7 +145,8 @@ class BlockCopier:
                 if not read.wants(index):
                     break
                 with _giving_way(read.job):
-                    read.note(index, self._read(read.job.copies[index], buffers))
+                    outcome, is_hosted = self._read(read.job.copies[index], buffers)
+                    read.note(index, outcome, is_hosted=is_hosted)
             if (result := read.end_part()) is not None:
                 self._results.put(result)
 
@@ -142,25 +162,37 @@ class BlockCopier:
                         found.append(self._files.status(other))
         return CopyResult(job, (), time.monotonic() - begun, found=found)
 
-    def _buffers(self) -> dict[Kind, BlockBuffer]:
-        return {kind: BlockBuffer(memory, in_place=kind is Kind.STATE) for kind, memory in self._memories.items()}
-
-    def _read(self, copy: BlockCopy, buffers: Mapping[Kind, BlockBuffer]) -> int | str:
-        """Fill a block and return the size of its file, or why it cannot be."""
+    def _read(self, copy: BlockCopy, buffers: Mapping[Kind, Buffer]) -> tuple[int | str, bool]:
+        """Fill a block. Return the size of its file, or why it cannot be, and whether it was in the host's memory."""
         buffer = buffers[copy.kind]
         buffer.aim(copy.block)
+        if self.hosted is not None and self.hosted.find(copy.path, buffer.content):
+            buffer.store(copy.block)
+            return len(buffer.content), True
         try:
             size = self._files.read(copy, buffer.content)
         except FileNotFoundError:
-            return "it is gone"
+            return "it is gone", False
         except (OSError, BlockError) as failure:
             log.warning("kv_disk_block_unusable", file=copy.path, reason=str(failure), consequence="it is computed")
-            return str(failure)
+            return str(failure), False
         except Exception as failure:
             log.error("kv_disk_fault", exc_info=failure)
-            return type(failure).__name__
+            return type(failure).__name__, False
+        if self.hosted is not None:
+            self.hosted.keep(copy.path, buffer.content)
         buffer.store(copy.block)
-        return size
+        return size, False
+
+
+def take_all(queue: SimpleQueue[T], seconds: float) -> list[T]:
+    """Return all that is in a queue. Wait up to `seconds` for the first."""
+    taken = list[T]()
+    with suppress(Empty):
+        taken.append(queue.get(timeout=seconds) if seconds else queue.get_nowait())
+        while True:
+            taken.append(queue.get_nowait())
+    return taken
 
 
 @contextmanager
@@ -184,6 +216,7 @@ class _Read:
         self._lock = threading.Lock()
         # By the number of the block.
         self._sizes: dict[int, int] = {}
+        self._hosted: set[int] = set()
         self._first_bad = len(job.copies)
         self._error: str | None = None
         self._begun: float | None = None
@@ -197,9 +230,11 @@ class _Read:
         """Return whether a block is still of use: none before it has failed."""
         return not self.job.is_cancelled and index < self._first_bad
 
-    def note(self, index: int, outcome: int | str) -> None:
-        """Note the size of a block's file, or why it cannot be read."""
+    def note(self, index: int, outcome: int | str, *, is_hosted: bool) -> None:
+        """Note the size of a block's file, or why it cannot be read, and whether the host's memory had it."""
         with self._lock:
+            if is_hosted:
+                self._hosted.add(index)
             if isinstance(outcome, int):
                 self._sizes[index] = outcome
             elif index < self._first_bad:
@@ -216,7 +251,8 @@ class _Read:
                 sizes.append(self._sizes[len(sizes)])
             error = None if self.job.is_cancelled else self._error
             assert self._begun is not None
-            return CopyResult(self.job, sizes, time.monotonic() - self._begun, error)
+            hosted = [index in self._hosted for index in range(len(sizes))]
+            return CopyResult(self.job, sizes, time.monotonic() - self._begun, error, hosted=hosted)
 
 
 class _Part:
@@ -234,7 +270,7 @@ class _Search:
 
 
 class BlockBuffer:
-    """Bytes of one block, in a row, for one thread: `content`."""
+    """A `Buffer` for memory of the host."""
 
     def __init__(self, memory: BlockMemory, *, in_place: bool = False) -> None:
         """in_place: blocks are rows of one array, large ones, and need no copy of their own."""
@@ -267,7 +303,12 @@ class BlockBuffer:
             np.copyto(array[:, block], part)
 
 
-def block_bytes(memory: BlockMemory) -> int:
+def make_buffers(memories: Memories) -> dict[Kind, Buffer]:
+    """Return the buffers of one thread."""
+    return {kind: BlockBuffer(memory, in_place=kind is Kind.STATE) for kind, memory in memories.items()}
+
+
+def block_bytes(memory: Sequence[Any]) -> int:
     return sum(int(array.shape[0] * array.shape[2]) for array in memory)
 
 

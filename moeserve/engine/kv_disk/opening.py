@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import structlog
@@ -16,6 +16,7 @@ import structlog
 from kernels.cpu.checksum import fastest_crc32
 from kernels.cpu.library import build_library, native_kernels
 from moeserve.config import ConfigError
+from moeserve.device import gpu_name
 from moeserve.engine.kv_disk.copier import NUM_READERS, PAUSES, Memories, as_block_memory, block_bytes
 from moeserve.engine.kv_disk.files import BlockFiles, disk_root, open_root, scan, seconds_to_read
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
@@ -37,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KvDisk:
-    """The blocks on disk, their files, and the memories that they are copied from and to.
+    """The blocks on disk, their files, and the memories that they are copied from and to: arrays, or a GPU's tensors.
 
     read_s: a first guess of the seconds that reading a KV block takes, by `CopyJob.is_gentle`; empty where too few are
     there to tell.
@@ -45,7 +46,7 @@ class KvDisk:
 
     stored: StoredBlocks
     files: BlockFiles
-    memories: Memories
+    memories: Mapping[Kind, Sequence[Any]]
     read_s: Mapping[bool, float]
 
 
@@ -81,12 +82,12 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
     config, model = context.config, rank.model
     assert config.kv_disk_path is not None
     root = disk_root(config.kv_disk_path)
-    memories = memories_of(rank)
+    memories = memories_of(rank) if model.device == "cpu" else block_tensors(rank)
     begun = time.monotonic()
     try:
         secret = open_root(root)
         fingerprint = fingerprint_of_rank(context, rank, root)
-        files = BlockFiles(root, fingerprint, fastest_crc32(native_kernels()))
+        files = BlockFiles(root, fingerprint, fastest_crc32(native_kernels() if model.device == "cpu" else None))
         sizes = [block_bytes(memories.get(kind, ())) for kind in Kind]
         about = About(context.served_model_names[0], model.arithmetic, config.block_size, *sizes)
         files.describe(msgspec.json.encode(about) + b"\n")
@@ -129,9 +130,7 @@ def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
     """Return the fingerprint of a rank's blocks. For `root` and errors see `fingerprint_of`."""
     config, model = context.config, rank.model
     assert rank.kv_pool is not None
-    layout = [
-        (kind.name, array.shape[0], array.shape[2]) for kind, memory in memories_of(rank).items() for array in memory
-    ]
+    layout = [(kind.name, one.shape[0], one.shape[2]) for kind, memory in block_tensors(rank).items() for one in memory]
     facts = (
         config.block_size,
         model.arithmetic,
@@ -143,8 +142,15 @@ def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
         config.expert_quantization,
         # Where there are several ranks, each sums the outputs of its own experts first.
         None if rank.group is None else rank.group.experts.placement.ranks,
-        "torch" if native_kernels() is None else build_library().name,
+        _compiled(model.device),
         version("torch"),
         version("transformers"),
     )
     return fingerprint_of(Path(context.model_dir), root, facts)
+
+
+def _compiled(device: str) -> str:
+    """Name the compiled code that computes, and the GPU that it runs on."""
+    if device != "cpu":
+        return f"triton {version('triton')} on {gpu_name()}"
+    return "torch" if native_kernels() is None else build_library().name

@@ -6,14 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from queue import Empty, SimpleQueue
+from contextlib import contextmanager
+from queue import SimpleQueue
 from typing import Any
 
 import structlog
 import zmq
 
-from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory
+from moeserve.engine.kv_disk.copier import BlockBuffer, BlockMemory, take_all
 from moeserve.engine.kv_transfer.messages import (
     BLOCK,
     BLOCKS_AT_ONCE,
@@ -67,12 +67,7 @@ class BlockFetcher:
 
     def take(self, seconds: float = 0.0) -> list[FetchResult]:
         """Return the results since the last call. Wait up to `seconds` for the first."""
-        results = []
-        with suppress(Empty):
-            results.append(self._results.get(timeout=seconds) if seconds else self._results.get_nowait())
-            while True:
-                results.append(self._results.get_nowait())
-        return results
+        return take_all(self._results, seconds)
 
     def close(self) -> None:
         """End the threads and their fetches."""

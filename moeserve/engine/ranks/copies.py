@@ -14,7 +14,7 @@ from pathlib import Path
 
 from kernels.cpu.checksum import fastest_crc32
 from kernels.cpu.library import native_kernels
-from moeserve.engine.kv_disk.copier import BlockCopier, Memories
+from moeserve.engine.kv_disk.copier import BlockCopier, Memories, make_buffers
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks, FromRank, OpenDisk, ToRank
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
@@ -22,6 +22,8 @@ from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 
 class RankCopies:
     """Rank 0's end: carries out the copies of all ranks. It is used as a `BlockCopier` is, once it is open."""
+
+    hosted = None
 
     def __init__(self, send: Callable[[int, ToRank], None], others: Sequence[int]) -> None:
         """send: sends a message to a rank. others: all ranks but 0."""
@@ -97,8 +99,9 @@ class MemberCopies:
     def follow(self, message: OpenDisk | CopyBlocks | CancelCopies) -> None:
         match message:
             case OpenDisk():
+                memories = self._memories()
                 files = BlockFiles(Path(message.root), message.fingerprint, fastest_crc32(native_kernels()))
-                self._copier = BlockCopier(files, self._memories())
+                self._copier = BlockCopier(files, lambda: make_buffers(memories))
             case CopyBlocks():
                 assert self._copier is not None
                 job = CopyJob(message.copies, message.is_write, is_gentle=message.is_gentle)
