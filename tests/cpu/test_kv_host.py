@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from array import array
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,6 +194,30 @@ def test_settings_without_a_meaning_are_refused(device: str, settings: dict[str,
     with pytest.raises(ConfigError) as refusal:
         check_kv_tiers(ServeConfig(kv_host_memory=1 << 30, **settings), device)
     assert sentence in str(refusal.value)
+
+
+def test_random_blocks_of_the_memory_above_a_disk_hold_what_was_kept_last() -> None:
+    draw = Random(1)
+    pages, held = HostPages(40, 24, CPU), dict[str, bytes]()
+    hosted = HostedBlocks(pages)
+    for _ in range(500):
+        path, content = f"f/{draw.randrange(4)}/{draw.randrange(8):032x}", draw.randbytes(draw.choice((24, 36, 50)))
+        hosted.keep(path, memoryview(content))
+        held[path] = content
+        if draw.random() < 0.2:
+            hosted.free(gone := draw.choice(list(held)))
+            del held[gone]
+        found = dict[str, bytes]()
+        for path, content in held.items():
+            target = bytearray(len(content))
+            if hosted.find(path, memoryview(target)):
+                assert target == content
+                found[path] = content
+        assert hosted.resident() == (len(found), sum(map(len, found.values())))
+        assert pages.num_free == 40 - sum(-(-len(content) // 24) for content in found.values())
+    for path in held:
+        hosted.free(path)
+    assert (pages.num_free, hosted.resident()) == (40, (0, 0))
 
 
 def test_the_memory_above_a_disk_has_room_for_a_block() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 from moeserve.plan import SamplingParams
@@ -45,13 +46,15 @@ class Life(Simulation):
         *,
         max_bytes: int = 10**9,
         tier: Tier = Tier.DISK,
+        hosted: Collection[bytes] = (),
         **options: Any,
     ) -> None:
+        """hosted: the names of blocks that are in the host's memory above the disk."""
         self.blocks = stored(max_bytes, tier=tier)
         for block, _ in disk.files.values():
             self.blocks.put(block)
         super().__init__(**options, stored=self.blocks)
-        self.disk, self.random, self.is_full = disk, choices, False
+        self.disk, self.random, self.is_full, self.hosted = disk, choices, False, hosted
         self.jobs: deque[CopyJob] = deque()
 
     def step(self) -> Any:
@@ -90,7 +93,8 @@ class Life(Simulation):
             else:
                 memories[copy.kind][copy.block] = self.disk.files[copy.name][1][:]
             sizes.append(100)
-        self.scheduler.waiting.end_copy(CopyResult(job, sizes, 0.01, error), 0.0)
+        hosted = [copy.name in self.hosted for copy in job.copies[: len(sizes)]]
+        self.scheduler.waiting.end_copy(CopyResult(job, sizes, 0.01, error, hosted=hosted), 0.0)
 
     def settle(self) -> None:
         """Run to the end, copies included."""

@@ -118,6 +118,27 @@ def test_the_next_life_finds_prompt_and_output_on_disk() -> None:
     second.check_all_done()
 
 
+def test_tokens_that_come_from_the_host_above_a_disk_are_told_apart() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    record = ask(first, "a", list(range(21)), max_tokens=12)
+    first.settle()
+    names: list[bytes] = []
+    first.blocks.name(names, "", array("i", record.history), 8, SIZE)
+    second = Life(disk, random.Random(2), hosted=names[2:5], **OPTIONS)
+    follow = ask(second, "b", [*record.history, 7, 7])
+    second.settle()
+    assert (follow.request.num_lower_tokens, follow.request.num_hosted_tokens) == (32, 3 * SIZE)
+    assert second.scheduler.lower is not None
+    counters = second.scheduler.lower.counters
+    assert (counters.lower_hit_tokens, counters.hosted_hit_tokens, counters.hosted_hits) == (32, 3 * SIZE, 1)
+    # In memory it is found on the device.
+    again = ask(second, "c", [*record.history, 7, 7])
+    second.settle()
+    assert (again.request.num_lower_tokens, again.request.num_hosted_tokens) == (0, 0)
+    second.check_all_done()
+
+
 def test_requests_with_one_prefix_wait_for_one_reading() -> None:
     disk = Disk()
     first = Life(disk, random.Random(1), **OPTIONS)
