@@ -71,13 +71,11 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "crc32": (_P, _N, _N),
     "compute_alone": (),
 }
-# The functions that return a number.
-_COUNTING = ("experts", "crc32")
 
 
 # Those that return a number, and those that take microseconds: they keep the interpreter lock, since another thread may
 # hold it for longer than they compute.
-_COUNTING = ("experts", "foresee")
+_COUNTING = ("experts", "foresee", "crc32")
 _SHORT = ("foresee",)
 
 
