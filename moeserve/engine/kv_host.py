@@ -378,15 +378,18 @@ def plan_kv_host(
             f"--kv-host-memory {show_size(size)} is too little beside {show_size(kv_bytes)} of KV on the "
             f"GPU: give it {least} or more."
         )
-    _check_free(size, free_bytes)
+    free = max(0, free_bytes - RESERVE_BYTES)
+    if size > free:
+        raise ConfigError(
+            f"--kv-host-memory asks for {show_size(size, up=True)}; only {show_size(free)} of the host's memory are "
+            "free."
+        )
     return HostPlan(num_pages, page_bytes, num_job_pages)
 
 
 def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
     """Take the host's memory for a rank's blocks. For errors see `plan_kv_host`."""
-    memories, model = block_tensors(rank), rank.model
-    sizes = {kind: sum(int(one.shape[0] * one.shape[2]) for one in memory) for kind, memory in memories.items()}
-    plan = plan_kv_host(config, model.kv, model.kv_bytes, sizes, available_bytes())
+    memories, plan = block_tensors(rank), _plan_of(config, rank)
     device = next(iter(memories[Kind.KV] or memories[Kind.WINDOW])).device
     pages = HostPages(plan.num_pages, plan.page_bytes, device)
     num_kept = plan.num_pages - plan.num_job_pages
@@ -396,23 +399,14 @@ def open_kv_host(config: ServeConfig, rank: Rank) -> KvHost:
 
 
 def open_hosted(config: ServeConfig, rank: Rank) -> HostedBlocks:
-    """Take the host's memory for blocks that are on disk as well. Raise ConfigError if it is too little or too much."""
-    memories, size = block_tensors(rank), config.kv_host_memory
-    assert size is not None
-    sizes = [sum(int(one.shape[0] * one.shape[2]) for one in memory) for memory in memories.values()]
-    page_bytes = next(filter(None, sizes))
-    least = sum(-(-one // page_bytes) for one in sizes) * page_bytes
-    if size < least:
-        raise ConfigError(f"--kv-host-memory {show_size(size)} is too little for a block: give it {show_size(least)}.")
-    _check_free(size, available_bytes())
+    """Take the host's memory for blocks that are on disk as well. For errors see `plan_kv_host`."""
+    plan = _plan_of(config, rank)
     # Blocks pass through page-locked rows anyway, so that the pages need not be locked.
-    return HostedBlocks(HostPages(size // page_bytes, page_bytes, torch.device("cpu")))
+    return HostedBlocks(HostPages(plan.num_pages, plan.page_bytes, torch.device("cpu")))
 
 
-def _check_free(size: int, free_bytes: int) -> None:
-    free = max(0, free_bytes - RESERVE_BYTES)
-    if size > free:
-        raise ConfigError(
-            f"--kv-host-memory asks for {show_size(size, up=True)}; only {show_size(free)} of the host's memory are "
-            "free."
-        )
+def _plan_of(config: ServeConfig, rank: Rank) -> HostPlan:
+    sizes = {
+        kind: sum(int(one.shape[0] * one.shape[2]) for one in memory) for kind, memory in block_tensors(rank).items()
+    }
+    return plan_kv_host(config, rank.model.kv, rank.model.kv_bytes, sizes, available_bytes())

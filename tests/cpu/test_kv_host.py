@@ -220,10 +220,10 @@ def test_random_blocks_of_the_memory_above_a_disk_hold_what_was_kept_last() -> N
     assert (pages.num_free, hosted.resident()) == (40, (0, 0))
 
 
-def test_the_memory_above_a_disk_has_room_for_a_block() -> None:
-    with pytest.raises(ConfigError, match="--kv-host-memory 50 bytes is too little for a block: give it 96 bytes"):
-        open_hosted(config_of(50), rank_of(40, kinds=(Kind.STATE,)))
-    assert open_hosted(config_of(96), rank_of(40)).resident() == (0, 0)
+def test_the_memory_above_a_disk_is_refused_by_the_same_rule() -> None:
+    with pytest.raises(ConfigError, match="--kv-host-memory 50 bytes is too little beside"):
+        open_hosted(config_of(50), rank_of(40))
+    assert open_hosted(config_of(1200), rank_of(160)).resident() == (0, 0)
 
 
 def test_a_gpu_may_swap_to_the_host_or_to_a_disk() -> None:
