@@ -37,7 +37,7 @@ def test_the_disk_that_kv_takes_is_told_with_its_tokens(tiny: Path) -> None:
     said = ask(tiny, "--kv-cache-memory", "1MiB", "--kv-disk-path", str(kv), "--kv-disk-size", "2MiB").stdout
     (setup,) = setups_of(examine(tiny), MACHINE, ServeConfig(kv_cache_memory=2**20))
     tokens = 2 * 2**20 * setup.kv_tokens // setup.kv_bytes
-    assert f"disk      at most 2.0 MiB of KV = about {tokens:,} tokens; {kv} has " in said
+    assert f"disk      at most 2 MiB of KV = about {tokens:,} tokens; {kv} has " in said
     assert "too little" not in said
     assert not kv.parent.exists()
 
@@ -45,7 +45,7 @@ def test_the_disk_that_kv_takes_is_told_with_its_tokens(tiny: Path) -> None:
 def test_a_disk_that_is_too_small_for_its_kv_is_told(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher.doctor, "_free_below", lambda _: GIB)
     said = ask(tiny, "--kv-disk-path", str(tiny)).stdout
-    assert "has 1.0 GiB free, too little: what finds no room is not kept" in said
+    assert "has 1 GiB free, too little: what finds no room is not kept" in said
 
 
 def test_the_host_memory_of_a_gpu_is_counted_and_refused_as_at_a_start(qwen3: Path) -> None:
