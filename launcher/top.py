@@ -102,7 +102,7 @@ class Frame:
         return [sample[key] for sample in self.samples]
 
     def _blocks(self, sample: dict[str, Any]) -> Text:
-        """Return a bar of the KV blocks by state, and the tokens in the tier below if there is one."""
+        """Return a bar of the KV blocks by state, and the tokens in the tiers below."""
         kv = sample["kv"]
         total = max(1, sum(kv.values()))
         widths = {state: round(_BAR_WIDTH * kv[state] / total) for state in ("leased", "cached")}
@@ -112,7 +112,7 @@ class Frame:
         size = self.about.get("block_size", 1)
         for state, colour in (("leased", "green"), ("cached", "blue"), ("free", "dim")):
             bar.append(f"  {state} ", colour).append(f"{kv[state] * size:,}", "bold")
-        if (below := sample["below"]) is not None:
+        for below in sample["below"]:
             where = "in host memory" if below["tier"] == "host" else "on disk"
             bar.append(f"  {where} ").append(f"{below['blocks'] * size:,}", "bold")
         return bar.append(" tokens", "dim")

@@ -36,7 +36,7 @@ class KvBlocks(msgspec.Struct, frozen=True):
 
 
 class KvBelow(msgspec.Struct, frozen=True):
-    """The KV in the tier below memory, `host` or `disk`.
+    """The KV in a tier below memory, `host` or `disk`.
 
     hit_share: of the cached tokens that requests found since the start, the share that was there."""
 
@@ -69,7 +69,8 @@ class Sample(msgspec.Struct, frozen=True):
     """`time` is in seconds since 1970. Rates are tokens per second since the sample before: `prompt_rate` of admitted
     prompts, `cached_rate` of these the ones found in the prefix cache. `step_seconds` is the mean of a step. Latencies
     and `hit_rate` are of the latest ten samples; None where nothing was measured. `rejections` and `preemptions` count
-    since the start. `below`: None where KV is in memory alone. `drafts`: None where no drafts are made."""
+    since the start. `below`: the tiers, highest first; none where KV is in memory alone. `drafts`: None where no drafts
+    are made."""
 
     time: float
     running: int
@@ -85,7 +86,7 @@ class Sample(msgspec.Struct, frozen=True):
     rejections: int
     preemptions: int
     experts: ExpertsNow
-    below: KvBelow | None = None
+    below: Sequence[KvBelow] = ()
     drafts: DraftsNow | None = None
 
 
@@ -185,16 +186,19 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
     )
 
 
-def _below(now: FeatureSamples) -> KvBelow | None:
+def _below(now: FeatureSamples) -> list[KvBelow]:
     if "moeserve_kv_tier_blocks" not in now:
-        return None
+        return []
     blocks, size, tokens = (
         {str(tier): float(value) for tier, value in now[f"moeserve_kv_tier_{name}"]}
         for name in ("blocks", "bytes", "hit_tokens")
     )
     found = sum(tokens.values())
-    (tier,) = blocks.keys() - {"device"}
-    return KvBelow(tier, int(blocks[tier]), int(size[tier]), round(tokens[tier] / found, 4) if found else None)
+    return [
+        KvBelow(tier, int(blocks[tier]), int(size[tier]), round(hits / found, 4) if found else None)
+        for tier, hits in tokens.items()
+        if tier != "device"
+    ]
 
 
 def _drafts(before: FeatureSamples, now: FeatureSamples, seconds: float) -> DraftsNow | None:

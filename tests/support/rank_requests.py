@@ -75,7 +75,7 @@ class RankCase:
             expert_memory=None if self.num_slots is None else self._slot_bytes(spec, self.num_slots),
             expert_prefetch=self.prefetch,
             expert_policy="lru",
-            expert_store_dir=str(Path(self.model).parent / "store"),
+            expert_store_dir=None if self.num_slots is None else str(Path(self.model).parent / "store"),
             # All experts are read from disk where some may move.
             rebalance_interval=0 if self.num_slots is None else 1000,
             engine_timeout=2.5 * TIMEOUT,

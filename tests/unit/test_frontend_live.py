@@ -62,19 +62,28 @@ def test_rates_are_per_second_since_the_sample_before(clock: Clock) -> None:
     assert sample.rejections == 3
 
 
-def test_kv_on_disk_is_told_where_there_is_some(clock: Clock) -> None:
+def test_kv_below_memory_is_told_where_there_is_some(clock: Clock) -> None:
     figures = LiveStats(Metrics(), clock)
-    tiers = {
+    disk = {
         "moeserve_kv_tier_blocks": [["device", 3], ["disk", 40]],
         "moeserve_kv_tier_bytes": [["device", 300], ["disk", 4000]],
         "moeserve_kv_tier_hit_tokens": [["device", 30], ["disk", 10]],
     }
-    for features in ({}, {}, tiers):
+    host_and_disk = {
+        "moeserve_kv_tier_blocks": [["device", 3], ["disk", 40], ["host", 20]],
+        "moeserve_kv_tier_bytes": [["device", 300], ["disk", 4000], ["host", 2000]],
+        "moeserve_kv_tier_hit_tokens": [["device", 30], ["host", 60], ["disk", 10]],
+    }
+    for features in ({}, {}, disk, host_and_disk):
         figures.on_stats(stats(features=features))
         clock.forward(1)
     assert [sample.below for sample in figures.samples] == [
-        None,
-        KvBelow(tier="disk", blocks=40, bytes=4000, hit_share=0.25),
+        [],
+        [KvBelow(tier="disk", blocks=40, bytes=4000, hit_share=0.25)],
+        [
+            KvBelow(tier="host", blocks=20, bytes=2000, hit_share=0.6),
+            KvBelow(tier="disk", blocks=40, bytes=4000, hit_share=0.1),
+        ],
     ]
 
 

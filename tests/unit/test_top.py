@@ -33,7 +33,10 @@ SAMPLE = {
     "inter_token": None,
     "hit_rate": 0.8,
     "kv": {"free": 10, "cached": 20, "leased": 30},
-    "below": None,
+    "below": [
+        {"tier": "host", "blocks": 3, "bytes": 300, "hit_share": None},
+        {"tier": "disk", "blocks": 7, "bytes": 700, "hit_share": None},
+    ],
     "rejections": 2,
     "preemptions": 0,
     "experts": {"balance": 0.5, "resident": 12, "hit_rate": None, "stall_seconds": None, "migrations": 4},
@@ -78,6 +81,8 @@ def test_one_frame_tells_all_figures(address: str) -> None:
         "leased 480",
         "cached 320",
         "free 160",
+        "host memory 48",
+        "on disk 112",
         "in memory 12",
         "layers placed anew 4",
     ):

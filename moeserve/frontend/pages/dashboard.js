@@ -90,7 +90,7 @@ function showBlocks(sample) {
   const text = (blocks) => `${count(blocks)} (${count(blocks * size)} tokens)`;
   kv.update([leased, cached, free], [leased, cached, free].map(text));
   find("#kv-used").textContent = percent(leased / (leased + cached + free || 1));
-  if (sample.below) find("#kv-below").textContent = below(sample.below, size);
+  find("#kv-below").textContent = sample.below.map((tier) => below(tier, size)).join(", ");
   find("#events").textContent = `${count(sample.preemptions)} preempted · ${count(sample.rejections)} refused`;
 }
 
