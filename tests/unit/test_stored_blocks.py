@@ -628,8 +628,9 @@ HISTORIES = st.builds(
 )
 
 
+# More than 100,000 steps.
 @pytest.mark.slow
-@examples(3)
+@examples(75)
 @given(HISTORIES)
 def test_tokens_are_those_of_an_undisturbed_run_whatever_leaves_memory_and_comes_back(history: History) -> None:
     history.play()
