@@ -169,7 +169,8 @@ struct IntegerRows {
     float* sums = state.sums + row * in.value_dim;
     int64_t channel = 0;
     for (; channel + kColumnsAtOnce * kLanes <= in.value_dim; channel += kColumnsAtOnce * kLanes)
-      add_integers<Rows, kColumnsAtOnce>(weights, integers.values.data() + channel, tile.count, in.value_dim, sums + channel);
+      add_integers<Rows, kColumnsAtOnce>(weights, integers.values.data() + channel, tile.count, in.value_dim,
+                                         sums + channel);
     for (; channel < in.value_dim; channel += kLanes)
       add_integers<Rows, 1>(weights, integers.values.data() + channel, tile.count, in.value_dim, sums + channel);
   }
@@ -185,7 +186,7 @@ void attend_rows(int count, const Inputs& in, int64_t row, int64_t first_key, co
 }
 
 // A segment of a task's rows.
-struct Part {
+struct TaskSegment {
   const Task& task;
   int64_t segment;
 };
@@ -195,7 +196,7 @@ struct Extent {
   int64_t begin, end;
 };
 
-Extent extent(const Inputs& in, const Part& part) {
+Extent extent(const Inputs& in, const TaskSegment& part) {
   const auto& [task, segment] = part;
   const int64_t first = in.starts[task.chunk] + task.first_token;
   const int64_t oldest = in.window ? std::max<int64_t>(0, first + 1 - in.window) : 0;
@@ -219,9 +220,10 @@ void fetch(const Inputs& in, const Task& task, int64_t first_key, int64_t end, T
   for (int64_t k = tile.count; k % kLanes; ++k) tile.keys[k] = tile.keys[k - 1], tile.values[k] = tile.values[k - 1];
 }
 
-// One segment of a task's rows into `state`, which is cleared first. The first tile of `next` is fetched beside its last.
+// One segment of a task's rows into `state`, which is cleared first. The first tile of `next` is fetched beside its
+// last one.
 template <typename Form>
-void attend_segment(const Inputs& in, const Part& part, const Part& next, Workspace& work, State state) {
+void attend_segment(const Inputs& in, const TaskSegment& part, const TaskSegment& next, Workspace& work, State state) {
   const Task& task = part.task;
   const int64_t* positions = work.positions.data();
   const int64_t rows = task.num_tokens * in.group();
@@ -246,7 +248,8 @@ void attend_segment(const Inputs& in, const Part& part, const Part& next, Worksp
   }
 }
 
-void attend_segment_of_kind(const Inputs& in, const Part& part, const Part& next, Workspace& work, State state) {
+void attend_segment_of_kind(const Inputs& in, const TaskSegment& part, const TaskSegment& next, Workspace& work,
+                            State state) {
   switch (in.kind) {
     case Kind::kFloat32: return attend_segment<WideRows<float>>(in, part, next, work, state);
     case Kind::kBfloat16:
@@ -298,7 +301,7 @@ State scratch_state(float* scratch, int64_t place, int64_t rows) {
 // next: a task that is likely to follow on this thread.
 void run(const Inputs& in, const Task& task, const Task& next, Workspace& work, float* scratch) {
   take_queries(in, task, work);
-  const Part behind{next, next.first_segment};
+  const TaskSegment behind{next, next.first_segment};
   if (task.scratch >= 0)
     return attend_segment_of_kind(in, {task, task.first_segment}, behind, work,
                                   scratch_state(scratch, task.scratch, task.num_tokens * in.group()));
@@ -306,7 +309,7 @@ void run(const Inputs& in, const Task& task, const Task& next, Workspace& work, 
   for (int64_t segment = task.first_segment; segment < task.last_segment; ++segment) {
     const bool is_first = segment == task.first_segment;
     const bool is_last = segment + 1 == task.last_segment;
-    attend_segment_of_kind(in, {task, segment}, is_last ? behind : Part{task, segment + 1}, work,
+    attend_segment_of_kind(in, {task, segment}, is_last ? behind : TaskSegment{task, segment + 1}, work,
                            work.state(is_first ? 0 : 1));
     if (!is_first) merge(whole, work.state(1), task.num_tokens * in.group(), in.value_dim);
   }
