@@ -7,7 +7,7 @@ fetched from another service. It then takes its place in the queue by its arriva
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import chain, islice
 
 from moeserve.plan import Request
@@ -21,6 +21,10 @@ from moeserve.scheduling.token_sums import TokenSums
 # The number of next requests for which blocks are looked for elsewhere, and by whose prompts an admitted request
 # decides where to keep its state and windows.
 FORESEEN = 16
+# Tokens of the prompts for which one call looks elsewhere, after which it asks no further requests: tens of
+# milliseconds. A short prompt costs as much as one of the least tokens.
+_MOST_ASKED_TOKENS = 2**17
+_LEAST_ASKED_TOKENS = 1024
 # A request that waits is dropped once its wait is sure to exceed its limit by this factor.
 _CLEARLY_LATE = 1.2
 
@@ -95,17 +99,17 @@ class WaitingRoom:
             return []
         for request in self._lower.take_overdue(self._pace.now):
             self.place(request)
-        waiting = self._next()
-        loads = RankLoads(self._memories, self._running if waiting else ())
-        for request in waiting:
-            waits = self._lower.seek(request, self._pace.now)
-            if not waits and not self._is_cold(request):
-                request.rank = loads.preferred_ranks(request)[0]
-                num_spoken_for = loads.num_spoken_for(request)
-                waits = self._lower.look_up(request, self._pace.now, num_spoken_for, len(self._running))
-            if waits:
-                self._take_out(request)
+        self._take_out_next(self._waits_for_copies)
         return self._lower.take_jobs(now, len(self._running))
+
+    def _waits_for_copies(self, request: Request, loads: RankLoads) -> bool:
+        assert self._lower is not None
+        if self._lower.seek(request, self._pace.now):
+            return True
+        if self._is_cold(request):
+            return False
+        request.rank = loads.preferred_ranks(request)[0]
+        return self._lower.look_up(request, self._pace.now, loads.num_spoken_for(request), len(self._running))
 
     def end_copy(self, result: CopyResult, now: float) -> None:
         """Receive the end of a copy between memory and the lower tier; requests that waited for it take their places.
@@ -126,14 +130,10 @@ class WaitingRoom:
         fetches = self._transfer.fetches
         for request in fetches.take_overdue(self._pace.now):
             self.place(request)
-        waiting = [request for request in self._next() if request.ticket is not None]
-        loads = RankLoads(self._memories, self._running if waiting else ())
-        while waiting:
-            taken = [r for r in waiting if fetches.look_up(r, self._pace.now, loads.num_spoken_for(r))]
-            for request in taken:
-                self._take_out(request)
-            # Those behind them would begin in the next step, without their blocks.
-            waiting = [request for request in self._next() if request.ticket is not None] if taken else []
+        self._take_out_next(
+            lambda request, loads: fetches.look_up(request, self._pace.now, loads.num_spoken_for(request)),
+            have_tickets=True,
+        )
         return fetches.take_jobs()
 
     def end_fetch(self, result: FetchResult) -> None:
@@ -228,6 +228,27 @@ class WaitingRoom:
         undecided = [r for r in self._undecided if not (r.finished or any(r in w for w in self._waiting_for_blocks))]
         unmasked, first = islice(self._unmasked.values(), most), islice(self.queue.candidates(), most)
         return list(dict.fromkeys((*undecided, *unmasked, *first)))
+
+    def _take_out_next(self, waits: Callable[[Request, RankLoads], bool], *, have_tickets: bool = False) -> None:
+        """Take out the next requests that wait from now on. Those behind them are next then, and are asked as well.
+
+        have_tickets: only requests that have one are asked.
+        """
+        asked, num_tokens = set[str](), 0
+        loads: RankLoads | None = None
+        while new := [
+            request
+            for request in self._next()
+            if request.request_id not in asked and (request.ticket is not None or not have_tickets)
+        ]:
+            loads = loads or RankLoads(self._memories, self._running)
+            taken = [request for request in new if waits(request, loads)]
+            for request in taken:
+                self._take_out(request)
+            asked.update(request.request_id for request in new)
+            num_tokens += sum(max(request.num_prompt_tokens, _LEAST_ASKED_TOKENS) for request in new)
+            if not taken or num_tokens >= _MOST_ASKED_TOKENS:
+                return
 
     def _take_out(self, request: Request) -> None:
         """Take a request out of the queue, or from among the requests without a mask."""

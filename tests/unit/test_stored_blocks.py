@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from moeserve.scheduling.lower_tier import num_kept_free
 from moeserve.scheduling.overflow import Overflow
 from moeserve.scheduling.request_states import StatePolicy
+from moeserve.scheduling.waiting_room import FORESEEN
 from radix_cache import Kind, PrefixCache, Retention, StoredBlock, StoredBlocks, Tier
 from radix_cache.block_copies import border_name
 from tests.support.cache_invariants import check_invariants
@@ -151,6 +152,18 @@ def test_requests_with_one_prefix_wait_for_one_reading() -> None:
     second.jobs += jobs
     second.settle()
     assert [record.request.num_lower_tokens for record in records] == [20, 20, 20]
+    second.check_all_done()
+
+
+def test_of_many_requests_that_come_at_once_none_begins_before_its_prefix_was_looked_for() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    records = [ask(second, str(number), list(range(24)), max_tokens=1) for number in range(2 * FORESEEN + 3)]
+    second.settle()
+    assert {record.request.num_lower_tokens for record in records} == {20}
     second.check_all_done()
 
 
