@@ -25,6 +25,23 @@ LIMITS = ("--max-model-len", "32", "--max-num-batched-tokens", "16", "--max-num-
 PATIENT = ("--engine-timeout", "120")
 
 
+def small_model(folder: Path, patch: pytest.MonkeyPatch, case: str, **fields: int) -> tuple[Path, tuple[str, ...]]:
+    """Write a model to a folder. Return its folder and settings that serve it with 16 blocks of KV."""
+    import torch
+
+    from moeserve.model.kv_pool import kv_block_bytes
+    from tests.support.checkpoints import spec_of
+
+    model = folder / "m"
+    write_model_dir(model)
+    saved_model(case, model, **fields)
+    memory = 16 * kv_block_bytes(spec_of(model).kv_layers, SIZE, torch.float32)
+    patch.setenv("MOESERVE_CACHE", str(folder / "cache"))
+    take_device(patch)
+    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *LIMITS, *PATIENT)
+    return model, (*settings, "--kv-cache-memory", str(memory))
+
+
 def ask(running: Service, prompt: list[int], **fields: Any) -> tuple[str, dict[str, int]]:
     """Return an answer, and where its cached tokens were."""
     body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
@@ -45,21 +62,9 @@ def figure(running: Service, name: str) -> float:
 def test_a_prefix_that_left_the_gpu_comes_back_from_the_host_with_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, fields: dict[str, int]
 ) -> None:
-    import torch
-
-    from moeserve.model.kv_pool import kv_block_bytes
-    from tests.support.checkpoints import spec_of
-
-    model = tmp_path / "m"
-    write_model_dir(model)
-    saved_model(case, model, **fields)
-    block_bytes = kv_block_bytes(spec_of(model).kv_layers, SIZE, torch.float32)
-    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
-    take_device(monkeypatch)
-    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *LIMITS, *PATIENT)
-    memory = ("--kv-cache-memory", str(16 * block_bytes), "--kv-host-memory", "1MiB")
+    model, settings = small_model(tmp_path, monkeypatch, case, **fields)
     (tmp_path / "s").mkdir()
-    with service(model, tmp_path / "s", *settings, *memory) as running:
+    with service(model, tmp_path / "s", *settings, "--kv-host-memory", "1MiB") as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING
         for first in range(4):
@@ -115,26 +120,15 @@ def test_a_recurrent_state_that_left_the_gpu_comes_back_from_the_host_with_the_s
 def test_a_prefix_of_a_gpu_comes_back_from_disk_after_a_restart_with_the_same_tokens(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, fields: dict[str, int]
 ) -> None:
-    import torch
-
-    from moeserve.model.kv_pool import kv_block_bytes
-    from tests.support.checkpoints import spec_of
-
-    model = tmp_path / "m"
-    write_model_dir(model)
-    saved_model(case, model, **fields)
-    block_bytes = kv_block_bytes(spec_of(model).kv_layers, SIZE, torch.float32)
-    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
-    take_device(monkeypatch)
-    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *LIMITS, *PATIENT)
-    memory = ("--kv-cache-memory", str(16 * block_bytes), "--kv-disk-path", str(tmp_path / "kv"))
+    model, settings = small_model(tmp_path, monkeypatch, case, **fields)
+    disk = ("--kv-disk-path", str(tmp_path / "kv"))
     for life in range(2):
         (tmp_path / f"s{life}").mkdir()
-    with service(model, tmp_path / "s0", *settings, *memory) as running:
+    with service(model, tmp_path / "s0", *settings, *disk) as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING
         wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= 3)
-    with service(model, tmp_path / "s1", *settings, *memory) as running:
+    with service(model, tmp_path / "s1", *settings, *disk) as running:
         assert ask(running, PROMPT, cache_salt="other") == (cold, NOTHING)
         assert ask(running, PROMPT) == (cold, NOTHING | {"disk": 12})
         assert ask(running, PROMPT) == (cold, NOTHING | {"device": 12})
@@ -144,19 +138,8 @@ def test_a_prefix_of_a_gpu_comes_back_from_disk_after_a_restart_with_the_same_to
 def test_a_prefix_comes_from_the_host_while_the_service_lives_and_from_disk_after_that(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
-    from moeserve.model.kv_pool import kv_block_bytes
-    from tests.support.checkpoints import spec_of
-
-    model = tmp_path / "m"
-    write_model_dir(model)
-    saved_model("qwen3_moe", model)
-    block_bytes = kv_block_bytes(spec_of(model).kv_layers, SIZE, torch.float32)
-    monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
-    take_device(monkeypatch)
-    settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *LIMITS, *PATIENT)
-    memory = ("--kv-cache-memory", str(16 * block_bytes), "--kv-host-memory", "1MiB")
+    model, settings = small_model(tmp_path, monkeypatch, "qwen3_moe")
+    tiers = ("--kv-host-memory", "1MiB", "--kv-disk-path", str(tmp_path / "kv"))
 
     def push_it_off_the_device(running: Service) -> None:
         for first in range(6):
@@ -164,7 +147,7 @@ def test_a_prefix_comes_from_the_host_while_the_service_lives_and_from_disk_afte
 
     for life in range(2):
         (tmp_path / f"s{life}").mkdir()
-    with service(model, tmp_path / "s0", *settings, *memory, "--kv-disk-path", str(tmp_path / "kv")) as running:
+    with service(model, tmp_path / "s0", *settings, *tiers) as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING
         wait_until(lambda: figure(running, 'moeserve_kv_tier_blocks{tier="disk"}') >= 3)
@@ -174,7 +157,7 @@ def test_a_prefix_comes_from_the_host_while_the_service_lives_and_from_disk_afte
         assert figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 0
         assert figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 3
         assert running.http.get("/v1/cache").json()["host"]["blocks"] >= 3
-    with service(model, tmp_path / "s1", *settings, *memory, "--kv-disk-path", str(tmp_path / "kv")) as running:
+    with service(model, tmp_path / "s1", *settings, *tiers) as running:
         assert ask(running, PROMPT) == (cold, NOTHING | {"disk": 12})
         push_it_off_the_device(running)
         assert ask(running, PROMPT) == (cold, NOTHING | {"host": 12})
