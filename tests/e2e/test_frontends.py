@@ -260,8 +260,8 @@ def test_whichever_is_scraped_tells_of_all(both: list[Connection]) -> None:
     before = metric(both[0], name)
     for connection in both:
         connection.post("/v1/completions", prompt="x", max_tokens=1)
-    # An answer is counted after its last byte.
-    wait_until(lambda: [metric(connection, name) for connection in both] == [before + 2] * 2)
+    # An answer is counted after its last byte, one of an earlier test too.
+    wait_until(lambda: metric(both[0], name) == metric(both[1], name) >= before + 2)
     count = "moeserve_time_to_first_token_seconds_count"
     wait_until(lambda: metric(both[0], count) == metric(both[1], count) >= 2)
 

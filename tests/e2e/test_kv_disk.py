@@ -75,7 +75,7 @@ def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path
         assert ask(running) == (cold, {"device": 192, "host": 0, "disk": 0})
         wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 192)
         wait_until(lambda: figure(running, 'moeserve_kv_tier_hits_total{tier="device"}') == 1)
-        assert figure(running, 'moeserve_kv_tier_bytes{tier="device"}') > 0
+        wait_until(lambda: figure(running, 'moeserve_kv_tier_bytes{tier="device"}') > 0)
         listed = running.http.get("/v1/cache").json()
         assert listed["disk"]["blocks"] >= 13
         assert ask(running, cache_salt="other")[1] == {"device": 0, "host": 0, "disk": 0}

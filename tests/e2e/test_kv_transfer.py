@@ -26,6 +26,7 @@ from tests.support.kv_pair import (
     figure,
     post,
     prefill,
+    settle,
     start,
     start_pair,
     wait_for_failures,
@@ -221,6 +222,7 @@ def test_with_early_tickets_a_prompt_is_fetched_while_it_is_computed(model: Path
         assert len(bits(post(early, completion(LONG, max_tokens=3, kv_transfer_params=ASKS)))) == 3
         # The prompt that nobody fetches ends when the service that was to fetch it says so.
         post(pair.decodes, completion(LONG))
+        settle(early)
         held = figure(early, "moeserve_kv_transfer_held_blocks")
         again = post(early, completion([9, *LONG[1:]], max_tokens=1, kv_transfer_params=ASKS))["kv_transfer_params"]
         post(pair.decodes, completion([9, *LONG[1:]]))

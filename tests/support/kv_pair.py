@@ -81,7 +81,15 @@ def prefill(running: Service, body: dict[str, Any], path: str = "/v1/completions
         asked["max_completion_tokens"] = 1
         del asked["max_tokens"]
     params: dict[str, Any] = post(running, asked, path)["kv_transfer_params"]
+    settle(running)
     return params
+
+
+def settle(*services: Service) -> None:
+    """Have the figures tell of all that was answered: an engine sends them when it falls idle, before the next list."""
+    for running in services:
+        for _ in range(2):
+            assert running.http.get("/v1/cache").status_code == 200
 
 
 def bits(answer: dict[str, Any]) -> list[float]:
@@ -109,6 +117,7 @@ def wait_for_failures(running: Service, reason: str, count: float) -> None:
 def clear(*services: Service) -> None:
     for running in services:
         assert running.http.delete("/v1/cache").status_code == 200
+    settle(*services)
 
 
 def alone(running: Service, body: dict[str, Any]) -> dict[str, Any]:
