@@ -1,8 +1,8 @@
 """`python -m benchmarks.large_gguf`: a random model of Qwen3-30B-A3B's shape in Q4_K, its start, memory and streams.
 
-`write FILE` streams the file to disk, 17 GB with all 48 layers. `serve FILE` starts a service of it, and prints the
-seconds until it is ready, the most memory of its processes together, and the tokens per second of several streams. With
-`--store DIR` it also waits until the expert file is written there, which the next start maps.
+`write FILE` streams the file to disk, 17 GB with all 48 layers. `serve MODEL` starts a service of it, or of any other
+model, and prints the seconds until it is ready, the most memory of its processes together, and the tokens per second of
+several streams. With `--store DIR` it also waits until the expert file is written there, which the next start reads.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from moeserve.bench.decode import SHAPES
 _SHAPE = SHAPES["qwen3-30b-a3b"]
 _HEAD_DIM = 128
 _POOL_ROWS = 2048  # Rows of each depth that are quantised; matrices are made of them in random order.
+_PROMPT_VOCAB = 10_000  # Prompts are of tokens below it, which other models have, too.
 _POLL_S = 0.5
 _NAME = "large"
 _KINDS = {Q4_K: gguf.GGMLQuantizationType.Q4_K, Q6_K: gguf.GGMLQuantizationType.Q6_K}
@@ -218,7 +219,7 @@ def _answer(http: httpx2.Client, prompt: list[int], tokens: int) -> int:
 
 
 def _tokens_per_second(http: httpx2.Client, streams: int, tokens: int, draw: Random) -> float:
-    prompts = [[draw.randrange(2, _SHAPE.vocab) for _ in range(16)] for _ in range(streams)]
+    prompts = [[draw.randrange(2, _PROMPT_VOCAB) for _ in range(16)] for _ in range(streams)]
     began = time.perf_counter()
     with ThreadPoolExecutor(streams) as pool:
         count = sum(pool.map(lambda prompt: _answer(http, prompt, tokens), prompts))
@@ -241,13 +242,13 @@ def write(path: Path, layers: int) -> None:
 
 
 @command.command()
-@click.argument("path", type=click.Path(path_type=Path, exists=True, dir_okay=False))
+@click.argument("path", type=click.Path(path_type=Path, exists=True), metavar="MODEL")
 @click.option("--streams", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Tokens of each stream.")
 @click.option("--store", type=click.Path(path_type=Path), help="For --expert-store-dir; its file is waited for.")
 @click.argument("settings", nargs=-1)
 def serve(path: Path, streams: int, tokens: int, store: Path | None, settings: tuple[str, ...]) -> None:
-    """Serve the file and print what it takes. SETTINGS, after --, are further settings of `moeserve serve`."""
+    """Serve the model and print what it takes. SETTINGS, after --, are further settings of `moeserve serve`."""
     if store is not None:
         settings = (*settings, "--expert-store-dir", str(store))
     memory, draw, began = _Memory(), Random(0), time.perf_counter()
@@ -260,9 +261,9 @@ def serve(path: Path, streams: int, tokens: int, store: Path | None, settings: t
             time.sleep(_POLL_S)
         if store is not None:
             click.echo(f"expert file there after {time.perf_counter() - began:.0f} s")
-    file_gib, gib = path.stat().st_size / 2**30, memory.peak / 2**30
-    anonymous = memory.peak_anonymous / 2**30
-    click.echo(f"file {file_gib:.2f} GiB, most memory {gib:.2f} GiB, {anonymous:.2f} of it not in files")
+    stored = sum(file.stat().st_size for file in [path, *path.rglob("*")]) / 2**30
+    gib, anonymous = memory.peak / 2**30, memory.peak_anonymous / 2**30
+    click.echo(f"model {stored:.2f} GiB, most memory {gib:.2f} GiB, {anonymous:.2f} of it not in files")
     click.echo(f"one stream {one:.1f} tokens/s, {streams} streams {many:.1f} tokens/s")
 
 

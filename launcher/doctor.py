@@ -315,7 +315,7 @@ def _setup_lines(setup: Setup) -> Iterator[str]:
         yield f"    host      {show_size(setup.kv_host_bytes)} of its memory for KV that leaves the GPU"
     if setup.expert_file_bytes:
         root = _root_of(setup, "--expert-store-dir", cache_root() / "experts")
-        taken = f"{show_size(setup.expert_file_bytes)} for the expert file, written at the first start"
+        taken = f"{show_size(setup.expert_file_bytes)} for the expert file, written while the first start serves"
         yield f"    disk      {taken}; {root} has {show_size(_free_below(root))} free"
     if setup.kv_disk_bytes:
         yield f"    disk      {_said_of_kv_disk(setup)}"

@@ -1,10 +1,12 @@
 """Where experts lie that are not in memory: an expert file, built with one expert in memory at a time and checked at
-every start, or the GGUF file itself, whose experts are packed one by one when they are wanted."""
+every start, or the checkpoint itself, whose experts are packed one by one when they are wanted."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -129,10 +131,9 @@ class ExpertPacker:
     """Packs experts, each on the thread that calls it. Layers are counted among those with experts."""
 
     def __init__(self, stored: StoredExperts, layouts: LayerPackings[ExpertLayout]) -> None:
-        self._stored, self._layouts = stored, layouts
+        self._layouts = layouts
         self._files = {file: _state_of(file) for file in {info.file for info in stored.index.values()}}
-        self._reader = stored.reader(0)
-        self._layers: dict[int, LayerExperts] = {}
+        self._own = _ThreadLayers(stored)
 
     def __call__(self, layer: int, expert: int, out: Tensor) -> None:
         """Write an expert to `out`, uint8 [layouts.num_bytes]. Raise ExpertStoreError for a file that has changed."""
@@ -142,13 +143,30 @@ class ExpertPacker:
         if (kernels := native_kernels()) is not None:
             kernels.compute_alone()  # The others compute a step meanwhile.
         try:
-            experts = self._layers.get(layer)
-            if experts is None:
-                experts = self._layers[layer] = self._stored.layer(self._stored.layers[layer], None, self._reader)
             layout = self._layouts.layers[layer]
-            layout.pack_into(out[: layout.num_bytes], experts.read_matrices(expert))
+            layout.pack_into(out[: layout.num_bytes], self._own.layer(layer).read_matrices(expert))
         except CheckpointError as error:
             raise ExpertStoreError(str(error)) from error
+
+    def all(self, num_experts: int) -> Iterator[Tensor]:
+        """Yield the experts of all layers: see `ExpertFile.ensure`. num_experts: of each layer."""
+        for layer, expert in product(range(len(self._layouts.layers)), range(num_experts)):
+            out = torch.zeros(self._layouts.num_bytes, dtype=torch.uint8)
+            self(layer, expert, out)
+            yield out
+
+
+class _ThreadLayers(threading.local):
+    """A reader of the checkpoint, and the layers that were read with it: each thread has its own."""
+
+    def __init__(self, stored: StoredExperts) -> None:
+        self._stored, self._reader = stored, stored.reader(0)
+        self._layers: dict[int, LayerExperts] = {}
+
+    def layer(self, number: int) -> LayerExperts:
+        if number not in self._layers:
+            self._layers[number] = self._stored.layer(self._stored.layers[number], None, self._reader)
+        return self._layers[number]
 
 
 def _state_of(file: Path) -> tuple[int, int, int] | None:

@@ -189,7 +189,7 @@ def test_what_does_not_fit_gets_an_expert_memory_that_does(qwen3: Path) -> None:
 
 def test_the_disk_that_the_expert_file_takes_is_told(qwen3: Path, machine: None) -> None:
     said = ask(qwen3).stdout
-    assert "disk      54 GiB for the expert file, written at the first start; " in said
+    assert "disk      54 GiB for the expert file, written while the first start serves; " in said
     assert " GiB free" in said
 
 
@@ -201,7 +201,7 @@ def test_the_disk_is_told_for_a_file_of_experts_that_are_all_in_memory(
     assert "expert file" not in ask(qwen3).stdout
     said = ask(qwen3, "--expert-store-dir", str(tmp_path)).stdout
     assert f"moeserve serve MODEL --expert-store-dir {tmp_path}: fits" in said
-    assert f"disk      54 GiB for the expert file, written at the first start; {tmp_path} has " in said
+    assert f"disk      54 GiB for the expert file, written while the first start serves; {tmp_path} has " in said
 
 
 def test_where_nothing_fits_the_least_memory_that_would_do_is_told(

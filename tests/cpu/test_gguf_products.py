@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +24,7 @@ from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.weights import load_decoder
 from moeserve.plan import SamplingParams
+from tests.support.expert_files import wait_until_written
 from tests.support.gguf_export import write_gguf
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import build
@@ -136,9 +136,7 @@ def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(
             # The second time out of the expert file, where one is written meanwhile.
             found = few.generate(prompts, sampling)
             assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in whole]
-            for thread in threading.enumerate():
-                if thread.name == "expert-file":
-                    thread.join()
+            wait_until_written()
         assert few.experts is not None
         assert few.experts.stats().counters.num_misses > 0
         few.close()

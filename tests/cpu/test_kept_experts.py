@@ -29,6 +29,7 @@ from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import ExpertFile, layouts_of, stored_experts
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.plan import SamplingParams
+from tests.support.expert_files import wait_until_written
 from tests.support.gguf_export import write_gguf
 from tests.support.tiny_models import build, save
 
@@ -73,16 +74,10 @@ def answers(model: Model, store: Path | None = None) -> list[object]:
     """Generate with a service that has written its expert file before it ends, if it writes one."""
     config = replace(model.config, expert_store_dir=None if store is None else str(store))
     engine = TokenEngine(model.folder, config)
-    join_writer()
+    wait_until_written()
     found = engine.generate([_TOKENS, _TOKENS[:7]], _SAMPLING)
     engine.close()
     return [(one.token_ids, one.logprobs) for one in found]
-
-
-def join_writer() -> None:
-    for thread in threading.enumerate():
-        if thread.name == "expert-file":
-            thread.join()
 
 
 @pytest.mark.parametrize("make", [_gguf, _rounded, _in_rows])
@@ -162,7 +157,7 @@ def test_a_service_that_ends_while_the_file_is_written_removes_it(tmp_path: Path
     writer = ExpertFileWriter(file, endless())
     assert begun.wait(60)
     writer.close()
-    join_writer()
+    wait_until_written()
     assert not list((tmp_path / "store").glob("*/*.bin"))
     assert not list((tmp_path / "store").glob(".*.tmp-*"))
 

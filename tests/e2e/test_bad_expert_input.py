@@ -12,7 +12,7 @@ import pytest
 from experts.routing.choices import RoutingStatistics, StatisticsSpec
 from experts.routing.files import save_statistics
 from tests.support.saved_models import saved_model
-from tests.support.service import Service, service
+from tests.support.service import Service, service, wait_until
 from tests.support.slot_bytes import slots_on_cpu
 from tests.support.tiny_model import write_model_dir
 
@@ -53,6 +53,7 @@ def bounded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str,
         str(store),
     )
     with service(model, tmp_path_factory.mktemp("first"), *settings) as first:
+        wait_until(lambda: bool(list(store.glob("*/experts.bin"))))
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
     return settings

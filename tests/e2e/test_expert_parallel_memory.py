@@ -96,6 +96,9 @@ def test_bounded_memory_on_two_ranks_changes_no_token(
                 assert [text for text, _ in complete_all(some)] == expected
         else:
             assert not num_placed_anew(some)
+        wait_until(lambda: bool(list(store.glob("*/experts.bin"))))
+        # Now out of the expert file, before out of the checkpoint.
+        assert [text for text, _ in complete_all(some)] == expected
         some.process.send_signal(signal.SIGTERM)
         assert some.end() == 0
         assert some.leaves_nothing()

@@ -36,9 +36,16 @@ class ExpertFileWriter:
     A file that cannot be written is one warning: nothing waits for it.
     """
 
-    def __init__(self, file: ExpertFile, experts: Iterable[Tensor], then: Callable[[], None] = lambda: None) -> None:
-        """experts: see `ExpertFile.ensure`. then: called on the thread once the file is there."""
-        self._file, self._experts, self._then = file, experts, then
+    def __init__(
+        self,
+        file: ExpertFile,
+        experts: Iterable[Tensor],
+        then: Callable[[], None] = lambda: None,
+        otherwise: str = "the next start packs experts again",
+    ) -> None:
+        """experts: see `ExpertFile.ensure`. then: called on the thread once the file is there. otherwise: the
+        consequence of a file that cannot be written, for the log."""
+        self._file, self._experts, self._then, self._otherwise = file, experts, then, otherwise
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._write, name="expert-file", daemon=True)
         self._thread.start()
@@ -59,7 +66,7 @@ class ExpertFileWriter:
         except _Stopped:
             return
         except (ModelError, ExpertStoreError, OSError) as error:
-            log.warning("expert_file_not_written", reason=str(error), consequence="the next start packs experts again")
+            log.warning("expert_file_not_written", reason=str(error), consequence=self._otherwise)
             return
         log.info("expert_file_written", file=str(self._file.path), took=f"{time.monotonic() - began:.0f} s")
 

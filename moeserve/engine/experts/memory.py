@@ -23,9 +23,9 @@ from moeserve.engine.experts.kept import ExpertFileWriter, store_dir
 from moeserve.engine.experts.resident_model import ResidentModel, SlotPlan, experts_of, plan_slots, resident_model
 from moeserve.engine.experts.settings import measured_load
 from moeserve.model.expert_store import ExpertFile, ExpertPacker, layouts_in_store, stored_experts
-from moeserve.model.expert_weights import NativeExperts, packed_experts
+from moeserve.model.expert_weights import NativeExperts
 from moeserve.model.rounding import NO_ROUNDING, Rounding
-from moeserve.model.spec import ModelError, ModelSpec, silent
+from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.statuses import Loading, Report
 
 
@@ -85,8 +85,8 @@ def open_experts(
 ) -> CpuResidentModel:
     """Open the tier below the slots, and allocate them. Raise ModelError.
 
-    The tier is the GGUF file of the model, or an expert file. Where that is missing it is written now, or, if there is
-    a GGUF file meanwhile, while requests run. observers: receive `arrived` for the rows that this rank computes.
+    The tier is the GGUF file of the model, or an expert file. Where that is missing it is written while requests run,
+    and experts are packed out of the checkpoint. observers: receive `arrived` for the rows that this rank computes.
     """
     moe, slots = experts_of(spec), plan.slots
     tier, reads = _open_tier(directory, spec, plan, config, report)
@@ -122,21 +122,21 @@ def _open_tier(
         report(Loading(done, total, stage))
 
     stored, layouts = stored_experts(directory, spec, plan.dtype, plan.rounding), plan.layouts
+    packer, num_experts = ExpertPacker(stored, layouts), experts_of(spec).num_experts
+    packing = PackingTier(packer, layouts.num_bytes)
     lie_as_packed = isinstance(stored, NativeExperts) and stored.lie_as_packed()
-    packing = PackingTier(ExpertPacker(stored, layouts), layouts.num_bytes) if lie_as_packed else None
-    reads = {"read": "packed out of the GGUF file"}
-    if packing is not None and config.expert_store_dir is None:
-        return packing, reads
-    file = ExpertFile(directory, stored, experts_of(spec).num_experts, layouts, store_dir(config))
-    # Of several ranks one writes it and the others wait.
-    if packing is not None and config.expert_parallel_size == 1 and not file.is_built(progress):
-        return PackedMeanwhile(packing, file, packed_experts(stored, layouts, silent)), reads
-    file.ensure(progress)
+    if lie_as_packed and config.expert_store_dir is None:
+        return packing, {"read": "packed out of the GGUF file"}
+    file = ExpertFile(directory, stored, num_experts, layouts, store_dir(config))
+    if not file.is_built(progress):
+        # Of several ranks one writes the file, and the others wait for it on their threads.
+        tier = PackedMeanwhile(packing, file, packer.all(num_experts))
+        return tier, {"read": "packed out of the checkpoint", "until_written": str(file.path)}
     try:
-        tier = DiskTier(file.path, file.source)
+        stored_tier = DiskTier(file.path, file.source)
     except ExpertStoreError as error:
         raise ModelError(str(error)) from error
-    return tier, {"store": str(file.path), "read": tier.reads.description}
+    return stored_tier, {"store": str(file.path), "read": stored_tier.reads.description}
 
 
 class PackedMeanwhile:
@@ -145,7 +145,8 @@ class PackedMeanwhile:
     def __init__(self, packing: ExpertTier, file: ExpertFile, experts: Iterable[Tensor]) -> None:
         """experts: see `ExpertFile.ensure`."""
         self._tier, self._file = packing, file
-        self._writer = ExpertFileWriter(file, experts, self._use_file)
+        otherwise = "experts are packed out of the checkpoint whenever they are loaded"
+        self._writer = ExpertFileWriter(file, experts, self._use_file, otherwise)
 
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
         """Fill `out`, which holds a whole expert: `offset` is 0."""
