@@ -232,7 +232,8 @@ def test_text_to_tokens_and_back(server: Frontend) -> None:
     assert chat_tokens["tokens"] == [BOS, USER, *b"hi", END, ASSISTANT]
 
 
-def test_the_routes_beside_generation_answer(server: Frontend) -> None:
+def test_the_routes_beside_generation_answer(server: Frontend, client: OpenAI) -> None:
+    complete(client)
     get = server.http.get
     assert get("/health").json() == {"status": "ok"}
     assert get("/ready").json() == {"status": "ready"}

@@ -24,7 +24,7 @@ from tests.support.service import wait_until
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Frontend]:
-    with frontend(tmp_path_factory.mktemp("frontend"), api_key=("first", "second")) as running:
+    with frontend(tmp_path_factory.mktemp("frontend"), api_key=("first", "second", "third")) as running:
         yield running
 
 
@@ -134,13 +134,13 @@ def test_uploads_that_stand_still_hold_up_no_other_key(server: Frontend, client:
     )
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     with ExitStack() as stack:
-        idle = [stack.enter_context(socket.create_connection(address, 20)) for _ in range(3)]
+        idle = [stack.enter_context(socket.create_connection(address, 60)) for _ in range(3)]
         for connection in idle:
             connection.sendall(head.encode())
         # Its body is waited for.
-        assert any(b"100 Continue" in one.recv(1000) for one in select.select(idle, [], [], 20)[0])
+        assert any(b"100 Continue" in one.recv(1000) for one in select.select(idle, [], [], 60)[0])
         assert server.http.get("/health").status_code == 200
-        other = stack.enter_context(OpenAI(base_url=server.url + "/v1", api_key="second", max_retries=0, timeout=15))
+        other = stack.enter_context(OpenAI(base_url=server.url + "/v1", api_key="third", max_retries=0, timeout=60))
         assert other.files.create(file=("in.jsonl", b"{}"), purpose="batch").status == "processed"
 
 

@@ -106,6 +106,7 @@ def test_leaving_gives_the_places_back(server: Frontend) -> None:
             # The answer before may have been read before its places were free.
             wait_until(is_held)
             server.engine.wait_for(Generate, 4)
+        server.engine.wait_for(Abort, 4)
         server.engine.script = say("ok")
         # The engine hears of the abort before the place is free.
         wait_until(lambda: server.http.post("/v1/completions", json=everything).status_code == 200)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
-_WAIT_S = 20.0
+_WAIT_S = 60.0  # of a machine that does many other things
 
 
 def find_chromium() -> str | None:

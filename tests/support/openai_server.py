@@ -13,8 +13,9 @@ from typing import Any
 class ScriptedServer:
     """Answers each chat request with `tokens_per_event` tokens in each event; remembers which prompts it has seen.
 
-    `failure(request)` may return (status, body), or with headers behind them, to refuse a request. `stalls()`: whether
-    requests wait. `broken`: closes the connection in mid-stream. `unready`: how often `/ready` answers 503 before 200.
+    `failure(request)` may return (status, body), or with headers behind them, to refuse a request. `stalls(number)`:
+    whether the request of that number, from 1 on, gets no answer. `broken`: closes the connection in mid-stream.
+    `unready`: how often `/ready` answers 503 before 200.
     """
 
     def __init__(self) -> None:
@@ -24,7 +25,7 @@ class ScriptedServer:
         self.failure: Any = lambda request: None
         self.broken = False
         self.unready = 0
-        self.stalls: Any = lambda: False
+        self.stalls: Any = lambda number: False
         self.error_event = False
         self.gives_usage = True
         self.chunked = True
@@ -46,20 +47,22 @@ class ScriptedServer:
             self.unready -= 1
             self._send(writer, 503, b'{"status": "unavailable", "reason": "the model is loading"}')
         elif head.startswith("POST /v1/chat/completions"):
-            await self._chat(json.loads(body), writer)
+            await self._chat(json.loads(body), reader, writer)
         else:
             self._send(writer, 404, b'{"error": {"message": "no such route"}}')
         await writer.drain()
         writer.close()
 
-    async def _chat(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
+    async def _chat(self, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.requests.append(request)
         refused = self.failure(request)
         if refused is not None:
             self._send(writer, *refused)
             return
-        while self.stalls():
-            await asyncio.sleep(0.01)
+        if self.stalls(len(self.requests)):
+            # Until the client hangs up.
+            await reader.read()
+            return
         self.running += 1
         self.most_running = max(self.most_running, self.running)
         encoding = "Transfer-Encoding: chunked" if self.chunked else "Connection: close"

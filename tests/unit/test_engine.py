@@ -9,7 +9,7 @@ import time
 import uuid
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +57,7 @@ from tests.support.service import wait_until
 INCARNATION = 7
 # The number of steps that may be made; each is counted one by one.
 PLENTY = 1000
+PATIENCE_MS = 60_000  # for a message, of a machine that does many other things
 FATAL = [9, 9, 9]  # the prompt of a request that ended engines before
 READY = engine_ready(model_hash="abc", max_num_seqs=2, max_num_queued_reqs=1, block_size=4)
 
@@ -109,29 +110,33 @@ class SlowDisk:
 
 @dataclass
 class Client:
+    """told: the Stats that came."""
+
     socket: zmq.Socket[bytes]
+    told: list[Stats] = field(default_factory=list)
 
     def send(self, message: Message, incarnation: int = INCARNATION) -> None:
         self.socket.send(encode(message, incarnation))
 
     def receive(self) -> Any:
         """The next message that is not Stats."""
-        while True:
-            assert self.socket.poll(5000), "no message came"
-            incarnation, message = decode(self.socket.recv(), FromEngine)
-            assert incarnation == INCARNATION
-            if not isinstance(message, Stats):
-                return message
+        while isinstance(message := self._receive_any(), Stats):
+            pass
+        return message
 
-    def stats(self, count: int) -> list[Stats]:
-        """The next messages of that number that are Stats."""
-        found: list[Stats] = []
-        while len(found) < count:
-            assert self.socket.poll(5000), "no message came"
-            _, message = decode(self.socket.recv(), FromEngine)
-            if isinstance(message, Stats):
-                found.append(message)
-        return found
+    def stats_until(self, num_tokens: int) -> list[Stats]:
+        """All Stats up to the second ones that tell of so many output tokens."""
+        while [stats.generation_tokens for stats in self.told].count(num_tokens) < 2:
+            self._receive_any()
+        return self.told
+
+    def _receive_any(self) -> Any:
+        assert self.socket.poll(PATIENCE_MS), "no message came"
+        incarnation, message = decode(self.socket.recv(), FromEngine)
+        assert incarnation == INCARNATION
+        if isinstance(message, Stats):
+            self.told.append(message)
+        return message
 
     def outputs_of(self, request_id: str) -> list[Output]:
         """All outputs of a request up to its terminal one, which must be the only such."""
@@ -319,7 +324,8 @@ def test_frontends_hear_of_each_queue_time_once(served: Served) -> None:
     for number in range(3):
         served.client.send(generate(f"r{number}", [10], max_tokens=2))
         served.client.outputs_of(f"r{number}")
-    assert sum(len(stats.queue_seconds) for client in (other, served.client) for stats in client.stats(6)) == 3
+    told = [stats for client in (other, served.client) for stats in client.stats_until(6)]
+    assert sum(len(stats.queue_seconds) for stats in told) == 3
 
 
 def test_the_prefix_cache_can_be_reset(served: Served) -> None:
@@ -478,7 +484,7 @@ def test_heartbeats_carry_the_turn(tmp_path: Path) -> None:
     subscriber.setsockopt(zmq.SUBSCRIBE, b"")
     subscriber.connect(address)
     thread.start()
-    assert subscriber.poll(5000)
+    assert subscriber.poll(PATIENCE_MS)
     assert decode(subscriber.recv(), FromEngine) == (INCARNATION, Heartbeat(1, 42, True))
     thread.stop()
     context.destroy(0)

@@ -187,6 +187,8 @@ def test_however_many_connections_are_idle_whoever_looks_after_the_server_is_hea
             for _, open_writer in [*silent, (watching, writer)]:
                 open_writer.close()
 
+    run(scenario())
+
 
 def test_a_connection_with_a_request_is_not_dropped_for_another() -> None:
     async def scenario() -> None:

@@ -23,7 +23,7 @@ from launcher.processes import child_environment, decode_status
 from launcher.run_directory import hash_model, remove_stale, run_directory
 from launcher.serve import notify_systemd, pat_watchdog
 from moeserve.statuses import Failed, Loading, Ready
-from tests.support.service import descendants
+from tests.support.service import descendants, read_of_process, wait_until
 
 READY = Ready(
     device="cpu",
@@ -117,13 +117,19 @@ def test_the_run_directory_is_private_and_removed():
         assert list(Path(base).iterdir()) == []
 
 
+def janitors_of(path: Path) -> list[int]:
+    return [pid for pid in descendants(os.getpid()) if str(path) in read_of_process(pid, "cmdline")]
+
+
 def test_a_janitor_that_was_stopped_ends_by_itself(monkeypatch):
     codes, kill = [], subprocess.Popen.kill
     monkeypatch.setattr(subprocess.Popen, "kill", lambda process: codes.append(process.returncode) or kill(process))
     with tempfile.TemporaryDirectory(dir="/tmp") as base:
-        others = descendants(os.getpid())
-        with run_directory({"XDG_RUNTIME_DIR": base}):
-            [janitor] = descendants(os.getpid()) - others
+        with run_directory({"XDG_RUNTIME_DIR": base}) as path:
+            # Other tests' programs may be forked from a child of this process meanwhile. A program's command line is
+            # there a moment after its start.
+            wait_until(lambda: janitors_of(path))
+            [janitor] = janitors_of(path)
             os.kill(janitor, signal.SIGSTOP)
             assert os.WIFSTOPPED(os.waitpid(janitor, os.WUNTRACED)[1])
         assert list(Path(base).iterdir()) == []
