@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -36,7 +35,7 @@ def on_ranks(short: int) -> pytest.MarkDecorator:
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtral")
     write_model_dir(folder)
-    saved_model("mixtral", folder)
+    saved_model("mixtral", folder, max_position_embeddings=8192)
     return folder
 
 
@@ -131,14 +130,15 @@ def test_an_expert_file_that_is_cut_while_serving(
     path = expert_file(bounded)
     whole = path.read_bytes()
     settings = (*bounded, *ranks, "--max-restarts", "0")
-    with service(model, tmp_path, *settings) as running, ThreadPoolExecutor(4) as pool:
-        body = {"model": "m", "prompt": "hello", "max_tokens": 200, "temperature": 1.5, "ignore_eos": True}
+    with service(model, tmp_path, *settings) as running:
+        # So long that none ends before the file is cut; all have begun then.
+        streams = [running.stream(8000, prompt="hello", temperature=1.5, seed=number) for number in range(4)]
+        for events in streams:
+            next(events)
         try:
             os.truncate(path, 4096)
-            posted = [pool.submit(running.http.post, "/v1/completions", json={**body, "seed": n}) for n in range(4)]
-            answers = [answer.result(60) for answer in posted]
-            assert [answer.status_code for answer in answers] == [503] * 4
-            assert {answer.json()["error"]["code"] for answer in answers} == {"engine_dead"}
+            last = [list(events)[-1] for events in streams]
+            assert [event["error"]["code"] for event in last] == ["engine_dead"] * 4
             assert running.end() == 1
         finally:
             path.write_bytes(whole)

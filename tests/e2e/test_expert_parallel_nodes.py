@@ -117,11 +117,10 @@ def test_two_nodes_give_the_texts_of_one_rank_and_end_cleanly(
     with two_nodes(model, tmp_path, key) as (first, other):
         first.wait_until_ready()
         wait_until(lambda: "ranks 1 to 1: computes for node 0" in other.said.read_text())
-        # Two groups, two ranks and their copies, two janitors, the HTTP process and three that prepare text. Copies are
-        # made beside the first answers.
-        wait_until(lambda: len(descendants(first.process.pid) | descendants(other.process.pid)) == 12)
-        processes = descendants(first.process.pid) | descendants(other.process.pid)
         assert texts_of(first.http) == expected
+        # The ranks' copies, which have answered, and all others.
+        processes = descendants(first.process.pid) | descendants(other.process.pid)
+        assert len(ranks_below(first.process) | ranks_below(other.process)) == 4
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 0
         assert other.process.wait(60) == 0
@@ -165,10 +164,13 @@ def test_a_lost_node_0_ends_the_others_with_a_sentence(model: Path, key: Path, t
         wait_until(lambda: not any(map(is_alive, processes)))
 
 
+def ranks_below(node: subprocess.Popen[str]) -> set[int]:
+    return {pid for pid in descendants(node.pid) if "RANK=" in read_of_process(pid, "environ")}
+
+
 def rank_of(node: subprocess.Popen[str]) -> int:
     """The process that serves as the only rank of a node: a copy of the process that has loaded its part."""
-    ranks = {pid for pid in descendants(node.pid) if "RANK=" in read_of_process(pid, "environ")}
-    [rank] = [pid for pid in ranks if not descendants(pid)]
+    [rank] = [pid for pid in ranks_below(node) if not descendants(pid)]
     return rank
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.support.saved_models import saved_model
-from tests.support.service import Service, service
+from tests.support.service import Service, service, settle
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import EOS, SPECIALS, TEMPLATE, write_model_dir
 
@@ -91,6 +91,7 @@ def answers(folder: Path, place: Path, bodies: list[dict[str, Any]], *settings: 
     place.mkdir()
     with service(folder, place, *settings) as running, ThreadPoolExecutor(TOGETHER) as pool:
         found = [*pool.map(lambda body: ask(running, body), bodies), *pool.map(lambda body: ask(running, body), bodies)]
+        settle(running)
         name = "moeserve_draft_accepted_tokens_total"
         lines = running.http.get("/metrics").text.splitlines()
         return found, sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))

@@ -26,12 +26,11 @@ from tests.support.kv_pair import (
     figure,
     post,
     prefill,
-    settle,
     start,
     start_pair,
     wait_for_failures,
 )
-from tests.support.service import children_of, descendants, wait_until
+from tests.support.service import children_of, descendants, settle, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = [3 + i * 7 % 50 for i in range(200)]
@@ -136,9 +135,10 @@ def test_tickets_that_do_not_serve_are_counted_by_reason_and_the_prompt_is_compu
     assert cached(post(pair.decodes, body | {"kv_transfer_params": params})) == HELD
     clear(pair.decodes)
     wait_until(lambda: figure(pair.prefills, "moeserve_kv_transfer_held_blocks") <= 12)
+    lost = failures(pair.decodes, "lease")
     answer = post(pair.decodes, body | {"kv_transfer_params": params})
     assert (bits(answer), cached(answer)) == (expected, 0)
-    wait_until(lambda: failures(pair.decodes, "lease") == 1)
+    wait_for_failures(pair.decodes, "lease", lost + 1)
     clear(pair.prefills, pair.decodes)
 
 

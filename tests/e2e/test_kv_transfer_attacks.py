@@ -233,7 +233,14 @@ def test_clients_that_leave_at_any_stage_leave_no_block_behind(pair: Pair) -> No
     made = figure(pair.prefills, "moeserve_kv_transfer_offers_total")
     leaver = send(pair.prefills, completion(prompt_of(3, 19000), kv_transfer_params={"do_remote_decode": True}))
     wait_until(lambda: figure(pair.prefills, "moeserve_requests_running") == 1)
-    leaver.close()
+    left = figure(pair.prefills, "moeserve_client_disconnects_total")
+    # It stands still until it has been told, however late a busy machine notices that the client has left.
+    os.kill(engine_of(pair.prefills), signal.SIGSTOP)
+    try:
+        leaver.close()
+        wait_until(lambda: figure(pair.prefills, "moeserve_client_disconnects_total") == left + 1)
+    finally:
+        os.kill(engine_of(pair.prefills), signal.SIGCONT)
     wait_until(lambda: is_at_rest(pair.prefills))
     assert figure(pair.prefills, "moeserve_kv_transfer_offers_total") == made
 

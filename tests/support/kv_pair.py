@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from moeserve.engine.ranks.meeting import create_keys
-from tests.support.service import Service, service, wait_until
+from tests.support.service import Service, service, settle, wait_until
 
 ASKS = {
     "do_remote_decode": True,
@@ -83,13 +83,6 @@ def prefill(running: Service, body: dict[str, Any], path: str = "/v1/completions
     params: dict[str, Any] = post(running, asked, path)["kv_transfer_params"]
     settle(running)
     return params
-
-
-def settle(*services: Service) -> None:
-    """Have the figures tell of all that was answered: an engine sends them when it falls idle, before the next list."""
-    for running in services:
-        for _ in range(2):
-            assert running.http.get("/v1/cache").status_code == 200
 
 
 def bits(answer: dict[str, Any]) -> list[float]:

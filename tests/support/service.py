@@ -119,6 +119,13 @@ def service(
         running.process.stdout.close()
 
 
+def settle(*services: Service) -> None:
+    """Have the figures tell of all that was answered: an engine sends them when it falls idle, before the next list."""
+    for running in services:
+        for _ in range(2):
+            assert running.http.get("/v1/cache").status_code == 200
+
+
 def _limit_files(most: int | None) -> None:
     if most is not None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
