@@ -247,7 +247,7 @@ def _model_lines(model: KnownModel) -> Iterator[str]:
     for place, (number, kind) in enumerate(kinds_of_layers(spec)):
         yield f"  {'layers' if place == 0 else '':<11} {number} with {kind}"
     yield f"  context     {spec.max_position:,} tokens"
-    stored = ", ".join(f"{show_size(num_bytes)} of {dtype}" for dtype, num_bytes in model.stored)
+    stored = ", ".join(f"{show_size(num_bytes)} of {dtype}{_rounded(dtype)}" for dtype, num_bytes in model.stored)
     yield f"  checkpoint  {stored}"
     yield ""
     yield _row("numbers of", "weights", "KV of a token", f"KV of {spec.max_position:,} tokens", "state of a request")
@@ -262,6 +262,14 @@ def _model_lines(model: KnownModel) -> Iterator[str]:
     if found[0].window_kv_bytes:
         widths = ", ".join(f"{show_size(sizes.window_kv_bytes)} in {sizes.name}" for sizes in found)
         yield f"  and of each of the last {found[0].window:,} tokens, in layers with a window: {widths}"
+
+
+def _rounded(dtype: str) -> str:
+    """Say to what a kind of a file is rounded while it is loaded; nothing if it is kept."""
+    from moeserve.model.rounding import format_in_file
+
+    form = format_in_file(dtype)
+    return "" if form is None or form.name == dtype.lower() else f" (rounded to {form.name})"
 
 
 def _row(name: str, weights: str, of_token: str, of_context: str, state: str) -> str:

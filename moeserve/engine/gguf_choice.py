@@ -69,7 +69,7 @@ def file_choices(
     if not sizes:
         return None
     machine = read_machine()
-    spec = spec_of_first(repositories, config.revision)
+    spec = spec_of_first(repositories, config.revision, offline=config.offline)
     usual = torch.float32 if config.arithmetic == "exact" else torch.bfloat16
     dtype = {"auto": usual, "bfloat16": torch.bfloat16, "int8": torch.int8}.get(config.kv_cache_dtype, torch.float32)
     kv_bytes = 0 if spec is None else kv_block_bytes(spec.kv_layers, 1, dtype)
@@ -124,11 +124,11 @@ def choices_of_hub(
     return choices
 
 
-def spec_of_first(repositories: Sequence[str], revision: str | None) -> DecoderSpec | None:
+def spec_of_first(repositories: Sequence[str], revision: str | None, *, offline: bool = False) -> DecoderSpec | None:
     """Return the spec of the first repository whose config.json can be had and whose type our own code computes."""
     for place, repository in enumerate(repositories):
         try:
-            folder = resolve_config(repository, revision=None if place else revision)
+            folder = resolve_config(repository, revision=None if place else revision, offline=offline)
             if is_native(read_model_type(folder), "auto"):
                 return build_spec(load_config(folder))
         except ModelError:

@@ -8,9 +8,11 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from moeserve.model.spec import ModelError
+from moeserve.model.spec import CheckpointError, ModelError
 
 _MIB = 2**20
+# The beginning of what Git LFS leaves in the place of a file that it has not fetched.
+_LFS_POINTER = b"version https://git-lfs"
 # In a folder that was made for a GGUF file: names the file.
 GGUF_POINTER = "gguf.json"
 # By name or ending of a file that is read whole, its most bytes: several times the largest known of real models.
@@ -44,6 +46,21 @@ def check_file(path: Path) -> int:
     except OSError as error:
         raise ModelError(f"{path} cannot be read ({error.strerror}).") from None
     return _check(path, status)
+
+
+def check_weights_file(path: Path) -> int:
+    """Return the size of a file of weights. Raise ModelError for one that is none, or that holds nothing."""
+    size = check_file(path)
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(_LFS_POINTER))
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read ({error.strerror}).") from None
+    if not start:
+        raise CheckpointError(f"{path} is empty: download it again.")
+    if start == _LFS_POINTER:
+        raise CheckpointError(f"{path} is a pointer of Git LFS and no weights: run git lfs pull in its folder.")
+    return size
 
 
 def read_file(path: Path) -> bytes:

@@ -23,7 +23,14 @@ from moeserve.model.cache import is_recorded, verify
 from moeserve.model.demo import SPLIT_NAME, demo_named, ensure_demo, ensure_split_demo
 from moeserve.model.families import load_generation_defaults
 from moeserve.model.files import check_file, is_gguf_folder, read_json, size_bound
-from moeserve.model.gguf.hub import choose_files, kinds_of, models_of, only_gguf_sentence, split_name
+from moeserve.model.gguf.hub import (
+    choose_files,
+    kinds_of,
+    models_of,
+    only_files_sentence,
+    only_gguf_sentence,
+    split_name,
+)
 from moeserve.model.spec import ModelError, Progress, silent
 from moeserve.settings.quantities import show_size
 
@@ -128,23 +135,37 @@ def local_gguf_models(model: str) -> list[list[Path]]:
 
 def hub_gguf_sizes(model: str, *, revision: str | None, offline: bool) -> tuple[dict[str, int], list[str]]:
     """Return the bytes of each kind of GGUF model in a hub repository that has no other weights, and the repositories
-    that may have its config.json. Nothing where the hub cannot be asked. Raise ModelError.
+    that may have its config.json. Where the hub cannot be asked, those in the cache count. Raise ModelError.
     """
     from huggingface_hub import constants
 
     local = demo_named(model) is not None or _is_path(model) or split_name(model)[1] is not None
-    if offline or constants.HF_HUB_OFFLINE or local:
+    if local:
         return {}, []
-    with _as_model_errors(model, revision, Path(constants.HF_HUB_CACHE)):
-        info, _ = _look_up(model, revision)
-    if info is None:
-        return {}, []
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    cache = Path(constants.HF_HUB_CACHE)
+    with _as_model_errors(model, revision, cache):
+        info = None if offline or constants.HF_HUB_OFFLINE else _look_up(model, revision)[0]
+        sizes = _cached_sizes(model, revision, cache) if info is None else _sizes_in(info)
     if any(name.endswith(".safetensors") for name in sizes):
         return {}, []
     base = (getattr(info, "card_data", None) or {}).get("base_model") or []
     found = {kind: sum(sizes[name] for name in names) for kind, names in kinds_of(sizes).items()}
     return found, [model, *([base] if isinstance(base, str) else base)]
+
+
+def _sizes_in(info: ModelInfo) -> dict[str, int]:
+    return {file.rfilename: file.size or 0 for file in info.siblings or []}
+
+
+def _cached_sizes(model: str, revision: str | None, cache: Path) -> dict[str, int]:
+    """Return the bytes of the files of a hub model in the cache; nothing where it is not there."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = _fetch(model, revision, cache, None, local=True)
+    except LocalEntryNotFoundError:
+        return {}
+    return {str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
 
 
 def _is_path(model: str) -> bool:
@@ -184,7 +205,8 @@ def check_folder(folder: Path) -> Path:
         _check_encodable(folder)
         _check_files_of(folder)
         if not (folder / "config.json").exists():
-            raise ModelError(f"{folder} has no config.json, so it is not a model folder.")
+            sentence = only_files_sentence(str(folder), (path.name for path in folder.glob("*.gguf")))
+            raise ModelError(sentence or f"{folder} has no config.json, so it is not a model folder.")
         read_json(folder / "config.json")
         load_generation_defaults(folder)
         _check_weights(folder)
@@ -309,7 +331,7 @@ def _fetch_missing(
     name: str, kind: str | None, revision: str | None, info: ModelInfo, cache: Path, report: Progress
 ) -> tuple[Path, list[str]]:
     """Return the folder and the names of the model's files, which lie there now."""
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or []}
+    sizes = _sizes_in(info)
     files = _files_of(name, sizes) if kind is None else choose_files(name, kind, sizes)
     missing = _missing_bytes(name, {file: sizes[file] for file in files}, info, cache)
     _check_disk(name, missing, cache)
@@ -405,9 +427,11 @@ def _cached(model: str, kind: str | None, revision: str | None, cache: Path, rea
 
     try:
         folder = _fetch(model, revision, cache, None, local=True)
-        if kind is None:
-            return folder
         names = [str(path.relative_to(folder)) for path in folder.rglob("*.gguf")]
+        if kind is None:
+            if not (folder / "config.json").exists() and (sentence := only_gguf_sentence(model, names)):
+                raise ModelError(sentence)
+            return folder
         return folder / choose_files(model, kind, names)[0]
     except HFValidationError as error:
         raise ModelError(_NO_NAME.format(model=model)) from error

@@ -9,7 +9,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from moeserve.model.files import check_file, read_json
+from moeserve.model.files import check_weights_file, read_json
 from moeserve.model.spec import CheckpointError, ModelError
 
 if TYPE_CHECKING:
@@ -109,27 +109,29 @@ def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     """Return the tensors of one safetensors file by name. Checks that the file is as long as its header says."""
-    size = check_file(path)
+    size = check_weights_file(path)
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-                raise CheckpointError(f"{path.name} is truncated or not a safetensors file.")
+                raise CheckpointError(f"{path.name} is truncated or not a safetensors file: download it again.")
             header = json.loads(file.read(length))
     except OSError as error:
         raise CheckpointError(f"{path.name} cannot be read: {error.strerror}.") from None
     except (ValueError, RecursionError):
-        raise CheckpointError(f"{path.name} is damaged: its header does not decode.") from None
+        raise CheckpointError(f"{path.name} is damaged, its header does not decode: download it again.") from None
     if not isinstance(header, dict) or not all(isinstance(entry, dict) for entry in header.values()):
-        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.")
+        raise CheckpointError(f"{path.name} is damaged, its header is no list of tensors: download it again.")
     header.pop("__metadata__", None)
     try:
         tensors = {name: _tensor_info(path, entry) for name, entry in header.items()}
         end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
     except (KeyError, TypeError, ValueError, IndexError):
-        raise CheckpointError(f"{path.name} is damaged: its header is not a list of tensors.") from None
+        raise CheckpointError(f"{path.name} is damaged, its header is no list of tensors: download it again.") from None
     if size < 8 + length + end:
-        raise CheckpointError(f"{path.name} is truncated: {size} of {8 + length + end} bytes are there.")
+        raise CheckpointError(
+            f"{path.name} is truncated, {size} of {8 + length + end} bytes are there: download it again."
+        )
     return tensors
 
 

@@ -414,7 +414,7 @@ def try_values(whole: dict[str, Any], tmp_path: Path) -> None:
 def test_damaged_weights_are_named_and_sizes_go_by_the_configuration(tmp_path: Path, machine: None) -> None:
     save("mixtral", tmp_path)
     (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    assert "truncated or not a safetensors file. Sizes go by config.json." in ask(tmp_path).stdout
+    assert "truncated or not a safetensors file: download it again. Sizes go by config.json." in ask(tmp_path).stdout
 
 
 def test_weights_that_do_not_fit_the_configuration_are_one_sentence(tmp_path: Path, machine: None) -> None:

@@ -100,6 +100,33 @@ def test_of_a_folder_every_file_is_planned_as_serve_plans_it(tmp_path: Path, mac
     assert alone["rounded"] == []
 
 
+def test_of_a_repository_in_the_cache_the_files_there_are_compared_offline(
+    tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "models--owner--tiny-GGUF"
+    snapshot = folder / "snapshots" / ("a" * 40)
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs/main").write_text("a" * 40)
+    model = build("mixtral", hidden_size=256, intermediate_size=256, head_dim=64)
+    for kind in (GGMLQuantizationType.Q8_0, GGMLQuantizationType.Q4_0):
+        write_gguf(snapshot / f"tiny-{kind.name}.gguf", "llama", model, lambda _, __, kind=kind: kind)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    said = json.loads(ask("owner/tiny-GGUF", "--json"))
+    assert {choice["kind"]: choice["num_bytes"] for choice in said["files"]} == {
+        kind: (snapshot / f"tiny-{kind}.gguf").stat().st_size for kind in ("Q8_0", "Q4_0")
+    }
+    assert said["take"] == ["owner/tiny-GGUF:Q8_0"]
+    assert "8 experts" in ask("owner/tiny-GGUF:Q4_0")
+
+
+def test_kinds_that_are_rounded_while_they_are_loaded_are_told(tmp_path: Path, machine: Machine) -> None:
+    kind, path = GGMLQuantizationType.TQ2_0, tmp_path / "tiny.gguf"
+    write_gguf(path, "llama", build("mixtral", hidden_size=256, intermediate_size=256, head_dim=64), lambda *_: kind)
+    assert "of TQ2_0 (rounded to q8_0), " in ask(path)
+
+
 def test_a_checkpoint_of_16_bits_gets_the_ways_with_fewer(tmp_path: Path, machine: Machine) -> None:
     said = ask(folder_of(QWEN3, tmp_path))
     assert "moeserve serve MODEL --quantization int4: fits" in said

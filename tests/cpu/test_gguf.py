@@ -6,6 +6,7 @@ import json
 import random
 import resource
 import struct
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -198,7 +199,45 @@ def test_a_file_is_refused_on_transformers_code(quantised: Path, tmp_path: Path)
 def test_a_tensor_whose_name_would_break_a_line_is_refused_in_one_sentence(quantised: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     path.write_bytes(quantised.read_bytes().replace(b"attn_q.weight", b"attn\nq.weight"))
-    with pytest.raises(CheckpointError, match=r"^bad.gguf is damaged: a tensor's name has [^\n]*\.$"):
+    with pytest.raises(CheckpointError, match=r"^bad.gguf is damaged, a tensor's name has [^\n]*\.$"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda data: b"", r"bad\.gguf is empty: download it again"),
+        (
+            lambda data: b"version https://git-lfs.github.com/spec/v1\n",
+            "a pointer of Git LFS .*: run git lfs pull",
+        ),
+        (lambda data: b"<html>no</html>", r"bad\.gguf is not a GGUF file"),
+        (lambda data: data[:-1], r"is truncated, \d+ of \d+ bytes are there: download it again"),
+        (lambda data: data[:4] + struct.pack(">I", 3) + data[8:], "is big-endian: take a little-endian file"),
+        (lambda data: data[:4] + struct.pack("<I", 1) + data[8:], "is of GGUF version 1, .*: take a newer file"),
+    ],
+)
+def test_what_is_no_whole_gguf_file_gets_one_sentence_with_what_to_do(
+    change: Callable[[bytes], bytes], sentence: str, quantised: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "bad.gguf"
+    path.write_bytes(change(quantised.read_bytes()))
+    with pytest.raises(CheckpointError, match=rf"^[^\n]*{sentence}[^\n]*\.$"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "Q1_0"])
+def test_kinds_that_only_ggml_computes_with_are_refused_before_weights_are_read(kind: str, tmp_path: Path) -> None:
+    path, number = tmp_path / "tiny.gguf", Kind[kind]
+    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("output.weight", np.zeros((2, block_bytes * 256 // block), np.uint8), raw_dtype=number)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    wanted = rf"^tiny\.gguf holds output\.weight as {kind}, which cannot be read: take a file of another kind"
+    with pytest.raises(CheckpointError, match=wanted):
         read_gguf(path)
 
 

@@ -50,9 +50,14 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(change: Any, sentence: s
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
-        (lambda data: data[:-100], r"model.safetensors is truncated: \d+ of \d+ bytes are there"),
+        (lambda data: data[:-100], r"model.safetensors is truncated, \d+ of \d+ bytes are there: download it again\.$"),
+        (lambda data: b"", r"model.safetensors is empty: download it again\.$"),
+        (
+            lambda data: b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n",
+            r"model.safetensors is a pointer of Git LFS and no weights: run git lfs pull in its folder\.$",
+        ),
         (lambda data: data[:5], "truncated or not a safetensors file"),
-        (lambda data: data[:8] + b"#" + data[9:], "damaged: its header does not decode"),
+        (lambda data: data[:8] + b"#" + data[9:], "damaged, its header does not decode"),
         (lambda data: b"PK\x03\x04" + b"\xff" * 50, "truncated or not a safetensors file"),
     ],
 )

@@ -233,6 +233,28 @@ def test_of_a_gguf_repository_a_kind_must_be_named(fake: FakeHub) -> None:
     assert refusal("owner/name:Q8_0") == "Model owner/name has no GGUF file of kind Q8_0."
 
 
+def test_of_gguf_files_in_the_cache_a_kind_must_be_named_too(fake: FakeHub) -> None:
+    fake.folder = fake.folder.with_name("snapshot")
+    (fake.folder / "sub").mkdir(parents=True)
+    for name in ("tiny-Q4_K_M.gguf", "sub/tiny-Q8_0.gguf"):
+        (fake.folder / name).touch()
+    assert refusal("owner/name", offline=True).endswith(
+        "name one by its kind, as owner/name:Q4_K_M; these are there: Q8_0, Q4_K_M."
+    )
+    assert refusal("owner/name:", offline=True) == (
+        "owner/name: names no kind of file behind the colon; these are there: Q8_0, Q4_K_M."
+    )
+
+
+def test_a_folder_of_gguf_files_says_how_to_name_one(tmp_path: Path) -> None:
+    for name in ("tiny-Q8_0-00001-of-00002.gguf", "tiny-Q8_0-00002-of-00002.gguf"):
+        (tmp_path / name).touch()
+    first = tmp_path / "tiny-Q8_0-00001-of-00002.gguf"
+    assert refusal(str(tmp_path)) == f"{tmp_path} holds GGUF files alone: name one, as {first}."
+    (tmp_path / "tiny-Q4_0.gguf").touch()
+    assert refusal(str(tmp_path)).endswith(f"; moeserve doctor {tmp_path} says which to take.")
+
+
 def test_an_unknown_model_reads_as_such(fake: FakeHub) -> None:
     fake.look_up = http_error(errors.RepositoryNotFoundError, 401)
     message = refusal("owner/name")

@@ -11,13 +11,16 @@ import re
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+from gguf.quants import dequantize
 
-from moeserve.model.files import check_file
+from moeserve.model.files import check_weights_file
 from moeserve.model.spec import CheckpointError
 
 _MAGIC = b"GGUF"
@@ -45,6 +48,16 @@ _SCALARS = {
     GGUFValueType.FLOAT64: "d",
 }
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
+
+
+@cache
+def _is_readable(kind: GGMLQuantizationType) -> bool:
+    """Return whether the `gguf` package unpacks the blocks of a kind: some are for ggml's own computations alone."""
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        return block == 1 or len(dequantize(np.zeros((1, block_bytes), np.uint8), kind)) == 1
+    except NotImplementedError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +115,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, GgufTensor]]:
-    size = check_file(path)
+    size = check_weights_file(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             return _Parser(path, data, size).parse()
@@ -123,7 +136,12 @@ class _Parser:
             raise CheckpointError(f"{self._path.name} is not a GGUF file.")
         (version,) = self._unpack("I")
         if version not in _VERSIONS:
-            raise CheckpointError(f"{self._path.name} is of GGUF version {version}; versions 2 and 3 are read.")
+            swapped = int.from_bytes(version.to_bytes(4, "little"), "big")
+            if swapped in _VERSIONS:
+                raise CheckpointError(f"{self._path.name} is big-endian: take a little-endian file.")
+            raise CheckpointError(
+                f"{self._path.name} is of GGUF version {version}, and versions 2 and 3 are read: take a newer file."
+            )
         num_tensors, num_fields = self._unpack("QQ")
         self._bound(num_tensors, _MAX_TENSORS, "tensors")
         self._bound(num_fields, _MAX_FIELDS, "fields of metadata")
@@ -147,11 +165,13 @@ class _Parser:
         shape = self._unpack("Q" * num_dimensions)[::-1]
         kind, offset = self._unpack("IQ")
         try:
-            return name, GGMLQuantizationType(kind), shape, offset
+            known = GGMLQuantizationType(kind)
         except ValueError:
-            raise CheckpointError(
-                f"{self._path.name} holds {name[:80]} as type {kind} of ggml, which cannot be read."
-            ) from None
+            self._unreadable(name, f"type {kind} of ggml")
+            raise
+        if not _is_readable(known):
+            self._unreadable(name, known.name)
+        return name, known, shape, offset
 
     def _tensor(
         self, begin: int, name: str, kind: GGMLQuantizationType, shape: tuple[int, ...], offset: int
@@ -163,7 +183,8 @@ class _Parser:
         num_bytes = count // block * block_bytes
         if begin + offset + num_bytes > self._size:
             raise CheckpointError(
-                f"{self._path.name} is truncated: {self._size} of {begin + offset + num_bytes} bytes are there."
+                f"{self._path.name} is truncated, {self._size} of {begin + offset + num_bytes} bytes are there: "
+                "download it again."
             )
         return GgufTensor(self._path, kind.name, shape, begin + offset, num_bytes)
 
@@ -223,5 +244,11 @@ class _Parser:
         if count > most:
             self._damaged(f"it counts {count} {name}; at most {most} are read")
 
+    def _unreadable(self, name: str, kind: str) -> None:
+        raise CheckpointError(
+            f"{self._path.name} holds {name[:80]} as {kind}, which cannot be read: take a file of another kind, "
+            "such as Q4_K_M."
+        )
+
     def _damaged(self, reason: str) -> None:
-        raise CheckpointError(f"{self._path.name} is damaged: {reason}.")
+        raise CheckpointError(f"{self._path.name} is damaged, {reason}: download it again.")

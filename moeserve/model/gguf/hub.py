@@ -52,6 +52,8 @@ def choose_files(repository: str, kind: str, names: Iterable[str]) -> list[str]:
     """
     names = list(names)
     kinds = kinds_of(names)
+    if not kind:
+        raise ModelError(f"{repository}: names no kind of file behind the colon{_listed(kinds)}.")
     if kind.lower().endswith(".gguf"):
         if kind not in names:
             raise ModelError(f"Model {repository} has no file {kind}{_listed(kinds)}.")
@@ -74,6 +76,16 @@ def only_gguf_sentence(repository: str, names: Iterable[str]) -> str | None:
         return None
     example = next((kind for kind in ("Q4_K_M", "Q8_0") if kind in kinds), next(iter(kinds)))
     return f"Model {repository} has GGUF files alone: name one by its kind, as {repository}:{example}{_listed(kinds)}."
+
+
+def only_files_sentence(folder: str, names: Iterable[str]) -> str | None:
+    """Return what to say of a folder that holds GGUF models alone; None if it holds none."""
+    models = models_of(names)
+    if not models:
+        return None
+    example = f"{folder}/{models[0][0]}"
+    which = "" if len(models) == 1 else f"; moeserve doctor {folder} says which to take"
+    return f"{folder} holds GGUF files alone: name one, as {example}{which}."
 
 
 def _listed(kinds: Iterable[str]) -> str:

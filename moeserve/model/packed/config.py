@@ -42,10 +42,19 @@ def quantization_spec(config: Any) -> QuantizationSpec | None:
     if not isinstance(config, Mapping):
         raise ModelError("The configuration's quantization_config must be an object.")
     method = config.get("quant_method")
+    if method is None:
+        raise ModelError("The configuration's quantization_config names no quant_method.")
     build = _METHODS.get(method) if isinstance(method, str) else None
     if build is None:
-        raise UnsupportedModel(f"Weights quantised with {_shown(method)} are not supported.")
+        raise _unsupported(f"Weights quantised with {_shown(method)}")
     return build(config)
+
+
+def _unsupported(weights: str) -> UnsupportedModel:
+    return UnsupportedModel(
+        f"{weights} are not supported: take the model before it was quantised, with --quantization int4 or int8 on a "
+        "CPU, or a GGUF file of it."
+    )
 
 
 def _mxfp4(_: Config) -> QuantizationSpec:
@@ -64,7 +73,7 @@ def _fp8(config: Config) -> QuantizationSpec:
 def _gptq(config: Config) -> QuantizationSpec:
     layout = config.get("checkpoint_format") or "gptq"
     if not isinstance(layout, str) or layout not in _GPTQ_LAYOUTS:
-        raise UnsupportedModel(f"GPTQ weights in the layout {_shown(layout)} are not supported.")
+        raise _unsupported(f"GPTQ weights in the layout {_shown(layout)}")
     form = _INTEGERS[_bits(config, "bits", "GPTQ")]
     return QuantizationSpec(
         "gptq", form=form, zeros_less_one=_GPTQ_LAYOUTS[layout], has_order=config.get("desc_act") is True
@@ -74,9 +83,9 @@ def _gptq(config: Config) -> QuantizationSpec:
 def _awq(config: Config) -> QuantizationSpec:
     version = config.get("version") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
-        raise UnsupportedModel(f"AWQ weights in the layout {_shown(version)} are not supported.")
+        raise _unsupported(f"AWQ weights in the layout {_shown(version)}")
     if _bits(config, "bits" if "bits" in config else "w_bit", "AWQ") != 4:
-        raise UnsupportedModel("AWQ weights of 8 bits are not supported.")
+        raise _unsupported("AWQ weights of 8 bits")
     return QuantizationSpec("awq", form="INT4_F16")
 
 
@@ -87,18 +96,18 @@ def _auto_round(config: Config) -> QuantizationSpec:
         return _gptq({"bits": config.get("bits"), "desc_act": False})
     if packing == "auto_awq":
         return _awq({"bits": config.get("bits")})
-    raise UnsupportedModel(f"AutoRound weights in the layout {_shown(packing)} are not supported.")
+    raise _unsupported(f"AutoRound weights in the layout {_shown(packing)}")
 
 
 def _compressed(config: Config) -> QuantizationSpec:
     """compressed-tensors. The tensors tell the form of each matrix, but not the bits of codes in words."""
     form = config.get("format")
     if not isinstance(form, str) or form not in _COMPRESSED_FORMS:
-        raise UnsupportedModel(f"Compressed tensors in the format {_shown(form)} are not supported.")
+        raise _unsupported(f"Compressed tensors in the format {_shown(form)}")
     for name in ("sparsity_config", "transform_config"):
         part = config.get(name)
         if part and not (isinstance(part, Mapping) and part.get("format") == "dense"):
-            raise UnsupportedModel(f"Compressed tensors with a {name} are not supported.")
+            raise _unsupported(f"Compressed tensors with a {name}")
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError("The configuration's quantization_config has no config_groups.")
@@ -107,7 +116,7 @@ def _compressed(config: Config) -> QuantizationSpec:
         raise ModelError("A group of the configuration's quantization_config does not say how weights are kept.")
     bits = {_bits(part, "num_bits", "Compressed") for part in weights if part and part.get("type", "int") == "int"}
     if len(bits) > 1 and form != "int-quantized":
-        raise UnsupportedModel("Compressed tensors with codes of several widths are not supported.")
+        raise _unsupported("Compressed tensors with codes of several widths")
     width = bits.pop() if bits else 0
     return QuantizationSpec("compressed-tensors", form=_COMPRESSED_FORMS[form] or _INTEGERS[width or 4], bits=width)
 
@@ -127,7 +136,7 @@ _MODELOPT_FORMS = {"NVFP4": "NVFP4_F32", "FP8": "FP8_F32"}
 def _modelopt(config: Config) -> QuantizationSpec:
     algorithm = config.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMS:
-        raise UnsupportedModel(f"ModelOpt weights of the kind {_shown(algorithm)} are not supported.")
+        raise _unsupported(f"ModelOpt weights of the kind {_shown(algorithm)}")
     return QuantizationSpec("modelopt", form=_MODELOPT_FORMS[algorithm])
 
 
@@ -140,7 +149,7 @@ def _bits(config: Config, name: str, method: str) -> int:
     if type(bits) is not int:
         raise ModelError(f"The configuration's quantization_config does not say how many {name} weights have.")
     if bits not in _INTEGERS:
-        raise UnsupportedModel(f"{method} weights of {bits} bits are not supported.")
+        raise _unsupported(f"{method} weights of {bits} bits")
     return bits
 
 
