@@ -35,6 +35,8 @@ struct Inputs {
   float* out;
 
   int64_t group() const { return num_heads / num_kv_heads; }
+  int64_t key_bytes() const { return row_bytes(kind, key_dim); }
+  int64_t value_bytes() const { return row_bytes(kind, value_dim); }
 
   // The keys of a tile of `num_keys` positions that a row at `position` sees.
   Seen seen(int64_t position, int64_t first_key, int64_t num_keys) const {
@@ -53,7 +55,29 @@ struct Task {
 struct TileRows {
   const uint8_t *keys[kTileKeys], *values[kTileKeys];
   int64_t count = 0;
+  int64_t fetched = 0;  // Rows that the memory was asked for.
 };
+
+// The functions that ask the memory must be inlined: the compiler drops calls of functions that do nothing else.
+MOESERVE_INLINE void fetch_lines(const uint8_t* from, int64_t bytes) {
+  const uint8_t* line = from - reinterpret_cast<uintptr_t>(from) % kLineBytes;
+  for (; line < from + bytes; line += kLineBytes) __builtin_prefetch(line);
+}
+
+MOESERVE_INLINE void fetch_rows(const uint8_t* const* rows, int64_t first, int64_t last, int64_t bytes) {
+  const int64_t apart = (last - 1 - first) * bytes;
+  if (rows[last - 1] == rows[first] + apart) return fetch_lines(rows[first], apart + bytes);
+  for (int64_t k = first; k < last; ++k) fetch_lines(rows[k], bytes);
+}
+
+// Asks the memory for a quarter of a tile. More at once would hold up the loads of the tile that is computed.
+MOESERVE_INLINE void fetch_quarter(TileRows& tile, int64_t key_bytes, int64_t value_bytes) {
+  const int64_t first = tile.fetched, last = std::min(first + kTileKeys / 4, tile.count);
+  if (first >= last) return;
+  tile.fetched = last;
+  fetch_rows(tile.keys, first, last, key_bytes);
+  fetch_rows(tile.values, first, last, value_bytes);
+}
 
 // Whether queries and weights are rounded to bfloat16 for products with rows of a kind.
 constexpr bool takes_pairs(Kind kind) { return kMultipliesPairs && kind == Kind::kBfloat16; }
@@ -91,7 +115,10 @@ class Workspace {
   IntegerTile integers;
   std::vector<Pair> query_pairs;
   PairTile pairs;
-  TileRows tiles[2];  // The tile that is computed and the one behind it.
+  TileRows tiles[2], *following = nullptr;  // The tile that is computed and the one behind it.
+
+  // Is called four times for each tile.
+  MOESERVE_INLINE void fetch_ahead(const Inputs& in) { fetch_quarter(*following, in.key_bytes(), in.value_bytes()); }
 
  private:
   Lines<float> states_;
@@ -110,10 +137,12 @@ struct WideRows {
                      State state) {
     float* scores = work.scores.data();
     score<Rows>(work.queries.data() + row * in.key_dim, in.key_dim, work.keys.data(), scores);
+    work.fetch_ahead(in);
     Seen seen[Rows];
     float shares[Rows];
     for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
     weigh<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares);
+    work.fetch_ahead(in);
     add_all_values<Rows, Number>(scores, shares, tile.values, tile.count, in.value_dim,
                                  state.sums + row * in.value_dim);
   }
@@ -130,11 +159,13 @@ struct PairRows {
                      State state) {
     float* scores = work.scores.data();
     score_pairs<Rows>(work.query_pairs.data() + row * num_pairs(in.key_dim), in.key_dim, work.pairs.keys.data(), scores);
+    work.fetch_ahead(in);
     Seen seen[Rows];
     float shares[Rows];
     for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
     alignas(64) Pair weights[Rows * kTileKeys / 2];
     weigh_pairs<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares, weights);
+    work.fetch_ahead(in);
     float* sums = state.sums + row * in.value_dim;
     const uint32_t* values = work.pairs.values.data();
     int64_t channel = 0;
@@ -161,11 +192,13 @@ struct IntegerRows {
       score_integers<Rows>(queries.high.data() + row * in.key_dim, queries.low.data() + row * in.key_dim,
                            queries.high_shifts.data() + row, queries.low_shifts.data() + row, in.key_dim,
                            integers.keys.data() + column, scores + column);
+    work.fetch_ahead(in);
     RoundedWeights weights[Rows];
     Seen seen[Rows];
     for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
     weigh_integers<Rows>(queries.factors.data() + row, seen, integers, scores, state.largest + row, state.total + row,
                          weights);
+    work.fetch_ahead(in);
     float* sums = state.sums + row * in.value_dim;
     int64_t channel = 0;
     for (; channel + kColumnsAtOnce * kLanes <= in.value_dim; channel += kColumnsAtOnce * kLanes)
@@ -204,18 +237,18 @@ Extent extent(const Inputs& in, const TaskSegment& part) {
           std::min((segment + 1) * kSegmentKeys, first + task.num_tokens)};
 }
 
-// Finds the rows of the task's tile from `first_key` on and has the memory send them.
-void fetch(const Inputs& in, const Task& task, int64_t first_key, int64_t end, TileRows& tile) {
+// Finds the rows of the task's tile from `first_key` on. Rows of a block lie side by side.
+void find_rows(const Inputs& in, const Task& task, int64_t first_key, int64_t end, TileRows& tile) {
   const int32_t* table = in.block_tables + in.table_offsets[task.chunk];
-  const int64_t key_bytes = row_bytes(in.kind, in.key_dim), value_bytes = row_bytes(in.kind, in.value_dim);
-  tile.count = std::min(kTileKeys, end - first_key);
-  for (int64_t k = 0; k < tile.count; ++k) {
-    const int64_t position = first_key + k;
-    const int64_t slot = table[position / in.block_size] * in.block_size + position % in.block_size;
-    tile.keys[k] = in.keys + (task.kv_head * in.num_slots + slot) * key_bytes;
-    tile.values[k] = in.values + (task.kv_head * in.num_slots + slot) * value_bytes;
-    for (int64_t i = 0; i < key_bytes; i += kLineBytes) __builtin_prefetch(tile.keys[k] + i);
-    for (int64_t i = 0; i < value_bytes; i += kLineBytes) __builtin_prefetch(tile.values[k] + i);
+  const int64_t key_bytes = in.key_bytes(), value_bytes = in.value_bytes();
+  const int64_t first_slot = task.kv_head * in.num_slots;
+  tile.count = std::min(kTileKeys, end - first_key), tile.fetched = 0;
+  int64_t block = first_key / in.block_size, skipped = first_key % in.block_size;
+  for (int64_t k = 0; k < tile.count; ++block, skipped = 0) {
+    const int64_t slot = first_slot + table[block] * in.block_size + skipped;
+    const int64_t last = std::min(k + in.block_size - skipped, tile.count);
+    const uint8_t *keys = in.keys + slot * key_bytes, *values = in.values + slot * value_bytes;
+    for (; k < last; ++k, keys += key_bytes, values += value_bytes) tile.keys[k] = keys, tile.values[k] = values;
   }
   for (int64_t k = tile.count; k % kLanes; ++k) tile.keys[k] = tile.keys[k - 1], tile.values[k] = tile.values[k - 1];
 }
@@ -230,16 +263,21 @@ void attend_segment(const Inputs& in, const TaskSegment& part, const TaskSegment
   count_progress();
   clear(state, rows, in.value_dim);
   const auto [begin, end] = extent(in, part);
-  TileRows *tile = &work.tiles[0], *following = &work.tiles[1];
-  fetch(in, task, begin, end, *tile);
+  TileRows* tile = &work.tiles[0];
+  TileRows*& following = work.following;
+  following = &work.tiles[1];
+  find_rows(in, task, begin, end, *tile);
+  while (tile->fetched < tile->count) fetch_quarter(*tile, in.key_bytes(), in.value_bytes());
   for (int64_t first_key = begin; first_key < end; first_key += kTileKeys, std::swap(tile, following)) {
     if (first_key + kTileKeys < end) {
-      fetch(in, task, first_key + kTileKeys, end, *following);
+      find_rows(in, task, first_key + kTileKeys, end, *following);
     } else {
       const auto [next_begin, next_end] = extent(in, next);
-      fetch(in, next.task, next_begin, next_end, *following);
+      find_rows(in, next.task, next_begin, next_end, *following);
     }
+    work.fetch_ahead(in);
     Form::take_tile(in, *tile, work);
+    work.fetch_ahead(in);
     for (int64_t row = 0; row < rows; row += kGroupRows) {
       const int count = int(std::min<int64_t>(kGroupRows, rows - row));
       if (positions[row + count - 1] < first_key) continue;

@@ -41,6 +41,25 @@ static inline Ints dot_signed(Ints sums, int32_t four, Words codes) {
 #endif
 }
 
+typedef int8_t Codes __attribute__((vector_size(kLanes)));
+
+static inline void store_codes(int8_t* to, Ints values) {
+  const Codes codes = __builtin_convertvector(values, Codes);
+  std::memcpy(to, &codes, sizeof(codes));
+}
+
+static inline int32_t sum(Ints values) {
+  int32_t total = 0;
+  for (int i = 0; i < kLanes; ++i) total += values[i];
+  return total;
+}
+
+// Rounds numbers below 2^22 to the nearest integers, ties to even.
+static inline Ints to_nearest(Floats x) {
+  const Floats magic = splat(12582912.0f);
+  return __builtin_convertvector((x + magic) - magic, Ints);
+}
+
 // Rounded queries: number i of a row is about factor * (256 * high[i] + low[i]).
 struct RoundedQueries {
   std::vector<int8_t> high, low;
@@ -57,14 +76,15 @@ struct RoundedQueries {
     for (int64_t r = 0; r < rows; ++r) {
       const float* row = queries + r * dim;
       const float unit = reach(row, dim) / kQueryReach, divisor = unit == 0.0f ? 1.0f : unit;
-      int32_t high_sum = 0, low_sum = 0;
-      for (int64_t i = 0; i < dim; ++i) {
-        const int32_t whole = int32_t(std::nearbyint(row[i] / divisor)), upper = (whole + 128) >> 8;
-        high[r * dim + i] = int8_t(upper), low[r * dim + i] = int8_t(whole - upper * 256);
-        high_sum += int8_t(upper), low_sum += int8_t(whole - upper * 256);
+      Ints high_sums{}, low_sums{};
+      for (int64_t i = 0; i < dim; i += kLanes) {
+        const Ints whole = to_nearest(load(row + i) / divisor), upper = (whole + 128) >> 8, rest = whole - upper * 256;
+        store_codes(high.data() + r * dim + i, upper);
+        store_codes(low.data() + r * dim + i, rest);
+        high_sums += upper, low_sums += rest;
       }
       factors[r] = unit * scale;
-      high_shifts[r] = -128 * high_sum, low_shifts[r] = -128 * low_sum;
+      high_shifts[r] = -128 * sum(high_sums), low_shifts[r] = -128 * sum(low_sums);
     }
   }
 };
@@ -81,24 +101,45 @@ struct IntegerTile {
 
   void take(const uint8_t* const* key_rows, const uint8_t* const* value_rows, int64_t count, int64_t key_dim,
             int64_t value_dim) {
-    for (int64_t k = 0; k < kTileKeys; ++k) {
-      key_scales[k] = scale_of(key_rows[std::min(k, count - 1)], key_dim);
-      value_scales[k] = k < count ? scale_of(value_rows[k], value_dim) : 0.0f;
-    }
+    for (int64_t k = 0; k < count; ++k)
+      key_scales[k] = scale_of(key_rows[k], key_dim), value_scales[k] = scale_of(value_rows[k], value_dim);
+    std::fill(key_scales + count, key_scales + kTileKeys, key_scales[count - 1]);
+    std::fill(value_scales + count, value_scales + kTileKeys, 0.0f);
     transpose_words(key_rows, count, key_dim / 4, 0x80808080u, keys.data());
-    for (int64_t quad = 0; 4 * quad < count; ++quad) {
-      const uint8_t* rows[4];
-      for (int i = 0; i < 4; ++i) rows[i] = value_rows[std::min(4 * quad + i, count - 1)];
-      interleave(rows, value_dim, values.data() + quad * value_dim);
-    }
+    for (int64_t k = 0; k < count; k += 4) interleave(value_rows + k, value_dim, values.data() + k / 4 * value_dim);
   }
 
  private:
+#if defined(__AVX512BW__)
+  // 64 bytes of each of four rows to [64][4].
+  static void interleave_lines(const uint8_t* const* rows, int64_t d, uint32_t* out) {
+    __m512i row[4];
+    for (int i = 0; i < 4; ++i) row[i] = _mm512_loadu_si512(rows[i] + d);
+    const __m512i low[2] = {_mm512_unpacklo_epi8(row[0], row[1]), _mm512_unpacklo_epi8(row[2], row[3])};
+    const __m512i high[2] = {_mm512_unpackhi_epi8(row[0], row[1]), _mm512_unpackhi_epi8(row[2], row[3])};
+    // Quarter q of vector i has four bytes of each row, from 16 q + 4 i on.
+    const __m512i four[4] = {_mm512_unpacklo_epi16(low[0], low[1]), _mm512_unpackhi_epi16(low[0], low[1]),
+                             _mm512_unpacklo_epi16(high[0], high[1]), _mm512_unpackhi_epi16(high[0], high[1])};
+    for (int half = 0; half < 2; ++half) {
+      const __m512i first = half ? _mm512_shuffle_i32x4(four[0], four[1], 0xee)
+                                 : _mm512_shuffle_i32x4(four[0], four[1], 0x44);
+      const __m512i second = half ? _mm512_shuffle_i32x4(four[2], four[3], 0xee)
+                                  : _mm512_shuffle_i32x4(four[2], four[3], 0x44);
+      _mm512_storeu_si512(out + 32 * half, _mm512_shuffle_i32x4(first, second, 0x88));
+      _mm512_storeu_si512(out + 32 * half + 16, _mm512_shuffle_i32x4(first, second, 0xdd));
+    }
+  }
+#endif
+
   // Four rows of bytes to [dim][4].
   static void interleave(const uint8_t* const* rows, int64_t dim, uint32_t* out) {
     typedef uint8_t Bytes __attribute__((vector_size(16)));
     typedef uint16_t Pairs __attribute__((vector_size(16)));
-    for (int64_t d = 0; d < dim; d += 16) {
+    int64_t d = 0;
+#if defined(__AVX512BW__)
+    for (; d + 64 <= dim; d += 64) interleave_lines(rows, d, out + d);
+#endif
+    for (; d < dim; d += 16) {
       Bytes row[4], mixed[4];
       for (int i = 0; i < 4; ++i) std::memcpy(&row[i], rows[i] + d, 16);
       for (int i = 0; i < 2; ++i) {
@@ -189,14 +230,12 @@ static inline void weigh_integers(const float* factors, const Seen* seen, const 
   const Floats reaches = largest_each(most);
   float unit[Rows];
   store_first<Rows>(unit, select((Ints)(reaches > 0.0f), kWeightReach / reaches, Floats{}));
-  typedef int8_t Codes __attribute__((vector_size(kLanes)));
   for (int r = 0; r < Rows; ++r) {
     for (int v = 0; v < kVectors; ++v) {
       const Floats scaled = fma(load(scores + r * kTileKeys + v * kLanes), splat(unit[r]), splat(0.5f));
       const Ints whole = __builtin_convertvector(scaled, Ints);
-      const Codes upper = __builtin_convertvector(whole >> 7, Codes), lower = __builtin_convertvector(whole & 127, Codes);
-      std::memcpy(out[r].high + v * kLanes, &upper, kLanes);
-      std::memcpy(out[r].low + v * kLanes, &lower, kLanes);
+      store_codes(out[r].high + v * kLanes, whole >> 7);
+      store_codes(out[r].low + v * kLanes, whole & 127);
     }
   }
   const Floats before = load_first<Rows>(largest_seen), tops = select((Ints)(before < tile_tops), tile_tops, before);
