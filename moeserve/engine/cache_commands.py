@@ -268,6 +268,7 @@ def _add_host(samples: FeatureSamples, hosted: Hosted, counters: TierCounters) -
     num_blocks, num_bytes = hosted.resident()
     samples["moeserve_kv_tier_blocks"].append(["host", num_blocks])
     samples["moeserve_kv_tier_bytes"].append(["host", num_bytes])
+    samples["moeserve_kv_tier_age_seconds"].append(["host", round(hosted.oldest_age, 1)])
     hits, tokens = counters.hosted_hits, counters.hosted_hit_tokens
     samples["moeserve_kv_tier_hits"][1:] = [["host", hits], ["disk", counters.lower_hits - hits]]
     samples["moeserve_kv_tier_hit_tokens"][1:] = [["host", tokens], ["disk", counters.lower_hit_tokens - tokens]]

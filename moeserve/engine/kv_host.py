@@ -6,7 +6,7 @@ import secrets
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,10 +22,11 @@ from experts.memory.tiers import page_locked
 from kernels.transfer import copied
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.device import RESERVE_BYTES, KvBudget, available_bytes, step_budget
-from moeserve.engine.kv_disk.copier import BlockBuffer, Buffer, take_all
-from moeserve.engine.kv_disk.opening import block_tensors
+from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, Buffer, make_buffers, take_all
+from moeserve.engine.kv_disk.files import BlockFiles
+from moeserve.engine.kv_disk.opening import block_tensors, memories_of
 from moeserve.engine.rank import Rank
-from moeserve.scheduling.lower_tier import STORED_AT_ONCE, CopyJob, CopyResult, num_kept_free
+from moeserve.scheduling.lower_tier import STORED_AT_ONCE, CopyJob, CopyResult, Hosted, num_kept_free
 from moeserve.settings.quantities import show_size
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlocks, Tier
 
@@ -103,11 +104,11 @@ class HostPages:
 class HostedBlocks:
     """A `Hosted` in pages of the host's memory: the blocks of a disk that were written or read last."""
 
-    def __init__(self, pages: HostPages) -> None:
-        self._pages = pages
+    def __init__(self, pages: HostPages, clock: Callable[[], float] = time.monotonic) -> None:
+        self._pages, self._clock = pages, clock
         self._lock = threading.Lock()
-        # Bytes by path; the block that was used longest ago comes first.
-        self._sizes: OrderedDict[str, int] = OrderedDict()
+        # Bytes and the time of the last use by path; the block that was used longest ago comes first.
+        self._kept: OrderedDict[str, tuple[int, float]] = OrderedDict()
         # KV blocks, and bytes of all.
         self._of_folder: dict[str, tuple[int, int]] = {}
 
@@ -115,19 +116,20 @@ class HostedBlocks:
         with self._lock:
             self._free(path)
             while (pages := self._pages.take(path, len(content))) is None:
-                if not self._sizes:
+                if not self._kept:
                     return
-                self._free(next(iter(self._sizes)))
+                self._free(next(iter(self._kept)))
             for page, part in self._parts(pages, content):
                 page[:] = part
-            self._sizes[path] = len(content)
+            self._kept[path] = len(content), self._clock()
             self._count(path, 1, len(content))
 
     def find(self, path: str, content: memoryview) -> bool:
         with self._lock:
-            if self._sizes.get(path) != len(content):
+            if path not in self._kept or self._kept[path][0] != len(content):
                 return False
-            self._sizes.move_to_end(path)
+            self._kept[path] = len(content), self._clock()
+            self._kept.move_to_end(path)
             for page, part in self._parts(self._pages.find(path) or (), content):
                 part[:] = page
             return True
@@ -142,6 +144,11 @@ class HostedBlocks:
             found = [self._of_folder[folder] for folder in of_folders if folder in self._of_folder]
         return sum(num_blocks for num_blocks, _ in found), sum(num_bytes for _, num_bytes in found)
 
+    @property
+    def oldest_age(self) -> float:
+        with self._lock:
+            return self._clock() - next(iter(self._kept.values()))[1] if self._kept else 0.0
+
     def _parts(self, pages: Sequence[Tensor], content: memoryview) -> Iterator[tuple[Bytes, Bytes]]:
         """Yield the used part of each page with the bytes of `content` that belong there."""
         size = self._pages.page_bytes
@@ -150,10 +157,10 @@ class HostedBlocks:
             yield page.numpy()[: len(part)], part
 
     def _free(self, path: str) -> None:
-        size = self._sizes.pop(path, None)
+        kept = self._kept.pop(path, None)
         self._pages.free(path)
-        if size is not None:
-            self._count(path, -1, -size)
+        if kept is not None:
+            self._count(path, -1, -kept[0])
 
     def _count(self, path: str, number: int, num_bytes: int) -> None:
         folder, _, name = path.rpartition("/")
@@ -251,6 +258,15 @@ class DeviceBuffer:
 def device_buffers(memories: Mapping[Kind, DeviceMemory]) -> dict[Kind, Buffer]:
     """Return the buffers of one thread. A block has no bytes where all layers have window blocks of their own."""
     return {kind: DeviceBuffer(memory) if memory else BlockBuffer(()) for kind, memory in memories.items()}
+
+
+def disk_copier(rank: Rank, files: BlockFiles, hosted: Hosted | None = None) -> BlockCopier:
+    """Return what copies blocks between a rank's memory, of a CPU or of a GPU, and files. hosted: see `BlockCopier`."""
+    if rank.model.device == "cpu":
+        arrays = memories_of(rank)
+        return BlockCopier(files, lambda: make_buffers(arrays), hosted)
+    tensors = block_tensors(rank)
+    return BlockCopier(files, lambda: device_buffers(tensors), hosted)
 
 
 class HostCopier:

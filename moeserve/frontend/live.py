@@ -38,11 +38,13 @@ class KvBlocks(msgspec.Struct, frozen=True):
 class KvBelow(msgspec.Struct, frozen=True):
     """The KV in a tier below memory, `host` or `disk`.
 
-    hit_share: of the cached tokens that requests found since the start, the share that was there."""
+    unused_for_s: seconds since the block was used that was used longest ago. hit_share: of the cached tokens that
+    requests found since the start, the share that was there."""
 
     tier: str
     blocks: int
     bytes: int
+    unused_for_s: float
     hit_share: float | None
 
 
@@ -189,13 +191,13 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
 def _below(now: FeatureSamples) -> list[KvBelow]:
     if "moeserve_kv_tier_blocks" not in now:
         return []
-    blocks, size, tokens = (
+    blocks, size, age, tokens = (
         {str(tier): float(value) for tier, value in now[f"moeserve_kv_tier_{name}"]}
-        for name in ("blocks", "bytes", "hit_tokens")
+        for name in ("blocks", "bytes", "age_seconds", "hit_tokens")
     )
     found = sum(tokens.values())
     return [
-        KvBelow(tier, int(blocks[tier]), int(size[tier]), round(hits / found, 4) if found else None)
+        KvBelow(tier, int(blocks[tier]), int(size[tier]), age[tier], round(hits / found, 4) if found else None)
         for tier, hits in tokens.items()
         if tier != "device"
     ]

@@ -101,6 +101,10 @@ class Hosted(Protocol):
     def resident(self, folders: Collection[str] | None = None) -> tuple[int, int]:
         """Return the numbers of KV blocks and of bytes that are there, of `StoredBlock.folder`s or of all."""
 
+    @property
+    def oldest_age(self) -> float:
+        """The seconds since the block was used that was used longest ago; 0 without blocks."""
+
 
 @dataclass(slots=True)
 class TierCounters:
@@ -329,7 +333,7 @@ class LowerTier:
             if rank in self._writing:
                 continue
             copies: Sequence[BlockCopy] = ()
-            if now >= self._write_after:
+            if self._pace.now >= self._write_after:
                 copies = cache.demote() if tree.moves else tree.take(STORED_AT_ONCE)
             # All ranks see the same files, so the first one does the chores.
             chores = self._stored.take_chores() if rank == 0 else None
@@ -355,7 +359,8 @@ class LowerTier:
             counters.write_seconds += result.seconds
             if result.error is not None:
                 counters.num_failed_writes += 1
-                self._write_after = now + _RETRY_SECONDS
+                # Not by `now`, of a clock that may be set back.
+                self._write_after = self._pace.now + _RETRY_SECONDS
             return []
         reading = self._readings.pop(job)
         if reading.fill is None:

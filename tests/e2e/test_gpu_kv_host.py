@@ -156,6 +156,7 @@ def test_a_prefix_comes_from_the_host_while_the_service_lives_and_from_disk_afte
         wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="host"}') == 12)
         assert figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == 0
         assert figure(running, 'moeserve_kv_tier_blocks{tier="host"}') >= 3
+        assert 'moeserve_kv_tier_age_seconds{tier="host"}' in running.http.get("/metrics").text
         assert running.http.get("/v1/cache").json()["host"]["blocks"] >= 3
     with service(model, tmp_path / "s1", *settings, *tiers) as running:
         assert ask(running, PROMPT) == (cold, NOTHING | {"disk": 12})

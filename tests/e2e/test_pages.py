@@ -399,6 +399,7 @@ def stats(**fields: Any) -> Stats:
 TIERS = {
     "moeserve_kv_tier_blocks": [["device", 50], ["disk", 40], ["host", 20]],
     "moeserve_kv_tier_bytes": [["device", 3e6], ["disk", 4e6], ["host", 2e6]],
+    "moeserve_kv_tier_age_seconds": [["device", 0.5], ["disk", 7200.0], ["host", 41.3]],
     "moeserve_kv_tier_hit_tokens": [["device", 30], ["host", 10], ["disk", 10]],
 }
 
@@ -417,8 +418,8 @@ def test_the_dashboard_shows_the_figures_as_they_come(browser: Browser, server: 
     assert texts(page, "#kv li strong") == ["30 (480 tokens)", "20 (320 tokens)", "10 (160 tokens)"]
     assert page.text("#kv-used") == "50 %"
     assert page.text("#kv-below") == (
-        "in host memory 320 tokens (2 MB) · 20 % of the cached tokens found, "
-        "on disk 640 tokens (4 MB) · 20 % of the cached tokens found"
+        "in host memory 320 tokens (2 MB) · unused for 41 s at most · 20 % of the cached tokens found, "
+        "on disk 640 tokens (4 MB) · unused for 2 h at most · 20 % of the cached tokens found"
     )
     assert "running 5" in page.evaluate("document.querySelector('#requests svg').getAttribute('aria-label')")
     page.wait("document.querySelector('#experts .absent').textContent.includes('no experts')")

@@ -67,11 +67,13 @@ def test_kv_below_memory_is_told_where_there_is_some(clock: Clock) -> None:
     disk = {
         "moeserve_kv_tier_blocks": [["device", 3], ["disk", 40]],
         "moeserve_kv_tier_bytes": [["device", 300], ["disk", 4000]],
+        "moeserve_kv_tier_age_seconds": [["device", 1], ["disk", 90]],
         "moeserve_kv_tier_hit_tokens": [["device", 30], ["disk", 10]],
     }
     host_and_disk = {
         "moeserve_kv_tier_blocks": [["device", 3], ["disk", 40], ["host", 20]],
         "moeserve_kv_tier_bytes": [["device", 300], ["disk", 4000], ["host", 2000]],
+        "moeserve_kv_tier_age_seconds": [["device", 1], ["disk", 90], ["host", 8]],
         "moeserve_kv_tier_hit_tokens": [["device", 30], ["host", 60], ["disk", 10]],
     }
     for features in ({}, {}, disk, host_and_disk):
@@ -79,10 +81,10 @@ def test_kv_below_memory_is_told_where_there_is_some(clock: Clock) -> None:
         clock.forward(1)
     assert [sample.below for sample in figures.samples] == [
         [],
-        [KvBelow(tier="disk", blocks=40, bytes=4000, hit_share=0.25)],
+        [KvBelow(tier="disk", blocks=40, bytes=4000, unused_for_s=90, hit_share=0.25)],
         [
-            KvBelow(tier="host", blocks=20, bytes=2000, hit_share=0.6),
-            KvBelow(tier="disk", blocks=40, bytes=4000, hit_share=0.1),
+            KvBelow(tier="host", blocks=20, bytes=2000, unused_for_s=8, hit_share=0.6),
+            KvBelow(tier="disk", blocks=40, bytes=4000, unused_for_s=90, hit_share=0.1),
         ],
     ]
 

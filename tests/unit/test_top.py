@@ -34,8 +34,8 @@ SAMPLE = {
     "hit_rate": 0.8,
     "kv": {"free": 10, "cached": 20, "leased": 30},
     "below": [
-        {"tier": "host", "blocks": 3, "bytes": 300, "hit_share": None},
-        {"tier": "disk", "blocks": 7, "bytes": 700, "hit_share": None},
+        {"tier": "host", "blocks": 3, "bytes": 300, "unused_for_s": 8.0, "hit_share": None},
+        {"tier": "disk", "blocks": 7, "bytes": 700, "unused_for_s": 90.0, "hit_share": None},
     ],
     "rejections": 2,
     "preemptions": 0,

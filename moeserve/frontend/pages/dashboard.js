@@ -2,7 +2,7 @@
 
 import { ApiError, Server, readEvents } from "./api.js";
 import { LineChart, ShareBar } from "./charts.js";
-import { button, count, find, milliseconds, notify } from "./dom.js";
+import { button, count, find, milliseconds, notify, period } from "./dom.js";
 import { ExpertPanel } from "./experts.js";
 import { PrefixPanel } from "./prefixes.js";
 
@@ -94,9 +94,10 @@ function showBlocks(sample) {
   find("#events").textContent = `${count(sample.preemptions)} preempted · ${count(sample.rejections)} refused`;
 }
 
-function below({ tier, blocks, bytes, hit_share: share }, size) {
+function below({ tier, blocks, bytes, unused_for_s: unused, hit_share: share }, size) {
   const found = share === null ? "" : ` · ${percent(share)} of the cached tokens found`;
-  return `${tier === "host" ? "in host memory" : "on disk"} ${count(blocks * size)} tokens (${count(Math.round(bytes / 1e6))} MB)${found}`;
+  const where = tier === "host" ? "in host memory" : "on disk";
+  return `${where} ${count(blocks * size)} tokens (${count(bytes / 1e6)} MB) · unused for ${period(unused)} at most${found}`;
 }
 
 function showAbout() {

@@ -61,6 +61,12 @@ export function milliseconds(seconds) {
   return ms < 1000 ? `${Math.round(ms)} ms` : `${seconds.toFixed(seconds < 10 ? 2 : 1)} s`;
 }
 
+export function period(seconds) {
+  const units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
+  const [size, unit] = units.find(([size]) => seconds >= size) ?? units.at(-1);
+  return `${Math.round(seconds / size)} ${unit}`;
+}
+
 export function count(number) {
   return Math.round(number).toLocaleString("en");
 }
