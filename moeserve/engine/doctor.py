@@ -476,7 +476,7 @@ def _on_gpus(model: NativeModel, gpu: Gpu, num_gpus: int, config: ServeConfig, h
     if setup.obstacle is None or moe is None or config.expert_memory is not None:
         return
     tried: list[ServeConfig] = []
-    if 1 < num_gpus <= moe.num_experts and config.kv_host_memory is None and config.kv_disk_path is None:
+    if 1 < num_gpus <= moe.num_experts and config.kv_host_memory is None:
         tried.append(replace(config, expert_parallel_size=num_gpus))
     if config.expert_quantization == "none" and config.dtype != "float32":
         tried += [replace(config, expert_quantization=form) for form in ("int8", "int4")]

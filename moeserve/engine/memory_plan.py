@@ -233,15 +233,16 @@ def check_kv_tiers(config: ServeConfig, device: str) -> None:
                 "--kv-cache-memory says how much."
             )
         if config.expert_parallel_size > 1:
-            raise ConfigError("--kv-host-memory is for a single rank so far: each of several ranks has KV of its own.")
+            raise ConfigError(
+                "--kv-host-memory is for a single rank: each of several would find only what itself has put there. "
+                "They share a --kv-disk-path, which may be a folder in the host's memory (tmpfs)."
+            )
         if not config.enable_prefix_caching:
             raise ConfigError("--kv-host-memory keeps cached prefixes, and --no-enable-prefix-caching makes none.")
     if config.kv_disk_path is None:
         refuse_changed(config, ("kv_disk_size", "kv_disk_age"), "--kv-disk-path")
         if config.kv_overflow == "swap" and config.kv_host_memory is None:
             raise ConfigError("--kv-overflow swap needs --kv-disk-path, or on a GPU --kv-host-memory, to swap KV to.")
-    elif device != "cpu" and config.expert_parallel_size > 1:
-        raise ConfigError("--kv-disk-path is for several ranks on a CPU alone so far: a GPU's are one.")
     elif config.nnodes > 1:
         raise ConfigError("--kv-disk-path is for the ranks of one machine so far.")
     elif config.expert_parallel_size > 1 and config.rebalance_interval:

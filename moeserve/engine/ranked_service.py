@@ -29,7 +29,8 @@ from moeserve.engine.crashes.suspects import open_suspects
 from moeserve.engine.experts.monitor import ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, RecordingPlan, plan_recording
 from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
-from moeserve.engine.kv_disk.opening import memories_of
+from moeserve.engine.kv_disk.opening import files_for
+from moeserve.engine.kv_host import disk_copier
 from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
@@ -284,7 +285,7 @@ def _follow_first(
         link.send(Started(number))
         report(Computing())
         assert started.migrator is not None
-        copies = MemberCopies(number, lambda: memories_of(started), link.send)
+        copies = MemberCopies(number, lambda *folder: disk_copier(started, files_for(started, *folder)), link.send)
         RankSteps(number, link, started.runner, started.begin_step, started.migrator, beats, copies).run()
         copies.close()
         started.close()

@@ -24,10 +24,9 @@ from moeserve.engine.crashes.suspects import Suspects, open_suspects
 from moeserve.engine.doctor import summary
 from moeserve.engine.experts.monitor import ExpertFacts, ExpertMonitor, ExpertSources, expert_strategy
 from moeserve.engine.experts.observe import ExpertRecording, plan_recording
-from moeserve.engine.kv_disk.copier import BlockCopier, make_buffers
 from moeserve.engine.kv_disk.opening import KvDisk, open_kv_disk
 from moeserve.engine.kv_events.publisher import KvEventPublisher, KvEvents
-from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, device_buffers, open_hosted, open_kv_host
+from moeserve.engine.kv_host import HostCopier, HostedBlocks, KvHost, disk_copier, open_hosted, open_kv_host
 from moeserve.engine.kv_transfer.exchange import KvExchange
 from moeserve.engine.loop import Copier, Engine
 from moeserve.engine.memory_plan import ModelPlan, plan_model
@@ -199,7 +198,7 @@ def serve(
         ready = _ready(context, model, caches[0], event_sources, drafts=drafts)
         steps = Steps(scheduler, executor, rank.depth, (suspects, *observers), masks)
         monitor = _monitor(context, model.spec, recording, sources)
-        copier = None if lower is None else _start_copier(lower, hosted, model.device, copies, executor)
+        copier = None if lower is None else _start_copier(lower, rank, hosted, copies, executor)
         progress = rank.progress.count
         engine = Engine(socket, scheduler, caches, steps, ready, suspects, monitor, progress, copier, events, exchange)
         if recording is not None:
@@ -222,14 +221,13 @@ def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:
 
 
 def _start_copier(
-    lower: KvDisk | KvHost, hosted: HostedBlocks | None, device: str, copies: RankCopies | None, executor: Executor
+    lower: KvDisk | KvHost, rank: Rank, hosted: HostedBlocks | None, copies: RankCopies | None, executor: Executor
 ) -> Copier:
     """Return what carries out copies between memory and the lower tier. hosted: see `BlockCopier`. copies: of several
     ranks."""
     if isinstance(lower, KvHost):
         return HostCopier(lower.pages, lower.memories)
-    make = make_buffers if device == "cpu" else device_buffers
-    copier = BlockCopier(lower.files, lambda: make(lower.memories), hosted)
+    copier = disk_copier(rank, lower.files, hosted)
     if copies is None:
         return copier
     copies.open(copier, lower.files, executor.check)

@@ -186,7 +186,11 @@ def test_sizes_that_make_no_sense_are_refused(
     ("device", "settings", "sentence"),
     [
         ("cpu", {}, "on a CPU all KV is there already"),
-        ("cuda", {"expert_parallel_size": 2}, "for a single rank so far"),
+        (
+            "cuda",
+            {"expert_parallel_size": 2},
+            "each of several would find only what itself has put there",
+        ),
         ("cuda", {"enable_prefix_caching": False}, "--no-enable-prefix-caching makes none"),
     ],
 )
@@ -220,6 +224,18 @@ def test_random_blocks_of_the_memory_above_a_disk_hold_what_was_kept_last() -> N
     assert (pages.num_free, hosted.resident()) == (40, (0, 0))
 
 
+def test_the_age_of_the_memory_above_a_disk_is_that_of_its_oldest_use() -> None:
+    times = iter((1.0, 2.0, 5.0, 9.0, 10.0))
+    hosted = HostedBlocks(HostPages(4, 24, CPU), lambda: next(times))
+    assert hosted.oldest_age == 0
+    hosted.keep("f/a", memoryview(bytes(24)))
+    hosted.keep("f/b", memoryview(bytes(24)))
+    assert hosted.find("f/a", memoryview(bytearray(24)))
+    assert hosted.oldest_age == 9 - 2
+    hosted.free("f/b")
+    assert hosted.oldest_age == 10 - 5
+
+
 def test_the_memory_above_a_disk_is_refused_by_the_same_rule() -> None:
     with pytest.raises(ConfigError, match="--kv-host-memory 50 bytes is too little beside"):
         open_hosted(config_of(50), rank_of(40))
@@ -229,11 +245,6 @@ def test_the_memory_above_a_disk_is_refused_by_the_same_rule() -> None:
 def test_a_gpu_may_swap_to_the_host_or_to_a_disk() -> None:
     check_kv_tiers(ServeConfig(kv_host_memory=1 << 30, kv_overflow="swap"), "cuda")
     check_kv_tiers(ServeConfig(kv_disk_path="/x", kv_overflow="swap"), "cuda")
-
-
-def test_several_gpus_have_no_disk_so_far() -> None:
-    with pytest.raises(ConfigError, match="--kv-disk-path is for several ranks on a CPU alone so far"):
-        check_kv_tiers(ServeConfig(kv_disk_path="/x", expert_parallel_size=2), "cuda")
 
 
 def test_blocks_of_every_kind_go_to_files_and_come_back_to_other_places_of_the_device(tmp_path: Path) -> None:

@@ -6,17 +6,29 @@ import threading
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, cast
 
 from experts.errors import CollectiveError
 from experts.placement.rebalance import Migration, Outcome
+from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.ranks.copies import MemberCopies
-from moeserve.engine.ranks.messages import Forward, LayerLoaded, PlaceLayer, RankResult, Shutdown
+from moeserve.engine.ranks.messages import (
+    CopiesEnded,
+    CopyBlocks,
+    Forward,
+    LayerLoaded,
+    OpenDisk,
+    PlaceLayer,
+    RankResult,
+    Shutdown,
+)
 from moeserve.engine.ranks.plan_link import PlanSender
 from moeserve.engine.ranks.steps import RankSteps
 from moeserve.engine.ranks.together import StepRows
 from moeserve.engine.ranks.transport import BeatThread, RankLink
 from moeserve.plan import Chunk, ChunkResult, SamplingParams, StepPlan, StepResult
+from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 
 
 @dataclass(frozen=True)
@@ -55,6 +67,8 @@ class Service:
             self.log.append(f"result {message.result.step}")
         elif isinstance(message, LayerLoaded):
             self.log.append(f"loaded {message.version}")
+        elif isinstance(message, CopiesEnded):
+            self.log.append(f"copied {message.number}")
 
     def say_waiting(self) -> None:
         self.log.append("idle")
@@ -81,9 +95,23 @@ class Service:
     def drop(self, version: int) -> None: ...
 
     def serve(self) -> list[str]:
-        copies = MemberCopies(1, dict, self.send)
+        copies = MemberCopies(1, lambda *_: cast("BlockCopier", CopiesAtOnce()), self.send)
         RankSteps(1, cast("RankLink", self), self, self.begin_step, self, cast("BeatThread", self), copies).run()
         return self.log
+
+
+class CopiesAtOnce:
+    """A copier whose jobs end as they begin."""
+
+    def __init__(self) -> None:
+        self._ended: list[CopyResult] = []
+
+    def start(self, job: CopyJob) -> None:
+        self._ended.append(CopyResult(job, [], 0.0))
+
+    def take(self, seconds: float) -> list[CopyResult]:
+        ended, self._ended = self._ended, []
+        return ended
 
 
 class Step:
@@ -111,6 +139,12 @@ def test_the_next_step_is_launched_while_one_is_computed_and_results_go_home_as_
 
 def test_the_end_is_heard_while_a_step_is_in_flight() -> None:
     assert Service([forward(1), Shutdown()]).serve() == ["idle", "launch 1"]
+
+
+def test_the_end_of_copies_is_told_though_there_is_always_a_step_in_flight(tmp_path: Path) -> None:
+    copies = [OpenDisk(str(tmp_path), "a"), forward(1), CopyBlocks(7, [], is_write=True, is_gentle=True)]
+    log = Service([*copies, forward(2), Done(1), forward(3), Shutdown()]).serve()
+    assert [line for line in log if line != "idle"] == ["launch 1", "launch 2", "result 1", "copied 7", "launch 3"]
 
 
 def test_a_rank_switches_placements_between_the_steps_that_say_so() -> None:

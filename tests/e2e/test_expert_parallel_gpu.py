@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -41,11 +42,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def complete(running: Service, prompt: list[int]) -> str:
-    body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True}
+def answer_to(running: Service, prompt: list[int]) -> dict[str, Any]:
+    body = {"model": "m", "prompt": prompt, "max_tokens": 3, "temperature": 0, "ignore_eos": True, "logprobs": 1}
     answer = running.http.post("/v1/completions", json=body)
     assert answer.status_code == 200, answer.text
-    text: str = answer.json()["choices"][0]["text"]
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def complete(running: Service, prompt: list[int]) -> str:
+    text: str = answer_to(running, prompt)["choices"][0]["text"]
     return text
 
 
@@ -118,3 +124,35 @@ def test_two_ranks_place_experts_anew_and_say_the_same(
         for _ in range(3):
             assert complete_all(two) == expected
         assert two.http.get("/v1/experts").json()["rebalancing"]["num_experts_loaded"] > 0
+
+
+@pytest.mark.kernel_change
+def test_the_ranks_of_gpus_share_what_each_has_written_to_disk(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
+    prompts = [[number, *range(3, 15 + 4 * number)] for number in range(3)]
+    disk = ("--kv-disk-path", str(tmp_path / "kv"))
+    for name in ("one", "0", "1"):
+        (tmp_path / name).mkdir()
+    with service(model, tmp_path / "one", *SMALL) as one:
+        expected = [complete(one, prompt) for prompt in prompts]
+    with service(model, tmp_path / "0", *SMALL, *RANKS, *disk) as two:
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            cold = list(pool.map(lambda prompt: answer_to(two, prompt), prompts))
+        assert [answer["choices"][0]["text"] for answer in cold] == expected
+        num_blocks = [(len(prompt) + 2) // 4 for prompt in prompts]
+        wait_until(lambda: two.http.get("/v1/cache").json()["disk"]["blocks"] == sum(num_blocks))
+        # Prompts differ in length: find one that rank 1 computed. The next life's first request lives on rank 0.
+        listed = two.http.get("/v1/cache").json()["prefixes"]
+        ends = {entry["prefix_tokens"] for entry in listed if entry["id"].startswith("1.")}
+        chosen = next(number for number, count in enumerate(num_blocks) if 4 * count in ends)
+    with service(model, tmp_path / "1", *SMALL, *RANKS, *disk) as two:
+        warm = answer_to(two, prompts[chosen])
+        found, computed = warm["choices"][0], cold[chosen]["choices"][0]
+        assert found["text"] == computed["text"]
+        # A GPU's bits depend on the rows of a step.
+        assert found["logprobs"]["token_logprobs"] == pytest.approx(computed["logprobs"]["token_logprobs"], abs=1e-4)
+        on_disk = (len(prompts[chosen]) - 1) // 4 * 4
+        assert warm["usage"]["cached_tokens_details"] == {"device": 0, "host": 0, "disk": on_disk}
+        assert two.http.get("/v1/cache").json()["prefixes"][0]["id"].startswith("0.")

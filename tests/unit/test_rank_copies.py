@@ -41,10 +41,13 @@ class Ranks:
     def __init__(self, root: Path) -> None:
         self.memories = [memory_of(0), memory_of(1)]
         self.copies = RankCopies(self._to_member, [1])
-        self.member = MemberCopies(1, lambda: {Kind.KV: self.memories[1]}, self._to_first)
+        self.member = MemberCopies(1, lambda *folder: self._copier(1, BlockFiles(*folder)), self._to_first)
         files = BlockFiles(root, FINGERPRINT)
         files.describe(b"{}")
-        self.copies.open(BlockCopier(files, lambda: make_buffers({Kind.KV: self.memories[0]})), files, self._turn)
+        self.copies.open(self._copier(0, files), files, self._turn)
+
+    def _copier(self, rank: int, files: BlockFiles) -> BlockCopier:
+        return BlockCopier(files, lambda: make_buffers({Kind.KV: self.memories[rank]}))
 
     def _to_member(self, rank: int, message: ToRank) -> None:
         assert rank == 1

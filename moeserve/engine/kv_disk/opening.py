@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
@@ -38,7 +38,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class KvDisk:
-    """The blocks on disk, their files, and the memories that they are copied from and to: arrays, or a GPU's tensors.
+    """The blocks on disk, and their files.
 
     read_s: a first guess of the seconds that reading a KV block takes, by `CopyJob.is_gentle`; empty where too few are
     there to tell.
@@ -46,7 +46,6 @@ class KvDisk:
 
     stored: StoredBlocks
     files: BlockFiles
-    memories: Mapping[Kind, Sequence[Any]]
     read_s: Mapping[bool, float]
 
 
@@ -77,17 +76,22 @@ def memories_of(rank: Rank) -> Memories:
     return {kind: as_block_memory(tensors) for kind, tensors in block_tensors(rank).items()}
 
 
+def files_for(rank: Rank, root: Path, fingerprint: str) -> BlockFiles:
+    """Return the files of a rank's blocks."""
+    return BlockFiles(root, fingerprint, fastest_crc32(native_kernels() if rank.model.device == "cpu" else None))
+
+
 def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
     """Find the blocks of earlier runs. Raise ConfigError if the folder cannot be used."""
     config, model = context.config, rank.model
     assert config.kv_disk_path is not None
     root = disk_root(config.kv_disk_path)
-    memories = memories_of(rank) if model.device == "cpu" else block_tensors(rank)
+    memories = block_tensors(rank)
     begun = time.monotonic()
     try:
         secret = open_root(root)
         fingerprint = fingerprint_of_rank(context, rank, root)
-        files = BlockFiles(root, fingerprint, fastest_crc32(native_kernels() if model.device == "cpu" else None))
+        files = files_for(rank, root, fingerprint)
         sizes = [block_bytes(memories.get(kind, ())) for kind in Kind]
         about = About(context.served_model_names[0], model.arithmetic, config.block_size, *sizes)
         files.describe(msgspec.json.encode(about) + b"\n")
@@ -112,7 +116,7 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
         size=f"{show_size(stored.num_bytes)} of {show_size(config.kv_disk_size)}",
         seconds=round(time.monotonic() - begun, 2),
     )
-    return KvDisk(stored, files, memories, read_s)
+    return KvDisk(stored, files, read_s)
 
 
 def _first_guess(root: Path, blocks: Sequence[StoredBlock]) -> Mapping[bool, float]:
@@ -140,8 +144,8 @@ def fingerprint_of_rank(context: RunContext, rank: Rank, root: Path) -> str:
         config.model_impl,
         config.quantization,
         config.expert_quantization,
-        # Where there are several ranks, each sums the outputs of its own experts first.
-        None if rank.group is None else rank.group.experts.placement.ranks,
+        # Where there are several ranks, each sums the outputs of its own experts, and sends the sums home rounded.
+        None if rank.group is None else (rank.group.experts.placement.ranks, config.combine_dtype),
         _compiled(model.device),
         version("torch"),
         version("transformers"),

@@ -12,9 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from pathlib import Path
 
-from kernels.cpu.checksum import fastest_crc32
-from kernels.cpu.library import native_kernels
-from moeserve.engine.kv_disk.copier import BlockCopier, Memories, make_buffers
+from moeserve.engine.kv_disk.copier import BlockCopier
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.ranks.messages import CancelCopies, CopiesEnded, CopyBlocks, FromRank, OpenDisk, ToRank
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
@@ -85,9 +83,10 @@ class RankCopies:
 class MemberCopies:
     """The end of any other rank: copies blocks of this rank's memory on threads beside its steps."""
 
-    def __init__(self, rank: int, memories: Callable[[], Memories], send: Callable[[FromRank], None]) -> None:
-        """memories: returns the memories that hold this rank's blocks. send: sends a message to rank 0."""
-        self._rank, self._memories, self._send = rank, memories, send
+    def __init__(self, rank: int, open_: Callable[[Path, str], BlockCopier], send: Callable[[FromRank], None]) -> None:
+        """open_: returns what copies this rank's blocks to files in a folder, with a fingerprint, and back. send: sends
+        a message to rank 0."""
+        self._rank, self._open, self._send = rank, open_, send
         self._copier: BlockCopier | None = None
         self._numbers: dict[CopyJob, int] = {}
 
@@ -99,9 +98,7 @@ class MemberCopies:
     def follow(self, message: OpenDisk | CopyBlocks | CancelCopies) -> None:
         match message:
             case OpenDisk():
-                memories = self._memories()
-                files = BlockFiles(Path(message.root), message.fingerprint, fastest_crc32(native_kernels()))
-                self._copier = BlockCopier(files, lambda: make_buffers(memories))
+                self._copier = self._open(Path(message.root), message.fingerprint)
             case CopyBlocks():
                 assert self._copier is not None
                 job = CopyJob(message.copies, message.is_write, is_gentle=message.is_gentle)

@@ -184,6 +184,8 @@ class RankSteps:
         while self._in_flight:
             if self._in_flight[0].done:
                 self._finish(self._in_flight.popleft())
+                # Where the next step is launched before this one ends, there may always be one in flight.
+                self._copies.tell_ends()
             elif (message := self._link.poll()) is not None:
                 return message
             else:
