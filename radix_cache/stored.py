@@ -30,6 +30,8 @@ from radix_cache.worth_queue import WorthQueue
 NAME_BYTES = 16
 # A file that is used has a new time of last use written to it when the old one is as many seconds old.
 _STAMP_SECONDS = 3600.0
+# A clock that goes back by more seconds was set; by fewer it was corrected.
+_SET_BACK_SECONDS = 60.0
 # Rows of the queue are weighed in units of as many bytes.
 _WEIGHED_BYTES = 1024
 
@@ -171,7 +173,13 @@ class StoredBlocks:
         return first
 
     def tell_time(self, now: float) -> None:
-        """Set the time, in seconds since the epoch, and remove blocks that were not used for long."""
+        """Set the time, in seconds since the epoch, and remove blocks that were not used for long.
+
+        Where the clock was set back, blocks that were used later than now count as used now.
+        """
+        if now < self._now - _SET_BACK_SECONDS:
+            for entry in self._entries.values():
+                entry.used_at = min(entry.used_at, now)
         self._now = now
         while self._entries:
             name, entry = next(iter(self._entries.items()))
@@ -214,7 +222,7 @@ class StoredBlocks:
         entry.used_at = seconds
         self._entries.move_to_end(block.name)
         self._queue.put(block.name, entry.account, self._queue.age + 1)
-        if seconds - block.used_at > _STAMP_SECONDS:
+        if abs(seconds - block.used_at) > _STAMP_SECONDS:
             entry.block = StoredBlock(block.name, block.folder, block.num_bytes, seconds)
             self._stamps.append((block.path, seconds))
 

@@ -78,6 +78,25 @@ def block(folder: Path) -> None:
         path.touch()
 
 
+def link(folder: Path) -> None:
+    """Let links to other blocks, and pipes that nobody writes to, stand in the place of files, and link all folders."""
+    files = files_of(folder)
+    for number, path in enumerate(files[::2]):
+        path.unlink()
+        if number % 2:
+            os.mkfifo(path)
+        else:
+            path.symlink_to(files[1])
+    for namespace in {file.parent for file in files}:
+        (namespace.parent / f"{'0' * 32}.{namespace.name[:32]}").symlink_to(namespace)
+
+
+def set_clock_back(folder: Path) -> None:
+    """Let all files be from days to come."""
+    for path in files_of(folder):
+        os.utime(path, (path.stat().st_mtime + 1e6,) * 2)
+
+
 def fill(folder: Path) -> None:
     """Leave no room on the disk."""
     with suppress(OSError), (folder / "filler").open("wb", buffering=0) as file:
@@ -132,7 +151,8 @@ def answers_are(
 
 
 @pytest.mark.parametrize(
-    "damage", [flip, block, *(pytest.param(one, marks=pytest.mark.long) for one in (tear, swap, lose))]
+    "damage",
+    [flip, block, link, *(pytest.param(one, marks=pytest.mark.long) for one in (tear, swap, lose, set_clock_back))],
 )
 def test_a_killed_service_and_damaged_files_cost_others_nothing_but_time(
     expected: list[list[float]], model: Path, tmp_path: Path, damage: Callable[[Path], Any]
@@ -159,6 +179,29 @@ def test_a_disk_that_has_become_read_only_is_read_where_services_start_too(
         subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
 
     answers_are(expected, model, tmp_path, small_disk / "kv", protect)
+
+
+def test_services_of_other_weights_share_a_folder_and_find_nothing_of_each_other(
+    expected: list[list[float]], model: Path, tmp_path: Path
+) -> None:
+    other, folder = write_tiny_checkpoint(tmp_path / "other", seed=1), tmp_path / "kv"
+    settings = ("--kv-disk-path", str(folder))
+    for name in "abcd":
+        (tmp_path / name).mkdir()
+    with ExitStack() as stack:
+        victim = stack.enter_context(service(model, tmp_path / "a", *settings))
+        changed = stack.enter_context(service(other, tmp_path / "b", *settings))
+        kill_while_it_writes(victim, folder)
+        tear(folder)
+        answers = [ask(changed, prompt) for prompt in PROMPTS]
+        assert all(one != two for one, two in zip(answers, expected, strict=True))
+        again = stack.enter_context(service(model, tmp_path / "c", *settings))
+        assert [ask(again, prompt) for prompt in PROMPTS] == expected
+        assert [ask(changed, prompt) for prompt in PROMPTS] == answers
+    # The same path has other weights now.
+    shutil.copy(model / "model.safetensors", other)
+    with service(other, tmp_path / "d", *settings) as running:
+        assert [ask(running, prompt) for prompt in PROMPTS] == expected
 
 
 def test_what_is_damaged_is_named(model: Path, tmp_path: Path) -> None:

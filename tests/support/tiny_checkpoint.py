@@ -15,8 +15,10 @@ _HIDDEN, _FFN, _LAYERS, _HEADS, _KV_HEADS, _EXPERTS = 32, 48, 2, 4, 2, 4
 MAX_POSITION = 65536
 
 
-def write_tiny_checkpoint(folder: Path, template: str = TEMPLATE, specials: Sequence[str] = SPECIALS) -> Path:
-    """Writes config, weights (float32) and tokenizer into `folder` and returns it."""
+def write_tiny_checkpoint(
+    folder: Path, template: str = TEMPLATE, specials: Sequence[str] = SPECIALS, seed: int = 0
+) -> Path:
+    """Writes config, weights (float32) and tokenizer into `folder` and returns it. seed: of the weights."""
     write_model_dir(folder, template, specials)
     vocab_size = 256 + len(specials)
     config = {
@@ -39,12 +41,12 @@ def write_tiny_checkpoint(folder: Path, template: str = TEMPLATE, specials: Sequ
         "torch_dtype": "float32",
     }
     (folder / "config.json").write_text(json.dumps(config))
-    save_file(_weights(vocab_size), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(_weights(vocab_size, seed), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
-def _weights(vocab_size: int) -> dict[str, np.ndarray]:
-    random = np.random.default_rng(0)
+def _weights(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
     head_dim = _HIDDEN // _HEADS
 
     def matrix(rows: int, columns: int) -> np.ndarray:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 import time
 from array import array
@@ -17,7 +18,7 @@ from click.testing import CliRunner
 
 from launcher.cli import main
 from moeserve.engine.kv_disk.copier import BlockCopier, make_buffers
-from moeserve.engine.kv_disk.files import BlockError, BlockFiles, open_root, scan, why_damaged
+from moeserve.engine.kv_disk.files import BlockError, BlockFiles, clear, open_root, scan, why_damaged
 from moeserve.engine.kv_disk.fingerprint import fingerprint_of
 from moeserve.scheduling.lower_tier import CopyJob, CopyResult
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock, border_name
@@ -54,6 +55,18 @@ def test_a_block_comes_back_and_all_is_private(files: BlockFiles) -> None:
     found = sorted(scan(files.root, time.time()), key=lambda block: block.used_at)
     # The end of a prefix is the first to go.
     assert [block.name[0] for block in found] == [2, 1, 0]
+
+
+def test_folders_that_others_have_removed_are_private_when_they_come_again(files: BlockFiles) -> None:
+    clear(files.root)
+    assert not (files.root / FINGERPRINT).exists()
+    files.write(copy_of(1), memoryview(bytes(64)))
+    for path in (files.root / FINGERPRINT, files.root / FOLDER):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    shutil.rmtree(files.root)
+    with pytest.raises(FileNotFoundError):
+        files.write(copy_of(1), memoryview(bytes(64)))
+    assert not files.root.exists()
 
 
 def test_no_flipped_bit_is_served(files: BlockFiles) -> None:
@@ -122,6 +135,54 @@ def test_a_write_that_ends_at_any_call_leaves_the_old_block_or_the_new_one(
         assert read(files, copy_of(7)) == b"7" * 64
     assert len(list(scan(files.root, time.time() + 100_000.0))) in (3, 4)
     assert list(files.root.rglob("*.new")) == []
+
+
+def test_links_pipes_and_folders_in_the_place_of_blocks_are_no_blocks_and_hold_nobody_up(files: BlockFiles) -> None:
+    copies = [copy_of(number) for number in range(3)]
+    linked, piped, folder = (files.root / copy.path for copy in copies)
+    linked.rename(files.root / "elsewhere")
+    linked.symlink_to(files.root / "elsewhere")
+    piped.unlink()
+    os.mkfifo(piped)
+    folder.unlink()
+    folder.mkdir()
+    for copy in copies:
+        with pytest.raises((BlockError, OSError)):
+            read(files, copy)
+        with pytest.raises(FileNotFoundError):
+            files.status(StoredBlock(copy.name, copy.folder, 0, 0.0))
+    assert list(scan(files.root, time.time())) == []
+    files.write(copies[0], memoryview(b"n" * 64))
+    assert read(files, copies[0]) == b"n" * 64
+
+
+def test_a_link_to_a_folder_of_blocks_makes_no_second_ones(files: BlockFiles) -> None:
+    folder = files.root / FOLDER
+    (folder.parent / f"{'00' * 16}.{'11' * 16}").symlink_to(folder)
+    (files.root / ("22" * 16)).symlink_to(folder.parent)
+    assert [block.folder for block in scan(files.root, time.time())] == [FOLDER] * 3
+    with pytest.raises(OSError, match="symbolic link"):
+        BlockFiles(files.root, "22" * 16).describe(b"{}")
+
+
+def test_files_from_before_the_clock_was_set_back_count_as_used_now(files: BlockFiles) -> None:
+    now = float(int(time.time()) - 100_000)
+    unfinished = files.root / FOLDER / ".x.new"
+    unfinished.touch()
+    assert {block.used_at for block in scan(files.root, now)} == {now}
+    assert not unfinished.exists()
+    # They age from then on, also while no service runs.
+    assert {block.used_at for block in scan(files.root, now + 50_000.0)} == {now}
+
+
+def test_no_unfinished_file_stays_in_any_folder(files: BlockFiles) -> None:
+    left = [files.root / ".secret.1.new", files.root / FINGERPRINT / ".about.1.new", files.root / FOLDER / ".x.new"]
+    for path in left:
+        path.touch()
+    list(scan(files.root, time.time()))
+    assert all(path.exists() for path in left)
+    list(scan(files.root, time.time() + 100.0))
+    assert not any(path.exists() for path in left)
 
 
 def test_the_secret_stays_and_a_damaged_one_is_refused(tmp_path: Path) -> None:

@@ -90,6 +90,21 @@ def test_blocks_that_were_not_used_for_long_go_and_used_ones_get_a_new_time() ->
     assert [name in blocks for name in (*used, *unused)] == [True, True, False, False]
 
 
+def test_blocks_age_from_now_on_if_the_clock_is_set_back() -> None:
+    blocks = stored(max_age=10_000.0)
+    blocks.tell_time(1_000_000.0)
+    first, second = (put(blocks, "", [start, start, start, start], 1_000_000.0) for start in range(2))
+    blocks.tell_time(50_000.0)
+    assert blocks.oldest_age == 0
+    blocks.touch(second)
+    chores = blocks.take_chores()
+    assert chores is not None
+    assert [seconds for _, seconds in chores.stamps] == [50_000.0]
+    blocks.tell_time(60_001.0)
+    blocks.check()
+    assert not any(name in blocks for name in (*first, *second))
+
+
 def test_dropping_a_namespace_leaves_the_others() -> None:
     blocks = stored()
     mine, other = put(blocks, "me", list(range(8)), 0.0), put(blocks, "you", list(range(8)), 0.0)
@@ -279,14 +294,16 @@ def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
     record = ask(life, "a", list(range(24)))
     life.run()
     assert record.finish_reason is not None
-    for job in [*life.jobs, *life.scheduler.waiting.take_copies(0.0)]:
+    for job in [*life.jobs, *life.scheduler.waiting.take_copies(9000.0)]:
         life.end(job)
     life.jobs.clear()
-    assert (disk.files, life.scheduler.waiting.take_copies(1.0)) == ({}, [])
+    assert (disk.files, life.scheduler.waiting.take_copies(9001.0)) == ({}, [])
     life.is_full = False
     ask(life, "b", list(range(24)))
     life.run()
-    for job in life.scheduler.waiting.take_copies(100.0):
+    # The clock of the files was set back meanwhile.
+    life.scheduler.tell_time(100.0)
+    for job in life.scheduler.waiting.take_copies(0.0):
         life.end(job)
     assert len(disk.files) > 0
 

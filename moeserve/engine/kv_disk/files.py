@@ -17,6 +17,7 @@ import errno
 import os
 import re
 import secrets
+import stat
 import struct
 import time
 import zlib
@@ -35,8 +36,10 @@ _NAME = re.compile(r"[0-9a-f]{32}(?:0[12])?")
 _SUFFIX = ".new"
 _SECRET = "secret"
 ABOUT = "about.json"
-# Files of an unfinished write that are older belong to a process that is gone.
+# Files of an unfinished write that are older, or newer than now by as much, belong to a process that is gone.
 _UNFINISHED_SECONDS = 60.0
+# Nothing but a file is opened: what waits for a writer, as a pipe does, would hold a thread up for good.
+_OPEN_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
 def disk_root(path: str) -> Path:
@@ -54,7 +57,7 @@ def open_root(root: Path) -> bytes:
     path = root / _SECRET
     with suppress(FileNotFoundError):
         return _read_secret(path)
-    scratch = root / f".{_SECRET}.{os.getpid()}.{secrets.token_hex(4)}"
+    scratch = root / f".{_SECRET}.{os.getpid()}.{secrets.token_hex(4)}{_SUFFIX}"
     descriptor = os.open(scratch, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "wb") as file:
         file.write(secrets.token_bytes(32))
@@ -140,6 +143,9 @@ class BlockFiles:
     def describe(self, about: bytes) -> None:
         """Make the folder of this process's blocks, with a file for people, if it can be written. Raise OSError."""
         folder = self.root / self.fingerprint
+        if folder.is_symlink():
+            # Its blocks would be counted twice, or not at all.
+            raise OSError(errno.ELOOP, f"{self.fingerprint} in it is a symbolic link")
         with if_it_can_be_written():
             folder.mkdir(mode=0o700, exist_ok=True)
             replace_file(folder / ABOUT, [about], time.time())
@@ -152,7 +158,10 @@ class BlockFiles:
         try:
             return replace_file(path, parts, seconds)
         except FileNotFoundError:
-            (self.root / copy.path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            # One by one: `parents` would make folders that others may read. The folder of the cache came with a secret.
+            folder = (self.root / copy.path).parent
+            folder.parent.mkdir(mode=0o700, exist_ok=True)
+            folder.mkdir(mode=0o700, exist_ok=True)
             return replace_file(path, parts, seconds)
 
     def read(self, copy: BlockCopy, content: memoryview) -> int:
@@ -163,7 +172,7 @@ class BlockFiles:
         head = self._head(copy, content)
         found, checksum = bytearray(len(head)), bytearray(_CHECKSUM.size)
         size = len(head) + len(content) + _CHECKSUM.size
-        descriptor = os.open(f"{self._folder}/{copy.path}", os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        descriptor = os.open(f"{self._folder}/{copy.path}", _OPEN_TO_READ)
         try:
             if os.fstat(descriptor).st_size != size:
                 raise BlockError("its size is wrong")
@@ -179,8 +188,10 @@ class BlockFiles:
 
     def status(self, block: StoredBlock) -> StoredBlock:
         """Return a block with its file's size and time of last use. Raise OSError if there is no file."""
-        status = os.stat(self.root / block.path, follow_symlinks=False)
-        return StoredBlock(block.name, block.folder, status.st_size, status.st_mtime)
+        found = os.stat(self.root / block.path, follow_symlinks=False)
+        if not stat.S_ISREG(found.st_mode):
+            raise FileNotFoundError(errno.ENOENT, "it is no file", block.path)
+        return StoredBlock(block.name, block.folder, found.st_size, min(found.st_mtime, time.time()))
 
     def remove(self, path: str) -> None:
         """Remove a file, if it is there. `path` is relative. Raise OSError."""
@@ -201,30 +212,50 @@ class BlockFiles:
 def scan(root: Path, now: float) -> Iterator[StoredBlock]:
     """Yield the blocks of all fingerprints, in no order. Remove what killed processes have left. Raise OSError.
 
-    now: in seconds since the epoch.
+    Symbolic links, and all else that is neither file nor folder, are passed over. now: in seconds since the epoch. A
+    file that was used later than now, before the clock was set back, counts as used now.
     """
-    for fingerprint in _entries(root, _FINGERPRINT):
-        for namespace in _entries(fingerprint, _FOLDER):
+    list(_whole_files(root, now))
+    for fingerprint in _folders(root, _FINGERPRINT):
+        list(_whole_files(fingerprint, now))
+        for namespace in _folders(fingerprint, _FOLDER):
             folder = f"{fingerprint.name}/{namespace.name}"
-            with suppress(FileNotFoundError), os.scandir(namespace) as files:
-                for file in files:
+            for file in _whole_files(namespace, now):
+                if _NAME.fullmatch(file.name):
                     with suppress(FileNotFoundError):
-                        if _NAME.fullmatch(file.name):
-                            status = file.stat(follow_symlinks=False)
-                            yield StoredBlock(bytes.fromhex(file.name), folder, status.st_size, status.st_mtime)
-                        elif file.name.endswith(_SUFFIX) and now - file.stat().st_mtime > _UNFINISHED_SECONDS:
+                        found = file.stat(follow_symlinks=False)
+                        if found.st_mtime > now:
                             with if_it_can_be_written():
-                                os.unlink(file.path)
+                                os.utime(file.path, (now, now), follow_symlinks=False)
+                        yield StoredBlock(bytes.fromhex(file.name), folder, found.st_size, min(found.st_mtime, now))
 
 
-def _entries(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
+def _whole_files(folder: Path, now: float) -> Iterator[os.DirEntry[str]]:
+    """Yield the files of a folder. Remove unfinished ones of processes that are gone."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            if not entry.is_file(follow_symlinks=False):
+                continue
+            if not entry.name.endswith(_SUFFIX):
+                yield entry
+                continue
+            with suppress(FileNotFoundError), if_it_can_be_written():
+                if abs(now - entry.stat(follow_symlinks=False).st_mtime) > _UNFINISHED_SECONDS:
+                    os.unlink(entry.path)
+
+
+def _folders(folder: Path, pattern: re.Pattern[str]) -> list[Path]:
     with os.scandir(folder) as entries:
-        return [Path(entry.path) for entry in entries if pattern.fullmatch(entry.name) and entry.is_dir()]
+        return [
+            Path(entry.path)
+            for entry in entries
+            if pattern.fullmatch(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
 
 
 def why_damaged(root: Path, block: StoredBlock) -> str | None:
     """Return why a file is not a whole block, None if it is. Raise OSError."""
-    with open(root / block.path, "rb") as file:
+    with os.fdopen(os.open(root / block.path, _OPEN_TO_READ), "rb") as file:
         data = file.read()
     if len(data) < _HEADER.size + _CHECKSUM.size:
         return "it is too short"
@@ -266,8 +297,8 @@ def clear(root: Path) -> int:
         with suppress(FileNotFoundError):
             os.unlink(root / block.path)
             num_removed += block.is_kv
-    for fingerprint in _entries(root, _FINGERPRINT):
-        for namespace in _entries(fingerprint, _FOLDER):
+    for fingerprint in _folders(root, _FINGERPRINT):
+        for namespace in _folders(fingerprint, _FOLDER):
             with suppress(OSError):
                 namespace.rmdir()
         with suppress(OSError):
