@@ -3,6 +3,9 @@
 For each probe the victim first sends either the prompt that the attacker then asks for, or another one. How well the
 attacker's times tell these apart is the area under the ROC curve: 0.5 is chance, and with n probes chance strays by
 about 0.6 / sqrt(n). The same of the victim's own probes shows that there is something to be told.
+
+`--tier host` is of KV that has left a GPU: `-- --device cuda`, with a `--kv-cache-memory` for a few prompts. With
+`tests/support/host_below_cpu` in PYTHONPATH a CPU is in the GPU's place.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ import httpx2
 from benchmarks.kv_restart import wait_until_ready
 
 _KEYS = ("victim", "attacker")
+_OTHER = "other"  # a key whose prompts push others' off a GPU
 _OUTPUT = 8  # tokens
 _Sample = tuple[float, float, int]
 
@@ -38,7 +42,7 @@ def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
 
 @contextmanager
 def serving(folder: Path, port: int, model: Path, *settings: str) -> Iterator[httpx2.Client]:
-    (folder / "keys").write_text("".join(f"user:{key}\n" for key in _KEYS))
+    (folder / "keys").write_text("".join(f"user:{key}\n" for key in (*_KEYS, _OTHER)))
     command = [executable, "-m", "launcher.cli", "serve", str(model), "--port", str(port), "--served-model-name", "m"]
     command += ["--api-key-file", str(folder / "keys"), *settings]
     with (folder / "log").open("ab") as log, Popen(command, stdout=log, stderr=log) as process:
@@ -67,10 +71,21 @@ def ask(http: httpx2.Client, key: str, prompt: list[int]) -> tuple[float, float,
     return first, time.perf_counter() - began, cached
 
 
+def num_blocks(http: httpx2.Client, tier: str) -> int:
+    """Return the number of the victim's blocks in a tier."""
+    return int(http.get("/v1/cache", headers={"authorization": "Bearer victim"}).json()[tier]["blocks"])
+
+
 def wait_for_blocks(http: httpx2.Client, count: int) -> None:
     """Wait until a number of the victim's blocks is on disk."""
-    while http.get("/v1/cache", headers={"authorization": "Bearer victim"}).json()["disk"]["blocks"] < count:
+    while num_blocks(http, "disk") < count:
         time.sleep(0.005)
+
+
+def push_off(http: httpx2.Client, count: int, tokens: int, draw: Random) -> None:
+    """Have prompts of a third key computed until a number of the victim's blocks is in the host's memory."""
+    while num_blocks(http, "host") < count:
+        ask(http, _OTHER, [draw.randrange(3, 250) for _ in range(tokens)])
 
 
 def prompts_of(draw: Random, probes: int, tokens: int) -> list[tuple[bool, list[int], list[int]]]:
@@ -120,14 +135,45 @@ def probe_restarted(
     return areas(seen)
 
 
+def probe_hosted(
+    serve: Callable[[], AbstractContextManager[httpx2.Client]], key: str, probes: int, tokens: int, draw: Random
+) -> list[float]:
+    """Return the areas where the victim's prompts have left the GPU before the attacker asks."""
+    seen: dict[bool, list[_Sample]] = {True: [], False: []}
+    found = prompts_of(draw, probes, tokens)
+    with serve() as http:
+        for _, _, sent in found:
+            ask(http, "victim", sent)
+        # A GPU may evict some without a copy: steps come first.
+        push_off(http, probes * (tokens // 16) * 9 // 10, tokens, draw)
+        draw.shuffle(found)
+        for is_sent, wanted, _ in found:
+            seen[is_sent].append(ask(http, key, wanted))
+    return areas(seen)
+
+
 @click.command()
 @click.option("--model", type=click.Path(path_type=Path, exists=True), required=True, help="A folder; a small model.")
 @click.option("--probes", type=click.IntRange(min=20), default=400, show_default=True)
 @click.option("--tokens", type=click.IntRange(min=32), default=512, show_default=True, help="Of a prompt.")
 @click.option("--port", type=int, default=18_470, show_default=True, help="The first of three.")
-def command(model: Path, probes: int, tokens: int, port: int) -> None:
-    """Print the areas for both keys: KV in memory, on a disk that two services share, and on disk after a restart."""
-    draw = Random(1)
+@click.option(
+    "--tier",
+    "tiers",
+    type=click.Choice(["memory", "shared", "disk", "host"]),
+    multiple=True,
+    default=("memory", "shared", "disk"),
+    show_default=True,
+)
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
+@click.argument("settings", nargs=-1)
+def command(
+    model: Path, probes: int, tokens: int, port: int, tiers: tuple[str, ...], seed: int, settings: tuple[str, ...]
+) -> None:
+    """Print the areas for both keys: KV in memory, on a disk that two services share, on disk after a restart, or in
+    the host's memory below a GPU. SETTINGS go to the services.
+    """
+    draw = Random(seed)
     click.echo("| tier | who asks | time to the first token | whole time | cached tokens |")
     click.echo("|---|---|---|---|---|")
 
@@ -138,19 +184,23 @@ def command(model: Path, probes: int, tokens: int, port: int) -> None:
         folders = {part: Path(name) / part for part in ("memory", "a", "b")}
         for folder in folders.values():
             folder.mkdir()
-        only = stack.enter_context(serving(folders["memory"], port, model))
-        for key in _KEYS:
-            show("memory", key, probe(only, only, key, probes, tokens, draw))
-        # The victim asks another service that shares the disk and the response store.
-        shared = ("--kv-disk-path", f"{name}/kv", "--response-store", f"{name}/store")
-        first = stack.enter_context(serving(folders["a"], port + 1, model, *shared))
-        second = stack.enter_context(serving(folders["b"], port + 2, model, *shared))
-        for key in _KEYS:
-            show("shared disk and store", key, probe(first, second, key, probes, tokens, draw))
-    for key in _KEYS:
-        with TemporaryDirectory() as name:
-            serve = partial(serving, Path(name), port, model, "--kv-disk-path", f"{name}/kv")
-            show("disk, after a restart", key, probe_restarted(serve, key, probes, tokens, draw))
+        if "memory" in tiers:
+            only = stack.enter_context(serving(folders["memory"], port, model, *settings))
+            for key in _KEYS:
+                show("memory", key, probe(only, only, key, probes, tokens, draw))
+        if "shared" in tiers:
+            # The victim asks another service that shares the disk and the response store.
+            shared = ("--kv-disk-path", f"{name}/kv", "--response-store", f"{name}/store", *settings)
+            first = stack.enter_context(serving(folders["a"], port + 1, model, *shared))
+            second = stack.enter_context(serving(folders["b"], port + 2, model, *shared))
+            for key in _KEYS:
+                show("shared disk and store", key, probe(first, second, key, probes, tokens, draw))
+    for tier, told, run in (("disk", "disk, after a restart", probe_restarted), ("host", "host", probe_hosted)):
+        for key in _KEYS if tier in tiers else ():
+            with TemporaryDirectory() as name:
+                lower = ("--kv-disk-path", f"{name}/kv") if tier == "disk" else ("--kv-host-memory", "256MiB")
+                serve = partial(serving, Path(name), port, model, *lower, *settings)
+                show(told, key, run(serve, key, probes, tokens, draw))
     click.echo(f"load {getloadavg()[0]:.1f}")
 
 

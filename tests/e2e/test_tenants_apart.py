@@ -9,18 +9,21 @@ import random
 import re
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.timing_attack import auc
-from tests.support.service import Service, service, wait_until
+from tests.support.service import ROOT, Service, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 KEYS = ("victim", "attacker")
+TIERS = ("device", "host", "disk")
 NUM_PROBES = 24
 PREFIX = 192  # tokens, in whole blocks
+BLOCK_BYTES = 4096  # of the tiny model's KV
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +49,21 @@ def figure(running: Service, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
-def traces(running: Service, key: str, numbers: Sequence[int]) -> list[tuple[float, ...]]:
+def traces(running: Service, key: str, prompts: Sequence[list[int]]) -> list[tuple[float, ...]]:
     """Return what a key sees of the answers to prompts: cached tokens by tier, and what the report tells."""
     found = []
-    for number in numbers:
-        usage = ask(running, key, prompt_of(number))["usage"]
-        report, details = usage["cache_report"], usage.get("cached_tokens_details", {"device": 0, "disk": 0})
+    for prompt in prompts:
+        usage = ask(running, key, prompt)["usage"]
+        report, details = usage["cache_report"], usage.get("cached_tokens_details", dict.fromkeys(TIERS, 0))
         known = report["reason"] not in ("never_seen", "not_known")
-        found.append((usage["prompt_tokens_details"]["cached_tokens"], details["device"], details["disk"], known))
+        in_tiers = [details[tier] for tier in TIERS]
+        found.append((usage["prompt_tokens_details"]["cached_tokens"], *in_tiers, known))
     return found
 
 
-def num_read(running: Service) -> float:
-    """The bytes of KV that were read from disk."""
-    return figure(running, 'moeserve_kv_disk_copied_bytes_total{direction="read"}')
+def num_read(running: Service, tier: str) -> float:
+    """The bytes of KV that were read from a tier."""
+    return figure(running, f'moeserve_kv_{tier}_copied_bytes_total{{direction="read"}}')
 
 
 def separates(seen: Sequence[tuple[float, ...]], is_cached: Sequence[bool]) -> float:
@@ -103,7 +107,26 @@ def on_a_shared_disk(stack: ExitStack, model: Path, folder: Path, prime: Callabl
     return second
 
 
-@pytest.mark.parametrize("tier", [in_memory, on_disk, on_a_shared_disk])
+def in_host(stack: ExitStack, model: Path, folder: Path, prime: Callable[[Service], None]) -> Service:
+    """Most of it has left the device for the host's memory."""
+    patch = stack.enter_context(pytest.MonkeyPatch.context())
+    patch.setenv("PYTHONPATH", f"{ROOT}/tests/support/host_below_cpu:{ROOT}")
+    settings = ("--kv-host-memory", "16MiB", "--kv-cache-memory", str(128 * BLOCK_BYTES), "--max-model-len", "256")
+    running = start(stack, model, folder / "0", *settings)
+    prime(running)
+    others = count(NUM_PROBES)
+
+    def is_most_there() -> bool:
+        ask(running, "root", prompt_of(next(others)))
+        headers = {"authorization": "Bearer victim"}
+        held: int = running.http.get("/v1/cache", headers=headers).json()["host"]["blocks"]
+        return held >= 12 * NUM_PROBES // 4
+
+    wait_until(is_most_there)
+    return running
+
+
+@pytest.mark.parametrize("tier", [in_memory, in_host, on_disk, on_a_shared_disk])
 def test_only_the_key_that_sent_a_prompt_finds_out_that_it_is_cached(
     tier: Callable[..., Service], model: Path, tmp_path: Path
 ) -> None:
@@ -117,14 +140,37 @@ def test_only_the_key_that_sent_a_prompt_finds_out_that_it_is_cached(
     with ExitStack() as stack:
         running = tier(stack, model, tmp_path, prime)
         is_cached = [number in sent for number in numbers]
-        seen = traces(running, "victim", numbers)
-        # From disk the first prefix is read; a later one is computed where that is expected to be sooner.
+        prompts = [prompt_of(number) for number in numbers]
+        seen = traces(running, "victim", prompts)
+        # From below memory the first prefix is read; a later one is computed where that is expected to be sooner.
         assert separates(seen, is_cached) == 1.0 if tier is in_memory else separates(seen, is_cached) > 0.5
-        from_disk = sum(disk for _, _, disk, _ in seen)
-        wait_until(lambda: figure(running, 'moeserve_kv_tier_hit_tokens_total{tier="disk"}') == from_disk)
-        read = num_read(running)
-        assert separates(traces(running, "attacker", numbers), is_cached) == 0.5
-        # No file of another key was even opened, and no answer of one was taken.
-        assert num_read(running) == read
+        below = "host" if tier is in_host else "disk"
+        found = sum(trace[1 + TIERS.index(below)] for trace in seen)
+        assert found or tier is in_memory
+        wait_until(lambda: figure(running, f'moeserve_kv_tier_hit_tokens_total{{tier="{below}"}}') == found)
+        read = num_read(running, below)
+        assert separates(traces(running, "attacker", prompts), is_cached) == 0.5
+        # No block of another key was even read, and no answer of one was taken.
+        assert num_read(running, below) == read
         ids = {ask(running, key, prompt_of(0), **{"idempotency-key": "the victim's 0"})["id"] for key in KEYS}
         assert len(ids) == 2
+
+
+def test_a_service_that_starts_again_with_other_keys_or_none_finds_nothing_of_a_key(
+    model: Path, tmp_path: Path
+) -> None:
+    disk, both = ("--kv-disk-path", str(tmp_path / "kv")), ("--api-key", "one", "--api-key", "two")
+    lives = [
+        (("--api-key", "one"), "one", 0),
+        ((), "nobody's", 0),
+        (("--api-key", "two"), "two", 0),
+        (both, "two", PREFIX),
+        (both, "one", PREFIX),
+        ((), "nobody's", PREFIX),
+    ]
+    for number, (settings, key, on_disk) in enumerate(lives):
+        (tmp_path / str(number)).mkdir()
+        with service(model, tmp_path / str(number), *disk, *settings) as running:
+            assert ask(running, key, prompt_of(0))["usage"]["cached_tokens_details"]["disk"] == on_disk
+            running.http.headers["authorization"] = f"Bearer {key}"
+            wait_until(lambda: running.http.get("/v1/cache").json()["disk"]["blocks"] >= PREFIX // 16)
