@@ -17,7 +17,9 @@ namespace {
 
 constexpr int64_t kSegmentKeys = 256;
 constexpr int kGroupRows = 6;         // Rows that share the registers: 6 x 64 floats.
-constexpr int64_t kTaskRows = 96;     // Rows that share a transposed tile of keys.
+constexpr int kBatchRows = 24;        // Rows that are scored, then weighed, then added: weighing a group alone waits for itself.
+constexpr int64_t kTaskRows = 96;     // Rows that share a transposed tile of keys; twice as many where there are enough
+constexpr int64_t kTasksOfThread = 6;  // tasks for each thread all the same.
 constexpr int64_t kLineBytes = 64;    // Of the cache.
 constexpr int64_t kSplitTokens = 4;   // Chunks up to this long have their segments computed side by side.
 
@@ -90,18 +92,21 @@ class Workspace {
     value_dim_ = value_dim;
     queries.resize(rows * key_dim);
     positions.resize(rows);
-    scores.resize(kGroupRows * kTileKeys);
+    scores.resize(kBatchRows * kTileKeys);
     if (kind == Kind::kInt8) {
       rounded_queries.reserve(rows, key_dim);
       integers.reserve(key_dim, value_dim);
     } else if (takes_pairs(kind)) {
       query_pairs.resize(rows * num_pairs(key_dim));
+      weight_pairs.resize(kBatchRows * kTileKeys / 2);
       pairs.reserve(key_dim, value_dim);
     } else {
       keys.resize(key_dim * kTileKeys);
     }
     states_.resize(2 * rows * (value_dim + 2));
   }
+
+  WeightFactors weight_factors() { return {bases, units, shares, factors}; }
 
   State state(int which) {
     float* base = states_.data() + which * rows_ * (value_dim_ + 2);
@@ -111,9 +116,13 @@ class Workspace {
   std::vector<float> queries;
   Lines<float> keys, scores;
   std::vector<int64_t> positions;
+  // Of the rows of a batch; see raise_tops and WeightFactors. The last vectors that are written begin within them.
+  alignas(64) float bases[kBatchRows + kLanes], shares[kBatchRows + kLanes], units[kBatchRows + kLanes],
+      factors[kBatchRows + kLanes];
   RoundedQueries rounded_queries;
   IntegerTile integers;
   std::vector<Pair> query_pairs;
+  Lines<Pair> weight_pairs;
   PairTile pairs;
   TileRows tiles[2], *following = nullptr;  // The tile that is computed and the one behind it.
 
@@ -125,7 +134,24 @@ class Workspace {
   int64_t rows_ = 0, value_dim_ = 0;
 };
 
-// Rows that share registers, and a tile of keys and values that are numbers of a width.
+// Rows of a task that share the registers: from `row` on, at `place` among those of their batch.
+struct Group {
+  int64_t row, place;
+};
+
+// The keys of a tile that each row of a group sees, or null where all see all of them.
+template <int Rows>
+const Seen* find_seen(const Inputs& in, int64_t row, int64_t first_key, int64_t num_keys, const Workspace& work,
+                      Seen (&seen)[Rows]) {
+  const int64_t* positions = work.positions.data() + row;
+  if (in.seen(positions[0], first_key, num_keys).last == kTileKeys &&
+      in.seen(positions[Rows - 1], first_key, num_keys).first == 0)
+    return nullptr;
+  for (int r = 0; r < Rows; ++r) seen[r] = in.seen(positions[r], first_key, num_keys);
+  return seen;
+}
+
+// Groups of rows, and a tile of keys and values that are numbers of a width.
 template <typename Number>
 struct WideRows {
   static void take_tile(const Inputs& in, const TileRows& tile, Workspace& work) {
@@ -133,18 +159,29 @@ struct WideRows {
   }
 
   template <int Rows>
-  static void attend(const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
-                     State state) {
-    float* scores = work.scores.data();
-    score<Rows>(work.queries.data() + row * in.key_dim, in.key_dim, work.keys.data(), scores);
-    work.fetch_ahead(in);
-    Seen seen[Rows];
-    float shares[Rows];
-    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
-    weigh<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares);
-    work.fetch_ahead(in);
-    add_all_values<Rows, Number>(scores, shares, tile.values, tile.count, in.value_dim,
-                                 state.sums + row * in.value_dim);
+  static void score(const Inputs& in, const Group& group, Workspace& work) {
+    moeserve::score<Rows>(work.queries.data() + group.row * in.key_dim, in.key_dim, work.keys.data(),
+                          work.scores.data() + group.place * kTileKeys);
+  }
+
+  template <int Rows>
+  static void raise(const Inputs& in, const Group& group, const Seen* seen, Workspace& work, State state) {
+    const Floats tops = scale_scores<Rows>(seen, work.scores.data() + group.place * kTileKeys,
+                                           [&](int, int) { return splat(in.scale); });
+    raise_tops<Rows>(tops, state.largest + group.row, state.total + group.row, work.bases + group.place,
+                     work.shares + group.place);
+  }
+
+  template <int Rows>
+  static void weigh(const Inputs&, const Group& group, Workspace& work, State state) {
+    moeserve::weigh<Rows>(work.bases + group.place, work.scores.data() + group.place * kTileKeys,
+                          state.total + group.row);
+  }
+
+  template <int Rows>
+  static void add(const Inputs& in, const Group& group, const TileRows& tile, Workspace& work, float* sums) {
+    add_all_values<Rows, Number>(work.scores.data() + group.place * kTileKeys, work.shares + group.place, tile.values,
+                                 tile.count, in.value_dim, sums);
   }
 };
 
@@ -155,18 +192,28 @@ struct PairRows {
   }
 
   template <int Rows>
-  static void attend(const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
-                     State state) {
-    float* scores = work.scores.data();
-    score_pairs<Rows>(work.query_pairs.data() + row * num_pairs(in.key_dim), in.key_dim, work.pairs.keys.data(), scores);
-    work.fetch_ahead(in);
-    Seen seen[Rows];
-    float shares[Rows];
-    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
-    alignas(64) Pair weights[Rows * kTileKeys / 2];
-    weigh_pairs<Rows>(in.scale, seen, scores, state.largest + row, state.total + row, shares, weights);
-    work.fetch_ahead(in);
-    float* sums = state.sums + row * in.value_dim;
+  static void score(const Inputs& in, const Group& group, Workspace& work) {
+    score_pairs<Rows>(work.query_pairs.data() + group.row * num_pairs(in.key_dim), in.key_dim, work.pairs.keys.data(),
+                      work.scores.data() + group.place * kTileKeys);
+  }
+
+  template <int Rows>
+  static void raise(const Inputs& in, const Group& group, const Seen* seen, Workspace& work, State state) {
+    const Floats tops = top_scores<Rows>(seen, work.scores.data() + group.place * kTileKeys) * in.scale;
+    raise_tops<Rows>(tops, state.largest + group.row, state.total + group.row, work.bases + group.place,
+                     work.shares + group.place);
+  }
+
+  template <int Rows>
+  static void weigh(const Inputs& in, const Group& group, Workspace& work, State state) {
+    weigh_pairs<Rows>(in.scale, work.bases + group.place, work.scores.data() + group.place * kTileKeys,
+                      state.total + group.row, work.weight_pairs.data() + group.place * kTileKeys / 2);
+  }
+
+  template <int Rows>
+  static void add(const Inputs& in, const Group& group, const TileRows& tile, Workspace& work, float* sums) {
+    const Pair* weights = work.weight_pairs.data() + group.place * kTileKeys / 2;
+    const float* shares = work.shares + group.place;
     const uint32_t* values = work.pairs.values.data();
     int64_t channel = 0;
     for (; channel + 4 * kLanes <= in.value_dim; channel += 4 * kLanes)
@@ -183,39 +230,82 @@ struct IntegerRows {
   }
 
   template <int Rows>
-  static void attend(const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
-                     State state) {
+  static void score(const Inputs& in, const Group& group, Workspace& work) {
     const RoundedQueries& queries = work.rounded_queries;
-    const IntegerTile& integers = work.integers;
-    float* scores = work.scores.data();
+    float* scores = work.scores.data() + group.place * kTileKeys;
     for (int64_t column = 0; column < kTileKeys; column += kColumnsAtOnce * kLanes)
-      score_integers<Rows>(queries.high.data() + row * in.key_dim, queries.low.data() + row * in.key_dim,
-                           queries.high_shifts.data() + row, queries.low_shifts.data() + row, in.key_dim,
-                           integers.keys.data() + column, scores + column);
-    work.fetch_ahead(in);
+      score_integers<Rows>(queries.high.data() + group.row * in.key_dim, queries.low.data() + group.row * in.key_dim,
+                           queries.high_shifts.data() + group.row, queries.low_shifts.data() + group.row, in.key_dim,
+                           work.integers.keys.data() + column, scores + column);
+  }
+
+  template <int Rows>
+  static void raise(const Inputs&, const Group& group, const Seen* seen, Workspace& work, State) {
+    const float* factors = work.rounded_queries.factors.data() + group.row;
+    store(work.bases + group.place,
+          scale_scores<Rows>(seen, work.scores.data() + group.place * kTileKeys, [&](int r, int v) {
+            return load(work.integers.key_scales + v * kLanes) * factors[r];
+          }));
+  }
+
+  template <int Rows>
+  static void weigh(const Inputs&, const Group& group, Workspace& work, State state) {
+    weigh_integers<Rows>(work.integers, work.scores.data() + group.place * kTileKeys, state.largest + group.row,
+                         state.total + group.row, work.weight_factors().from(group.place));
+  }
+
+  template <int Rows>
+  static void add(const Inputs& in, const Group& group, const TileRows& tile, Workspace& work, float* sums) {
+    const WeightFactors factors = work.weight_factors().from(group.place);
     RoundedWeights weights[Rows];
-    Seen seen[Rows];
-    for (int r = 0; r < Rows; ++r) seen[r] = in.seen(work.positions[row + r], first_key, tile.count);
-    weigh_integers<Rows>(queries.factors.data() + row, seen, integers, scores, state.largest + row, state.total + row,
-                         weights);
-    work.fetch_ahead(in);
-    float* sums = state.sums + row * in.value_dim;
+    for (int r = 0; r < Rows; ++r)
+      round_weights(work.scores.data() + (group.place + r) * kTileKeys, factors.units[r], weights[r]);
+    const uint32_t* values = work.integers.values.data();
     int64_t channel = 0;
     for (; channel + kColumnsAtOnce * kLanes <= in.value_dim; channel += kColumnsAtOnce * kLanes)
-      add_integers<Rows, kColumnsAtOnce>(weights, integers.values.data() + channel, tile.count, in.value_dim,
-                                         sums + channel);
+      add_integers<Rows, kColumnsAtOnce>(weights, factors, values + channel, tile.count, in.value_dim, sums + channel);
     for (; channel < in.value_dim; channel += kLanes)
-      add_integers<Rows, 1>(weights, integers.values.data() + channel, tile.count, in.value_dim, sums + channel);
+      add_integers<Rows, 1>(weights, factors, values + channel, tile.count, in.value_dim, sums + channel);
   }
 };
 
-template <typename Form, int Rows = kGroupRows>
-void attend_rows(int count, const Inputs& in, int64_t row, int64_t first_key, const TileRows& tile, Workspace& work,
-                 State state) {
-  if constexpr (Rows > 1) {
-    if (count < Rows) return attend_rows<Form, Rows - 1>(count, in, row, first_key, tile, work, state);
+// Calls use(number of rows, group) for the groups of a batch; the number is known to the compiler.
+template <typename Use>
+void for_groups(int64_t first_row, int64_t num_rows, Use use) {
+  for (int64_t place = 0; place < num_rows; place += kGroupRows) {
+    const Group group = {first_row + place, place};
+    switch (std::min<int64_t>(kGroupRows, num_rows - place)) {
+      case 1: use(std::integral_constant<int, 1>(), group); break;
+      case 2: use(std::integral_constant<int, 2>(), group); break;
+      case 3: use(std::integral_constant<int, 3>(), group); break;
+      case 4: use(std::integral_constant<int, 4>(), group); break;
+      case 5: use(std::integral_constant<int, 5>(), group); break;
+      default: use(std::integral_constant<int, kGroupRows>(), group);
+    }
   }
-  Form::template attend<Rows>(in, row, first_key, tile, work, state);
+}
+
+// A tile of keys and values for the rows of a task from the first that sees any of it.
+template <typename Form>
+void attend_tile(const Inputs& in, int64_t first_row, int64_t num_rows, int64_t first_key, const TileRows& tile,
+                 Workspace& work, State state) {
+  work.fetch_ahead(in);
+  Form::take_tile(in, tile, work);
+  work.fetch_ahead(in);
+  for (int64_t row = first_row; row < num_rows; row += kBatchRows) {
+    const int64_t count = std::min<int64_t>(kBatchRows, num_rows - row);
+    for_groups(row, count, [&](auto rows, const Group& group) { Form::template score<rows()>(in, group, work); });
+    work.fetch_ahead(in);
+    for_groups(row, count, [&](auto rows, const Group& group) {
+      Seen seen[rows()];
+      Form::template raise<rows()>(in, group, find_seen(in, group.row, first_key, tile.count, work, seen), work, state);
+    });
+    for_groups(row, count, [&](auto rows, const Group& group) { Form::template weigh<rows()>(in, group, work, state); });
+    work.fetch_ahead(in);
+    for_groups(row, count, [&](auto rows, const Group& group) {
+      Form::template add<rows()>(in, group, tile, work, state.sums + group.row * in.value_dim);
+    });
+  }
 }
 
 // A segment of a task's rows.
@@ -268,6 +358,7 @@ void attend_segment(const Inputs& in, const TaskSegment& part, const TaskSegment
   following = &work.tiles[1];
   find_rows(in, task, begin, end, *tile);
   while (tile->fetched < tile->count) fetch_quarter(*tile, in.key_bytes(), in.value_bytes());
+  int64_t first_row = 0;  // That sees the tile.
   for (int64_t first_key = begin; first_key < end; first_key += kTileKeys, std::swap(tile, following)) {
     if (first_key + kTileKeys < end) {
       find_rows(in, task, first_key + kTileKeys, end, *following);
@@ -275,14 +366,8 @@ void attend_segment(const Inputs& in, const TaskSegment& part, const TaskSegment
       const auto [next_begin, next_end] = extent(in, next);
       find_rows(in, next.task, next_begin, next_end, *following);
     }
-    work.fetch_ahead(in);
-    Form::take_tile(in, *tile, work);
-    work.fetch_ahead(in);
-    for (int64_t row = 0; row < rows; row += kGroupRows) {
-      const int count = int(std::min<int64_t>(kGroupRows, rows - row));
-      if (positions[row + count - 1] < first_key) continue;
-      attend_rows<Form>(count, in, row, first_key, *tile, work, state);
-    }
+    while (positions[first_row] < first_key) ++first_row;
+    attend_tile<Form>(in, first_row, rows, first_key, *tile, work, state);
   }
 }
 
@@ -357,7 +442,9 @@ void run(const Inputs& in, const Task& task, const Task& next, Workspace& work, 
 class Plan {
  public:
   Plan(const Inputs& in, int64_t num_chunks) {
-    const int64_t task_tokens = std::max<int64_t>(1, kTaskRows / in.group());
+    const bool is_large = in.first_rows[num_chunks] * in.num_heads >= 2 * kTaskRows * kTasksOfThread * team_size();
+    task_rows = std::max(is_large ? 2 * kTaskRows : kTaskRows, in.group());
+    const int64_t task_tokens = std::max<int64_t>(1, task_rows / in.group());
     for (int64_t kv_head = 0; kv_head < in.num_kv_heads; ++kv_head)
       for (int64_t chunk = 0; chunk < num_chunks; ++chunk) {
         const int64_t tokens = in.first_rows[chunk + 1] - in.first_rows[chunk];
@@ -372,7 +459,7 @@ class Plan {
 
   std::vector<Task> tasks;
   std::vector<Task> splits;  // Each stands for its segments' tasks; their states lie one after another at `scratch`.
-  int64_t scratch_size = 0;
+  int64_t task_rows, scratch_size = 0;
 
  private:
   void add(const Inputs& in, Task task, int64_t tokens) {
@@ -405,7 +492,7 @@ void run_all(const Inputs& in, int64_t num_chunks) {
   const int64_t num_tasks = int64_t(plan.tasks.size()), num_splits = int64_t(plan.splits.size());
   for_shared(num_tasks, 1, [&](int64_t i) {
     Workspace& work = own_workspace();
-    work.reserve(std::max(kTaskRows, in.group()), in.key_dim, in.value_dim, in.kind);
+    work.reserve(plan.task_rows, in.key_dim, in.value_dim, in.kind);
     run(in, plan.tasks[i], plan.tasks[std::min(i + 1, num_tasks - 1)], work, scratch.data());
   });
   for_equal(num_splits, [&](int64_t i) {

@@ -47,20 +47,29 @@ static inline void clear(State state, int64_t rows, int64_t value_dim) {
 
 // Merges `part` into `whole`. Where one of them is empty the other's bits remain.
 static inline void merge(State whole, State part, int64_t rows, int64_t value_dim) {
-  for (int64_t r = 0; r < rows; ++r) {
-    if (part.largest[r] == kNothing) continue;
-    float* to = whole.sums + r * value_dim;
-    const float* from = part.sums + r * value_dim;
-    if (whole.largest[r] == kNothing) {
-      whole.largest[r] = part.largest[r], whole.total[r] = part.total[r];
-      std::copy_n(from, value_dim, to);
-      continue;
+  for (int64_t first = 0; first < rows; first += kLanes) {
+    const int64_t count = std::min<int64_t>(kLanes, rows - first);
+    alignas(64) float old_tops[kLanes] = {}, new_tops[kLanes] = {}, old_shares[kLanes], new_shares[kLanes];
+    std::copy_n(whole.largest + first, count, old_tops);
+    std::copy_n(part.largest + first, count, new_tops);
+    const Floats tops = max(load(new_tops), load(old_tops));
+    store(old_shares, exp(load(old_tops) - tops));
+    store(new_shares, exp(load(new_tops) - tops));
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t r = first + i;
+      if (new_tops[i] == kNothing) continue;
+      float* to = whole.sums + r * value_dim;
+      const float* from = part.sums + r * value_dim;
+      whole.largest[r] = tops[i];
+      if (old_tops[i] == kNothing) {
+        whole.total[r] = part.total[r];
+        std::copy_n(from, value_dim, to);
+        continue;
+      }
+      const float old_share = old_shares[i], new_share = new_shares[i];
+      whole.total[r] = std::fma(part.total[r], new_share, whole.total[r] * old_share);
+      for (int64_t c = 0; c < value_dim; ++c) to[c] = std::fma(from[c], new_share, to[c] * old_share);
     }
-    const float top = std::max(whole.largest[r], part.largest[r]);
-    const float old_share = exp(whole.largest[r] - top), new_share = exp(part.largest[r] - top);
-    whole.largest[r] = top;
-    whole.total[r] = std::fma(part.total[r], new_share, whole.total[r] * old_share);
-    for (int64_t i = 0; i < value_dim; ++i) to[i] = std::fma(from[i], new_share, to[i] * old_share);
   }
 }
 
@@ -190,8 +199,6 @@ void add_all_values(const float* weights, const float* shares, const uint8_t* co
 // The keys of a tile that a row sees, from the first to before the last; either may lie outside the tile.
 struct Seen {
   int64_t first, last;
-
-  bool sees_all() const { return first == 0 && last == kTileKeys; }
 };
 
 // Which of 16 keys from `first_key` on a row sees.
@@ -201,18 +208,17 @@ static inline Ints sees_keys(const Seen& seen, int first_key) {
 }
 
 // scores[r] times their scales, kNothing where the row does not see the key, and the largest of each row in its lane.
-// scale_of(r, v): of 16 scores.
+// seen: null where each row sees all keys. scale_of(r, v): of 16 scores.
 template <int Rows, typename ScaleOf>
 static inline Floats scale_scores(const Seen* seen, float* scores, ScaleOf scale_of) {
   Floats tops[Rows];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
-    const bool sees_all = seen[r].sees_all();
     tops[r] = splat(kNothing);
     for (int v = 0; v < kVectors; ++v) {
       float* at = scores + r * kTileKeys + v * kLanes;
       Floats scaled = load(at) * scale_of(r, v);
-      if (!sees_all) scaled = select(sees_keys(seen[r], v * kLanes), scaled, splat(kNothing));
+      if (seen) scaled = select(sees_keys(seen[r], v * kLanes), scaled, splat(kNothing));
       store(at, scaled);
       tops[r] = max(tops[r], scaled);
     }
@@ -220,34 +226,37 @@ static inline Floats scale_scores(const Seen* seen, float* scores, ScaleOf scale
   return largest_each(tops);
 }
 
-// Turns the scores of rows in a tile into weights and folds them into the rows' state, but for the sums of values:
-// shares[r] multiplies the sums of earlier tiles.
+// Folds the largest scores of rows in a tile, one in each lane, into the rows' state: writes the base of their weights,
+// what multiplies the sums of earlier tiles, and totals times that. Whole vectors of bases and shares are written.
 template <int Rows>
-static inline void weigh(float scale, const Seen* seen, float* scores, float* largest_seen, float* total,
-                         float* shares) {
-  const Floats tile_tops = scale_scores<Rows>(seen, scores, [&](int, int) { return splat(scale); });
+static inline void raise_tops(Floats tile_tops, float* largest_seen, float* total, float* bases, float* shares) {
   const Floats before = load_first<Rows>(largest_seen), tops = select((Ints)(before < tile_tops), tile_tops, before);
   // Rows that have seen nothing get weights of zero.
-  const Floats bases = select((Ints)(tops == kNothing), Floats{}, tops);
-  float base[Rows];
-  store_first<Rows>(base, bases);
+  const Floats base = select((Ints)(tops == kNothing), Floats{}, tops);
+  const Floats share = exp_of_negative(before - base), old = load_first<Rows>(total);
+  store_first<Rows>(largest_seen, tops);
+  // Chosen and not multiplied at once, so that the product is rounded before the sum.
+  store_first<Rows>(total, select((Ints)(share == 1.0f), old, old * share));
+  store(bases, base);
+  store(shares, share);
+}
+
+// Turns scores of rows in a tile, times their scale, into weights and adds these to totals; see raise_tops.
+template <int Rows>
+static inline void weigh(const float* bases, float* scores, float* total) {
   Floats sums[Rows];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
+    const Floats base = splat(bases[r]);
     sums[r] = Floats{};
     for (int v = 0; v < kVectors; ++v) {
       float* at = scores + r * kTileKeys + v * kLanes;
-      const Floats weight = exp_of_negative(load(at) - base[r]);
+      const Floats weight = exp_of_negative(load(at) - base);
       store(at, weight);
       sums[r] += weight;
     }
   }
-  const Floats share = exp_of_negative(before - bases), old = load_first<Rows>(total);
-  // Chosen and not multiplied at once, so that the product is rounded before the sum.
-  const Floats kept = select((Ints)(share == 1.0f), old, old * share);
-  store_first<Rows>(largest_seen, tops);
-  store_first<Rows>(total, kept + sum_each(sums));
-  store_first<Rows>(shares, share);
+  store_first<Rows>(total, load_first<Rows>(total) + sum_each(sums));
 }
 
 }  // namespace moeserve

@@ -198,59 +198,63 @@ void score_integers(const int8_t* high, const int8_t* low, const int32_t* high_s
   }
 }
 
-// Rounded weights of one row in a tile: weight k is factor * (128 * high[k] + low[k]) of the new running softmax.
-struct RoundedWeights {
-  int8_t high[kTileKeys], low[kTileKeys];
-  float share;  // Multiplies the sums of earlier tiles.
-  float factor;
-  bool sees;  // Whether the row sees a key of the tile.
+// Of rows in a tile, for their weights; whole vectors are written.
+struct WeightFactors {
+  // The largest score; what the weights are multiplied by to be rounded; what multiplies the sums of earlier tiles, and
+  // those of rounded weights.
+  float *tops, *units, *shares, *factors;
+
+  WeightFactors from(int64_t row) const { return {tops + row, units + row, shares + row, factors + row}; }
 };
 
-// Turns the scores of rows in a tile into rounded weights and folds them into the rows' state, but for the sums of values.
+// Turns scaled scores of rows in a tile into weights, times the scales of their values, and folds them into the rows'
+// state, but for the sums of values.
 template <int Rows>
-static inline void weigh_integers(const float* factors, const Seen* seen, const IntegerTile& tile, float* scores,
-                                  float* largest_seen, float* total, RoundedWeights* out) {
-  const Floats tile_tops = scale_scores<Rows>(
-      seen, scores, [&](int r, int v) { return load(tile.key_scales + v * kLanes) * factors[r]; });
-  float top[Rows], base[Rows];
-  store_first<Rows>(top, tile_tops);
-  store_first<Rows>(base, select((Ints)(tile_tops == kNothing), Floats{}, tile_tops));
+static inline void weigh_integers(const IntegerTile& tile, float* scores, float* largest_seen, float* total,
+                                  const WeightFactors& of_rows) {
   Floats sums[Rows], most[Rows];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
+    const Floats base = splat(of_rows.tops[r] == kNothing ? 0.0f : of_rows.tops[r]);
     sums[r] = most[r] = Floats{};
     for (int v = 0; v < kVectors; ++v) {
       float* at = scores + r * kTileKeys + v * kLanes;
-      const Floats weight = exp_of_negative(load(at) - base[r]), of_value = weight * load(tile.value_scales + v * kLanes);
+      const Floats weight = exp_of_negative(load(at) - base), of_value = weight * load(tile.value_scales + v * kLanes);
       store(at, of_value);
       most[r] = max(most[r], of_value);
       sums[r] += fma(of_value, Floats{}, weight);  // A value that is no number makes the sum none.
     }
   }
-  const Floats reaches = largest_each(most);
-  float unit[Rows];
-  store_first<Rows>(unit, select((Ints)(reaches > 0.0f), kWeightReach / reaches, Floats{}));
-  for (int r = 0; r < Rows; ++r) {
-    for (int v = 0; v < kVectors; ++v) {
-      const Floats scaled = fma(load(scores + r * kTileKeys + v * kLanes), splat(unit[r]), splat(0.5f));
-      const Ints whole = __builtin_convertvector(scaled, Ints);
-      store_codes(out[r].high + v * kLanes, whole >> 7);
-      store_codes(out[r].low + v * kLanes, whole & 127);
-    }
-  }
+  const Floats reaches = largest_each(most), tile_tops = load(of_rows.tops);
   const Floats before = load_first<Rows>(largest_seen), tops = select((Ints)(before < tile_tops), tile_tops, before);
   const Floats bases = select((Ints)(tops == kNothing), Floats{}, tops);
   const Floats share = exp_of_negative(before - bases), share_here = exp_of_negative(tile_tops - bases);
-  const Floats factor = share_here * (reaches / kWeightReach);
+  store(of_rows.units, select((Ints)(reaches > 0.0f), kWeightReach / reaches, Floats{}));
+  store(of_rows.shares, share);
+  store(of_rows.factors, share_here * (reaches / kWeightReach));
   store_first<Rows>(largest_seen, tops);
   store_first<Rows>(total, fma(sum_each(sums), share_here, load_first<Rows>(total) * share));
-  for (int r = 0; r < Rows; ++r) out[r].share = share[r], out[r].factor = factor[r], out[r].sees = top[r] != kNothing;
+}
+
+// Rounded weights of one row in a tile: weight k is about factor * (128 * high[k] + low[k]) of the running softmax.
+struct RoundedWeights {
+  int8_t high[kTileKeys], low[kTileKeys];
+};
+
+// weights: of one row in a tile, as weigh_integers leaves them.
+static inline void round_weights(const float* weights, float unit, RoundedWeights& out) {
+  for (int v = 0; v < kVectors; ++v) {
+    const Floats scaled = fma(load(weights + v * kLanes), splat(unit), splat(0.5f));
+    const Ints whole = __builtin_convertvector(scaled, Ints);
+    store_codes(out.high + v * kLanes, whole >> 7);
+    store_codes(out.low + v * kLanes, whole & 127);
+  }
 }
 
 // sums[r] = share * sums[r] + factor * (weights[r] . values) over `Parts` parts of channels.
 template <int Rows, int Parts>
-void add_integers(const RoundedWeights* weights, const uint32_t* values, int64_t count, int64_t value_dim,
-                  float* sums) {
+void add_integers(const RoundedWeights* weights, const WeightFactors& of_rows, const uint32_t* values, int64_t count,
+                  int64_t value_dim, float* sums) {
   Ints high[Rows][Parts] = {}, low[Rows][Parts] = {};
   for (int64_t quad = 0; 4 * quad < count; ++quad) {
     Words value[Parts];
@@ -268,12 +272,12 @@ void add_integers(const RoundedWeights* weights, const uint32_t* values, int64_t
   }
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
-    if (!weights[r].sees) continue;
+    if (of_rows.tops[r] == kNothing) continue;
 #pragma GCC unroll 2
     for (int p = 0; p < Parts; ++p) {
       float* to = sums + r * value_dim + p * kLanes;
       const Floats whole = __builtin_convertvector((high[r][p] << 7) + low[r][p], Floats);
-      store(to, fma(whole, splat(weights[r].factor), load(to) * weights[r].share));
+      store(to, fma(whole, splat(of_rows.factors[r]), load(to) * of_rows.shares[r]));
     }
   }
 }

@@ -80,45 +80,42 @@ static inline Floats exp2_of_negative(Floats x) {
   return (Floats)((Ints)value + ((Ints)shifted << 23));
 }
 
-// Turns the scores of rows in a tile into weights, rows of 32 pairs, and folds them into the rows' state; see `weigh`.
-// Sums are of weights that are not rounded. scale: above 0.
+// The largest score of each row in its lane. Scores become kNothing where the row does not see the key; see
+// scale_scores.
 template <int Rows>
-static inline void weigh_pairs(float scale, const Seen* seen, float* scores, float* largest_seen, float* total,
-                               float* shares, Pair* weights) {
+static inline Floats top_scores(const Seen* seen, float* scores) {
   Floats tops[Rows];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
     float* row = scores + r * kTileKeys;
-    if (!seen[r].sees_all())
+    if (seen)
       for (int v = 0; v < kVectors; ++v)
         store(row + v * kLanes, select(sees_keys(seen[r], v * kLanes), load(row + v * kLanes), splat(kNothing)));
     tops[r] = load(row);
     for (int v = 1; v < kVectors; ++v) tops[r] = max(tops[r], load(row + v * kLanes));
   }
-  const Floats before = load_first<Rows>(largest_seen), here = largest_each(tops) * scale;
-  const Floats largest = select((Ints)(before < here), here, before);
-  // Rows that have seen nothing get weights of zero.
-  const Floats bases = select((Ints)(largest == kNothing), Floats{}, largest);
-  float base[Rows];
-  store_first<Rows>(base, bases * kLogE);
+  return largest_each(tops);
+}
+
+// Turns the scores of rows in a tile into weights, rows of 32 pairs, and adds these to totals before they are rounded;
+// see `weigh`. scale: above 0.
+template <int Rows>
+static inline void weigh_pairs(float scale, const float* bases, const float* scores, float* total, Pair* weights) {
   Floats sums[Rows];
 #pragma GCC unroll 6
   for (int r = 0; r < Rows; ++r) {
+    const Floats base = splat(-(bases[r] * kLogE));
     Floats weight[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v)
-      weight[v] = exp2_of_negative(fma(load(scores + r * kTileKeys + v * kLanes), splat(scale * kLogE), splat(-base[r])));
+      weight[v] = exp2_of_negative(fma(load(scores + r * kTileKeys + v * kLanes), splat(scale * kLogE), base));
     sums[r] = (weight[0] + weight[1]) + (weight[2] + weight[3]);
 #pragma GCC unroll 2
     for (int v = 0; v < kVectors; v += 2)
       _mm512_storeu_si512(weights + (r * kVectors + v) * kLanes / 2,
                           (__m512i)_mm512_cvtne2ps_pbh((__m512)weight[v + 1], (__m512)weight[v]));
   }
-  const Floats share = exp_of_negative(before - bases), old = load_first<Rows>(total);
-  const Floats kept = select((Ints)(share == 1.0f), old, old * share);  // See `weigh`.
-  store_first<Rows>(largest_seen, largest);
-  store_first<Rows>(total, kept + sum_each(sums));
-  store_first<Rows>(shares, share);
+  store_first<Rows>(total, load_first<Rows>(total) + sum_each(sums));
 }
 
 // sums[r] = shares[r] * sums[r] + weights[r] . values over `Parts` parts of channels. weights: rows of 32 pairs.
@@ -154,7 +151,10 @@ template <int Rows>
 void score_pairs(const Pair*, int64_t, const uint32_t*, float*) {}
 
 template <int Rows>
-void weigh_pairs(float, const Seen*, float*, float*, float*, float*, Pair*) {}
+Floats top_scores(const Seen*, float*) { return {}; }
+
+template <int Rows>
+void weigh_pairs(float, const float*, const float*, float*, Pair*) {}
 
 template <int Rows, int Parts>
 void add_pairs(const Pair*, const float*, const uint32_t*, int64_t, int64_t, float*) {}

@@ -86,9 +86,22 @@ static inline Floats fma(Floats a, Floats b, Floats c) {
 // As an expression of the language, so that the compiler finds the instructions for blends and maxima.
 static inline Floats select(Ints condition, Floats yes, Floats no) { return condition ? yes : no; }
 
-static inline Floats max(Floats a, Floats b) { return select((Ints)(a > b), a, b); }
+// The second number where either is none. Written out, because against constants the compiler compares and blends.
+static inline Floats max(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#else
+  return select((Ints)(a > b), a, b);
+#endif
+}
 
-static inline Floats min(Floats a, Floats b) { return select((Ints)(a < b), a, b); }
+static inline Floats min(Floats a, Floats b) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+  return select((Ints)(a < b), a, b);
+#endif
+}
 
 // Folds halves onto each other until one lane is left; always the same order.
 template <typename Fold>
@@ -141,12 +154,16 @@ static inline Floats largest_each(const Floats (&vectors)[Count]) {
   return fold_each(vectors, [](Floats a, Floats b) { return max(a, b); });
 }
 
-// The first numbers of a vector in memory.
+// The first numbers of a vector in memory. Written out, because the compiler goes through memory, where it waits.
 template <int Count>
 static inline Floats load_first(const float* from) {
+#if defined(__AVX512F__)
+  return (Floats)_mm512_maskz_loadu_ps((1 << Count) - 1, from);
+#else
   Floats value{};
   std::memcpy(&value, from, Count * sizeof(float));
   return value;
+#endif
 }
 
 template <int Count>
