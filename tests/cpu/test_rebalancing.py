@@ -196,6 +196,7 @@ def test_a_rank_that_is_silent_for_too_long_ends_the_attempt() -> None:
     service.reports = False
     service.step()
     service.step()
+    service.ranks[0].migrator._reading.exception(timeout=30)  # type: ignore[union-attr]
     service.step()
     service.now += 60
     service.step()

@@ -15,14 +15,24 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 # The tokenizer has a token for each byte; blocks have 16 tokens, and there are 256 of them.
 TAIL = "You are a careful assistant who answers in one line and never makes anything up. " * 3
 
+# Keys of one test each: reports begin with the first one of a key, and what was evicted before is not known.
+REPORTED = ("misses", "stranger", "late", "streamed", "several")
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     model, folder = write_tiny_checkpoint(tmp_path_factory.mktemp("model")), tmp_path_factory.mktemp("service")
-    (folder / "keys").write_text("admin:root\nuser:alice\nuser:bob retention=0.125\n")
+    others = "".join(f"user:{key}\n" for key in REPORTED)
+    (folder / "keys").write_text(f"admin:root\nuser:alice\nuser:bob retention=0.125\n{others}")
     settings = ("--max-model-len", "2048", "--kv-cache-memory", "1MiB", "--api-key-file", str(folder / "keys"))
     with service(model, folder, *settings) as started:
         yield started
+
+
+@pytest.fixture(autouse=True)
+def empty(running: Service) -> None:
+    """Nothing is cached of other tests: the blocks that a key may fill depend on how many keys have some."""
+    assert call(running, "POST", "/reset_prefix_cache", "root").status_code == 200
 
 
 def call(running: Service, method: str, path: str, key: str, body: dict[str, Any] | None = None) -> Any:
@@ -62,50 +72,51 @@ def metric(running: Service, name: str) -> float:
 
 def test_ten_misses_have_their_reasons(running: Service) -> None:
     prompt = ("Zebras are striped. " * 11)[:208]
-    first = report(running, prompt)
+    key = "misses"
+    first = report(running, prompt, key)
     assert (first["reason"], first["matched_tokens"], first["at_token"]) == ("never_seen", 0, 0)
-    again = report(running, prompt)
+    again = report(running, prompt, key)
     assert (again["reason"], again["matched_tokens"]) == ("last_token", 192)
-    shorter = report(running, prompt[:200])
+    shorter = report(running, prompt[:200], key)
     assert (shorter["reason"], shorter["matched_tokens"]) == ("block_boundary", 192)
 
-    other = report(running, prompt[:100] + "but horses are not, " + prompt[120:])
+    other = report(running, prompt[:100] + "but horses are not, " + prompt[120:], key)
     assert (other["reason"], other["matched_tokens"], other["at_token"]) == ("diverged", 96, 100)
     assert other["before"] == prompt[88:100]
     assert other["yours"] == "but horses a"
     assert other["nearest"] == prompt[100:112]
 
-    grown = report(running, prompt + " And now for something else entirely.")
+    grown = report(running, prompt + " And now for something else entirely.", key)
     assert (grown["reason"], grown["matched_tokens"]) == ("never_seen", 208)
 
-    complete(running, "Salted " + TAIL, cache_salt="s1")
-    salted = report(running, "Salted " + TAIL, cache_salt="s2")
+    complete(running, "Salted " + TAIL, key, cache_salt="s1")
+    salted = report(running, "Salted " + TAIL, key, cache_salt="s2")
     assert (salted["reason"], salted["matched_tokens"]) == ("never_seen", 0)
 
-    stranger = report(running, prompt, "bob")
+    stranger = report(running, prompt, "stranger")
     assert (stranger["reason"], stranger["matched_tokens"]) == ("never_seen", 0)
 
     times = ["12:01:07", "12:03:41", "12:09:59"]
-    heads = [report(running, f"It is now {time} o'clock. " + TAIL) for time in times]
+    heads = [report(running, f"It is now {time} o'clock. " + TAIL, key) for time in times]
     assert [one["reason"] for one in heads[1:]] == ["diverged", "volatile_head"]
     assert heads[2]["volatile_head"] == {"at_token": 14, "tokens": 4, "text": "9:59", "prompts": 2}
 
-    skipped = report(running, prompt, echo=True, logprobs=1)
+    skipped = report(running, prompt, key, echo=True, logprobs=1)
     assert (skipped["reason"], skipped["matched_tokens"]) == ("bypassed", 0)
 
-    flood(running)
-    gone = report(running, prompt)
+    flood(running, key)
+    gone = report(running, prompt, key)
     assert (gone["reason"], gone["matched_tokens"], gone["known_tokens"]) == ("evicted", 0, 192)
 
 
 def test_what_was_evicted_before_the_first_report_of_a_key_is_not_known(running: Service) -> None:
-    flood(running, "root")
-    assert report(running, "0root" + "A" * 1500, "root")["reason"] == "not_known"
+    flood(running, "late")
+    assert report(running, "0late" + "A" * 1500, "late")["reason"] == "not_known"
 
 
 def test_a_report_comes_with_the_usage_of_a_stream_and_by_header_too(running: Service) -> None:
     body = {"model": "m", "prompt": "Streamed " + TAIL, "max_tokens": 2, "stream": True}
-    headers = {"authorization": "Bearer alice", "x-moeserve-cache-report": "1"}
+    headers = {"authorization": "Bearer streamed", "x-moeserve-cache-report": "1"}
     answer = running.http.post("/v1/completions", headers=headers, json=body)
     events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
     assert events[-1]["usage"]["cache_report"]["reason"] == "never_seen"
@@ -113,15 +124,15 @@ def test_a_report_comes_with_the_usage_of_a_stream_and_by_header_too(running: Se
     messages = [{"role": "user", "content": TAIL}]
     for reason in ("never_seen", "block_boundary"):
         body = {"model": "m", "messages": messages, "max_tokens": 1, "cache_report": True}
-        usage = call(running, "POST", "/v1/chat/completions", "alice", body).json()["usage"]
+        usage = call(running, "POST", "/v1/chat/completions", "streamed", body).json()["usage"]
         assert usage["cache_report"]["reason"] == reason
 
 
 def test_several_prompts_have_a_report_each(running: Service) -> None:
     body = {"model": "m", "prompt": ["One " + TAIL, "Two " + TAIL], "max_tokens": 1, "n": 2, "cache_report": True}
-    usage = call(running, "POST", "/v1/completions", "alice", body).json()["usage"]
+    usage = call(running, "POST", "/v1/completions", "several", body).json()["usage"]
     assert [one["reason"] for one in usage["cache_report"]] == ["never_seen", "never_seen"]
-    assert "cache_report" not in complete(running, "Three " + TAIL)
+    assert "cache_report" not in complete(running, "Three " + TAIL, "several")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.forking import popen
-from tests.support.service import ROOT, Service, descendants, service, wait_until
+from tests.support.service import ROOT, Service, descendants, is_alive, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPTS = [[3 + number, *(3 + (number * 11 + i * 7) % 50 for i in range(400))] for number in range(6)]
@@ -115,10 +115,13 @@ def kill_while_it_writes(running: Service, folder: Path) -> None:
         for prompt in PROMPTS:
             pool.submit(ask_in_vain, prompt)
         wait_until(lambda: len(files_of(folder)) >= len(PROMPTS))
-        for pid in (running.process.pid, *descendants(running.process.pid)):
+        everyone = running.process.pid, *descendants(running.process.pid)
+        for pid in everyone:
             with suppress(ProcessLookupError):
                 os.kill(pid, SIGKILL)
     running.process.wait()
+    # None is just ending a write.
+    wait_until(lambda: not any(map(is_alive, everyone)))
 
 
 @pytest.fixture

@@ -175,14 +175,16 @@ def test_a_killed_prefiller_another_model_and_a_lost_lease_leave_the_prompt_to_b
         clear(pair.decodes)
         params = prefill(short, body)
         engine = next(iter(descendants(children_of(short.process.pid)["worker"])))
+        gone = failures(pair.decodes, "gone")
         os.kill(engine, signal.SIGKILL)
         assert bits(post(pair.decodes, body | {"kv_transfer_params": params})) == expected
-        wait_until(lambda: failures(pair.decodes, "gone") == 1)
+        wait_for_failures(pair.decodes, "gone", gone + 1)
         clear(pair.decodes)
         other = start(stack, model, tmp_path / "o", *pair.settings, "--block-size", "8")
         params = prefill(other, body)
+        differing = failures(pair.decodes, "fingerprint")
         assert bits(post(pair.decodes, body | {"kv_transfer_params": params})) == expected
-        wait_until(lambda: failures(pair.decodes, "fingerprint") == 1)
+        wait_for_failures(pair.decodes, "fingerprint", differing + 1)
         create_keys(tmp_path / "other.key")
         stranger = start(stack, model, tmp_path / "s", *config_of_key(tmp_path / "other.key"))
         foreign = failures(pair.decodes, "foreign")
