@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import threading
 from array import array
@@ -34,6 +35,9 @@ INDEXER = Client(
     "",
     no_deps=("ai-dynamo==1.6.1", "ai-dynamo-runtime==1.6.1"),
 )
+# vLLM's own proxy of two services is in no package: its file comes from a checkout of vLLM.
+TOY_PROXY = Client("toy-proxy", "vLLM's toy proxy", "pip", ("fastapi==0.165.0", "uvicorn==0.54.0", "httpx==0.28.1"), "")
+TOY_PROXY_FILE = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
 # It installs packages, so only `make test-routers` runs it.
 pytestmark = pytest.mark.long
 
@@ -91,6 +95,34 @@ def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tm
         messages = [{"role": "user", "content": "tell me of whales " * 8}]
         chat = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
         assert "[DONE]" in router.post("/v1/chat/completions", json=chat).text
+        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
+def test_the_toy_proxy_of_vllm_has_one_service_compute_prompts_for_another(
+    model: Path, tmp_path: Path, early: bool
+) -> None:
+    checkout = os.environ.get("VLLM_CHECKOUT")
+    if checkout is None:
+        pytest.skip(f"no package has vLLM's toy proxy: let VLLM_CHECKOUT name a checkout, with its {TOY_PROXY_FILE}")
+    settings = transfer_settings(tmp_path, early=early)
+    with ExitStack() as stack:
+        prefills, decodes = (start(stack, model, tmp_path / name, *settings) for name in ("p", "d"))
+        command = ("python", str(Path(checkout).absolute() / TOY_PROXY_FILE), "--port", "{port}")
+        prefill, decode = (str(one.http.base_url.port) for one in (prefills, decodes))
+        hosts = ("--prefiller-host", "127.0.0.1", "--decoder-host", "127.0.0.1")
+        command = (*command, *hosts, "--prefiller-port", prefill, "--decoder-port", decode)
+        proxy = stack.enter_context(program(TOY_PROXY, tmp_path, *command, path="/healthcheck"))
+        for number in range(4):
+            alone = ask(prefills.http, prompt_of(number), cache_salt="alone")
+            answer = ask(proxy, prompt_of(number))
+            assert answer["choices"] == alone["choices"]
+            assert cached(answer) == PREFIX
+        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
+        wait_until(lambda: figure(prefills, "moeserve_kv_transfer_held_blocks") == 0)
+        messages = [{"role": "user", "content": "tell me of whales " * 8}]
+        chat = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
+        assert "[DONE]" in proxy.post("/v1/chat/completions", json=chat).text
         wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
 
 
