@@ -58,7 +58,7 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
 
     def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
         """Observe the residual stream without the layer's chosen experts. They load meanwhile where they may be absent
-        and there is a shared expert; else they are computed already.
+        and there is a shared expert; else they may be computed already.
 
         residual: [T, H], after attention, later changed in place. shared: [T, H], the output of the shared expert, None
         if the layer has none.

@@ -81,6 +81,31 @@ class NativeChoice:
         )
         return ids, weights
 
+    def after_sum(
+        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, multiplier: float
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what `kernels.norm.rms_norm_of_sum` does, and the experts that are chosen for it and their weights.
+
+        x, residual [T, H] and norm [H], all contiguous in float32.
+        """
+        num_rows = x.shape[0]
+        normed = x.new_empty(x.shape)
+        ids = x.new_empty((num_rows, self._top_k), dtype=torch.int64)
+        weights = x.new_empty((num_rows, self._top_k))
+        self._gate.kernels.choose_after_sum(
+            self._address,
+            x.data_ptr(),
+            residual.data_ptr(),
+            num_rows,
+            multiplier,
+            norm.data_ptr(),
+            eps,
+            normed.data_ptr(),
+            ids.data_ptr(),
+            weights.data_ptr(),
+        )
+        return normed, ids, weights
+
 
 class NativeForesight:
     """Names the experts that rows are sure to choose, by a gate's product on the norm of their state, in one call.

@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.cpu.library import native_kernels
+
 _TOP_P_CANDIDATES = 1024
 _MASK_64 = (1 << 64) - 1
 
@@ -36,7 +38,7 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
 
     The largest logit of a row with a NaN is NaN. If the largest is not finite, the token has no meaning.
     """
-    largest, token_ids = logits.max(-1)
+    largest, token_ids = likeliest(logits)
     largest = largest.float()
     for row, wanted in enumerate(draws):
         if wanted.temperature and math.isfinite(largest[row]):
@@ -49,6 +51,18 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> tuple[Tensor, Tensor]:
                 uniform_at(wanted.seed, wanted.position),
             )
     return token_ids, largest
+
+
+def likeliest(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the largest of each row of logits [S, V], the first of equal ones, and its place, as `logits.max(-1)`."""
+    kernels = native_kernels()
+    if kernels is None or logits.device.type != "cpu" or logits.dtype is not torch.float32 or logits.stride(1) != 1:
+        return logits.max(-1)
+    num_rows, width = logits.shape
+    largest = logits.new_empty(num_rows)
+    places = logits.new_empty(num_rows, dtype=torch.int64)
+    kernels.largest(logits.data_ptr(), logits.stride(0), num_rows, width, largest.data_ptr(), places.data_ptr())
+    return largest, places
 
 
 def draw(row: Tensor, temperature: float, top_k: int, top_p: float, min_p: float, uniform: float) -> int:

@@ -115,7 +115,7 @@ class PanelLayout(ExpertLayout):
         return torch.cat([rows, rows.new_zeros((-len(rows) % PANEL_COLUMNS, *rows.shape[1:]))])
 
     def experts(self, num_experts: int) -> SplitExperts:
-        return _NativeExperts(self, self._kernels, num_experts)
+        return NativeExperts(self, self._kernels, num_experts)
 
 
 class _Experts(Structure):
@@ -137,10 +137,12 @@ class _Experts(Structure):
     ]
 
 
-class _NativeExperts(SplitExperts):
+class NativeExperts(SplitExperts):
+    """Experts in panels, computed by the compiled kernels."""
+
     def __init__(self, layout: PanelLayout, kernels: NativeKernels, num_experts: int) -> None:
         self._layout = layout
-        self._run = kernels.experts
+        self._run, self._run_and_add = kernels.experts, kernels.add_experts
         self._combine = kernels.combine
         self._packed: list[Tensor | None] = [None] * num_experts
         self._addresses = torch.zeros(num_experts, dtype=torch.int64)
@@ -185,6 +187,40 @@ class _NativeExperts(SplitExperts):
         self._combine(
             products.data_ptr(), num_tokens, top_k, hidden_size, expert_weights.data_ptr(), out.data_ptr(), hidden_size
         )
+        return out
+
+    def added(
+        self,
+        x: Tensor,
+        expert_ids: Tensor,
+        expert_weights: Tensor,
+        activation: Activation,
+        residual: Tensor,
+        norm: Tensor,
+        eps: float,
+        multiplier: float,
+    ) -> Tensor:
+        """Return what `kernels.norm.rms_norm_of_sum` does for the result of the experts.
+
+        x, residual [T, H] in float32, ids and weights [T, k], and norm [H] in float32 are contiguous. T is at least 1.
+        """
+        num_tokens, top_k = expert_ids.shape
+        out = x.new_empty(x.shape)
+        missing = self._run_and_add(
+            self._address_for(activation),
+            x.data_ptr(),
+            num_tokens,
+            expert_ids.data_ptr(),
+            expert_weights.data_ptr(),
+            top_k,
+            residual.data_ptr(),
+            multiplier,
+            norm.data_ptr(),
+            eps,
+            out.data_ptr(),
+        )
+        if missing >= 0:
+            raise ValueError(f"expert {missing} is not here")
         return out
 
     def _run_all(

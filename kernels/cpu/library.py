@@ -29,6 +29,7 @@ _SOURCES = (
     "rounding.cpp",
     "gate.cpp",
     "elementwise.cpp",
+    "sampling.cpp",
     "block.cpp",
     "checksum.cpp",
     "team.cpp",
@@ -57,6 +58,9 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "experts": (_P, _P, _N, _N, _P, _P, _N, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "choose_experts": (_P, _P, _N, _N, _P, _P),
+    "choose_after_sum": (_P, _P, _P, _N, _R, _P, _R, _P, _P, _P),
+    "add_experts": (_P, _P, _N, _P, _P, _N, _P, _R, _P, _R, _P),
+    "largest": (_P, _N, _N, _N, _P, _P),
     "foresee": (_P, _P, _P, _N, _P, _R, _N, _R, _P),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "norm_of_sum": (_P, _P, _N, _N, _R, _P, _R, _P),
@@ -75,7 +79,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 # Those that return a number, and those that take microseconds: they keep the interpreter lock, since another thread may
 # hold it for longer than they compute.
-_COUNTING = ("experts", "foresee", "crc32")
+_COUNTING = ("experts", "add_experts", "foresee", "crc32")
 _SHORT = ("foresee",)
 
 
@@ -93,6 +97,9 @@ class NativeKernels:
     experts: Callable[..., int]
     combine: Callable[..., None]
     choose_experts: Callable[..., None]
+    choose_after_sum: Callable[..., None]
+    add_experts: Callable[..., int]
+    largest: Callable[..., None]
     foresee: Callable[..., int]
     norm_of_sum: Callable[..., None]
     attention_block: Callable[..., None]

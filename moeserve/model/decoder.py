@@ -272,6 +272,18 @@ class DecoderLayer:
         block = self.block
         return block(x, num_valid, residual) if isinstance(block, MoeLayer) else block(x)
 
+    def between_norms(
+        self, x: Tensor, residual: Tensor, num_valid: Tensor | None, next_norm: NormWeights, multiplier: float, ops: Ops
+    ) -> Tensor:
+        """Add x, the mixer's result, and the block's to `residual` in place, each times `multiplier`; return the norm
+        of the sum. x is overwritten."""
+        if isinstance(self.block, MoeLayer):
+            normed = self.block.between_norms(x, residual, self.post_norm, next_norm, multiplier)
+            if normed is not None:
+                return normed
+        normed = ops.norm_of_sum(x, residual, self.post_norm, multiplier)
+        return ops.norm_of_sum(self.feed_forward(normed, num_valid, residual), residual, next_norm, multiplier)
+
 
 class MtpLayer:
     """Takes in a state and the embedding of the token that follows it, and predicts the token after that (multi-token
@@ -402,8 +414,7 @@ class Decoder:
                 if not rows.shape[0]:
                     _serve_others(layer, residual)
                     return residual
-            normed = ops.norm_of_sum(out, residual, layer.post_norm, multiplier)
-            normed = ops.norm_of_sum(layer.feed_forward(normed, num_valid, residual), residual, next_norm, multiplier)
+            normed = layer.between_norms(out, residual, num_valid, next_norm, multiplier, ops)
             for observer in self._observers:
                 observer.passed()
         return normed
