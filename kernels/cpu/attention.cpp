@@ -21,6 +21,7 @@ constexpr int kBatchRows = 24;        // Rows that are scored, then weighed, the
 constexpr int64_t kTaskRows = 96;     // Rows that share a transposed tile of keys; twice as many where there are enough
 constexpr int64_t kTasksOfThread = 6;  // tasks for each thread all the same.
 constexpr int64_t kLineBytes = 64;    // Of the cache.
+constexpr int64_t kShortTasks = 6;    // Of short chunks that a thread takes at once, so that it knows the next one.
 constexpr int64_t kSplitTokens = 4;   // Chunks up to this long have their segments computed side by side.
 
 struct Inputs {
@@ -450,6 +451,7 @@ class Plan {
         const int64_t tokens = in.first_rows[chunk + 1] - in.first_rows[chunk];
         for (int64_t first = 0; first < tokens; first += task_tokens)
           add(in, {chunk, kv_head, first, std::min(task_tokens, tokens - first), 0, 0, -1}, tokens);
+        is_short = is_short && tokens <= kSplitTokens;
       }
     // Tasks of one segment stand side by side, so that requests that share blocks find them in the cache.
     std::stable_sort(tasks.begin(), tasks.end(), [](const Task& a, const Task& b) {
@@ -460,6 +462,7 @@ class Plan {
   std::vector<Task> tasks;
   std::vector<Task> splits;  // Each stands for its segments' tasks; their states lie one after another at `scratch`.
   int64_t task_rows, scratch_size = 0;
+  bool is_short = true;  // No chunk has more than kSplitTokens.
 
  private:
   void add(const Inputs& in, Task task, int64_t tokens) {
@@ -490,7 +493,8 @@ void run_all(const Inputs& in, int64_t num_chunks) {
   const Plan plan(in, num_chunks);
   std::vector<float> scratch(plan.scratch_size);
   const int64_t num_tasks = int64_t(plan.tasks.size()), num_splits = int64_t(plan.splits.size());
-  for_shared(num_tasks, 1, [&](int64_t i) {
+  const int64_t grain = plan.is_short ? std::clamp<int64_t>(num_tasks / (4 * team_size()), 1, kShortTasks) : 1;
+  for_shared(num_tasks, grain, [&](int64_t i) {
     Workspace& work = own_workspace();
     work.reserve(plan.task_rows, in.key_dim, in.value_dim, in.kind);
     run(in, plan.tasks[i], plan.tasks[std::min(i + 1, num_tasks - 1)], work, scratch.data());
