@@ -62,11 +62,12 @@ def load_config(directory: Path) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     raw.pop("auto_map", None)
+    quantization_spec(raw.get("quantization_config"))  # Before transformers' classes fail at one that is none.
     try:
         config = CONFIG_MAPPING[model_type].from_dict(raw).to_dict()
     except Exception as error:  # Each configuration class has its own validators with their own exception types.
         reason = " ".join(str(error).split())
-        raise ModelError(f"{path} is not a valid {model_type} configuration: {reason}") from error
+        raise ModelError(f"{path} is not a valid {model_type} configuration: {reason.removesuffix('.')}.") from error
     return {**config, "quantization_config": raw.get("quantization_config")}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,12 @@ def test_rotating_and_storing_matches_its_reference(
     torch.testing.assert_close(got, want, atol=2e-6, rtol=2e-5)
     for pool, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(pool, wanted, atol=2e-6, rtol=2e-5)
+
+
+def test_the_experts_of_a_layer_lie_side_by_side() -> None:
+    memory, size = WeightMemory(), 2_728_961
+    starts = [memory.take(size).data_ptr() for _ in range(128)]
+    assert {second - first for first, second in pairwise(starts)} == {-(-size // 64) * 64}
 
 
 def test_what_a_forked_copy_writes_to_weights_stays_with_it() -> None:

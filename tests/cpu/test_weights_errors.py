@@ -110,6 +110,11 @@ def test_a_shape_is_checked_before_memory_is_taken(tmp_path: Path) -> None:
         ("{", ModelError, "not valid JSON"),
         ("[]", ModelError, "does not hold a JSON object"),
         ("{}", UnsupportedModel, "no model_type"),
+        (
+            '{"model_type": "mixtral", "quantization_config": [4]}',
+            ModelError,
+            r"quantization_config must be an object\.$",
+        ),
         ('{"model_type": "mamba2"}', UnsupportedModel, "'mamba2' are not supported"),
         ('{"model_type": "llama", "hidden_size": "wide"}', ModelError, "hidden_size is 'wide'"),
         ('{"model_type": "llama", "attention_dropout": "wide"}', ModelError, "not a valid llama configuration"),
