@@ -79,6 +79,8 @@ class Browser:
         page = Page(self, session)
         for domain in ("Page", "Runtime", "Log", "Network"):
             page.command(f"{domain}.enable")
+        # What is typed goes to this page, whichever of the open ones the browser takes for the one in front.
+        page.command("Emulation.setFocusEmulationEnabled", enabled=True)
         page.resize(width, height, phone=phone)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
         page.command("Emulation.setEmulatedMedia", features=[scheme])
@@ -132,7 +134,9 @@ class Page:
                 # The page is being replaced by another.
                 if "Cannot find context" not in str(error) and "navigated" not in str(error):
                     raise
-            assert time.monotonic() < deadline, f"{condition} did not become true; problems: {self.problems}"
+            if time.monotonic() > deadline:
+                shown = self.evaluate("document.body.innerText")
+                raise AssertionError(f"{condition} did not become true; problems: {self.problems}; shown: {shown}")
             self._browser.read(0.02)
 
     def text(self, selector: str) -> str:
