@@ -151,7 +151,7 @@ template <int Rows>
 void score_pairs(const Pair*, int64_t, const uint32_t*, float*) {}
 
 template <int Rows>
-Floats top_scores(const Seen*, float*) { return {}; }
+Floats top_scores(const Seen*, float*) { return Floats{}; }
 
 template <int Rows>
 void weigh_pairs(float, const float*, const float*, float*, Pair*) {}
