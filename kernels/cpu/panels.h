@@ -51,19 +51,11 @@ static inline void load_parts(const Bf16* from, Part (&parts)[kColumnParts]) {
   }
 }
 
-// Memory that is read into the caches while a tile is computed: `step` bytes for each depth.
-struct PanelAhead {
-  const uint8_t* from;
-  int64_t step;
-
-  void fetch(int64_t k) const { __builtin_prefetch(from + k * step); }
-};
-
 // Adds the products at depth k.
 template <int Rows, typename Weight>
-static inline void step(const float* const (&row)[Rows], const Weight* panel, int64_t k, const PanelAhead& ahead,
+static inline void step(const float* const (&row)[Rows], const Weight* panel, int64_t k,
                         Part (&sums)[Rows][kColumnParts]) {
-  ahead.fetch(k);
+  __builtin_prefetch((const char*)(panel + k * kPanelColumns) + 2048);
   Part weight[kColumnParts];
   load_parts(panel + k * kPanelColumns, weight);
 #pragma GCC unroll 12
@@ -76,8 +68,7 @@ static inline void step(const float* const (&row)[Rows], const Weight* panel, in
 
 // sums[r] = rows[r] . panel, for rows of `depth` floats.
 template <int Rows, typename Weight>
-static inline void multiply(const float* const* rows, const Weight* panel, int64_t depth, const PanelAhead& ahead,
-                            Columns* sums) {
+static inline void multiply(const float* const* rows, const Weight* panel, int64_t depth, Columns* sums) {
   Part local[Rows][kColumnParts];
   const float* row[Rows];
 #pragma GCC unroll 12
@@ -89,9 +80,9 @@ static inline void multiply(const float* const* rows, const Weight* panel, int64
   int64_t k = 0;
   for (; k + 4 <= depth; k += 4) {
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + i, ahead, local);
+    for (int i = 0; i < 4; ++i) step<Rows>(row, panel, k + i, local);
   }
-  for (; k < depth; ++k) step<Rows>(row, panel, k, ahead, local);
+  for (; k < depth; ++k) step<Rows>(row, panel, k, local);
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) {
 #pragma GCC unroll 4
@@ -123,15 +114,14 @@ static inline void round_to_pairs(const float* x, int64_t depth, Pair* out) {
 
 // sums[r] = rows[r] . panel, two depths at a time: each pair of products is added by one instruction.
 template <int Rows>
-static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t depth, const PanelAhead& ahead,
-                            Columns* sums) {
+static inline void multiply(const Pair* const* rows, const Bf16* panel, int64_t depth, Columns* sums) {
   __m512 low[Rows], high[Rows];
   const Pair* row[Rows];
 #pragma GCC unroll 12
   for (int r = 0; r < Rows; ++r) low[r] = high[r] = _mm512_setzero_ps(), row[r] = rows[r];
   for (int64_t k = 0; k < depth; k += 2, panel += 2 * kPanelColumns) {
-    ahead.fetch(k);
-    ahead.fetch(k + 1);
+    __builtin_prefetch((const char*)panel + 2048);
+    __builtin_prefetch((const char*)panel + 2112);
     const __m512i first = _mm512_loadu_si512(panel);
     const __m512i second = k + 1 < depth ? _mm512_loadu_si512(panel + kPanelColumns) : _mm512_setzero_si512();
     const __m512bh left = (__m512bh)_mm512_mask_blend_epi16(0xaaaaaaaa, first, _mm512_slli_epi32(second, 16));
@@ -152,36 +142,31 @@ constexpr bool kMultipliesPairs = false;  // Rows stay floats.
 static inline void round_to_pairs(const float*, int64_t, Pair*) {}
 
 template <int Rows>
-static inline void multiply(const Pair* const*, const Bf16*, int64_t, const PanelAhead&, Columns*) {}
+static inline void multiply(const Pair* const*, const Bf16*, int64_t, Columns*) {}
 #endif
 
 // The same for a number of rows that is known at run time: 1 ... kTileRows.
 template <typename Weight, int Rows = kTileRows, typename Number>
 static inline void multiply_tile(int count, const Number* const* rows, const Weight* panel, int64_t depth,
-                                 const PanelAhead& ahead, Columns* sums) {
+                                 Columns* sums) {
   if constexpr (Rows > 1) {
-    if (count < Rows) return multiply_tile<Weight, Rows - 1>(count, rows, panel, depth, ahead, sums);
+    if (count < Rows) return multiply_tile<Weight, Rows - 1>(count, rows, panel, depth, sums);
   }
-  multiply<Rows>(rows, panel, depth, ahead, sums);
+  multiply<Rows>(rows, panel, depth, sums);
 }
 
 // Calls use(first, count, sums) for tiles of rows, as equal as can be. `row_of(r)` is where row r begins, of floats or,
 // with weights of bfloat16, of pairs.
 template <typename Weight, typename RowOf, typename Use>
 static inline void for_tiles(int64_t num_rows, const Weight* panel, int64_t depth, RowOf row_of, Use use) {
-  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows, step = kPanelColumns * sizeof(Weight);
-  const uint8_t* begin = reinterpret_cast<const uint8_t*>(panel);
+  const int64_t num_tiles = (num_rows + kTileRows - 1) / kTileRows;
   Columns sums[kTileRows];
   decltype(row_of(0)) rows[kTileRows];
   for (int64_t tile = 0; tile < num_tiles; ++tile) {
     const int64_t first = num_rows * tile / num_tiles, last = num_rows * (tile + 1) / num_tiles;
     const int count = int(last - first);
     for (int r = 0; r < count; ++r) rows[r] = row_of(first + r);
-    // While several tiles are computed, the memory gives the next panel.
-    const PanelAhead ahead = num_tiles == 1 ? PanelAhead{begin + 2048, step}
-                                            : PanelAhead{begin + depth * step * (num_tiles + tile) / num_tiles,
-                                                         step / num_tiles};
-    multiply_tile(count, rows, panel, depth, ahead, sums);
+    multiply_tile(count, rows, panel, depth, sums);
     use(first, count, sums);
   }
 }
