@@ -90,6 +90,11 @@ static inline void transpose_quarters(Words (&four)[4]) {
 
 // Words [64][num_words], a multiple of 4 each row, to [num_words][64], with the bits of `flip` turned. Columns from that
 // of the last of `count` rows on to the next multiple of 16 are taken, too.
+//
+// Not inlined where a vector takes two registers: the compiler would keep the vectors of its caller in memory.
+#if !defined(__AVX512F__)
+[[gnu::noinline]]
+#endif
 static inline void transpose_words(const uint8_t* const* rows, int64_t count, int64_t num_words, uint32_t flip,
                                    uint32_t* out) {
   typedef uint32_t Quarter __attribute__((vector_size(16)));
