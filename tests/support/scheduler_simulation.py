@@ -218,8 +218,10 @@ class Simulation:
         plans = self.scheduler.schedule()
         if plans is None:
             is_reading = self.scheduler.lower is not None and self.scheduler.lower.waiting
-            # Blocks that are copied may be all that is left.
-            is_stopped = self._unmasked or is_reading or any(cache.num_copied for cache in self.caches)
+            transfer = self.scheduler.transfer
+            # Blocks that are copied, or held for another service until a turn's end, may be all that is left.
+            is_held = transfer is not None and transfer.offers.num_held > 0
+            is_stopped = self._unmasked or is_reading or is_held or any(cache.num_copied for cache in self.caches)
             assert self._in_flight or self.scheduler.is_idle or is_stopped, "something is runnable"
             return None
         chunks = [chunk for plan in plans for chunk in plan.chunks]
