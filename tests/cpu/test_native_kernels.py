@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import shutil
+import subprocess
 from array import array
 from itertools import pairwise
 from pathlib import Path
@@ -32,6 +34,17 @@ def _inference_mode():
 def test_the_kernels_are_compiled_where_the_suite_runs() -> None:
     assert native_kernels_absence() is None
     assert native_kernels() is not None
+
+
+@pytest.mark.kernel_change
+@pytest.mark.parametrize("machine", ["haswell", "x86-64-v2"])
+def test_every_source_suits_machines_without_wide_vectors(machine: str) -> None:
+    compiler = shutil.which("g++")
+    if compiler is None or not Path("/proc/cpuinfo").read_text().count("avx512"):
+        pytest.skip("needs g++ and a processor of this family")
+    sources = [Path(library.__file__).parent / name for name in library._SOURCES]
+    command = [compiler, "-fsyntax-only", "-w", f"-march={machine}", "-std=gnu++17", "-fopenmp"]
+    assert all(subprocess.run([*command, str(source)], check=False).returncode == 0 for source in sources)
 
 
 def test_a_library_is_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
