@@ -115,7 +115,8 @@ def resolve_config(model: str, *, revision: str | None = None, offline: bool = F
         return _gguf_folder(_cached(name, kind, revision, cache, "a GGUF file is described once it is here"), silent)
     with _as_model_errors(model, revision, cache):
         try:
-            local = offline or constants.HF_HUB_OFFLINE
+            # The hub library asks a hub that cannot be reached again for half a minute, the look does not.
+            local = offline or constants.HF_HUB_OFFLINE or _look_up(model, revision)[0] is None
             return Path(hf_hub_download(model, "config.json", revision=revision, local_files_only=local)).parent
         except LocalEntryNotFoundError:
             raise ModelError(

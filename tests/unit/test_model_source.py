@@ -427,7 +427,9 @@ def test_a_file_is_read_within_its_bound(folder: Path) -> None:
 # --- config.json alone -----------------------------------------------------------------------------------------------
 
 
-def test_of_a_hub_model_the_configuration_alone_can_be_fetched(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_hub_model_the_configuration_alone_can_be_fetched(
+    folder: Path, fake: FakeHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[tuple[Any, ...]] = []
 
     def download(*names: str, **options: Any) -> str:
@@ -435,10 +437,11 @@ def test_of_a_hub_model_the_configuration_alone_can_be_fetched(folder: Path, mon
         return str(folder / "config.json")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     assert resolve_config("owner/name", revision="v2") == folder
     assert resolve_config("owner/name", offline=True) == folder
-    assert calls == [("owner/name", "config.json", "v2", False), ("owner/name", "config.json", None, True)]
+    fake.look_up = httpx2.ConnectError("no network")
+    assert resolve_config("owner/name") == folder
+    assert [(name, local) for _, _, name, local in calls] == [("v2", False), (None, True), (None, True)]
 
 
 @pytest.mark.parametrize(
@@ -451,7 +454,7 @@ def test_of_a_hub_model_the_configuration_alone_can_be_fetched(folder: Path, mon
     ],
 )
 def test_a_configuration_that_cannot_be_had_is_one_sentence(
-    error: Exception, words: str, monkeypatch: pytest.MonkeyPatch
+    error: Exception, words: str, fake: FakeHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def download(*_: str, **__: Any) -> str:
         raise error
