@@ -28,7 +28,13 @@ _LOADS = {
     "16 streams, 64 tokens each": "16 streams together",
     "8 agents": "8 agents with a shared prompt",
 }
-_SERVERS = {"moeserve": 2, "vLLM-CPU": 3, "transformers serve": 5}  # columns of that table
+# Columns of that table, and the colours of their bars.
+_SERVERS = {
+    "moeserve, int8": (2, "#0b7a75"),
+    "moeserve, float32": (3, "#6cb8b0"),
+    "vLLM-CPU, float32": (4, "#c98b2b"),
+    "llama.cpp, Q8_0": (5, "#9aa5b1"),
+}
 
 
 def main() -> int:
@@ -51,8 +57,8 @@ def read_speeds(document: str) -> dict[str, list[float]]:
     for line in document.splitlines():
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         load = cells[0] or load
-        if load.startswith(tuple(_LOADS)) and len(cells) > 6 and cells[1].startswith("tokens/s"):
-            for name, column in _SERVERS.items():
+        if load.startswith(tuple(_LOADS)) and len(cells) > len(_SERVERS) + 1 and cells[1].startswith("tokens/s"):
+            for name, (column, _) in _SERVERS.items():
                 speeds[name].append(float(cells[column]))
     if any(len(found) != len(_LOADS) for found in speeds.values()):
         raise SystemExit(f"{FIGURES.name} does not have the figures of {', '.join(_LOADS)}.")
@@ -67,15 +73,15 @@ def draw_speed(speeds: dict[str, list[float]], file: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7.2, 2.8), dpi=110)
-    for place, (name, colour) in enumerate(zip(speeds, ("#0b7a75", "#c98b2b", "#9aa5b1"), strict=True)):
-        at = [load + 0.27 * (place - 1) for load in range(len(_LOADS))]
-        bars = axes.bar(at, speeds[name], 0.25, label=name, color=colour)
+    for place, (name, (_, colour)) in enumerate(_SERVERS.items()):
+        at = [load + 0.21 * (place - 1.5) for load in range(len(_LOADS))]
+        bars = axes.bar(at, speeds[name], 0.2, label=name, color=colour)
         axes.bar_label(bars, fmt="%g", fontsize=8, padding=1)
     axes.set_xticks(range(len(_LOADS)), list(_LOADS.values()))
     axes.set_ylabel("tokens/s")
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(frameon=False, fontsize=8)
-    axes.set_title("The demo in float32 on two cores of an AMD EPYC (docs/benchmarks.md)", fontsize=9)
+    axes.set_title("The demo on two cores of an AMD EPYC (docs/benchmarks.md)", fontsize=9)
     figure.tight_layout()
     figure.savefig(file)
     pyplot.close(figure)

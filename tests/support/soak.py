@@ -32,7 +32,7 @@ from tests.support.tiny_checkpoint import write_tiny_checkpoint
 # The fields that differ from answer to answer, or by what the cache holds.
 _OWN = {
     "id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "cached_tokens", "input_tokens",
-    "cache_read_input_tokens", "cache_creation_input_tokens",
+    "cache_read_input_tokens", "cache_creation_input_tokens", "cached_tokens_details",
 }  # fmt: skip
 _TEXT = "the quick brown fox jumps over a lazy dog while rain falls on seven grey hills and nobody minds"
 _PERSON = {
@@ -345,12 +345,13 @@ def soak(
 @click.option("--known", default=340, show_default=True, help="Requests of the set that are asked again and again.")
 @click.option("--seed", default=1, show_default=True)
 @click.option("--demo", is_flag=True, help="With the demo model, not with a tiny random one.")
-def command(count: int, clients: int, known: int, seed: int, demo: bool) -> None:
+@click.option("--setting", "more", multiple=True, help="Of the service, as --setting=--num-frontends=3.")
+def command(count: int, clients: int, known: int, seed: int, demo: bool, more: tuple[str, ...]) -> None:
     """Play, and print what happened."""
     with tempfile.TemporaryDirectory() as folder:
         model = ensure_demo() if demo else write_tiny_checkpoint(Path(folder) / "model")
         settings = ("--kv-cache-memory", "128MiB", *SETTINGS[2:]) if demo else SETTINGS
-        with service(model, Path(folder), *settings, forked=False) as running:
+        with service(model, Path(folder), *settings, *more, forked=False) as running:
             started = time.monotonic()
             tell = partial(click.echo, err=True)
             run = soak(running, known=known, count=count, clients=clients, seed=seed, progress=tell)
