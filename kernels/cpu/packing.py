@@ -19,6 +19,9 @@ _HUGE_PAGE = 2**21
 _CHUNK_BYTES = 2**30
 _LARGE_BYTES = 2**24  # A weight of more bytes has a mapping of its own.
 _ALIGNMENT = 64
+# Without this flag Linux refuses to fork a process whose neighbouring mappings together exceed the machine's memory,
+# touched or not. Python names it from 3.13 on.
+_MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)
 
 
 class WeightMemory:
@@ -45,7 +48,8 @@ class WeightMemory:
 def _huge_pages(num_bytes: int) -> Tensor:
     """Return uint8 [num_bytes] from the start of a huge page on. Pages are taken when they are first written."""
     # Private: an expert that is replaced in a forked copy of the process stays what it was in the others.
-    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+    memory = mmap.mmap(-1, num_bytes + _HUGE_PAGE, flags=flags)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     whole = torch.frombuffer(memory, dtype=torch.uint8)

@@ -130,6 +130,19 @@ def test_the_experts_of_a_layer_lie_side_by_side() -> None:
     assert {second - first for first, second in pairwise(starts)} == {-(-size // 64) * 64}
 
 
+@pytest.mark.skipif(
+    Path("/proc/sys/vm/overcommit_memory").read_text().strip() == "2", reason="no more may be mapped than there is"
+)
+def test_a_process_forks_though_room_for_weights_exceeds_the_machines_memory() -> None:
+    of_machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kept = [WeightMemory().take(64) for _ in range(of_machine // 2**30 + 2)]
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert kept
+
+
 def test_what_a_forked_copy_writes_to_weights_stays_with_it() -> None:
     kept = WeightMemory().take(64)
     kept.copy_(torch.arange(64, dtype=torch.uint8))
