@@ -92,7 +92,7 @@ class RankedExecutor:
         for number in sorted(self._in_flight):
             self._wait(number)
         self._hub.check()
-        self._hub.send_all(Shutdown())
+        self._hub.send_last(Shutdown())
 
     @contextmanager
     def _blaming(self) -> Iterator[None]:

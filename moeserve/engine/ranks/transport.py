@@ -32,6 +32,8 @@ _PART_BYTES = 8 * 2**20
 _MAX_MESSAGE_BYTES = MAX_STEP_BYTES + MAX_FRAME_BYTES
 _POLL_SECONDS = 0.1
 _SEND_SECONDS = 5.0
+# Milliseconds for which a closed hub still delivers: a rank that misses the last message waits for node 0 to come back.
+_LINGER_MS, _LAST_LINGER_MS = 500, 10_000
 _BEAT_SECONDS = 0.2
 # A rank without a beat for this share of the time that ranks wait for each other, at most for this many seconds, gives
 # no sign of life. On a busy machine a beat may be late.
@@ -68,7 +70,7 @@ class RankHub:
         self._steps: dict[int, zmq.Socket[bytes]] = {}
         for rank, address in zip(self.others, meeting.steps, strict=True):
             socket = context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.LINGER, 500)
+            socket.setsockopt(zmq.LINGER, _LINGER_MS)
             socket.setsockopt(zmq.SNDTIMEO, int(1000 * _POLL_SECONDS))
             self._bind(socket, address)
             self._steps[rank] = socket
@@ -95,6 +97,12 @@ class RankHub:
         """Send a message to every other rank. Raise RankError as `send` does."""
         for rank in self.others:
             self.send(rank, message)
+
+    def send_last(self, message: ToRank) -> None:
+        """Send a message to every other rank, after which only `close` follows. Raise RankError as `send` does."""
+        for socket in self._steps.values():
+            socket.setsockopt(zmq.LINGER, _LAST_LINGER_MS)
+        self.send_all(message)
 
     def receive(self, timeout: float) -> Any:
         """Return the next message of any rank, None if none comes in `timeout` s. Raise RankError if a rank dies."""
