@@ -31,6 +31,7 @@ _KEYS = ("victim", "attacker")
 _OTHER = "other"  # a key whose prompts push others' off a GPU
 _OUTPUT = 8  # tokens
 _Sample = tuple[float, float, int]
+_Probe = tuple[bool, list[int], list[int]]
 
 
 def auc(hits: Sequence[float], misses: Sequence[float]) -> float:
@@ -88,7 +89,7 @@ def push_off(http: httpx2.Client, count: int, tokens: int, draw: Random) -> None
         ask(http, _OTHER, [draw.randrange(3, 250) for _ in range(tokens)])
 
 
-def prompts_of(draw: Random, probes: int, tokens: int) -> list[tuple[bool, list[int], list[int]]]:
+def prompts_of(draw: Random, probes: int, tokens: int) -> list[_Probe]:
     """Return for each probe whether the victim sends the attacker's prompt, that prompt, and what the victim sends."""
     found = []
     for number in range(probes):
@@ -118,38 +119,43 @@ def probe(primed: httpx2.Client, asked: httpx2.Client, key: str, probes: int, to
     return areas(seen)
 
 
+def send_all(http: httpx2.Client, found: Sequence[_Probe]) -> None:
+    """Have the victim send its prompts."""
+    for _, _, sent in found:
+        ask(http, "victim", sent)
+
+
+def areas_of(http: httpx2.Client, key: str, found: list[_Probe], draw: Random) -> list[float]:
+    """Return the areas where the attacker asks for its prompts in random order."""
+    seen: dict[bool, list[_Sample]] = {True: [], False: []}
+    draw.shuffle(found)
+    for is_sent, wanted, _ in found:
+        seen[is_sent].append(ask(http, key, wanted))
+    return areas(seen)
+
+
 def probe_restarted(
     serve: Callable[[], AbstractContextManager[httpx2.Client]], key: str, probes: int, tokens: int, draw: Random
 ) -> list[float]:
     """Return the areas where the service is restarted between the victim's prompts and the attacker's."""
-    seen: dict[bool, list[_Sample]] = {True: [], False: []}
     found = prompts_of(draw, probes, tokens)
     with serve() as http:
-        for _, _, sent in found:
-            ask(http, "victim", sent)
+        send_all(http, found)
         wait_for_blocks(http, probes * (tokens // 16))
-    draw.shuffle(found)
     with serve() as http:
-        for is_sent, wanted, _ in found:
-            seen[is_sent].append(ask(http, key, wanted))
-    return areas(seen)
+        return areas_of(http, key, found, draw)
 
 
 def probe_hosted(
     serve: Callable[[], AbstractContextManager[httpx2.Client]], key: str, probes: int, tokens: int, draw: Random
 ) -> list[float]:
     """Return the areas where the victim's prompts have left the GPU before the attacker asks."""
-    seen: dict[bool, list[_Sample]] = {True: [], False: []}
     found = prompts_of(draw, probes, tokens)
     with serve() as http:
-        for _, _, sent in found:
-            ask(http, "victim", sent)
+        send_all(http, found)
         # A GPU may evict some without a copy: steps come first.
         push_off(http, probes * (tokens // 16) * 9 // 10, tokens, draw)
-        draw.shuffle(found)
-        for is_sent, wanted, _ in found:
-            seen[is_sent].append(ask(http, key, wanted))
-    return areas(seen)
+        return areas_of(http, key, found, draw)
 
 
 @click.command()

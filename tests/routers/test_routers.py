@@ -77,6 +77,16 @@ def figure(running: Service, name: str) -> float:
     return float(found[1]) if found else 0.0
 
 
+def check_handed_over(router: httpx2.Client, prefills: Service, decodes: Service) -> None:
+    """Four prompts have been handed over and are held no more; so is that of a streamed chat."""
+    wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
+    wait_until(lambda: figure(prefills, "moeserve_kv_transfer_held_blocks") == 0)
+    messages = [{"role": "user", "content": "tell me of whales " * 8}]
+    chat = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
+    assert "[DONE]" in router.post("/v1/chat/completions", json=chat).text
+    wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
+
+
 @pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
 def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tmp_path: Path, early: bool) -> None:
     settings = transfer_settings(tmp_path, early=early)
@@ -90,12 +100,7 @@ def test_vllm_router_has_one_service_compute_prompts_for_another(model: Path, tm
             answer = ask(router, prompt_of(number))
             # The router replaces the cached tokens in `usage` by the count of the service that computed the prompt.
             assert bits(answer) == alone
-        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
-        wait_until(lambda: figure(prefills, "moeserve_kv_transfer_held_blocks") == 0)
-        messages = [{"role": "user", "content": "tell me of whales " * 8}]
-        chat = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
-        assert "[DONE]" in router.post("/v1/chat/completions", json=chat).text
-        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
+        check_handed_over(router, prefills, decodes)
 
 
 @pytest.mark.parametrize("early", [False, True], ids=["computed", "early"])
@@ -118,12 +123,7 @@ def test_the_toy_proxy_of_vllm_has_one_service_compute_prompts_for_another(
             answer = ask(proxy, prompt_of(number))
             assert answer["choices"] == alone["choices"]
             assert cached(answer) == PREFIX
-        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") == 4 * PREFIX)
-        wait_until(lambda: figure(prefills, "moeserve_kv_transfer_held_blocks") == 0)
-        messages = [{"role": "user", "content": "tell me of whales " * 8}]
-        chat = {"model": "m", "messages": messages, "max_tokens": 4, "temperature": 0, "stream": True}
-        assert "[DONE]" in proxy.post("/v1/chat/completions", json=chat).text
-        wait_until(lambda: figure(decodes, "moeserve_kv_transfer_tokens_total") > 4 * PREFIX)
+        check_handed_over(proxy, prefills, decodes)
 
 
 def replicas(stack: ExitStack, model: Path, folder: Path) -> list[Service]:
