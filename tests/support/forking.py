@@ -113,8 +113,11 @@ class _ServedPopen(subprocess.Popen):  # type: ignore[type-arg]
         self._told.close()
         return self.pid, int(said) if said else signal.SIGKILL
 
-    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
-        if self.returncode is None:
+    def _internal_poll(self, _deadstate: int | None = None, **_: Any) -> int | None:
+        if self.returncode is None and self._told.fileno() == -1:
+            # Python goes on to poll a process that was forgotten, together with its socket, before it ended.
+            self.returncode = _deadstate
+        elif self.returncode is None:
             pid, status = self._try_wait(os.WNOHANG)
             if pid:
                 self._handle_exitstatus(status)  # type: ignore[attr-defined]

@@ -268,6 +268,8 @@ def test_what_a_supervisor_leaves_that_was_killed_with_its_janitor_the_next_one_
     [janitor] = set(processes_with(str(run_dir))) - set(service.pids)
     os.kill(janitor, signal.SIGKILL)
     service.process.kill()
+    # It holds the lock of its directory until it has ended.
+    service.process.wait()
     wait_until_dead(service.pids)
     assert [run_dir] == list(service.run_root.iterdir())
     following = Service(service.run_root)
