@@ -226,8 +226,8 @@ def test_what_is_no_whole_gguf_file_gets_one_sentence_with_what_to_do(
         read_gguf(path)
 
 
-@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "Q1_0"])
-def test_kinds_that_only_ggml_computes_with_are_refused_before_weights_are_read(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["Q8_1", "Q8_K", "Q1_0", "I32"])
+def test_integers_and_kinds_that_only_ggml_computes_with_are_refused_before_weights(kind: str, tmp_path: Path) -> None:
     path, number = tmp_path / "tiny.gguf", Kind[kind]
     block, block_bytes = gguf.GGML_QUANT_SIZES[number]
     writer = gguf.GGUFWriter(path, "llama")

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
@@ -52,10 +52,11 @@ _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$")
 
 @cache
 def _is_readable(kind: GGMLQuantizationType) -> bool:
-    """Return whether the `gguf` package unpacks the blocks of a kind: some are for ggml's own computations alone."""
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+    """Return whether a kind's numbers are read: some kinds are for ggml's own computations alone, or are integers."""
+    _, block_bytes = GGML_QUANT_SIZES[kind]
     try:
-        return block == 1 or len(dequantize(np.zeros((1, block_bytes), np.uint8), kind)) == 1
+        # The `gguf` package unpacks all other kinds that are read.
+        return kind is GGMLQuantizationType.F64 or len(dequantize(np.zeros((1, block_bytes), np.uint8), kind)) == 1
     except NotImplementedError:
         return False
 
@@ -168,7 +169,6 @@ class _Parser:
             known = GGMLQuantizationType(kind)
         except ValueError:
             self._unreadable(name, f"type {kind} of ggml")
-            raise
         if not _is_readable(known):
             self._unreadable(name, known.name)
         return name, known, shape, offset
@@ -208,7 +208,6 @@ class _Parser:
             return GGUFValueType(number)
         except ValueError:
             self._damaged(f"a field has the unknown type {number}")
-            raise
 
     def _text(self, most: int) -> str:
         (length,) = self._unpack("Q")
@@ -244,11 +243,11 @@ class _Parser:
         if count > most:
             self._damaged(f"it counts {count} {name}; at most {most} are read")
 
-    def _unreadable(self, name: str, kind: str) -> None:
+    def _unreadable(self, name: str, kind: str) -> NoReturn:
         raise CheckpointError(
             f"{self._path.name} holds {name[:80]} as {kind}, which cannot be read: take a file of another kind, "
             "such as Q4_K_M."
-        )
+        ) from None
 
-    def _damaged(self, reason: str) -> None:
-        raise CheckpointError(f"{self._path.name} is damaged, {reason}: download it again.")
+    def _damaged(self, reason: str) -> NoReturn:
+        raise CheckpointError(f"{self._path.name} is damaged, {reason}: download it again.") from None

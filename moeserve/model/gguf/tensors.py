@@ -126,11 +126,7 @@ _PLAIN_DTYPES: Mapping[str, torch.dtype] = {
 def _numbers(tensor: GgufTensor) -> Tensor:
     if tensor.kind in _PLAIN_DTYPES:
         return torch.from_numpy(_bytes(tensor).copy()).view(_PLAIN_DTYPES[tensor.kind]).view(tensor.shape)
-    kind = GGMLQuantizationType[tensor.kind]
-    try:
-        numbers = dequantize(_by_rows(tensor), kind)
-    except NotImplementedError:
-        raise CheckpointError(f"Weights of kind {tensor.kind} in {tensor.file.name} cannot be read.") from None
+    numbers = dequantize(_by_rows(tensor), GGMLQuantizationType[tensor.kind])
     return torch.from_numpy(np.ascontiguousarray(numbers, np.float32)).view(tensor.shape)
 
 
