@@ -47,10 +47,9 @@ class Study:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """seconds: until all requests have ended. mean_s: until one has. num_rows: computed, of all steps."""
+    """seconds: until all requests have ended. num_rows: computed in all steps."""
 
     seconds: float
-    mean_s: float
     num_rows: int
     num_preemptions: int
     num_swaps: int
@@ -114,7 +113,7 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
     for number in range(study.requests):
         prompt = array("i", (draw.randrange(10**6) for _ in range(study.prompt)))
         scheduler.add(Request(f"{number}", prompt, SamplingParams(study.output)))
-    now, num_rows, ends = 0.0, 0, list[float]()
+    now, num_rows = 0.0, 0
     while not scheduler.is_idle:
         scheduler.tell_time(now)
         for result in copies.take(now):
@@ -127,12 +126,11 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
             continue
         seconds = step_seconds(plans[0])
         now, num_rows = now + seconds, num_rows + plans[0].num_tokens
-        outputs = scheduler.commit(plans, [results_of(plans[0])])
+        scheduler.commit(plans, [results_of(plans[0])])
         scheduler.count_step(seconds)
-        ends += [now for output in outputs if output.finish_reason is not None]
     assert scheduler.lower is not None
     fates = scheduler.lower.counters.fates
-    return Outcome(now, sum(ends) / len(ends), num_rows, scheduler.counters.preemptions, fates[Fate.SWAP])
+    return Outcome(now, num_rows, scheduler.counters.preemptions, fates[Fate.SWAP])
 
 
 def results_of(plan: StepPlan) -> StepResult:

@@ -33,7 +33,7 @@ class Copies:
     after it.
     """
 
-    def __init__(self, serve: Serve, orders: TextIO, report: Report, rank: int = 0) -> None:
+    def __init__(self, serve: Serve, orders: TextIO, report: Report, rank: int) -> None:
         self._serve, self._orders, self._report, self._rank = serve, orders, report, rank
         self._pid: int | None = None
         self._stopped = False

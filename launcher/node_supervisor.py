@@ -40,7 +40,7 @@ class NodeSupervisor:
         *,
         computing: Callable[[], None],
         failed: Callable[[str], None],
-        notice: Callable[[str], None] = lambda _: None,
+        notice: Callable[[str], None],
     ) -> None:
         self._context = context
         self._computing, self._failed, self._notice = computing, failed, notice

@@ -137,7 +137,7 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None] = lambda: None) -> str:
+async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None]) -> str:
     """Listen to the heartbeats of the engine at `address`; return why it counts as hung, once it does.
 
     timeout: seconds that an engine may take without progress, or without a heartbeat. note: called for

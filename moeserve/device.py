@@ -377,7 +377,7 @@ def share_kv(
     block_size: int,
     model_max_len: int,
     max_model_len: int | None,
-    windows: WindowDemand | None = None,
+    windows: WindowDemand | None,
 ) -> KvBudget:
     """Return the budget of pools of `memory` bytes. Raise ConfigError as `plan_kv` does.
 

@@ -141,7 +141,7 @@ class Thought:
     """Follows one answer. `num_tokens`: those inside thoughts so far. Tokens that are all marker are not inside; those
     of an end that is not whole yet count until it is."""
 
-    def __init__(self, form: ThoughtForm, is_open: bool = False) -> None:
+    def __init__(self, form: ThoughtForm, is_open: bool) -> None:
         self.num_tokens = 0
         self._form = form
         self._stage = _Stage.BEFORE

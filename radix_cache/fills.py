@@ -33,7 +33,7 @@ class Fill:
 
 
 def begin_restore(
-    cache: PrefixCache, tokens: array[int], namespace: str, names: list[bytes], spare: int = 0
+    cache: PrefixCache, tokens: array[int], namespace: str, names: list[bytes], spare: int
 ) -> Fill | None:
     """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is stored.
 
@@ -68,7 +68,7 @@ def end_restore(cache: PrefixCache, fill: Fill, num_filled: int, *, is_whole: bo
     end_fill(cache, fill, num_filled)
 
 
-def begin_fill(cache: PrefixCache, tokens: array[int], namespace: str, stop: int, spare: int = 0) -> Fill | None:
+def begin_fill(cache: PrefixCache, tokens: array[int], namespace: str, stop: int, spare: int) -> Fill | None:
     """Lease the cached prefix of `tokens` and blocks up to number `stop`, whose content comes from elsewhere.
 
     The copies name blocks of memory alone. For the rest see `begin_restore`; `end_fill` ends it.

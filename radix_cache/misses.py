@@ -70,9 +70,9 @@ def explain_miss(
     tree: RadixTree,
     lease: Lease,
     tokens: array[int],
-    lacking: MissReason = MissReason.NO_STATE,
+    lacking: MissReason,
     *,
-    tells_salts: bool = False,
+    tells_salts: bool,
 ) -> Miss:
     """Return why the lease, which covers the cached tokens of `tokens` in whole blocks, covers no more of them.
 

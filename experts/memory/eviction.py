@@ -113,7 +113,7 @@ POLICY_NAMES = (*POLICIES, "static")
 
 
 def make_policies(
-    name: str, num_layers: int, num_experts: int, load: Sequence[Sequence[float]] | None = None
+    name: str, num_layers: int, num_experts: int, load: Sequence[Sequence[float]] | None
 ) -> list[EvictionPolicy]:
     """Make one policy per layer. load: [L, E], measured earlier; "static" uses it and raises ValueError without it."""
     if name == "static":

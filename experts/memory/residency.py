@@ -403,7 +403,7 @@ class LayerResidency:
         self._known = None
         return self._place_waiting()
 
-    def reserve(self, expert: int, keep: Collection[int] = ()) -> Load | None:
+    def reserve(self, expert: int, keep: Collection[int]) -> Load | None:
         """Make room for a prefetch; return None if the expert has a slot, or if no expert may be evicted for it.
 
         The event's own experts, the experts in `keep` and prefetches for the layer's next event are not evicted.

@@ -29,7 +29,7 @@ class ResidentExperts(LoadingDispatch):
         arena: SlotArena,
         layer: int,
         experts: SplitExperts,
-        observers: Sequence[AnyObserver] = (),
+        observers: Sequence[AnyObserver],
     ) -> None:
         self._memory = memory
         self._arena = arena

@@ -37,7 +37,7 @@ class GateLookahead(PrefetchObserver):
         preview: GatePreview,
         top_k: int,
         judge: PrefetchJudge | None,
-        experts_here: Callable[[int], Collection[int]] | None = None,
+        experts_here: Callable[[int], Collection[int]] | None,
     ) -> None:
         """control: the control of `memory`. preview: reads one of the taps, `SHARED` on a single rank only. judge: None
         to predict in every step. experts_here: returns the experts of a layer that this rank holds now; None if it

@@ -311,19 +311,14 @@ class Affinity:
     popularity.
     """
 
-    def __init__(
-        self, load: Float, transitions: Mapping[int, Float], top_k: int, pseudo_counts: float | None = None
-    ) -> None:
+    def __init__(self, load: Float, transitions: Mapping[int, Float], top_k: int) -> None:
         """load: [L, E]; transitions[d]: [L - d, E, E], both in tokens, as `RoutingStatistics` has them.
 
         A token counts for a pair of layers only if both computed it: with k choices in the second one, a row of
-        transitions sums to k times the tokens behind it. pseudo_counts: tokens that the prior is worth, by default
-        E / 4.
+        transitions sums to k times the tokens behind it. The prior is worth E / 4 tokens.
         """
         num_experts = load.shape[1]
-        prior = np.float32(num_experts / 4 if pseudo_counts is None else pseudo_counts)
-        if not prior > 0:
-            raise ValueError(f"pseudo_counts is {pseudo_counts}, but must be positive")
+        prior = np.float32(num_experts / 4)
         tokens = load.sum(axis=1, keepdims=True) / top_k
         uniform = np.float32(top_k / num_experts)
         self._popularity: Float = (load + prior * uniform) / (tokens + prior)
@@ -338,9 +333,9 @@ class Affinity:
         }
 
     @classmethod
-    def of(cls, statistics: RoutingStatistics, pseudo_counts: float | None = None) -> Affinity:
+    def of(cls, statistics: RoutingStatistics) -> Affinity:
         transitions = {distance: statistics.transitions(distance) for distance in statistics.spec.distances()}
-        return cls(statistics.load(), transitions, statistics.spec.top_k, pseudo_counts)
+        return cls(statistics.load(), transitions, statistics.spec.top_k)
 
     def popularity(self) -> Float:
         """[L, E]: P(a token chooses the expert)."""

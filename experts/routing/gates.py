@@ -60,7 +60,7 @@ class GatePreview:
         layers: Sequence[GatedBlock],
         norms: Sequence[Tensor],
         max_distance: int,
-        tap: Tap = Tap.EARLY,
+        tap: Tap,
         fitted: FittedGates | None = None,
     ) -> None:
         """norms: [H], the weights of the norm in front of each layer's gate. fitted: for this tap and all

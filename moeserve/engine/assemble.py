@@ -273,7 +273,7 @@ class LoadedRank:
         tap: RoutingTap | None,
         group: Group | None,
         owned: OwnedExperts | None,
-        kept: KeptExperts | None = None,
+        kept: KeptExperts | None,
     ) -> None:
         self.group = group
         self._kept = kept

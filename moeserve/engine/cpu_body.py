@@ -37,7 +37,7 @@ class CpuBody:
     depth = 0
 
     def __init__(
-        self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None, num_packers: int | None = None
+        self, plan: ModelPlan, config: ServeConfig, resident: CpuResidentModel | None, num_packers: int | None
     ) -> None:
         """num_packers: see `CpuOps`."""
         rounding = plan.rounding

@@ -124,7 +124,7 @@ def choices_of_hub(
     return choices
 
 
-def spec_of_first(repositories: Sequence[str], revision: str | None, *, offline: bool = False) -> DecoderSpec | None:
+def spec_of_first(repositories: Sequence[str], revision: str | None, *, offline: bool) -> DecoderSpec | None:
     """Return the spec of the first repository whose config.json can be had and whose type our own code computes."""
     for place, repository in enumerate(repositories):
         try:

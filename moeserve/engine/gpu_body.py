@@ -102,9 +102,9 @@ class GpuBody:
         observers: Sequence[AnyObserver],
         progress: Progress,
         *,
-        owned: OwnedExperts | None = None,
-        replays_with: str | None = None,
-        waits: DeviceWaits | None = None,
+        owned: OwnedExperts | None,
+        replays_with: str | None,
+        waits: DeviceWaits | None,
     ) -> None:
         """Allocate scratch. If `--expert-memory` does not hold all experts, also allocate slots and open the tier
         below.

@@ -61,8 +61,8 @@ def terms_of(
     *,
     ttft_s: float | None = None,
     tpot_s: float | None = None,
-    patient: bool = False,
-    background: bool = False,
+    patient: bool,
+    background: bool,
 ) -> Terms:
     """Return the terms of a caller's request. secret: of the namespaces of keys."""
     rights = identity.rights

@@ -123,13 +123,11 @@ async def send_body(
     status: int,
     body: bytes,
     headers: list[tuple[bytes, bytes]] | None = None,
-    media: bytes | None = None,
     *,
     is_last: bool = True,
 ) -> None:
-    """Send a complete response, JSON unless `media` says otherwise. is_last: False where an empty message follows, with
-    which the connection may be closed."""
-    head = [(b"content-type", media or b"application/json"), (b"content-length", str(len(body)).encode())]
+    """Send a complete response of JSON. is_last: False if an empty message follows, which may close the connection."""
+    head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*head, *(headers or ())]})
     await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 

@@ -186,9 +186,8 @@ class Turnstile:
     passed.
     """
 
-    def __init__(self, at_once: int = _AT_ONCE) -> None:
+    def __init__(self) -> None:
         self.turn = 0
-        self._at_once = at_once
         self._num_passed = 0
         self._waiting: deque[asyncio.Future[None]] = deque()
 
@@ -197,7 +196,7 @@ class Turnstile:
         loop = asyncio.get_running_loop()
         if not self._num_passed:
             loop.call_soon(self._begin_turn, loop)
-        if self._num_passed < self._at_once:
+        if self._num_passed < _AT_ONCE:
             self._num_passed += 1
             return
         waiter = loop.create_future()
@@ -207,7 +206,7 @@ class Turnstile:
     def _begin_turn(self, loop: asyncio.AbstractEventLoop) -> None:
         self.turn += 1
         self._num_passed = 0
-        while self._waiting and self._num_passed < self._at_once:
+        while self._waiting and self._num_passed < _AT_ONCE:
             waiter = self._waiting.popleft()
             if not waiter.done():  # its client may have left
                 waiter.set_result(None)

@@ -74,7 +74,7 @@ class FrontendServer(uvicorn.Server):
     """A uvicorn server that installs no signal handlers of its own."""
 
     def __init__(
-        self, services: Services, ticker: Ticker | None = None, wills: WillLink | None = None, load: Load | None = None
+        self, services: Services, ticker: Ticker | None, wills: WillLink | None, load: Load | None = None
     ) -> None:
         """wills: to whom last wills are left. load: shared with the other HTTP processes of the service, if any."""
         open_paths = frozenset(route.path for route in ROUTES if route.is_watch)

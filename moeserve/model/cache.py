@@ -82,7 +82,7 @@ def ensure_built(
     return target
 
 
-def find_built(target: Path, *, builder: str, refuse_damaged: str, progress: Progress | None = None) -> bool:
+def find_built(target: Path, *, builder: str, refuse_damaged: str, progress: Progress | None) -> bool:
     """Return whether `target` is complete and verified; see `ensure_built`, also for the error that is raised."""
     why = _why_bad(target, builder, progress or silent)
     if why is not None and not isinstance(why, OtherBuilderError):

@@ -46,7 +46,7 @@ def layouts_in_store(
 
 
 def native_layouts(
-    index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+    index: Mapping[str, TensorInfo], spec: DecoderSpec, dtype: torch.dtype, rounding: Rounding
 ) -> LayerPackings[ExpertLayout]:
     """See `layouts_of`; for a model on our own code."""
     return layouts_of(NativeExperts(index, spec, dtype, rounding))

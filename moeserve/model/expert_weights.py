@@ -122,7 +122,7 @@ class ExpertReader:
         plan: ExpertsPlan,
         reader: TensorReader,
         dtype: torch.dtype,
-        rounding: Rounding = NO_ROUNDING,
+        rounding: Rounding,
     ) -> None:
         """dtype: in which the experts compute."""
         assert spec.moe is not None
@@ -232,9 +232,7 @@ def _bytes_of_experts(plan: WeightPlan) -> int:
     return plan.num_bytes - outer - sum(tensor.num_bytes for layer in plan.layers for tensor in layer.tensors.values())
 
 
-def expert_shape(
-    spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
-) -> ExpertShape:
+def expert_shape(spec: DecoderSpec, plan: ExpertsPlan, dtype: torch.dtype, rounding: Rounding) -> ExpertShape:
     """Return the shape of a layer's experts when they compute in `dtype`."""
     assert spec.moe is not None
     sizes = spec.hidden_size, spec.moe.intermediate_size

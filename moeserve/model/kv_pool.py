@@ -89,7 +89,7 @@ class KVPool:
         for blocks, ids in self._named(block_ids, window_ids):
             blocks.index_fill_(2, ids, 0)
 
-    def copy_blocks(self, block_pairs: array[int], window_pairs: Sequence[int] = ()) -> None:
+    def copy_blocks(self, block_pairs: array[int], window_pairs: Sequence[int]) -> None:
         """Copy blocks to others: (source, target) ids, one after the other. window_pairs: the same of window blocks."""
         for blocks, ids in self._named(block_pairs, window_pairs):
             sources, targets = ids.view(-1, 2).unbind(1)

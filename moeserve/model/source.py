@@ -303,7 +303,7 @@ def _download(model: str, *, revision: str | None, offline: bool, cache_dir: Pat
         return folder if kind is None else folder / files[0]
 
 
-def pull_model(model: str, *, revision: str | None = None, progress: Progress = silent) -> Path:
+def pull_model(model: str, *, revision: str | None, progress: Progress) -> Path:
     """Fetch the missing files of a hub model and compare all its files with the hub's checksums.
 
     model: `owner/name`, `owner/name:KIND` or `owner/name:FILE.gguf`. Return the folder, or the first GGUF file. Resume

@@ -42,7 +42,7 @@ class TensorReader:
         index: Mapping[str, TensorInfo],
         total_bytes: int,
         *,
-        progress: Progress | None = None,
+        progress: Progress | None,
         forgets: bool = False,
     ) -> None:
         self._index = index

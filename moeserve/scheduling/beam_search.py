@@ -35,7 +35,7 @@ class BeamSearch:
     """
 
     def __init__(
-        self, params: BeamParams, *, max_tokens: int, min_tokens: int = 0, stop_token_ids: Collection[int] = ()
+        self, params: BeamParams, *, max_tokens: int, min_tokens: int = 0, stop_token_ids: Collection[int]
     ) -> None:
         """min_tokens: a stop token that comes before is none that may be chosen."""
         self.beams = [Beam()]

@@ -153,8 +153,8 @@ class LowerTier:
         self,
         caches: Sequence[PrefixCache],
         pace: Pace,
-        overflow: Overflow = Overflow.AUTO,
-        read_s: Mapping[bool, float] | None = None,
+        overflow: Overflow,
+        read_s: Mapping[bool, float] | None,
     ) -> None:
         """caches: by rank, with the same `stored`. pace: knows the seconds of steps. overflow: the fate of preempted
         requests. read_s: a first guess of the seconds per block that is read, by `CopyJob.is_gentle`."""

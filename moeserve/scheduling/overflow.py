@@ -57,7 +57,7 @@ class OverflowCosts:
     num_running: int
     num_blocks: int
 
-    def is_read_sooner(self, num_blocks: int, more_s: float = 0.0) -> bool:
+    def is_read_sooner(self, num_blocks: int, more_s: float) -> bool:
         """Return whether all requests together lose less time if the blocks are read than if they are computed.
 
         more_s: seconds of work before the reading. True while costs are not known: then they are measured.

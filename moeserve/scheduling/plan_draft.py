@@ -22,7 +22,7 @@ class PlanDraft:
     (rank, block ids) that this plan may be the last to read.
     """
 
-    def __init__(self, step: int, budget: int, num_ranks: int, *, tells_following: bool = False) -> None:
+    def __init__(self, step: int, budget: int, num_ranks: int, *, tells_following: bool) -> None:
         """tells_following: chunks that are not sampled have the token behind them."""
         self._tells_following = tells_following
         self.plans = [StepPlan(step, [], array("i")) for _ in range(num_ranks)]

@@ -22,7 +22,7 @@ class RequestMemory:
     ones (`publish`). So any other block that leaves a lease here can be freed at once.
     """
 
-    def __init__(self, cache: PrefixCache, states: RequestStates | None = None) -> None:
+    def __init__(self, cache: PrefixCache, states: RequestStates | None) -> None:
         """states: None without recurrent states."""
         self._cache = cache
         self._states = states

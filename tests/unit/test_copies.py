@@ -32,7 +32,7 @@ def serve(context, stop):
     return 5
 
 report = reporter(sys.stdout)
-sys.exit(Copies(serve, sys.stdin, report).run(load_run_context(sys.argv[1])))
+sys.exit(Copies(serve, sys.stdin, report, 0).run(load_run_context(sys.argv[1])))
 """
 
 

@@ -40,7 +40,7 @@ class GpuResidentExperts(LoadingDispatch):
         layer: int,
         experts: SlotExperts,
         max_rows: int,
-        observers: Sequence[AnyObserver] = (),
+        observers: Sequence[AnyObserver],
     ) -> None:
         """experts: computes with the slots that the memory fills for this layer. max_rows: the size of its scratch."""
         self._memory = memory

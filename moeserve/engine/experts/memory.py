@@ -47,7 +47,7 @@ def plan_residency(
     spec: ModelSpec,
     dtype: torch.dtype,
     config: ServeConfig,
-    placement: Placement | None = None,
+    placement: Placement | None,
     rounding: Rounding = NO_ROUNDING,
 ) -> ResidencyPlan | None:
     """Plan the slots that `--expert-memory` pays for on each rank; None without it or where a rank's experts all fit.
@@ -68,7 +68,7 @@ def plan_residency(
 
 
 def residency_with(
-    num_slots: tuple[int, ...], directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding = NO_ROUNDING
+    num_slots: tuple[int, ...], directory: Path, spec: ModelSpec, dtype: torch.dtype, rounding: Rounding
 ) -> ResidencyPlan:
     """Return the plan of a rank for the numbers of slots that rank 0 has decided on. Raise ModelError."""
     layouts = layouts_in_store(directory, spec, dtype, rounding)

@@ -37,7 +37,7 @@ class SlotPlan:
 
 
 def plan_slots(
-    num_bytes: int, expert_bytes: int, num_held: Sequence[int], top_k: int, *, several_ranks: bool = False
+    num_bytes: int, expert_bytes: int, num_held: Sequence[int], top_k: int, *, several_ranks: bool
 ) -> SlotPlan | None:
     """Share `num_bytes` out among the layers of a rank that holds num_held[layer] experts; None if all of them fit.
 

@@ -51,7 +51,7 @@ class RankedExecutor:
         timeout: float,
         num_entered: Callable[[], int],
         placement_version: Callable[[], int],
-        listeners: Sequence[Callable[[object], None]] = (),
+        listeners: Sequence[Callable[[object], None]],
     ) -> None:
         """timeout: the seconds that one rank may be behind another in a step. num_entered: the number of collectives
         that this rank has entered. placement_version: the version for the next step. listeners: each receives every

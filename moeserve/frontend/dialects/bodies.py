@@ -242,7 +242,7 @@ def _wrong_type(message: str, expected: type[msgspec.Struct]) -> ApiError:
 
 @cache
 def _spans(expected: type[msgspec.Struct]) -> dict[str, tuple[float, float, bool]]:
-    """Return the arguments of `bounded` for the fields of a struct whose types have bounds."""
+    """Return the bounds (low, high, above) of a struct's fields, as `_beyond` takes them."""
     found = {}
     described = msgspec.inspect.type_info(expected)
     assert isinstance(described, msgspec.inspect.StructType)
@@ -255,15 +255,16 @@ def _spans(expected: type[msgspec.Struct]) -> dict[str, tuple[float, float, bool
     return found
 
 
-def bounded(name: str, value: Any, low: float, high: float, *, above: bool = False) -> Any:
-    """Return `value` if it is finite and in [low, high] (in (low, high] with `above`). Raises ApiError."""
+def bounded(name: str, value: Any, low: float, high: float) -> Any:
+    """Return `value` if it is finite and in [low, high]. Raises ApiError."""
     # A comparison with NaN fails as well; JSON's integers may be too large for a float.
-    if not low <= value <= high or (above and value == low):
-        raise _beyond(name, low, high, above)
+    if not low <= value <= high:
+        raise _beyond(name, low, high)
     return value
 
 
-def _beyond(name: str, low: float, high: float, above: bool) -> ApiError:
+def _beyond(name: str, low: float, high: float, above: bool = False) -> ApiError:
+    """Return the error of a value beyond [low, high], or beyond (low, high] with `above`."""
     interval = f"{'above' if above else 'at least'} {_plain(low)} and at most {_plain(high)}"
     return invalid(f"`{name}` must be {interval}", name)
 

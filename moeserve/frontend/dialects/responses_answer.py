@@ -84,7 +84,7 @@ def delta_head(kind: str, place: dict[str, Any]) -> bytes:
 class TextItem:
     """An item with one part that is text: a message or reasoning."""
 
-    def __init__(self, log: EventLog, item: Item, output_index: int, *, seals: bool = False) -> None:
+    def __init__(self, log: EventLog, item: Item, output_index: int, *, seals: bool) -> None:
         """item: its `id` and `type`. seals: reasoning has `encrypted_content` too."""
         self.is_message = item["type"] == "message"
         self._log = log

@@ -438,7 +438,7 @@ class Runner:
 
     async def _complete(self, job: OpenJob, replay: Replay) -> None:
         """Say that a job is done, and keep its response, at once."""
-        ended_at = self._store.now()
+        ended_at = time.time()
         replay.end_at(ended_at)
         formatter = replay.formatter()
         await completed(formatter, replay.answer.choices(), replay.answer, self._services.long_answers)

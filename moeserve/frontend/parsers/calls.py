@@ -86,7 +86,7 @@ class JsonCalls:
         return found if found in self.opens else None
 
 
-def read_objects(feed: Feed, sink: Sink, known: Collection[str] | None = None) -> Reading[bool]:
+def read_objects(feed: Feed, sink: Sink, known: Collection[str] | None) -> Reading[bool]:
     """Read calls one after the other, with commas, semicolons or a list's brackets around them.
 
     Return whether one was told; if `sink.in_call`, the last one's arguments are broken and go on. `feed.kept` then has
@@ -297,7 +297,7 @@ class TaggedCalls:
             return False
         if found == self._region_end:
             feed.put_back(self._region_end)
-        sink.tell(called, json.dumps(arguments, ensure_ascii=False))
+        sink.add_call(called, json.dumps(arguments, ensure_ascii=False))
         return True
 
 
@@ -334,7 +334,7 @@ class GlmCalls:
             sink.say_marker(marker)
             sink.say(read)
         else:
-            sink.tell(called, json.dumps(arguments, ensure_ascii=False))
+            sink.add_call(called, json.dumps(arguments, ensure_ascii=False))
         return None
 
 
@@ -405,7 +405,7 @@ def _types_of(schema: dict[str, Any] | None, name: str) -> set[str]:
     return types
 
 
-def read_call(feed: Feed, sink: Sink, known: Collection[str] | None = None) -> Reading[bool]:
+def read_call(feed: Feed, sink: Sink, known: Collection[str] | None) -> Reading[bool]:
     """Read `{"name": ..., "arguments": {...}}` and tell it as a call, its arguments as they come.
 
     Return False where it is no such object, or names no tool of `known`: then either nothing was told, or the call is
@@ -441,7 +441,7 @@ def read_call(feed: Feed, sink: Sink, known: Collection[str] | None = None) -> R
     if char == "}":
         feed.take(1)
         if name and not is_told:
-            sink.tell(name, plain_arguments(arguments))
+            sink.add_call(name, plain_arguments(arguments))
             is_told = True
     return is_told
 

@@ -309,8 +309,9 @@ class Sink:
             self.arguments("{}")
         self._is_open = False
 
-    def tell(self, name: str, arguments: str, call_id: str = "") -> None:
-        self.open_call(name, call_id)
+    def add_call(self, name: str, arguments: str) -> None:
+        """Add a whole call. arguments: JSON."""
+        self.open_call(name)
         self.arguments(arguments)
         self.close_call()
 

@@ -151,20 +151,14 @@ def _total(db: sqlite3.Connection) -> int:
 class Store:
     """Runs synchronous work on the shelf of a caller, each call in one transaction."""
 
-    def __init__(self, path: Path, bounds: Bounds, clock: Callable[[], float] = time.time) -> None:
-        """clock: UNIX time."""
+    def __init__(self, path: Path, bounds: Bounds) -> None:
         self._path = path
         self._bounds = bounds
-        self._clock = clock
         self._writer = _Threads(path, 1)
         self._readers = _Threads(path, _NUM_READERS)
         self._watcher = _Threads(path, 1)
         self._version = -1  # of the file, as the watcher's connection counts
         self._cleaning: asyncio.Task[None] | None = None
-
-    def now(self) -> float:
-        """Return the UNIX time that is written into the store."""
-        return self._clock()
 
     async def start(self) -> None:
         """Make the file if it is not there. Raises StoreError."""
@@ -203,7 +197,7 @@ class Store:
         def transact(db: sqlite3.Connection) -> _T:
             db.execute(begin)
             try:
-                result = work(Shelf(db, caller, self._clock(), self._bounds))
+                result = work(Shelf(db, caller, time.time(), self._bounds))
                 db.execute("COMMIT")
                 return result
             except BaseException:

@@ -55,8 +55,8 @@ class TransformersDecoder:
         *,
         max_model_len: int,
         dtype: torch.dtype,
-        serves_others: bool = False,
-        observers: Sequence[AnyObserver] = (),
+        serves_others: bool,
+        observers: Sequence[AnyObserver],
     ) -> None:
         self.spec, self.dtype, self.max_model_len = spec, dtype, max_model_len
         self.ops, self.device = ops, ops.device
