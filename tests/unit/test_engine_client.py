@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +93,7 @@ class Lives:
     """A client, and the lives of its engine."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.folder = folder
         self.links: list[Link] = []
 
         def connect(*arguments: Any, **options: Any) -> Link:
@@ -130,78 +131,76 @@ class Lives:
         os.close(self._news)
 
 
+def with_lives(test: Callable[[Lives], Coroutine[Any, Any, None]]) -> Callable[[Path, pytest.MonkeyPatch], None]:
+    """Make a test of a coroutine function; uvloop runs it, as in a service."""
+
+    def run_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def run() -> None:
+            lives = Lives(tmp_path, monkeypatch)
+            await test(lives)
+            await lives.end()
+
+        uvloop.run(run())
+
+    return run_test
+
+
 def generate(name: str) -> list[Generate]:
     return [Generate(name, pack_token_ids([*name.encode()]), SamplingParams(max_tokens=50))]
 
 
-def test_the_next_engine_gets_all_open_requests_at_once_in_the_order_of_their_arrival(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        client = lives.client
-        link = await lives.begin()
-        async with client.submit(generate("a")) as a, client.submit(generate("b")), client.submit(generate("c")):
-            assert link.asked() == ["a", "b", "c"]
-            assert not any(generate.resumes for generate in link.generates)
-            link.answer("a", 5)
-            for number in range(2, 5):
-                link.die()
-                async with client.submit(generate(f"in pause {number}")):
-                    link = await lives.begin()
-                    assert link.asked() == ["a", "b", "c", f"in pause {number}"]
-                    assert [generate.resumes for generate in link.generates] == [True, True, True, False]
-                    link.answer("a", number)
-            assert a.num_deaths == 3
-            assert [*unpack_token_ids(link.generates[0].output_token_ids)] == [5, 2, 3]
-            assert [token for _, output in await a.next() for token in output.token_ids] == [5, 2, 3, 4]
-        await lives.end()
-
-    asyncio.run(run())
-
-
-def test_a_request_that_ended_engines_ends_and_the_others_go_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        client = lives.client
-        link = await lives.begin()
-        async with client.submit(generate("a")) as a, client.submit(generate("b")) as b:
-            link.say(Admitted("a"))
-            link.answer("a", 5)
+@with_lives
+async def test_the_next_engine_gets_all_open_requests_at_once_in_the_order_of_their_arrival(lives: Lives) -> None:
+    client = lives.client
+    link = await lives.begin()
+    async with client.submit(generate("a")) as a, client.submit(generate("b")), client.submit(generate("c")):
+        assert link.asked() == ["a", "b", "c"]
+        assert not any(generate.resumes for generate in link.generates)
+        link.answer("a", 5)
+        for number in range(2, 5):
             link.die()
-            link = await lives.begin()
-            link.say(Rejected("a", "engine_crash", "the engine ended 2 times"))
-            link.answer("b", 6)
-            assert [token for _, output in await a.next() for token in output.token_ids] == [5]
-            with pytest.raises(CrashSuspect, match="2 times"):
-                await a.next()
-            assert len(await b.next()) == 1
-        async with client.submit(generate("again")) as again:
-            link.say(Rejected("again", "engine_crash", "before"))
-            with pytest.raises(CrashSuspect, match="before"):
-                await again.admitted()
-        await lives.end()
-
-    asyncio.run(run())
+            async with client.submit(generate(f"in pause {number}")):
+                link = await lives.begin()
+                assert link.asked() == ["a", "b", "c", f"in pause {number}"]
+                assert [generate.resumes for generate in link.generates] == [True, True, True, False]
+                link.answer("a", number)
+        assert a.num_deaths == 3
+        assert [*unpack_token_ids(link.generates[0].output_token_ids)] == [5, 2, 3]
+        assert [token for _, output in await a.next() for token in output.token_ids] == [5, 2, 3, 4]
 
 
-def test_a_client_that_leaves_in_the_pause_is_not_handed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        client = lives.client
+@with_lives
+async def test_a_request_that_ended_engines_ends_and_the_others_go_on(lives: Lives) -> None:
+    client = lives.client
+    link = await lives.begin()
+    async with client.submit(generate("a")) as a, client.submit(generate("b")) as b:
+        link.say(Admitted("a"))
+        link.answer("a", 5)
+        link.die()
         link = await lives.begin()
-        async with client.submit(generate("a")):
-            async with client.submit(generate("b")):
-                link.die()
-            link = await lives.begin()
-            assert link.asked() == ["a"]
-            assert not any(isinstance(message, Abort) for message in link.sent)
-        assert [message.request_id for message in link.sent if isinstance(message, Abort)] == ["a"]
-        await lives.end()
+        link.say(Rejected("a", "engine_crash", "the engine ended 2 times"))
+        link.answer("b", 6)
+        assert [token for _, output in await a.next() for token in output.token_ids] == [5]
+        with pytest.raises(CrashSuspect, match="2 times"):
+            await a.next()
+        assert len(await b.next()) == 1
+    async with client.submit(generate("again")) as again:
+        link.say(Rejected("again", "engine_crash", "before"))
+        with pytest.raises(CrashSuspect, match="before"):
+            await again.admitted()
 
-    asyncio.run(run())
+
+@with_lives
+async def test_a_client_that_leaves_in_the_pause_is_not_handed_over(lives: Lives) -> None:
+    client = lives.client
+    link = await lives.begin()
+    async with client.submit(generate("a")):
+        async with client.submit(generate("b")):
+            link.die()
+        link = await lives.begin()
+        assert link.asked() == ["a"]
+        assert not any(isinstance(message, Abort) for message in link.sent)
+    assert [message.request_id for message in link.sent if isinstance(message, Abort)] == ["a"]
 
 
 def test_messages_wait_in_order_for_an_engine_that_takes_none_yet(tmp_path: Path) -> None:
@@ -226,110 +225,80 @@ def test_messages_wait_in_order_for_an_engine_that_takes_none_yet(tmp_path: Path
     asyncio.run(run())
 
 
-def test_a_key_that_asks_too_much_is_refused_before_anything_is_sent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        link = await lives.begin()
-        asked = [asyncio.ensure_future(lives.client.control("x", {}, "a")) for _ in range(MAX_COMMANDS_OF_KEY + 3)]
-        other = asyncio.ensure_future(lives.client.control("x", {}, "b"))
-        await asyncio.sleep(0)
-        sent = [message for message in link.sent if isinstance(message, Control)]
-        assert [message.tenant for message in sent] == ["a"] * MAX_COMMANDS_OF_KEY + ["b"]
-        results = await asyncio.gather(*asked[MAX_COMMANDS_OF_KEY:], return_exceptions=True)
-        assert all(isinstance(result, EngineBusy) for result in results)
-        for message in sent:
-            link.say(ControlResult(message.control_id, {}, "no", is_refused=message.control_id == 1))
-        answers = await asyncio.gather(*asked[:MAX_COMMANDS_OF_KEY], other, return_exceptions=True)
-        assert [isinstance(answer, EngineBusy) for answer in answers] == [True] + [False] * MAX_COMMANDS_OF_KEY
-        # The places are free again.
-        again = asyncio.ensure_future(lives.client.control("x", {}, "a"))
-        await asyncio.sleep(0)
-        link.say(ControlResult(sent[-1].control_id + 1, {"done": True}))
-        assert (await again).result == {"done": True}
-        await lives.end()
-
-    asyncio.run(run())
+@with_lives
+async def test_a_key_that_asks_too_much_is_refused_before_anything_is_sent(lives: Lives) -> None:
+    link = await lives.begin()
+    asked = [asyncio.ensure_future(lives.client.control("x", {}, "a")) for _ in range(MAX_COMMANDS_OF_KEY + 3)]
+    other = asyncio.ensure_future(lives.client.control("x", {}, "b"))
+    await asyncio.sleep(0)
+    sent = [message for message in link.sent if isinstance(message, Control)]
+    assert [message.tenant for message in sent] == ["a"] * MAX_COMMANDS_OF_KEY + ["b"]
+    results = await asyncio.gather(*asked[MAX_COMMANDS_OF_KEY:], return_exceptions=True)
+    assert all(isinstance(result, EngineBusy) for result in results)
+    for message in sent:
+        link.say(ControlResult(message.control_id, {}, "no", is_refused=message.control_id == 1))
+    answers = await asyncio.gather(*asked[:MAX_COMMANDS_OF_KEY], other, return_exceptions=True)
+    assert [isinstance(answer, EngineBusy) for answer in answers] == [True] + [False] * MAX_COMMANDS_OF_KEY
+    # The places are free again.
+    again = asyncio.ensure_future(lives.client.control("x", {}, "a"))
+    await asyncio.sleep(0)
+    link.say(ControlResult(sent[-1].control_id + 1, {"done": True}))
+    assert (await again).result == {"done": True}
 
 
-def test_what_comes_while_the_service_sleeps_waits_for_the_engine_that_wakes_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        client = lives.client
-        link = await lives.begin()
-        async with client.submit(generate("a")) as a:
-            link.answer("a", 5)
-            await lives.rest(Rest.FALLING)
-            await lives.rest(Rest.ASLEEP)
-            with pytest.raises(EngineAsleep):
-                await client.control("list_prefixes")
-            awake = asyncio.ensure_future(client.until_rest(Rest.AWAKE))
-            async with client.submit(generate("b")):
-                link = await lives.begin()
-                await awake
-                assert link.asked() == ["a", "b"]
-                assert [generate.resumes for generate in link.generates] == [True, False]
-                link.answer("a", 6)
-            assert [token for _, output in await a.next() for token in output.token_ids] == [5, 6]
-        assert client.num_restarts == 0
-        await lives.end()
-
-    asyncio.run(run())
-
-
-def test_whoever_waits_for_sleep_or_its_end_hears_that_no_engine_will_come(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        await lives.begin()
-        waiting = [asyncio.ensure_future(lives.client.until_rest(Rest.ASLEEP))]
-        await asyncio.sleep(0)
-        await lives.end_of_all("no more")
-        for each in waiting:
-            with pytest.raises(EngineGone, match="no more"):
-                await each
-        with pytest.raises(EngineGone):
-            await lives.client.until_rest(Rest.AWAKE)
-        await lives.end()
-
-    asyncio.run(run())
-
-
-def test_a_connection_may_have_the_number_of_the_pipe_on_which_the_end_was_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        await lives.begin()
-        await lives.end_of_all("no more")
-        await lives.client.stop()
-        loop = asyncio.get_running_loop()
-        for _ in range(3):
-            own, other = socket.socketpair()
-            transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, own)
-            transport.close()
-            other.close()
-        await lives.end()
-
-    uvloop.run(run())
-
-
-def test_a_process_that_was_started_asleep_knows_the_model_from_the_last_engine(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async def run() -> None:
-        lives = Lives(tmp_path, monkeypatch)
-        keep_ready(RunContext(**FIELDS, run_dir=str(tmp_path)), engine_ready(max_model_len=77))
-        await lives.client.start()
+@with_lives
+async def test_what_comes_while_the_service_sleeps_waits_for_the_engine_that_wakes_it(lives: Lives) -> None:
+    client = lives.client
+    link = await lives.begin()
+    async with client.submit(generate("a")) as a:
+        link.answer("a", 5)
+        await lives.rest(Rest.FALLING)
         await lives.rest(Rest.ASLEEP)
-        assert lives.client.ready is not None
-        assert lives.client.ready.max_model_len == 77
-        async with lives.client.submit(generate("a")):
-            assert (await lives.begin()).asked() == ["a"]
-        await lives.end()
+        with pytest.raises(EngineAsleep):
+            await client.control("list_prefixes")
+        awake = asyncio.ensure_future(client.until_rest(Rest.AWAKE))
+        async with client.submit(generate("b")):
+            link = await lives.begin()
+            await awake
+            assert link.asked() == ["a", "b"]
+            assert [generate.resumes for generate in link.generates] == [True, False]
+            link.answer("a", 6)
+        assert [token for _, output in await a.next() for token in output.token_ids] == [5, 6]
+    assert client.num_restarts == 0
 
-    asyncio.run(run())
+
+@with_lives
+async def test_whoever_waits_for_sleep_or_its_end_hears_that_no_engine_will_come(lives: Lives) -> None:
+    await lives.begin()
+    waiting = [asyncio.ensure_future(lives.client.until_rest(Rest.ASLEEP))]
+    await asyncio.sleep(0)
+    await lives.end_of_all("no more")
+    for each in waiting:
+        with pytest.raises(EngineGone, match="no more"):
+            await each
+    with pytest.raises(EngineGone):
+        await lives.client.until_rest(Rest.AWAKE)
+
+
+@with_lives
+async def test_a_connection_may_have_the_number_of_the_pipe_on_which_the_end_was_told(lives: Lives) -> None:
+    await lives.begin()
+    await lives.end_of_all("no more")
+    await lives.client.stop()
+    loop = asyncio.get_running_loop()
+    for _ in range(3):
+        own, other = socket.socketpair()
+        transport, _ = await loop.connect_accepted_socket(asyncio.Protocol, own)
+        transport.close()
+        other.close()
+
+
+@with_lives
+async def test_a_process_that_was_started_asleep_knows_the_model_from_the_last_engine(lives: Lives) -> None:
+    keep_ready(RunContext(**FIELDS, run_dir=str(lives.folder)), engine_ready(max_model_len=77))
+    await lives.client.start()
+    await lives.rest(Rest.ASLEEP)
+    assert lives.client.ready is not None
+    assert lives.client.ready.max_model_len == 77
+    async with lives.client.submit(generate("a")):
+        assert (await lives.begin()).asked() == ["a"]

@@ -115,6 +115,16 @@ def test_dropping_a_namespace_leaves_the_others() -> None:
 
 
 OPTIONS: dict[str, Any] = {"num_blocks": 40, "block_size": SIZE}
+PROMPT = list(range(24))
+
+
+def disk_with_prompt(**memory: Any) -> Disk:
+    """Return a disk to which a life has written the blocks of PROMPT."""
+    disk = Disk()
+    life = Life(disk, random.Random(1), **OPTIONS, **memory)
+    ask(life, "a", PROMPT)
+    life.settle()
+    return disk
 
 
 def test_the_next_life_finds_prompt_and_output_on_disk() -> None:
@@ -156,12 +166,8 @@ def test_tokens_that_come_from_the_host_above_a_disk_are_told_apart() -> None:
 
 
 def test_requests_with_one_prefix_wait_for_one_reading() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS)
-    records = [ask(second, name, list(range(24))) for name in "xyz"]
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
+    records = [ask(second, name, PROMPT) for name in "xyz"]
     jobs = second.scheduler.waiting.take_copies(0.0)
     assert [len(job.copies) for job in jobs if not job.is_write] == [5]
     second.jobs += jobs
@@ -171,38 +177,27 @@ def test_requests_with_one_prefix_wait_for_one_reading() -> None:
 
 
 def test_of_many_requests_that_come_at_once_none_begins_before_its_prefix_was_looked_for() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS)
-    records = [ask(second, str(number), list(range(24)), max_tokens=1) for number in range(2 * FORESEEN + 3)]
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
+    records = [ask(second, str(number), PROMPT, max_tokens=1) for number in range(2 * FORESEEN + 3)]
     second.settle()
     assert {record.request.num_lower_tokens for record in records} == {20}
     second.check_all_done()
 
 
 def test_what_is_gone_from_disk_is_computed_and_what_is_before_it_is_used() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    gone = names_of(first.blocks, "", list(range(24)))[3]
+    disk = disk_with_prompt()
     second = Life(disk, random.Random(2), **OPTIONS)
+    gone = names_of(second.blocks, "", PROMPT)[3]
     del disk.files[gone]
-    record = ask(second, "b", list(range(24)))
+    record = ask(second, "b", PROMPT)
     second.settle()
     assert (record.request.num_cached_tokens, gone in disk.files) == (12, True)
     second.check_all_done()
 
 
 def test_an_abort_while_the_prefix_is_read_frees_its_blocks_only_after_the_reading() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS)
-    ask(second, "b", list(range(24)))
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
+    ask(second, "b", PROMPT)
     (job,) = second.scheduler.waiting.take_copies(0.0)
     assert second.scheduler.num_waiting == 1
     second.abort("b")
@@ -214,12 +209,8 @@ def test_an_abort_while_the_prefix_is_read_frees_its_blocks_only_after_the_readi
 
 
 def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS)
-    record = ask(second, "b", list(range(24)))
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
+    record = ask(second, "b", PROMPT)
     (job,) = second.scheduler.waiting.take_copies(0.0)
     assert second.scheduler.schedule() is None
     second.scheduler.tell_time(31.0)
@@ -232,22 +223,18 @@ def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
 
 
 def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS)
-    ask(second, "b", list(range(24)))
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
+    ask(second, "b", PROMPT)
     second.settle()
     assert second.scheduler.lower is not None
     second.cache.reset()
     second.settle()
-    ask(second, "c", list(range(24)))
+    ask(second, "c", PROMPT)
     second.settle()
     second.scheduler.count_step(1e-9)
     tree = second.cache._tree
     second.cache._free(tree.evict(tree.num_evictable_blocks))
-    record = ask(second, "d", list(range(24)))
+    record = ask(second, "d", PROMPT)
     second.settle()
     assert record.request.num_cached_tokens == 0
     assert second.scheduler.lower.counters.num_slower == 1
@@ -255,15 +242,11 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
 
 @pytest.mark.parametrize(("read_s", "from_disk"), [(10.0, 0), (1e-4, 20), (None, 20)])
 def test_before_anything_was_read_a_first_guess_decides(read_s: float | None, from_disk: int) -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS, kv_read_s=read_s and {False: read_s})
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS, kv_read_s=read_s and {False: read_s})
     ask(second, "other", [30, 31, 32], max_tokens=1)
     second.settle()
     second.scheduler.count_step(0.1)
-    assert ask(second, "b", list(range(24))).request.num_lower_tokens == 0
+    assert ask(second, "b", PROMPT).request.num_lower_tokens == 0
     second.settle()
     assert second.scheduler.lower is not None
     assert second.scheduler.lower.counters.lower_hit_tokens == from_disk
@@ -272,16 +255,12 @@ def test_before_anything_was_read_a_first_guess_decides(read_s: float | None, fr
 # A prefix that is read misses a step of the stream, 1 s. Its 20 tokens add next to nothing to a step of equal seconds.
 @pytest.mark.parametrize(("long_step_s", "from_disk"), [(1.0, 0), (9.0, 20)])
 def test_beside_streams_a_prefix_is_read_only_if_it_is_worth_a_step(long_step_s: float, from_disk: int) -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS, budget=40, kv_read_s={True: 1e-4})
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS, budget=40, kv_read_s={True: 1e-4})
     ask(second, "stream", list(range(40, 72)), max_tokens=30)
     for seconds in (long_step_s, 1.0):
         Simulation.step(second)
         second.scheduler.count_step(seconds)
-    record = ask(second, "b", list(range(24)))
+    record = ask(second, "b", PROMPT)
     second.settle()
     assert record.request.num_lower_tokens == from_disk
     second.check_all_done()
@@ -291,7 +270,7 @@ def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
     disk = Disk()
     life = Life(disk, random.Random(1), **OPTIONS)
     life.is_full = True
-    record = ask(life, "a", list(range(24)))
+    record = ask(life, "a", PROMPT)
     life.run()
     assert record.finish_reason is not None
     for job in [*life.jobs, *life.scheduler.waiting.take_copies(9000.0)]:
@@ -299,7 +278,7 @@ def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
     life.jobs.clear()
     assert (disk.files, life.scheduler.waiting.take_copies(9001.0)) == ({}, [])
     life.is_full = False
-    ask(life, "b", list(range(24)))
+    ask(life, "b", PROMPT)
     life.run()
     # The clock of the files was set back meanwhile.
     life.scheduler.tell_time(100.0)
@@ -311,7 +290,7 @@ def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
 def test_dropped_prefixes_leave_no_file_not_even_one_that_is_being_written() -> None:
     disk = Disk()
     life = Life(disk, random.Random(1), **OPTIONS)
-    ask(life, "a", list(range(24)))
+    ask(life, "a", PROMPT)
     while not life.scheduler.is_idle:
         Simulation.step(life)
     jobs = life.scheduler.waiting.take_copies(0.0)
@@ -344,14 +323,10 @@ def test_blocks_that_are_not_kept_in_memory_are_not_kept_on_disk(keep: int) -> N
 
 
 def test_a_load_that_does_not_end_stalls_nobody() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS)
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     stream = ask(second, "stream", [7, 8, 9], max_tokens=30)
     Simulation.step(second)
-    waits = ask(second, "waits", list(range(24)))
+    waits = ask(second, "waits", PROMPT)
     (job,) = [job for job in second.scheduler.waiting.take_copies(0.0) if not job.is_write]
     other = ask(second, "other", [30, 31, 32], max_tokens=3)
     for _ in range(10):
@@ -368,12 +343,12 @@ def test_a_load_that_does_not_end_stalls_nobody() -> None:
 def test_any_rank_reads_what_another_rank_has_written() -> None:
     disk = Disk()
     first = Life(disk, random.Random(1), num_ranks=2, **OPTIONS)
-    assert ask(first, "a", list(range(24))).request.rank == 0
+    assert ask(first, "a", PROMPT).request.rank == 0
     first.settle()
     second = Life(disk, random.Random(2), num_ranks=2, **OPTIONS)
     ask(second, "busy", [7, 8, 9], max_tokens=30)
     second.step()
-    record = ask(second, "b", list(range(24)))
+    record = ask(second, "b", PROMPT)
     second.settle()
     assert (record.request.rank, record.request.num_cached_tokens, record.request.num_lower_tokens) == (1, 20, 20)
     second.check_all_done()
@@ -398,7 +373,7 @@ STATES: dict[str, Any] = {"states": StatePolicy(4, 4, 16), "num_snapshots": 6}
 def test_a_prefix_on_disk_serves_up_to_its_last_border(memory: dict[str, Any]) -> None:
     disk = Disk()
     first = Life(disk, random.Random(1), **OPTIONS, **memory)
-    record = ask(first, "a", list(range(24)), max_tokens=12)
+    record = ask(first, "a", PROMPT, max_tokens=12)
     first.settle()
     first.check_all_done()
     kinds = {len(name) for name in disk.files}
@@ -424,7 +399,7 @@ def test_a_prefix_on_disk_serves_up_to_its_last_border(memory: dict[str, Any]) -
 def test_without_its_last_border_a_prefix_serves_up_to_the_one_before(memory: dict[str, Any]) -> None:
     disk = Disk()
     first = Life(disk, random.Random(1), **OPTIONS, **memory)
-    record = ask(first, "a", list(range(24)), max_tokens=12)
+    record = ask(first, "a", PROMPT, max_tokens=12)
     first.settle()
     names = names_of(first.blocks, "", list(record.history))
     second = Life(disk, random.Random(2), **OPTIONS, **memory)
@@ -440,7 +415,7 @@ def test_without_its_last_border_a_prefix_serves_up_to_the_one_before(memory: di
 def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to(memory: dict[str, Any]) -> None:
     disk = Disk()
     life = Life(disk, random.Random(1), **OPTIONS, **memory)
-    ask(life, "a", list(range(24)))
+    ask(life, "a", PROMPT)
     while not life.scheduler.is_idle:
         Simulation.step(life)
     jobs = life.scheduler.waiting.take_copies(0.0)
@@ -457,12 +432,8 @@ def test_window_blocks_and_states_in_copy_outlive_the_blocks_that_they_belong_to
 
 
 def test_an_abort_while_a_border_is_read_frees_it_only_after_the_reading() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS, **WINDOWS, **STATES)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS, **WINDOWS, **STATES)
-    ask(second, "b", list(range(24)))
+    second = Life(disk_with_prompt(**WINDOWS, **STATES), random.Random(2), **OPTIONS, **WINDOWS, **STATES)
+    ask(second, "b", PROMPT)
     (job,) = second.scheduler.waiting.take_copies(0.0)
     assert [copy.kind for copy in job.copies] == [Kind.WINDOW] * 2 + [Kind.STATE] + [Kind.KV] * 5
     second.abort("b")
