@@ -11,9 +11,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 
 import moeserve.device
-from benchmarks.token_engine import TokenEngine
 from experts.errors import ExpertStoreError
-from experts.memory.file import round_to_page
 from kernels.ops import CpuOps
 from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
@@ -23,9 +21,8 @@ from moeserve.model.expert_store import ExpertPacker, layouts_in_store, stored_e
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.weights import load_decoder
-from moeserve.plan import SamplingParams
-from tests.support.expert_files import wait_until_written
 from tests.support.gguf_export import write_gguf
+from tests.support.llm_prompts import assert_same_alone_together_and_with_few_experts
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import build
 
@@ -121,25 +118,7 @@ def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
-    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
-    prompts = [_TOKENS, _TOKENS[:7], _TOKENS[3:]]
-    whole = [TokenEngine(folder, BASE).generate([prompt], sampling)[0] for prompt in prompts]
-    together = TokenEngine(folder, replace(BASE, max_num_batched_tokens=8)).generate(prompts, sampling)
-    assert [(c.token_ids, c.logprobs) for c in together] == [(c.token_ids, c.logprobs) for c in whole]
-    spec, dtype = read_spec(folder, BASE)
-    assert spec.moe is not None
-    layouts = layouts_in_store(folder, spec, dtype, rounding_of(BASE, spec, read_index(folder)))
-    size = (spec.moe.gate.top_k + 1) * len(spec.moe_layers) * round_to_page(layouts.num_bytes)
-    for store in (None, str(tmp_path / "store")):
-        few = TokenEngine(folder, replace(BASE, expert_memory=size, expert_store_dir=store))
-        for _ in range(2):
-            # The second time out of the expert file, where one is written meanwhile.
-            found = few.generate(prompts, sampling)
-            assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in whole]
-            wait_until_written()
-        assert few.experts is not None
-        assert few.experts.stats().counters.num_misses > 0
-        few.close()
+    assert_same_alone_together_and_with_few_experts(folder, BASE, _TOKENS, (None, tmp_path / "store"))
     # Experts were packed out of the file, and out of an expert file only where one was asked for.
     assert not (tmp_path / "cache" / "experts").exists()
     assert list((tmp_path / "store").glob("*/experts.bin"))

@@ -14,22 +14,18 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from benchmarks.token_engine import TokenEngine
-from experts.memory.file import round_to_page
 from kernels.cpu.library import native_kernels
 from kernels.ops import CpuOps
 from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.memory_plan import plan_model, read_spec, rounding_of, weights_bytes
 from moeserve.model.checkpoint import read_index
-from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.packed.config import quantization_spec
 from moeserve.model.sizes import expected_index
 from moeserve.model.spec import CheckpointError, ModelError, UnsupportedModel
 from moeserve.model.weights import load_decoder
-from moeserve.plan import SamplingParams
 from tests.support.checkpoints import TOKENS, change_tensors, reference_logits, spec_of
-from tests.support.expert_files import wait_until_written
+from tests.support.llm_prompts import assert_same_alone_together_and_with_few_experts
 from tests.support.paged_runner import PagedRunner
 from tests.support.quantised_files import Quantise, awq, compressed, deepseek, gptq, modelopt, quantise_checkpoint
 from tests.support.tiny_models import build
@@ -146,23 +142,7 @@ def test_no_matrix_is_widened_in_memory(layout: str, tmp_path: Path) -> None:
 def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, layout)
-    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
-    prompts = [TOKENS, TOKENS[:7], TOKENS[3:]]
-    whole = [TokenEngine(folder, BASE).generate([prompt], sampling)[0] for prompt in prompts]
-    together = TokenEngine(folder, replace(BASE, max_num_batched_tokens=8)).generate(prompts, sampling)
-    assert [(c.token_ids, c.logprobs) for c in together] == [(c.token_ids, c.logprobs) for c in whole]
-    spec, dtype = read_spec(folder, BASE)
-    assert spec.moe is not None
-    layouts = layouts_in_store(folder, spec, dtype, rounding_of(BASE, spec, read_index(folder)))
-    size = (spec.moe.gate.top_k + 1) * len(spec.moe_layers) * round_to_page(layouts.num_bytes)
-    store = str(tmp_path / "store")
-    few = TokenEngine(folder, replace(BASE, expert_memory=size, expert_store_dir=store))
-    for _ in range(2):
-        # The first time out of the checkpoint, while the expert file is written.
-        found = few.generate(prompts, sampling)
-        assert [(c.token_ids, c.logprobs) for c in found] == [(c.token_ids, c.logprobs) for c in whole]
-        wait_until_written()
-    few.close()
+    assert_same_alone_together_and_with_few_experts(folder, BASE, TOKENS, [tmp_path / "store"])
 
 
 def test_matrices_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:

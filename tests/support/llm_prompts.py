@@ -14,10 +14,15 @@ import pytest
 import torch
 
 from benchmarks.token_engine import Completion, TokenEngine
+from experts.memory.file import round_to_page
 from moeserve.config import ServeConfig
+from moeserve.engine.memory_plan import read_spec, rounding_of
+from moeserve.model.checkpoint import read_index
+from moeserve.model.expert_store import layouts_in_store
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.plan import FinishReason, SamplingParams
+from tests.support.expert_files import wait_until_written
 
 BLOCK = 4
 BASE = ServeConfig(kv_cache_memory=2**21, block_size=BLOCK, max_model_len=160)
@@ -95,6 +100,32 @@ def assert_same_cold_and_cached(llm: TokenEngine, expected: Sequence[Completion]
     for _ in range(2):
         assert_same(llm.generate(PROMPTS, SAMPLINGS), expected)
     llm.scheduler.check_idle()
+
+
+def assert_same_alone_together_and_with_few_experts(
+    folder: Path, config: ServeConfig, tokens: list[int], stores: Sequence[Path | None]
+) -> None:
+    """Compare the answers to parts of `tokens`: each by itself, all at once, and with few experts in memory.
+
+    stores: folders for expert files, each for a service of its own; None for a service that reads the checkpoint alone.
+    """
+    sampling = SamplingParams(max_tokens=6, temperature=0.0, logprobs=1)
+    prompts = [tokens, tokens[:7], tokens[3:]]
+    expected = [TokenEngine(folder, config).generate([prompt], sampling)[0] for prompt in prompts]
+    assert_same(TokenEngine(folder, replace(config, max_num_batched_tokens=8)).generate(prompts, sampling), expected)
+    spec, dtype = read_spec(folder, config)
+    assert spec.moe is not None
+    layouts = layouts_in_store(folder, spec, dtype, rounding_of(config, spec, read_index(folder)))
+    size = (spec.moe.gate.top_k + 1) * len(spec.moe_layers) * round_to_page(layouts.num_bytes)
+    for store in stores:
+        few = TokenEngine(folder, replace(config, expert_memory=size, expert_store_dir=str(store) if store else None))
+        for _ in range(2):
+            # The first time out of the checkpoint; meanwhile the expert file is written, if there is to be one.
+            assert_same(few.generate(prompts, sampling), expected)
+            wait_until_written()
+        assert few.experts is not None
+        assert few.experts.stats().counters.num_misses > 0
+        few.close()
 
 
 def assert_transformers_generates(model_dir: Path, prompts: Sequence[list[int]], found: Sequence[Completion]) -> None:

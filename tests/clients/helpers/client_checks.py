@@ -160,3 +160,23 @@ def run_program(command: list[str], **variables: str) -> str:
         check=False,
     )
     return done.stdout
+
+
+def check_agent(check: Checks, ask: Callable[..., str], shell: str) -> None:
+    """Run the checks of a terminal agent that streams and offers tools, but for `error`.
+
+    ask: puts a request to the agent and returns what it prints. shell: a call, as the model spells it, of the tool that
+    shows the note.
+    """
+    for name in ("plain", "streaming", "tool", "required", "structured"):
+        check.cannot(name, "every request of it is streamed and offers tools")
+
+    @check
+    def parallel() -> None:
+        said = ask(f"Use {shell} and {shell} at once, and tell me what they say.")
+        assert said.rpartition("The tools said:")[2].count(SECRET) == 2, said[-1500:]
+
+    @check
+    def streamed_tool() -> None:
+        said = ask(f"Use {shell} and tell me what it says.")
+        assert SECRET in said.rpartition("The tools said:")[2], said[-1500:]

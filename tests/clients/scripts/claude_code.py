@@ -1,6 +1,6 @@
 """Claude Code, without its user interface, in a scratch folder."""
 
-from client_checks import KEY, MODEL, SECRET, UNKNOWN, URL, Checks, run_program
+from client_checks import KEY, MODEL, UNKNOWN, URL, Checks, check_agent, run_program
 
 check = Checks("messages")
 SHELL = 'Bash({"command": "cat note.txt", "description": "Read the note"})'
@@ -24,20 +24,7 @@ def ask(text, model=MODEL):
     )
 
 
-for name in ("plain", "streaming", "tool", "required", "structured"):
-    check.cannot(name, "every request of it is streamed and offers tools")
-
-
-@check
-def parallel():
-    said = ask(f"Use {SHELL} and {SHELL} at once, and tell me what they say.")
-    assert said.rpartition("The tools said:")[2].count(SECRET) == 2, said[-1500:]
-
-
-@check
-def streamed_tool():
-    said = ask(f"Use {SHELL} and tell me what it says.")
-    assert SECRET in said.rpartition("The tools said:")[2], said[-1500:]
+check_agent(check, ask, SHELL)
 
 
 @check

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from client_checks import KEY, MODEL, SECRET, UNKNOWN, V1, Checks, run_program
+from client_checks import KEY, MODEL, UNKNOWN, V1, Checks, check_agent, run_program
 
 check = Checks("chat")
 SHELL = 'bash({"command": "cat note.txt", "description": "Read the note"})'
@@ -36,20 +36,7 @@ def ask(text, model=MODEL):
     return run_program(command, OPENCODE_DISABLE_MODELS_FETCH="1")
 
 
-for name in ("plain", "streaming", "tool", "required", "structured"):
-    check.cannot(name, "every request of it is streamed and offers tools")
-
-
-@check
-def parallel():
-    said = ask(f"Use {SHELL} and {SHELL} at once, and tell me what they say.")
-    assert said.rpartition("The tools said:")[2].count(SECRET) == 2, said[-1500:]
-
-
-@check
-def streamed_tool():
-    said = ask(f"Use {SHELL} and tell me what it says.")
-    assert SECRET in said.rpartition("The tools said:")[2], said[-1500:]
+check_agent(check, ask, SHELL)
 
 
 @check
