@@ -75,7 +75,7 @@ FOREIGN_ATTRIBUTES = {
     "launcher/torchrun_worker.py": {"environ"},
     "moeserve/frontend/app.py": {"redirect_slashes"},
     "moeserve/model/demo_build.py": {"decoder", "pre_tokenizer"},
-    "moeserve/model/gguf/tokenizer.py": {"decoder", "normalizer", "pre_tokenizer"},
+    "moeserve/model/gguf/tokenizer.py": {"decoder", "normalizer", "post_processor", "pre_tokenizer"},
     "moeserve/model/hf/decoder.py": {"_attn_implementation_internal", "forward"},
     "moeserve/model/hf/fused.py": {"keywords"},
     "moeserve/model/hf/geometry.py": {"forward"},

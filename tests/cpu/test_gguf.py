@@ -16,8 +16,11 @@ import pytest
 import torch
 from gguf import GGMLQuantizationType as Kind
 
+from kernels.ops import CpuOps
+from kernels.weight_formats import Arithmetic
 from moeserve.config import ConfigError, ServeConfig
-from moeserve.engine.memory_plan import plan_model
+from moeserve.engine.memory_plan import plan_model, rounding_of
+from moeserve.model.checkpoint import read_index
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
 from moeserve.model.gguf.header import read_gguf
@@ -26,7 +29,7 @@ from moeserve.model.gguf.tensors import read_packed, read_part
 from moeserve.model.source import resolve_model
 from moeserve.model.spec import CheckpointError, ModelError
 from moeserve.model.weights import load_decoder
-from tests.support.gguf_export import ARCHITECTURES, write_gguf
+from tests.support.gguf_export import ARCHITECTURES, as_it_is, copy_gguf, write_gguf
 from tests.support.paged_runner import PagedRunner
 from tests.support.tiny_models import build
 
@@ -37,8 +40,14 @@ def folder_of(path: Path, tmp_path: Path) -> Path:
     return gguf_folder(path, tmp_path / "cache")
 
 
-def logits_of(folder: Path) -> torch.Tensor:
-    decoder = load_decoder(folder, build_spec(load_config(folder)), max_model_len=64)
+def logits_of(folder: Path, arithmetic: Arithmetic | None = None) -> torch.Tensor:
+    """arithmetic: None widens all weights."""
+    spec = build_spec(load_config(folder))
+    if arithmetic is None:
+        decoder = load_decoder(folder, spec, max_model_len=64)
+    else:
+        rounding = rounding_of(ServeConfig(arithmetic=arithmetic), spec, read_index(folder))
+        decoder = load_decoder(folder, spec, ops=CpuOps(arithmetic), max_model_len=64, rounding=rounding)
     return PagedRunner(decoder, [_TOKENS]).step([(0, 0, len(_TOKENS))])
 
 
@@ -105,51 +114,54 @@ def test_rows_keep_their_blocks_and_other_kinds_are_rounded_to_8_bits(quantised:
     assert np.abs(wide - read_part(experts)[3].numpy()).max() < 0.01
 
 
+def widened(tensor: gguf.ReaderTensor) -> np.ndarray:
+    return gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32).reshape(tensor.shape[::-1])
+
+
 def test_the_logits_of_quantised_files_are_those_of_their_values(quantised: Path, tmp_path: Path) -> None:
-    reader = gguf.GGUFReader(quantised)
     wide = tmp_path / "wide.gguf"
-    writer = gguf.GGUFWriter(wide, "llama")
-    for name, field in reader.fields.items():
-        if not name.startswith(("GGUF.", "general.architecture")):
-            kind = field.types[0]
-            writer.add_key_value(name, field.contents(), kind, field.types[-1] if len(field.types) > 1 else None)
-    for tensor in reader.tensors:
-        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
-        writer.add_tensor(tensor.name, values.reshape(tuple(int(n) for n in tensor.shape[::-1])))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    copy_gguf(quantised, wide, lambda name, tensor: [(name, widened(tensor), Kind.F32)])
     found, expected = logits_of(folder_of(quantised, tmp_path)), logits_of(folder_of(wide, tmp_path))
     assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
 
-def test_a_split_model_is_one_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("first", ["attn", "nothing"])
+def test_a_split_model_is_one_model(first: str, tmp_path: Path) -> None:
+    """first: in the names of the tensors of the first part, which holds all metadata."""
     model = build("mixtral")
     whole = tmp_path / "whole.gguf"
     write_gguf(whole, "llama", model)
     names = [f"tiny-{number:05d}-of-00002.gguf" for number in (1, 2)]
-    reader = gguf.GGUFReader(whole)
     for number, name in enumerate(names):
-        writer = gguf.GGUFWriter(tmp_path / name, "llama")
-        if number == 0:
-            for key, field in reader.fields.items():
-                if not key.startswith(("GGUF.", "general.architecture")):
-                    kind = field.types[-1] if len(field.types) > 1 else None
-                    writer.add_key_value(key, field.contents(), field.types[0], kind)
-        for place, tensor in enumerate(reader.tensors):
-            if place % 2 == number:
-                writer.add_tensor(tensor.name, np.array(tensor.data))
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_tensors_to_file()
-        writer.close()
+
+        def own(tensor_name: str, tensor: gguf.ReaderTensor, number: int = number) -> object:
+            return as_it_is(tensor_name, tensor) if (first in tensor_name) == (number == 0) else []
+
+        copy_gguf(whole, tmp_path / name, own, lambda _, number=number: number == 0)  # type: ignore[arg-type,misc]
     expected = logits_of(folder_of(whole, tmp_path))
     for name in names:
         assert torch.equal(logits_of(folder_of(tmp_path / name, tmp_path)), expected)
     (tmp_path / names[1]).unlink()
     with pytest.raises(CheckpointError, match=r"lacks 1 of 2 parts, the first is tiny-00002-of-00002\.gguf"):
         read_gguf(tmp_path / names[0])
+
+
+def test_files_with_each_expert_by_itself_are_those_with_all_of_them_in_one_tensor(
+    quantised: Path, tmp_path: Path
+) -> None:
+    """As Mixtral's files were before 2024-04; they do not tell the width of an expert either."""
+
+    def apart(name: str, tensor: gguf.ReaderTensor) -> object:
+        if "_exps" not in name:
+            return as_it_is(name, tensor)
+        block, _, own = name.removesuffix("_exps.weight").rpartition(".")
+        return [(f"{block}.{own}.{e}.weight", np.array(one), tensor.tensor_type) for e, one in enumerate(tensor.data)]
+
+    old = tmp_path / "old.gguf"
+    copy_gguf(quantised, old, apart, lambda key: not key.endswith("expert_feed_forward_length"))  # type: ignore[arg-type]
+    folders = [folder_of(path, tmp_path) for path in (quantised, old)]
+    assert torch.equal(*(logits_of(folder) for folder in folders))
+    assert torch.equal(*(logits_of(folder, "exact") for folder in folders))
 
 
 def test_a_file_is_a_model_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

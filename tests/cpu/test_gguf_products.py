@@ -31,10 +31,10 @@ BASE = ServeConfig(kv_cache_memory=2**20, max_num_seqs=4, max_model_len=64)
 # As `Q4_K_M` files mix kinds: other ones for values than for queries, and for `down` of some layers.
 _KINDS = {"attn_v": Kind.Q8_0, "attn_q": Kind.Q4_0, "attn_k": Kind.Q4_0, "attn_output": Kind.Q4_1}
 _KINDS |= {"blk.0.ffn_down_exps": Kind.Q8_0, "ffn_down_exps": Kind.Q4_0, "ffn_gate_exps": Kind.Q4_1}
-_KINDS |= {"ffn_up_exps": Kind.Q4_1, "token_embd": Kind.Q8_0, "output.weight": Kind.Q8_0}
+_KINDS |= {"ffn_up_exps": Kind.Q4_1, "token_embd": Kind.Q8_0, "output.weight": Kind.Q8_0, "ssm_out": Kind.Q4_0}
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2moe", "qwen3next", "deepseek2", "gpt-oss"])
+@pytest.fixture(scope="module", params=["llama", "qwen2moe", "qwen3next", "qwen35moe", "deepseek2", "gpt-oss"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with tensors of many kinds."""
     fields = {
@@ -43,6 +43,10 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         "qwen3next": (
             "qwen3_next",
             {"mlp_only_layers": [], "shared_expert_intermediate_size": 64, "linear_value_head_dim": 32},
+        ),
+        "qwen35moe": (
+            "qwen3_5_moe_text",
+            {"shared_expert_intermediate_size": 64, "linear_value_head_dim": 32, "linear_key_head_dim": 32},
         ),
         "deepseek2": ("deepseek_v2", {}),
         "gpt-oss": (

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from tokenizers import Regex, pre_tokenizers
-from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
+from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
 
 from moeserve.model.gguf.header import read_gguf
 from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
@@ -66,29 +67,77 @@ def test_sentencepiece_merges_by_score() -> None:
 
 def test_characters_without_a_token_become_bytes_and_come_back() -> None:
     tokenizer = build_tokenizer(metadata_of(*pieces()))
-    assert tokenizer.encode("é").tokens == ["▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.encode("é", add_special_tokens=False).tokens == ["▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(tokenizer.encode("é hello é").ids) == "é hello é"
-    assert tokenizer.encode("a</s>b").ids[2] == 2
+    assert tokenizer.encode("a</s>b", add_special_tokens=False).ids[2] == 2
 
 
-@pytest.mark.parametrize("text", ["It's 1234 o'clock\n\n  now", "x=3;\r\n\tif (a&&b)", "Ünïcode 東京 123", "  a  b "])
-def test_qwens_texts_are_cut_as_by_its_own_tokenizer(text: str) -> None:
-    own = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(PRETOKENIZE_REGEX), "isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+def byte_level(pre: str | None, **further: Any) -> Any:
+    """A byte-level tokenizer without merges. pre: the file's name for how it cuts texts."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     metadata = {
         "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "qwen2",
-        "tokenizer.ggml.tokens": letters,
+        "tokenizer.ggml.tokens": ["<s>", *letters],
+        "tokenizer.ggml.token_type": [3] + [1] * len(letters),
         "tokenizer.ggml.merges": [],
+        "tokenizer.ggml.bos_token_id": 0,
+        **({} if pre is None else {"tokenizer.ggml.pre": pre}),
+        **further,
     }
-    tokenizer = build_tokenizer(metadata)
-    assert tokenizer.pre_tokenizer is not None
-    assert tokenizer.pre_tokenizer.pre_tokenize_str(text) == own.pre_tokenize_str(text)
+    return build_tokenizer(metadata)
+
+
+@pytest.mark.parametrize(
+    "text", ["It's 1234 o'clock\n\n  now", "x=3;\r\n\tif (a&&b)", "Ünïcode 東京 123", "  a  b हिन्दी "]
+)
+@pytest.mark.parametrize(("pre", "expression"), [("qwen2", QWEN2), ("qwen35", QWEN35)])
+def test_qwens_texts_are_cut_as_by_its_own_tokenizer(pre: str, expression: str, text: str) -> None:
+    own = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(expression), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    assert byte_level(pre).pre_tokenizer.pre_tokenize_str(text) == own.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "text", "words"),
+    [
+        ("deepseek-llm", "don't  sum 42\n 東京で、Ünï+x ", "don|'|t| | sum| |4|2|\n| |東京で|、|Ü|n|ï|+|x| "),
+        ("deepseek-coder", "a_b  =12", "a|_|b|  =|1|2"),
+        ("kimi-k2", "HelloWorld 東京 12345/\nABc", "Hello|World| |東京| |123|45|/\n|ABc"),
+        ("minimax-m2", "HelloWorld 12345/\n's", "Hello|World| |123|45|/\n|'s"),
+    ],
+)
+def test_texts_are_cut_as_each_family_of_tokenizers_does(pre: str, text: str, words: str) -> None:
+    spans = [span for _, span in byte_level(pre).pre_tokenizer.pre_tokenize_str(text)]
+    assert [text[begin:end] for begin, end in spans] == words.split("|")
+
+
+def test_files_that_name_no_way_of_cutting_texts_have_that_of_their_architecture() -> None:
+    text = "it's 1234"
+    for architecture, pre in (("qwen2moe", "qwen2"), ("olmoe", "default")):
+        unnamed = byte_level(None, **{"general.architecture": architecture})
+        assert unnamed.pre_tokenizer.pre_tokenize_str(text) == byte_level(pre).pre_tokenizer.pre_tokenize_str(text)
+
+
+@pytest.mark.parametrize(
+    ("pre", "fields", "has_bos"),
+    [
+        ("deepseek-llm", {"tokenizer.ggml.add_bos_token": True}, True),
+        ("qwen2", {}, False),
+        ("llama-bpe", {}, True),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, False),
+    ],
+)
+def test_texts_begin_with_the_bos_token_where_the_file_or_its_family_says_so(
+    pre: str, fields: dict[str, Any], has_bos: bool
+) -> None:
+    tokens = byte_level(pre, **fields).encode("hi").tokens
+    assert tokens == ["<s>"] * has_bos + ["h", "i"]
+    spm = build_tokenizer(metadata_of(*pieces()) | fields)
+    assert (spm.encode("a").ids[0] == 1) == fields.get("tokenizer.ggml.add_bos_token", True)
 
 
 def test_the_demos_own_file_gives_the_demos_tokens() -> None:

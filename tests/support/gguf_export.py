@@ -6,7 +6,7 @@ projection, rotary pairs of some architectures stand side by side, latent attent
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2moe": ("qwen2_moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
     "qwen3next": ("qwen3_next", {"mlp_only_layers": []}),
+    "qwen35": ("qwen3_5_text", {}),
+    "qwen35moe": ("qwen3_5_moe_text", {}),
     "olmoe": ("olmoe", {}),
     "granitemoe": ("granitemoe", {}),
     "phimoe": ("phimoe", {"router_jitter_noise": 0.01}),
@@ -41,6 +43,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": False, "rope_parameters": {**YARN, "mscale": 1.1, "mscale_all_dim": 1.1}},
     ),
 }
+
+_HYBRID = ("qwen3next", "qwen35", "qwen35moe")
 
 Quantise = Callable[[str, np.ndarray], Kind]
 
@@ -63,6 +67,33 @@ def write_gguf(
             writer.add_tensor(tensor_name, values)
         else:
             writer.add_tensor(tensor_name, gguf.quantize(values, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+# Turns a tensor of a file, by its name, into those that are written in its place.
+Change = Callable[[str, gguf.ReaderTensor], Iterable[tuple[str, np.ndarray, Kind]]]
+
+
+def as_it_is(name: str, tensor: gguf.ReaderTensor) -> Iterable[tuple[str, np.ndarray, Kind]]:
+    return [(name, np.array(tensor.data), tensor.tensor_type)]
+
+
+def copy_gguf(
+    source: Path, target: Path, change: Change = as_it_is, keeps_field: Callable[[str], bool] = lambda _: True
+) -> None:
+    """Write a file anew with other tensors, and without some of its fields."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, reader.fields["general.architecture"].contents())
+    for key, field in reader.fields.items():
+        if not key.startswith(("GGUF.", "general.architecture")) and keeps_field(key):
+            inner = field.types[-1] if len(field.types) > 1 else None
+            writer.add_key_value(key, field.contents(), field.types[0], inner)
+    for tensor in reader.tensors:
+        for name, values, kind in change(tensor.name, tensor):
+            writer.add_tensor(name, values, raw_dtype=None if kind is Kind.F32 else kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -112,7 +143,7 @@ def _write_fields(writer: gguf.GGUFWriter, name: str, c: Any, latent: str) -> No
         writer.add_embedding_scale(c.embedding_multiplier)
         writer.add_residual_scale(c.residual_multiplier)
         writer.add_logit_scale(c.logits_scaling)
-    if name == "qwen3next":
+    if name in _HYBRID:
         writer.add_ssm_conv_kernel(c.linear_conv_kernel_dim)
         writer.add_ssm_state_size(c.linear_key_head_dim)
         writer.add_ssm_group_count(c.linear_num_key_heads)
@@ -186,10 +217,9 @@ def _tensors(name: str, config: Any, state: dict[str, torch.Tensor], latent: str
         elif tensor.endswith("kv_b_proj.weight") and latent == "split":
             yield from _split_latent(config, tensor.split(".")[2], values)
         elif ".linear_attn." in tensor:
-            yield from _delta_net(
-                config, tensor.split(".")[2], own if own != "weight" else tensor.split(".")[-2], values
-            )
-        elif name == "qwen3next" and tensor.endswith("norm.weight"):
+            export = _delta_net if name == "qwen3next" else _delta_net_in_turns
+            yield from export(config, tensor.split(".")[2], own if own != "weight" else tensor.split(".")[-2], values)
+        elif name in _HYBRID and tensor.endswith("norm.weight"):
             yield named(tensor), values + 1
         elif tensor.endswith("block_sparse_moe.router.weight"):
             yield named(tensor.replace("router.weight", "router.layer.weight")), values
@@ -237,3 +267,28 @@ def _delta_net(c: Any, layer: str, own: str, values: torch.Tensor) -> Iterator[t
     else:
         names = {"in_proj_ba": "ssm_ba", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
         yield f"{block}.{names[own]}.weight", values.squeeze()
+
+
+def _delta_net_in_turns(c: Any, layer: str, own: str, values: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
+    """Put the value heads in turns: the first of each key head, then the second ones."""
+    group, wide = c.linear_num_value_heads // c.linear_num_key_heads, c.linear_value_head_dim
+
+    def turned(part: torch.Tensor, width: int) -> torch.Tensor:
+        return part.unflatten(0, (c.linear_num_key_heads, group, width)).transpose(0, 1).flatten(0, 2)
+
+    names = {"in_proj_qkv": "attn_qkv", "in_proj_z": "attn_gate", "in_proj_b": "ssm_beta", "in_proj_a": "ssm_alpha"}
+    names |= {"conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+    values = values.squeeze(1) if own == "conv1d" else values
+    if own in ("in_proj_qkv", "conv1d"):
+        first, last = values.tensor_split([len(values) - c.linear_num_value_heads * wide])
+        values = torch.cat([first, turned(last, wide)])
+    elif own in ("in_proj_b", "in_proj_a", "A_log", "dt_bias"):
+        values = turned(values, 1)
+    elif own == "in_proj_z":
+        values = turned(values, wide)
+    elif own == "out_proj":
+        values = turned(values.mT, wide).mT
+    if own == "A_log":
+        yield f"blk.{layer}.ssm_a", -values.exp()
+    else:
+        yield f"blk.{layer}.{'ssm_dt.bias' if own == 'dt_bias' else names[own] + '.weight'}", values

@@ -42,10 +42,10 @@ class Fields:
         return default if value is None else value
 
     def count(self, name: str, default: int | None = None) -> int:
-        """Return a whole number; of a list, one per layer, the number that all layers share."""
+        """Return a whole number; of a list, one per layer, the one of all layers that have not 0."""
         value = self[name] if default is None else self.get(name, default)
         if isinstance(value, list):
-            numbers = set(value[: self.get("block_count", len(value))]) or {0}
+            numbers = set(value[: self.get("block_count", len(value))]) - {0} or {0}
             if len(numbers) > 1:
                 raise UnsupportedModel(f"Layers of a GGUF model that differ in {name} are not supported.")
             (value,) = numbers
@@ -146,7 +146,7 @@ def _expert_width(fields: Fields) -> int:
     if type(width) is int and width:
         return width
     for name, tensor in fields.header.tensors.items():
-        if name.endswith(".ffn_down_exps.weight"):
+        if name.endswith((".ffn_down_exps.weight", ".ffn_down.0.weight")):
             return tensor.shape[-1]
     raise CheckpointError("The GGUF file holds no experts.")
 
@@ -337,15 +337,29 @@ def _minimax_m2(fields: Fields) -> Config:
 
 
 def _qwen3next(fields: Fields) -> Config:
-    layers, values = num_layers(fields), fields.count("ssm.time_step_rank")
     tensors = fields.header.tensors
-    dense = [layer for layer in range(layers) if f"blk.{layer}.ffn_gate_inp.weight" not in tensors]
-    recurrent = [f"blk.{layer}.ssm_out.weight" in tensors for layer in range(layers)]
+    dense = [layer for layer in range(num_layers(fields)) if f"blk.{layer}.ffn_gate_inp.weight" not in tensors]
     return {
         **_qwen2moe(fields),
+        **_delta_net(fields),
         "model_type": "qwen3_next",
         "norm_topk_prob": True,
         "mlp_only_layers": dense,
+    }
+
+
+def _qwen35(fields: Fields) -> Config:
+    return {**_delta_net(fields), "model_type": "qwen3_5_text"}
+
+
+def _qwen35moe(fields: Fields) -> Config:
+    return {**_qwen2moe(fields), **_delta_net(fields), "model_type": "qwen3_5_moe_text"}
+
+
+def _delta_net(fields: Fields) -> Config:
+    values, tensors = fields.count("ssm.time_step_rank"), fields.header.tensors
+    recurrent = [f"blk.{layer}.ssm_out.weight" in tensors for layer in range(num_layers(fields))]
+    return {
         "layer_types": ["linear_attention" if is_recurrent else "full_attention" for is_recurrent in recurrent],
         "attention_bias": any(name.endswith(".attn_q.bias") for name in tensors),
         "linear_conv_kernel_dim": fields.count("ssm.conv_kernel"),
@@ -364,6 +378,8 @@ _BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
     "qwen3next": _qwen3next,
+    "qwen35": _qwen35,
+    "qwen35moe": _qwen35moe,
     "olmoe": _olmoe,
     "gpt-oss": _gpt_oss,
     "gptoss": _gpt_oss,

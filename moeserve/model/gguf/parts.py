@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from moeserve.model.gguf.config import Fields
@@ -53,6 +53,10 @@ _LAYER = {
 }
 _LAYER |= {
     "ssm_ba": "linear_attn.in_proj_ba",
+    "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a",
+    "attn_qkv": "linear_attn.in_proj_qkv",
+    "attn_gate": "linear_attn.in_proj_z",
     "ssm_in": "linear_attn.in_proj_qkvz",
     "ssm_conv1d": "linear_attn.conv1d",
     "ssm_norm": "linear_attn.norm",
@@ -65,17 +69,33 @@ _WHOLE = {
     "ssm_a": "linear_attn.A_log",
     "ssm_dt.bias": "linear_attn.dt_bias",
 }
+_WITH_VALUE_HEADS = (
+    "attn_qkv.",
+    "attn_gate.",
+    "ssm_conv1d.",
+    "ssm_out.",
+    "ssm_alpha.",
+    "ssm_beta.",
+    "ssm_a",
+    "ssm_dt.",
+)
 _BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+# Files of Mixtral from before 2024-04 hold each expert by itself.
+_EXPERT = re.compile(r"ffn_(gate|up|down)\.(\d+)\.weight")
 # Tables of rotary embeddings, and layers that predict further tokens.
 _IGNORED = re.compile(r"rope_freqs\.|rope_factors_|.*\.(nextn\.|attn_rot_embd)")
 # Architectures whose files hold the rotary pairs of queries and keys side by side, where checkpoints hold halves.
 _PAIRED = frozenset(("llama", "granitemoe"))
-_NORMS_PLUS_ONE = frozenset(("qwen3next",))
+_NORMS_PLUS_ONE = frozenset(("qwen3next", "qwen35", "qwen35moe"))
+# Architectures whose value heads stand in turns, the first of each key head before the second ones, where checkpoints
+# have all of a key head side by side.
+_IN_TURNS = frozenset(("qwen35", "qwen35moe"))
 
 # plain: as stored. pairs: rows of rotary pairs, to be ordered as halves. latent: the key and the value part of a
 # matrix, by head. by_key_head: rows of queries, keys and values, and rows of gates, to be ordered by key head.
-# less_one: norms that are stored with one added. logarithm: of the negated numbers.
-Arrangement = Literal["plain", "pairs", "latent", "by_key_head", "less_one", "logarithm"]
+# less_one: norms that are stored with one added. logarithm: of the negated numbers. turns, columns_in_turns: the last
+# rows, or the columns, are of value heads in turns; `logarithm` may have such rows too.
+Arrangement = Literal["plain", "pairs", "latent", "by_key_head", "less_one", "logarithm", "turns", "columns_in_turns"]
 
 
 # Two tensors that are one in a checkpoint.
@@ -88,7 +108,8 @@ _JOINED: dict[tuple[str, str], tuple[str, Arrangement]] = {
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The numbers of query or key heads that an arrangement orders rows by. values: value heads per key head.
-    key_dim, value_dim: the width of each; 0 where the arrangement needs none."""
+    key_dim, value_dim: the width of each, of value heads in turns the rows or columns of one; 0 where the arrangement
+    needs none."""
 
     number: int = 1
     values: int = 0
@@ -108,7 +129,7 @@ class GgufPart:
     def kind(self) -> str:
         """The kind of its numbers; float32 where they are computed, or where two parts differ in their kinds."""
         kinds = {source.kind for source in self.sources}
-        is_kept = self.arrangement in ("plain", "pairs", "by_key_head") and len(kinds) == 1
+        is_kept = self.arrangement not in ("latent", "less_one", "logarithm") and len(kinds) == 1
         return self.sources[0].kind if is_kept else "F32"
 
     @property
@@ -138,7 +159,7 @@ class _Namer:
     def name(self, layer: int, own: str, tensor: GgufTensor) -> tuple[str, GgufPart] | None:
         """Return name and part of a tensor of a layer; None for the first half of one. Raise CheckpointError."""
         for pair, (target, arrangement) in _JOINED.items():
-            if own in pair:
+            if own in pair and not (arrangement == "by_key_head" and self._architecture in _IN_TURNS):
                 return self._joined(layer, own, tensor, pair, target, arrangement)
         arrangement, heads = self._arrangement(own)
         return _own_name(own), GgufPart((tensor,), arrangement, heads)
@@ -166,7 +187,20 @@ class _Namer:
         keys, values = fields.count("ssm.group_count"), fields.count("ssm.time_step_rank")
         return Heads(keys, values // keys, fields.count("ssm.state_size"), fields.count("ssm.inner_size") // values)
 
+    def _in_turns(self, own: str) -> tuple[Arrangement, Heads] | None:
+        """Return how a tensor with value heads in turns is arranged, None for one without."""
+        if self._architecture not in _IN_TURNS or not own.startswith(_WITH_VALUE_HEADS):
+            return None
+        heads = self._delta_heads()
+        if own.startswith(("ssm_a", "ssm_beta", "ssm_dt")):  # A number or a row of each head.
+            heads = replace(heads, value_dim=1)
+        kind: Arrangement = "columns_in_turns" if own == "ssm_out.weight" else "turns"
+        return "logarithm" if own == "ssm_a" else kind, heads
+
     def _arrangement(self, own: str) -> tuple[Arrangement, Heads]:
+        in_turns = self._in_turns(own)
+        if in_turns is not None:
+            return in_turns
         if self._architecture in _PAIRED and own.startswith(("attn_q.", "attn_k.")):
             return "pairs", Heads(self._query_heads if own.startswith("attn_q.") else self._key_heads)
         if self._architecture in _NORMS_PLUS_ONE and own.endswith("norm.weight") and own != "ssm_norm.weight":
@@ -196,6 +230,9 @@ def parts_of(header: GgufHeader, fields: Fields, num_layers: int) -> Iterator[tu
 def _own_name(own: str) -> str:
     if own in _WHOLE:
         return _WHOLE[own]
+    expert = _EXPERT.fullmatch(own)
+    if expert is not None:
+        return f"mlp.experts.{expert[2]}.{expert[1]}_proj.weight"
     stem, _, kind = own.rpartition(".")
     if stem not in _LAYER or kind not in ("weight", "bias"):
         raise CheckpointError(f"The GGUF file holds {own[:80]}, which models of this architecture do not have.")

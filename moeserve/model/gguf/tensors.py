@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kernels.weight_formats import FORMATS, Q8_0, QuantizedRows, joined_rows
 from moeserve.model.gguf.header import GgufTensor
-from moeserve.model.gguf.parts import GgufPart
+from moeserve.model.gguf.parts import GgufPart, Heads
 from moeserve.model.spec import CheckpointError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -38,7 +38,9 @@ def read_part(part: GgufPart) -> Tensor:
         case "less_one":
             return numbers[0].float() - 1.0
         case "logarithm":
-            return numbers[0].float().neg().log()
+            numbers = [numbers[0].float().neg().log()]
+        case "columns_in_turns":
+            return numbers[0][:, _turns(part.heads, part.shape[1])]
     order = _order(part)
     if order is None:
         return numbers[0]
@@ -60,6 +62,8 @@ def read_packed(part: GgufPart, expert: int | None = None, *, holds_pages: bool 
         return _packed(_row_of(part.sources[0], expert), holds_pages=holds_pages)
     rows = joined_rows([_packed(source, holds_pages=holds_pages) for source in part.sources])
     assert rows is not None, "parts of several kinds are read as numbers"
+    if part.arrangement == "columns_in_turns":
+        return QuantizedRows(rows.format, rows.pieces, rows.depth, _turns(part.heads, rows.depth).argsort())
     order = _order(part)
     return rows if order is None else rows.rows(order)
 
@@ -84,11 +88,25 @@ def _order(part: GgufPart) -> Tensor | None:
     if part.arrangement == "pairs":
         # The first of all pairs of a head come before the second ones.
         return torch.arange(num_rows).view(heads.number, num_rows // heads.number // 2, 2).transpose(1, 2).flatten()
+    if part.arrangement == "turns" or (part.arrangement == "logarithm" and heads.values):
+        return _turns(heads, num_rows)
     if part.arrangement != "by_key_head":
         return None
     widths = [heads.key_dim, heads.key_dim, *2 * [heads.values * heads.value_dim]]
     rows = torch.arange(num_rows).split([heads.number * width for width in widths])
     return torch.cat([kind.view(heads.number, -1) for kind in rows], 1).flatten()
+
+
+def _turns(heads: Heads, length: int) -> Tensor:
+    """Return the places of rows or columns whose last ones are of value heads in turns, those of a key head together.
+
+    Raise CheckpointError if there are fewer.
+    """
+    num_values = heads.number * heads.values * heads.value_dim
+    if length < num_values:
+        raise CheckpointError("A tensor of the GGUF file has fewer rows than there are value heads.")
+    first, last = torch.arange(length).split([length - num_values, num_values])
+    return torch.cat([first, last.view(heads.values, heads.number, -1).transpose(0, 1).flatten()])
 
 
 def _row_of(tensor: GgufTensor, row: int) -> GgufTensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 from moeserve.model.spec import CheckpointError, UnsupportedModel
 
@@ -16,11 +16,26 @@ _ADVICE = "put the model's tokenizer.json beside the file"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _LLAMA3 = _CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = _LLAMA3.replace(r"\p{N}{1,3}", r"\p{N}")
+_QWEN35 = _QWEN2.replace(r"]?\p{L}+", r"]?[\p{L}\p{M}]+").replace(r"[^\s\p{L}\p{N}]", r"[^\s\p{L}\p{M}\p{N}]")
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _O200K = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTIONS}?|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTIONS}?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+# As o200k, but Chinese characters are words of their own.
+_KIMI_K2 = r"\p{Han}+|" + _O200K.replace(r"\p{M}]", r"\p{M}&&[^\p{Han}]]").replace(r"[\r\n/]*", r"[\r\n]*")
+# DeepSeek's expressions cut one after the other, so that letters of ASCII, which count as punctuation, are cut out of
+# words with other ones.
+_EAST_ASIAN = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
+_DEEPSEEK_LLM = (
+    r"[\r\n]",
+    r"\s?[\p{Lu}\p{Ll}\p{Lt}]+",
+    "\\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+",
+    r"\s+$",
+    _EAST_ASIAN,
+    r"\p{N}",
+)
+_DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
 _DEEPSEEK_V3 = (
     r"\p{N}{1,3}",
     "[\u4e00-\u9fa5\u3040-\u30ff]+",
@@ -41,12 +56,21 @@ _EXPRESSIONS: Mapping[str, tuple[str, ...] | None] = {
     "chatglm-bpe": (_LLAMA3,),
     "dbrx": (_LLAMA3,),
     "qwen2": (_QWEN2,),
+    "qwen35": (_QWEN35,),
     "deepseek-r1-qwen": (_QWEN2,),
     "gpt-4o": (_O200K,),
+    "minimax-m2": (_O200K,),
+    "kimi-k2": (_KIMI_K2,),
+    "deepseek-llm": _DEEPSEEK_LLM,
+    "deepseek-coder": _DEEPSEEK_CODER,
     "deepseek-v3": _DEEPSEEK_V3,
     "joyai-llm": _DEEPSEEK_V3,
 }
 _SINGLE_DIGITS = frozenset(("smollm", "refact"))
+# Words that are a token are not merged, and texts begin with a BOS token unless the file says otherwise.
+_WHOLE_WORDS = frozenset(("llama3", "llama-bpe"))
+# Of architectures whose first files do not name it.
+_UNNAMED = {"qwen2": "qwen2", "qwen2moe": "qwen2"}
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -67,6 +91,10 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
         raise UnsupportedModel(f"GGUF tokenizers of kind {str(kind)[:40]!r} are not supported: {_ADVICE}.")
     tokenizer.add_special_tokens(_added(tokens, types, _CONTROL))
     tokenizer.add_tokens(_added(tokens, types, _USER_DEFINED))
+    first = _token_ids(metadata, tokens).get("bos")
+    if first is not None and _begins_with_bos(metadata):
+        bos = {"id": "bos", "ids": [first], "tokens": [tokens[first]]}
+        tokenizer.post_processor = processors.TemplateProcessing(["bos", "$A"], ["bos", "$A", "$B"], [bos])
     return tokenizer
 
 
@@ -74,15 +102,27 @@ def tokenizer_config_of(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """Return `tokenizer_config.json`: the chat template and the tokens that it may name."""
     tokens = metadata.get("tokenizer.ggml.tokens") or []
     config: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    ids = _token_ids(metadata, tokens)
     for name, key in (("bos_token", "bos"), ("eos_token", "eos"), ("unk_token", "unknown"), ("pad_token", "padding")):
-        token_id = metadata.get(f"tokenizer.ggml.{key}_token_id")
-        if type(token_id) is int and 0 <= token_id < len(tokens):
-            config[name] = tokens[token_id]
-    config["add_bos_token"] = bool(metadata.get("tokenizer.ggml.add_bos_token", False))
+        if key in ids:
+            config[name] = tokens[ids[key]]
+    config["add_bos_token"] = _begins_with_bos(metadata)
     template = metadata.get("tokenizer.chat_template")
     if isinstance(template, str):
         config["chat_template"] = template
     return config
+
+
+def _token_ids(metadata: Mapping[str, Any], tokens: list[str]) -> dict[str, int]:
+    """Return the ids of the tokens that the file names and has."""
+    ids = {key: metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("bos", "eos", "unknown", "padding")}
+    return {key: token for key, token in ids.items() if type(token) is int and 0 <= token < len(tokens)}
+
+
+def _begins_with_bos(metadata: Mapping[str, Any]) -> bool:
+    """Return whether texts begin with the BOS token: where the file does not tell, as llama.cpp has it."""
+    usual = metadata.get("tokenizer.ggml.model") == "llama" or str(metadata.get("tokenizer.ggml.pre")) in _WHOLE_WORDS
+    return bool(metadata.get("tokenizer.ggml.add_bos_token", usual))
 
 
 def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
@@ -92,15 +132,16 @@ def _added(tokens: list[str], types: list[int], kind: int) -> list[AddedToken]:
 
 
 def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
-    pre = metadata.get("tokenizer.ggml.pre", "default")
+    pre = str(metadata.get("tokenizer.ggml.pre", _UNNAMED.get(str(metadata.get("general.architecture")), "default")))
     if pre not in _EXPRESSIONS:
-        raise UnsupportedModel(f"How {str(pre)[:40]!r} cuts texts into words is not known here: {_ADVICE}.")
+        raise UnsupportedModel(f"How {pre[:40]!r} cuts texts into words is not known here: {_ADVICE}.")
     merges = metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
         raise CheckpointError("The GGUF file's tokenizer has no merges.")
     pairs = [_pair(merge) for merge in merges]
     try:
-        tokenizer = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=pairs))
+        vocabulary = {token: i for i, token in enumerate(tokens)}
+        tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=pairs, ignore_merges=pre in _WHOLE_WORDS))
     except Exception as error:  # The library raises its own exceptions for merges that do not fit.
         raise CheckpointError(f"The GGUF file's tokenizer does not fit together: {str(error)[:200]}.") from None
     expressions = _EXPRESSIONS[pre]
