@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import subprocess
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,10 +29,11 @@ from moeserve.engine.ranks.meeting import (
     own_address_towards,
     resolve,
 )
-from moeserve.engine.ranks.messages import Joined, RankError, Start
+from moeserve.engine.ranks.messages import Dismissed, Joined, RankError, Shutdown, Start, ToRank
 from moeserve.engine.ranks.transport import RankHub, RankLink
 
 JOINED = Joined(1, os.getpid(), "other", "elsewhere", "software", "model")
+NUM_BEFORE = 32  # messages of a MiB, together more than the buffers of a connection take
 
 
 def make_keys() -> RankKeys:
@@ -45,7 +47,7 @@ def context() -> Iterator[zmq.Context[zmq.Socket[bytes]]]:
     context.destroy(0)
 
 
-def first_of(keys: RankKeys) -> Meeting:
+def first_of(keys: RankKeys | None) -> Meeting:
     tcp = "tcp://127.0.0.1:*"
     return Meeting(incarnation=3, results=tcp, steps=(tcp,), collectives=None, interface="lo", keys=keys)
 
@@ -91,6 +93,50 @@ def test_a_message_to_a_rank_that_has_just_died_says_so_before_it_could_not_be_s
     with pytest.raises(RankError, match="died"):
         send_on(hub)
     hub.close()
+
+
+@pytest.fixture
+def slow_peer() -> Iterator[zmq.Socket[bytes]]:
+    """A rank that takes a message from the connection only once it has read the one before."""
+    with zmq.Context() as context, context.socket(zmq.PULL) as peer:
+        peer.setsockopt(zmq.RCVHWM, 1)
+        peer.setsockopt(zmq.RCVTIMEO, 60_000)
+        yield peer
+
+
+def close_behind(hub: RankHub, context: zmq.Context[zmq.Socket[bytes]], peer: zmq.Socket[bytes]) -> threading.Thread:
+    """Close a hub whose last message stands behind more than a connection holds; return who waits for its delivery."""
+    peer.connect(hub.addresses[1][0])
+    for _ in range(NUM_BEFORE):
+        hub.send_all(Dismissed("x" * 2**20))
+    hub.send_last(Shutdown())
+    hub.close()
+    closing = threading.Thread(target=context.term, daemon=True)
+    closing.start()
+    return closing
+
+
+def test_the_last_message_of_a_closed_hub_reaches_a_rank_that_reads_late(
+    context: zmq.Context[zmq.Socket[bytes]], slow_peer: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_SEND_SECONDS", math.inf), ("_LINGER_MS", 0), ("_LAST_LINGER_MS", -1)):  # -1: for ever
+        monkeypatch.setattr(transport, name, value)
+    closing = close_behind(RankHub(context, first_of(None)), context, slow_peer)
+    assert closing.is_alive()
+    messages = [transport.receive_parts(slow_peer, ToRank)[1] for _ in range(NUM_BEFORE + 1)]
+    assert isinstance(messages[-1], Shutdown)
+    closing.join(60)
+    assert not closing.is_alive()
+
+
+def test_a_closed_hub_waits_for_a_rank_that_never_reads_only_so_long(
+    context: zmq.Context[zmq.Socket[bytes]], slow_peer: zmq.Socket[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_SEND_SECONDS", math.inf), ("_LINGER_MS", -1), ("_LAST_LINGER_MS", 1)):
+        monkeypatch.setattr(transport, name, value)
+    closing = close_behind(RankHub(context, first_of(None)), context, slow_peer)
+    closing.join(60)
+    assert not closing.is_alive()
 
 
 @pytest.mark.parametrize("server_is_known", [False, True])
