@@ -72,7 +72,7 @@ class DecodeBench:
         device: torch.device,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """sizes: see `qwen3_moe_spec`. loads: the loads to run. Raises ValueError if one does not fit."""
+        """sizes: see `qwen3_moe_spec`. loads: the loads to run. Raise ValueError if one does not fit."""
         self._limits, self._device, self._clock = limits, device, clock
         self._max_len = max(max_model_len(load, limits) for load in loads)
         self.spec = qwen3_moe_spec(**sizes, max_position=self._max_len)

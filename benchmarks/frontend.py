@@ -146,7 +146,7 @@ def stream_cost(model: Path, streams: int, steps: int, step_s: float, tools: lis
 
 
 async def _read_streams(port: int, body: str, streams: int) -> None:
-    """Read answers to their ends, each from a connection of its own. Raises ClickException for any other answer."""
+    """Read answers to their ends, each from a connection of its own. Raise ClickException for any other answer."""
 
     async def read() -> None:
         reader, writer = await asyncio.open_connection("127.0.0.1", port)

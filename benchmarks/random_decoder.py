@@ -64,7 +64,7 @@ def random_decoder(
     observers: Sequence[AnyObserver] = (),
     seed: int = 0,
 ) -> Decoder:
-    """Make a decoder with shared KV heads and experts in all layers. Raises ValueError for other specs.
+    """Make a decoder with shared KV heads and experts in all layers. Raise ValueError for other specs.
 
     max_tokens: of the largest step. observers: of steps. Weights are normal and keep activations near 1.
     """

@@ -49,7 +49,7 @@ class Streams:
         self.times: list[list[float]] = [[] for _ in range(count)]
 
     def read(self, number: int) -> None:
-        """Read one stream to its end. Raises click.ClickException if it ends with an error."""
+        """Read one stream to its end. Raise click.ClickException if it ends with an error."""
         body = {
             "model": "demo",
             "prompt": f"Story number {number}. {_WORDS}",

@@ -35,7 +35,7 @@ class TokenEngine:
     def __init__(self, model_dir: str | Path, config: ServeConfig | None = None) -> None:
         """Load the model on a CPU, on one rank; `experts` is the memory of its experts, None where all are there.
 
-        Raises ModelError or ConfigError for what cannot be served.
+        Raise ModelError or ConfigError for what cannot be served.
         """
         config = replace(config or ServeConfig(), record_experts=False)
         directory = Path(model_dir)
@@ -85,7 +85,7 @@ class TokenEngine:
         With `beams` the completions have nothing but `found` and `finish_reason`. predicted: the answers as their
         clients predict them.
 
-        Raises NeverFitsError or QueueFullError as the scheduler does, and RuntimeError if the model fails.
+        Raise NeverFitsError or QueueFullError as the scheduler does, and RuntimeError if the model fails.
         """
         shared = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
         completions: dict[str, Completion] = {}

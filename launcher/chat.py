@@ -76,7 +76,7 @@ class Conversation:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
     def say(self, text: str) -> Iterator[str]:
-        """Yield the answer in pieces, then remember question and answer. Raises ServerError, and remembers nothing."""
+        """Yield the answer in pieces, then remember question and answer. Raise ServerError, and remembers nothing."""
         question = {"role": "user", "content": text}
         body: dict[str, Any] = {"model": self.model, "messages": [*self.messages, question], "stream": True}
         if self.max_tokens is not None:
@@ -91,7 +91,7 @@ class Conversation:
 
 
 def first_model(url: str, api_key: str | None) -> str:
-    """Return the name of the model that the server serves. Raises ServerError."""
+    """Return the name of the model that the server serves. Raise ServerError."""
     with open_url(f"{url}/v1/models", None, api_key) as response:
         return str(json.load(response)["data"][0]["id"])
 

@@ -84,7 +84,7 @@ def _answers(url: str, key: str | None) -> bool:
 
 
 def describe(url: str, key: str | None) -> Server:
-    """Return the facts of the server at `url` that agents need, once its model is loaded. Raises ServerError."""
+    """Return the facts of the server at `url` that agents need, once its model is loaded. Raise ServerError."""
     model = _model_at(url, key)
     if model.get("owned_by") == "moeserve" and model.get("max_model_len") is None:
         click.echo("moeserve: waits until the model is loaded.", err=True)
@@ -100,7 +100,7 @@ def describe(url: str, key: str | None) -> Server:
 
 
 def _model_at(url: str, key: str | None) -> dict[str, Any]:
-    """Return what the server says of its first model. Raises ServerError."""
+    """Return what the server says of its first model. Raise ServerError."""
     with open_url(f"{url}/v1/models", None, key) as response:
         found: dict[str, Any] = json.load(response)["data"][0]
     return found

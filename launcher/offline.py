@@ -55,7 +55,7 @@ class LLM:
         """Load the model; the demo unless given.
 
         concurrency: requests under way at once. settings: flags of `moeserve serve`, such as `expert_memory="4GiB"` for
-        `--expert-memory 4GiB`; a list repeats a flag. Raises ServiceNotStarted, after the reason was written to
+        `--expert-memory 4GiB`; a list repeats a flag. Raise ServiceNotStarted, after the reason was written to
         standard error.
         """
         self._concurrency = concurrency
@@ -65,7 +65,7 @@ class LLM:
     def generate(self, prompts: Prompt | Sequence[Prompt], **fields: Any) -> list[Answer]:
         """Continue prompts, texts or token ids, and return the answers in their order.
 
-        fields: of `/v1/completions`, such as `max_tokens` and `temperature`. Raises RequestRefused for the first one.
+        fields: of `/v1/completions`, such as `max_tokens` and `temperature`. Raise RequestRefused for the first one.
         """
         one = isinstance(prompts, str) or (bool(prompts) and isinstance(prompts[0], int))
         bodies = [{**fields, "prompt": prompt} for prompt in ([prompts] if one else prompts)]
@@ -74,7 +74,7 @@ class LLM:
     def chat(self, conversations: Conversation | Sequence[Conversation], **fields: Any) -> list[Answer]:
         """Answer conversations, lists of messages, and return the answers in their order.
 
-        fields: of `/v1/chat/completions`, such as `tools` and `response_format`. Raises RequestRefused as `generate`.
+        fields: of `/v1/chat/completions`, such as `tools` and `response_format`. Raise RequestRefused as `generate`.
         """
         one = bool(conversations) and isinstance(conversations[0], Mapping)
         bodies = [{**fields, "messages": messages} for messages in ([conversations] if one else conversations)]
@@ -120,7 +120,7 @@ class LLM:
 
 
 def command_line(model: str | Path | None, settings: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of `moeserve serve` for a model and settings as Python names them. Raises TypeError."""
+    """Return the arguments of `moeserve serve` for a model and settings as Python names them. Raise TypeError."""
     if "served_model_name" in settings or "port" in settings:
         raise TypeError("LLM chooses the port and the name of the model itself")
     words = [] if model is None else [str(model)]

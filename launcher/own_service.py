@@ -30,7 +30,7 @@ class ServiceGone(Exception):
 def own_service(settings: Sequence[str]) -> Iterator[str]:
     """Start `moeserve serve` on a free port, give its address once it is ready, and end it.
 
-    settings: of the command line, the model included. Raises ServiceNotStarted.
+    settings: of the command line, the model included. Raise ServiceNotStarted.
     """
     quiet = () if any(setting.startswith("--log-level") for setting in settings) else ("--log-level", "warning")
     child = [sys.executable, "-P", "-m", "launcher.child", str(os.getpid())]
@@ -56,7 +56,7 @@ def own_service(settings: Sequence[str]) -> Iterator[str]:
 async def ask_patiently(endpoint: Endpoint, path: str, body: bytes, api_key: str | None, timeout_s: float) -> Response:
     """Return the answer to a POST, the last of some where the earlier ones ask for patience.
 
-    Raises ServiceGone, and ExchangeError where the connection breaks again and again or the answer takes too long.
+    Raise ServiceGone, and ExchangeError where the connection breaks again and again or the answer takes too long.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     for tried in range(1, _TRIES + 1):

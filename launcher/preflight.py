@@ -160,7 +160,7 @@ _BACKLOG = 2048  # connections that the system queues until an HTTP process acce
 def open_listener(host: str, port: int) -> socket.socket:
     """Open a listening TCP socket. Clients that connect early wait in its backlog until the frontend accepts.
 
-    Raises LaunchError when the address is not usable.
+    Raise LaunchError when the address is not usable.
     """
     try:
         candidates = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)

@@ -22,7 +22,7 @@ FORGETFUL = "memory"
 def response_store(run: RunContext, notice: Callable[[str], None]) -> Iterator[str | None]:
     """Give the path of a store that outlives the service, held until the end; None where it goes with the service.
 
-    Raises LaunchError for a file of the settings that cannot be used. The default one is done without then, as
+    Raise LaunchError for a file of the settings that cannot be used. The default one is done without then, as
     `notice` is told.
     """
     config = run.config
@@ -51,7 +51,7 @@ def _path(config: ServeConfig) -> Path:
 
 
 def _join(path: Path, reader: str) -> Locks:
-    """Make the file ready and join the services that use it; return the locks that say so. Raises StoreError."""
+    """Make the file ready and join the services that use it; return the locks that say so. Raise StoreError."""
     if kind := network_of(path.resolve(), Path("/proc/self/mountinfo").read_text()):
         raise StoreError(
             f"The response store {path} is on a network file system ({kind}): it takes a disk of this machine."

@@ -167,7 +167,7 @@ class Batch:
     results: Results
 
     async def run(self, jobs: Iterator[BatchLine], concurrency: int) -> None:
-        """Work until no job is left. Raises BatchError where the server cannot answer any."""
+        """Work until no job is left. Raise BatchError where the server cannot answer any."""
         try:
             async with asyncio.TaskGroup() as group:
                 for _ in range(concurrency):
@@ -188,7 +188,7 @@ class Batch:
                 self.results.write(job, _described(response), None)
 
     async def _answer(self, job: BatchLine) -> Response:
-        """Return the answer to a job. Raises ExchangeError, BatchError."""
+        """Return the answer to a job. Raise ExchangeError, BatchError."""
         try:
             response = await ask_patiently(self.endpoint, job.path, job.body, self.api_key, self.timeout_s)
         except ServiceGone as error:

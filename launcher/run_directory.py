@@ -36,7 +36,7 @@ _DEMO_NAME = "demo"
 
 @contextmanager
 def run_directory(environment: Mapping[str, str]) -> Iterator[Path]:
-    """Create a directory with mode 0700, locked by this process and removed at its end. Raises LaunchError."""
+    """Create a directory with mode 0700, locked by this process and removed at its end. Raise LaunchError."""
     base = _base(environment)
     remove_stale(base)
     path, lock = _create(base)
@@ -148,7 +148,7 @@ def hash_model(folder: Path) -> str:
     """Return the SHA-256 (hex) over every visible file's name and size, and the bytes of files below 16 MiB.
 
     A frontend and an engine of different models refuse each other by it. Weights count by name and size alone: reading
-    gigabytes would delay the start, and both sides read the same disk. Raises LaunchError for a file that cannot be
+    gigabytes would delay the start, and both sides read the same disk. Raise LaunchError for a file that cannot be
     read.
     """
     digest = hashlib.sha256()

@@ -84,7 +84,7 @@ def run_first_node(
 ) -> int:
     """Serve HTTP over an engine, with all ranks of this node unless `worker_module` names another worker.
 
-    Return the exit code. Raises LaunchError, ModelError or ConfigError if the service cannot start.
+    Return the exit code. Raise LaunchError, ModelError or ConfigError if the service cannot start.
     """
     meets_in_store = meets_in_store or config.nnodes > 1
     if meets_in_store and config.sleep_after is not None:

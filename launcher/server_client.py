@@ -33,7 +33,7 @@ optional_server_option = click.option(
 
 
 def open_url(url: str, body: dict[str, Any] | None, api_key: str | None, timeout: float = _TIMEOUT) -> Any:
-    """Return the open response of a GET, or of a POST where there is a body. Raises ServerError."""
+    """Return the open response of a GET, or of a POST where there is a body. Raise ServerError."""
     headers = {"Content-Type": "application/json"}
     if api_key:
         headers["Authorization"] = f"Bearer {api_key}"
@@ -48,7 +48,7 @@ def open_url(url: str, body: dict[str, Any] | None, api_key: str | None, timeout
 
 
 def read_events(response: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (name, data) of each server-sent event. Raises ServerError when the connection breaks."""
+    """Yield (name, data) of each server-sent event. Raise ServerError when the connection breaks."""
     name = "message"
     try:
         for line in response:

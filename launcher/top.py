@@ -134,7 +134,7 @@ def _experts(sample: dict[str, Any]) -> Iterator[Text]:
 
 
 def _frames(url: str, api_key: str | None) -> Iterator[Frame]:
-    """Yield a frame for every sample, from the first on that is there. Raises ServerError."""
+    """Yield a frame for every sample, from the first on that is there. Raise ServerError."""
     with open_url(f"{url}/v1/stats/stream", None, api_key, _SILENCE_S) as response:
         frame = Frame(url, {})
         for name, data in read_events(response):

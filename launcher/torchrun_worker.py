@@ -46,7 +46,7 @@ def serve_rank(config_file: Path | None, **flags: Any) -> None:
 
 
 def _config_of_group(config: ServeConfig) -> ServeConfig:
-    """Return the settings with torchrun's sizes. Raises ConfigError if a setting contradicts them."""
+    """Return the settings with torchrun's sizes. Raise ConfigError if a setting contradicts them."""
     environment = os.environ
     try:
         num_ranks, num_here = int(environment["WORLD_SIZE"]), int(environment["LOCAL_WORLD_SIZE"])

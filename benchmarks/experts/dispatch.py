@@ -104,7 +104,7 @@ def time_of_a_layer(amount: Amount, progress: Progress) -> Iterator[Figure]:
 
 
 def _run_ranks(num_ranks: int, job: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the last line, JSON, of each rank's process. Raises Unavailable if one fails; the others are killed.
+    """Return the last line, JSON, of each rank's process. Raise Unavailable if one fails; the others are killed.
 
     Each has one thread.
     """

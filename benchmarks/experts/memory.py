@@ -79,7 +79,7 @@ class Contestant:
     """A loaded model that computes the same prompts in every run; only its experts stay in memory between two runs."""
 
     def __init__(self, setting: Setting, store: Path | None = None) -> None:
-        """store: folder of the expert file, None for the usual one. Raises Unavailable if the model does not load."""
+        """store: folder of the expert file, None for the usual one. Raise Unavailable if the model does not load."""
         config = ServeConfig(
             kv_cache_memory=2**28,
             max_model_len=512,
@@ -140,7 +140,7 @@ class Contestant:
 
 @contextmanager
 def contest(settings: Sequence[Setting]) -> Iterator[list[Contestant]]:
-    """Load all settings at once. Raises Unavailable."""
+    """Load all settings at once. Raise Unavailable."""
     structlog.configure(logger_factory=structlog.ReturnLoggerFactory())
     contestants: list[Contestant] = []
     store = _store_in_memory(settings)

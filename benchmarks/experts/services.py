@@ -38,7 +38,7 @@ class Service:
         self._num_runs = 0
 
     def run(self, num_streams: int, num_tokens: int, seed: int) -> Metrics:
-        """Measure independent streams that begin at once. Every call sends other texts. Raises Unavailable."""
+        """Measure independent streams that begin at once. Every call sends other texts. Raise Unavailable."""
         self._num_runs += 1
         conversations = tuple(
             Conversation("", None, (seeded_text(24, seed, self._num_runs, number),), cold=True)
@@ -52,12 +52,12 @@ class Service:
         return summarise(records, None)
 
     def answers(self, num_requests: int, num_tokens: int, num_at_once: int = 8) -> list[str]:
-        """Return greedy texts for the first documents, with requests coming and going. Raises Unavailable."""
+        """Return greedy texts for the first documents, with requests coming and going. Raise Unavailable."""
         prompts = [" ".join(document.split()[:24]) for document in documents()[:num_requests]]
         return asyncio.run(self._answers(prompts, num_tokens, num_at_once))
 
     def experts(self) -> dict[str, Any]:
-        """Return the answer of `/v1/experts`. Raises Unavailable."""
+        """Return the answer of `/v1/experts`. Raise Unavailable."""
         try:
             answer: dict[str, Any] = asyncio.run(self._client.get("/v1/experts"))
         except RequestFailed as error:
@@ -80,7 +80,7 @@ class Service:
 
 @contextmanager
 def service(folder: Path, num_ranks: int, threads: int, *options: str) -> Iterator[Service]:
-    """Run `moeserve serve` on a free port of this machine. Raises Unavailable if it does not start."""
+    """Run `moeserve serve` on a free port of this machine. Raise Unavailable if it does not start."""
     sizes = ("--expert-parallel-size", str(num_ranks), "--threads", str(threads), "--kv-cache-memory", "256MiB")
     # Others may use the machine too.
     patience = ("--engine-timeout", "60")
@@ -173,7 +173,7 @@ def migration(amount: Amount, progress: Progress) -> Iterator[Figure]:
 def migration_figures(pairs: Sequence[tuple[float, ...]], rebalancing: dict[str, Any]) -> Iterator[Figure]:
     """pairs: p99 between tokens in seconds, of the service that stays and of the one that migrates.
 
-    rebalancing: what the latter reports. Raises Unavailable if nothing migrated.
+    rebalancing: what the latter reports. Raise Unavailable if nothing migrated.
     """
     if not rebalancing["num_migrations"]:
         raise Unavailable("no layer was placed anew while it was measured")

@@ -40,7 +40,7 @@ BUILDS = (Build("demo E=8 k=2", 8, 2), Build("demo E=16 k=2", 16, 2), Build("spl
 
 
 def folder_of(build: Build, amount: Amount, progress: Progress) -> Path:
-    """Return the model's folder, built if need be. Raises Unavailable."""
+    """Return the model's folder, built if need be. Raise Unavailable."""
 
     def report(stage: str, done: int, total: int) -> None:
         progress(f"building {build.name}: {stage} {done} of {total}")
@@ -66,13 +66,13 @@ def recorded_trace(build: Build, amount: Amount, progress: Progress, fit: str = 
     """Return documents one after the other, each a request, with the guesses of later layers' gates at both taps.
 
     fit: `PLAIN`, the gates themselves; `FITTED`, gates fitted to the other half of the topics; `BOUND`, gates fitted to
-    these very documents, which no linear map can beat by much. Raises Unavailable where the model cannot be built.
+    these very documents, which no linear map can beat by much. Raise Unavailable where the model cannot be built.
     """
     return load_lab_trace(_recorded(build, amount, progress)[fit])
 
 
 def perplexity(build: Build, amount: Amount, progress: Progress) -> float:
-    """Return the model's perplexity on the same documents. Raises Unavailable."""
+    """Return the model's perplexity on the same documents. Raise Unavailable."""
     return float(json.loads(_recorded(build, amount, progress)[_PERPLEXITY].read_bytes()))
 
 

@@ -217,7 +217,7 @@ def _sdpa_calls(backend: SDPBackend, inputs: list[Inputs], causal: bool, repeats
 
 
 def sdpa(backend: SDPBackend, q: Tensor, keys: Tensor, values: Tensor, causal: bool) -> Tensor:
-    """Attend by one backend; with `causal` the last row sees all positions. Raises RuntimeError if the backend has no
+    """Attend by one backend; with `causal` the last row sees all positions. Raise RuntimeError if the backend has no
     such mask."""
     grouped = q.shape[1] != keys.shape[1]
     mask = causal_lower_right(q.shape[2], keys.shape[2]) if causal and q.shape[2] != keys.shape[2] else None

@@ -111,7 +111,7 @@ class PreparedAttention:
     def relative_error(self, index: int, num_tokens: int = 8) -> float:
         """Run the kernel and compare some tokens with the reference in fp32; NaN if any token was not written.
 
-        Raises WrongResultError, see `run_guarded`.
+        Raise WrongResultError, see `run_guarded`.
         """
         self.plan()
         tensors = self.tensors

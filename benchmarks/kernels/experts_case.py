@@ -70,7 +70,7 @@ class MoeCase:
     def relative_error(self, config: MoeConfig, num_tokens: int = 8) -> float:
         """Run the kernels and compare some tokens with the reference in fp32; NaN if any token was not written.
 
-        Raises WrongResultError, see `run_guarded`.
+        Raise WrongResultError, see `run_guarded`.
         """
         for scratch in (self.workspace.hidden, self.workspace.results):
             scratch.fill_(math.nan)

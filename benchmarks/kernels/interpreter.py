@@ -26,7 +26,7 @@ _MEND = "_moeserve_mended"
 def mend_interpreter() -> None:
     """Patch `triton.runtime.interpreter` in this process; a second call changes nothing.
 
-    Raises RuntimeError if the installed Triton is built otherwise.
+    Raise RuntimeError if the installed Triton is built otherwise.
     """
     missing = [name for name in PATCHED if not hasattr(InterpreterBuilder, name)]
     missing += [name for name in ("TensorHandle", "_patch_lang_tensor") if not hasattr(interpreter, name)]

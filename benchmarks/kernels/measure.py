@@ -142,7 +142,7 @@ class WrongResultError(Exception):
 def run_guarded(run: Callable[[Tensor], object], like: Tensor) -> Tensor:
     """Run twice into outputs of `like`'s shape and dtype, full of NaN and between rows that nobody may write.
 
-    Return the result. Raises WrongResultError if those rows change or the two results differ in a bit, as in a race.
+    Return the result. Raise WrongResultError if those rows change or the two results differ in a bit, as in a race.
     NaN that is left in the result is left to the comparison.
     """
     results = []

@@ -27,7 +27,7 @@ class KernelReport:
     is cut off leaves its measurements."""
 
     def __init__(self, path: Path, title: str, sections: Sequence[Section], targets: Sequence[str] = ()) -> None:
-        """targets: the lines of their table. Raises OSError, as every method that writes."""
+        """targets: the lines of their table. Raise OSError, as every method that writes."""
         self._path = path
         self._lines = [f"# {title}\n"]
         self._targets = targets

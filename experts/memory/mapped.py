@@ -25,7 +25,7 @@ class MappedExperts:
     """
 
     def __init__(self, path: Path, source: bytes) -> None:
-        """Raises ExpertStoreError as `read_header` does."""
+        """Raise ExpertStoreError as `read_header` does."""
         self._path, self._header = path, read_header(path, source)
         try:
             with path.open("rb") as file:
@@ -37,7 +37,7 @@ class MappedExperts:
         self._bytes = torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def read(self, progress: Callable[[int, int], None]) -> None:
-        """Have everything read into memory. progress(done, total): in bytes. Raises ExpertStoreError."""
+        """Have everything read into memory. progress(done, total): in bytes. Raise ExpertStoreError."""
         total = self._header.file_bytes
         for begin in range(0, total, _PIECE_BYTES):
             length = min(_PIECE_BYTES, total - begin)

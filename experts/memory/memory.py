@@ -52,7 +52,7 @@ class ExpertMemory:
             copier.start()
 
     def access(self, layer: int, experts: Iterable[int]) -> Access:
-        """Begin an event; missing experts start to load. Raises ExpertStoreError if a load has failed before."""
+        """Begin an event; missing experts start to load. Raise ExpertStoreError if a load has failed before."""
         with self._changed:
             self._check()
             access = self._control.access(layer, experts)
@@ -76,7 +76,7 @@ class ExpertMemory:
     def wait_ready(self, layer: int, experts: Collection[int]) -> list[int]:
         """Return the event's `experts` that are ready, waiting until these are some of them.
 
-        Raises ExpertStoreError if a load failed.
+        Raise ExpertStoreError if a load failed.
         """
         with self._changed:
             ready = self._ready(layer, experts)

@@ -22,7 +22,7 @@ class ExpertTier(Protocol):
     def read(self, layer: int, expert: int, offset: int, out: memoryview) -> None:
         """Fill `out` with the expert's bytes from `offset` on. Pieces are whole pages, except the expert's last one.
 
-        An expert is read piece by piece from its start, with other experts in between. Raises ExpertStoreError; a wrong
+        An expert is read piece by piece from its start, with other experts in between. Raise ExpertStoreError; a wrong
         checksum is found at the last piece.
         """
 
@@ -47,7 +47,7 @@ class PositionedReads:
             self.description = "preadv through the page cache"
 
     def read(self, offset: int, out: memoryview) -> None:
-        """Fill `out` from `offset` on. Raises ExpertStoreError."""
+        """Fill `out` from `offset` on. Raise ExpertStoreError."""
         done = 0
         while done < len(out):
             try:
@@ -76,7 +76,7 @@ class PieceChecksums:
         self._sums: dict[tuple[int, int], tuple[int, int]] = {}
 
     def follow(self, layer: int, expert: int, offset: int, piece: memoryview) -> None:
-        """Add a piece that was read. Raises ExpertStoreError at the last piece if the expert's checksum is wrong."""
+        """Add a piece that was read. Raise ExpertStoreError at the last piece if the expert's checksum is wrong."""
         key, size = (layer, expert), self._header.expert_bytes
         if key in self._checked:
             return
@@ -99,7 +99,7 @@ class DiskTier:
     """Reads an expert file (`experts.memory.file`)."""
 
     def __init__(self, path: Path, source: bytes) -> None:
-        """Raises ExpertStoreError as `read_header` does."""
+        """Raise ExpertStoreError as `read_header` does."""
         self.header = read_header(path, source)
         self.reads = PositionedReads(path)
         self._checksums = PieceChecksums(self.header, path)
@@ -134,7 +134,7 @@ class HostTier:
     """
 
     def __init__(self, held: Sequence[Sequence[int]], expert_bytes: int, device: torch.device) -> None:
-        """Allocate memory, locked for `device`, for the experts held[layer]. Raises ExpertStoreError."""
+        """Allocate memory, locked for `device`, for the experts held[layer]. Raise ExpertStoreError."""
         size = round_to_page(expert_bytes)
         self.experts = [(layer, expert) for layer, experts in enumerate(held) for expert in experts]
         self._expert_bytes = expert_bytes
@@ -162,7 +162,7 @@ def page_locked(num_bytes: int, device: torch.device) -> Tensor:
     """uint8 [num_bytes] from the start of a page, locked in memory if `device` is a GPU, until the process ends.
 
     torch's own pinned memory is rounded up to a power of two, which for all experts of a model may be twice as much.
-    Raises ExpertStoreError.
+    Raise ExpertStoreError.
     """
     memory = torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
     if device.type == "cuda":

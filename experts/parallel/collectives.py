@@ -74,7 +74,7 @@ class Collectives:
     def open(self, rendezvous: Path | Store | None, timeout: float, *, interface: str = "lo") -> None:
         """Meet the other ranks in a file on this machine, in a store, or in torchrun's store for None.
 
-        Raises CollectiveError. timeout: seconds that a rank waits in a collective for the others. interface: the only
+        Raise CollectiveError. timeout: seconds that a rank waits in a collective for the others. interface: the only
         network interface that is listened on; its traffic is neither encrypted nor authenticated.
         """
         os.environ["GLOO_SOCKET_IFNAME"] = interface
@@ -188,7 +188,7 @@ class Collectives:
 
     @contextmanager
     def replayed(self, recorded: Traffic) -> Iterator[None]:
-        """Count a replay, launched inside. Raises CollectiveError if an earlier replay does not end in time.
+        """Count a replay, launched inside. Raise CollectiveError if an earlier replay does not end in time.
 
         A replay, in which the host calls no collective, counts as all of the graph's collectives, and sets one mark in
         the device's queue.
@@ -246,7 +246,7 @@ class DeviceWaits:
         self._marks: deque[torch.cuda.Event] = deque()
 
     def mark(self) -> None:
-        """Mark a place in the device's queue, and wait for the mark `_MARKS_AHEAD` before. Raises CollectiveError."""
+        """Mark a place in the device's queue, and wait for the mark `_MARKS_AHEAD` before. Raise CollectiveError."""
         if not self._marking:
             return
         event = torch.cuda.Event()
@@ -265,7 +265,7 @@ class DeviceWaits:
             self._marking = before
 
     def wait_for(self, event: torch.cuda.Event) -> None:
-        """Wait for an event. Raises CollectiveError if the device does not reach it in time."""
+        """Wait for an event. Raise CollectiveError if the device does not reach it in time."""
         deadline = time.monotonic() + self.seconds
         while not event.query():
             if time.monotonic() > deadline:
@@ -273,7 +273,7 @@ class DeviceWaits:
             time.sleep(_POLL_SECONDS)
 
     def wait_for_device(self) -> None:
-        """Wait until everything queued is done. Raises CollectiveError."""
+        """Wait until everything queued is done. Raise CollectiveError."""
         if self._on_gpu:
             event = torch.cuda.Event()
             event.record()

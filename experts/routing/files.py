@@ -120,7 +120,7 @@ class TensorFileKind:
     torn: type[Exception] | None = None
 
     def save(self, path: Path, tensors: Mapping[str, NDArray[np.generic]], metadata: Mapping[str, str]) -> None:
-        """Replace the file in one move, so that a reader never sees half of it. Raises OSError."""
+        """Replace the file in one move, so that a reader never sees half of it. Raise OSError."""
         partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
         try:
             with partial.open("wb") as file:
@@ -134,7 +134,7 @@ class TensorFileKind:
     def load(self, path: Path, restore: Callable[[Tensors, dict[str, str]], T], model: str | None = None) -> T:
         """Return what `restore` makes of the file's tensors and metadata.
 
-        model: the "model" that the metadata has to name, None for any. Raises `error` if the file is missing, torn, of
+        model: the "model" that the metadata has to name, None for any. Raise `error` if the file is missing, torn, of
         another kind or model, or if `restore` raises KeyError, TypeError or ValueError.
         """
         try:

@@ -47,7 +47,7 @@ class ChatClient:
     timeout_s: float
 
     async def chat(self, messages: list[Message], max_tokens: int) -> tuple[Response, Answer]:
-        """Return the response and its answer. Raises RequestFailed."""
+        """Return the response and its answer. Raise RequestFailed."""
         request: dict[str, Any] = {
             "model": self.model,
             "messages": messages,
@@ -65,7 +65,7 @@ class ChatClient:
             raise RequestFailed(str(error), response.status) from error
 
     async def get(self, path: str) -> Any:
-        """Return the decoded JSON of a GET. Raises RequestFailed."""
+        """Return the decoded JSON of a GET. Raise RequestFailed."""
         response = await self._exchange("GET", path, b"")
         try:
             return msgspec.json.decode(response.body)
@@ -73,7 +73,7 @@ class ChatClient:
             raise RequestFailed(f"{path} does not answer in JSON", response.status) from error
 
     async def first_model(self) -> str:
-        """Return the first model that the server lists. Raises RequestFailed."""
+        """Return the first model that the server lists. Raise RequestFailed."""
         listed = await self.get("/v1/models")
         try:
             return str(listed["data"][0]["id"])
@@ -166,7 +166,7 @@ def timed_data(reads: Iterable[tuple[float, bytes]]) -> Iterator[tuple[float, by
 
 
 def read_answer(reads: Iterable[tuple[float, bytes]]) -> Answer:
-    """Return the answer of a stream. Raises StreamError."""
+    """Return the answer of a stream. Raise StreamError."""
     texts: list[str] = []
     event_times: list[float] = []
     usage = _Usage()
@@ -224,7 +224,7 @@ class Endpoint:
 
     @classmethod
     def parse(cls, url: str) -> Endpoint:
-        """Raises ValueError if `url` is not http(s)://host[:port][/path]; a trailing `/v1` is taken off."""
+        """Raise ValueError if `url` is not http(s)://host[:port][/path]; a trailing `/v1` is taken off."""
         parts = urlsplit(url if "://" in url else f"http://{url}")
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{url!r} is not a URL like http://127.0.0.1:8000")
@@ -257,7 +257,7 @@ async def exchange(
 ) -> Response:
     """Send one request on a connection of its own and read the response to its end.
 
-    The clock starts when the connection is established. Raises ExchangeError.
+    The clock starts when the connection is established. Raise ExchangeError.
     """
     loop = asyncio.get_running_loop()
     protocol = _ResponseReader(loop.create_future())

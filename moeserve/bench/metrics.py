@@ -135,7 +135,7 @@ class Slo:
 
     @classmethod
     def parse(cls, text: str) -> Slo:
-        """Parse `ttft:500ms,tpot:100ms,e2e:5s`, or some of these. Raises ValueError."""
+        """Parse `ttft:500ms,tpot:100ms,e2e:5s`, or some of these. Raise ValueError."""
         return cls(**parse_limits(text, ("ttft", "tpot", "e2e")))
 
     def met(self, record: RequestRecord) -> bool:

@@ -60,7 +60,7 @@ class Findings:
 
 
 async def prepare(target: Target, settings: Settings, say: Callable[[str], None]) -> Target:
-    """Find the model and the version, and warm the server up; return the server with them. Raises RequestFailed.
+    """Find the model and the version, and warm the server up; return the server with them. Raise RequestFailed.
 
     A server that is not ready is waited for, and `say` gets a sentence about that. A server that refuses `ignore_eos`
     is asked again, and measured, without it.
@@ -137,7 +137,7 @@ def _records_by_variant(records: list[RequestRecord]) -> dict[str, list[RequestR
 
 
 async def _wait_until_ready(target: Target, wait_s: float, say: Callable[[str], None]) -> None:
-    """Wait while the server answers 503 at `/ready`. Raises RequestFailed if it still does after `wait_s`.
+    """Wait while the server answers 503 at `/ready`. Raise RequestFailed if it still does after `wait_s`.
 
     A server without that route is taken as ready.
     """

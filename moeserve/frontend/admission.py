@@ -35,7 +35,7 @@ _ALWAYS_CHOICES = 16
 def read_terms(
     scope: Scope, secret: str, slo: Slo, priority: int = 0, *, background: bool = False, detached: bool = False
 ) -> Terms:
-    """Return the terms of a request. Raises ApiError for terms that its key may not ask for.
+    """Return the terms of a request. Raise ApiError for terms that its key may not ask for.
 
     secret: of the namespaces of keys. slo: the service's. detached: nobody waits for the answer.
     """
@@ -80,7 +80,7 @@ def terms_of(
 
 
 def _asked_slo(scope: Scope, identity: Identity, slo: Slo) -> tuple[float | None, float | None]:
-    """Return the times to the first token and per output token that the header asks for. Raises ApiError."""
+    """Return the times to the first token and per output token that the header asks for. Raise ApiError."""
     name = SLO_HEADER.decode()
     value = next((value for key, value in scope["headers"] if key == SLO_HEADER), None)
     if value is None:
@@ -151,7 +151,7 @@ class Admission:
     def hold(self, num_choices: int, capacity: int, terms: Terms) -> Iterator[Held]:
         """Hold places for the length of the block.
 
-        Raises ApiError: 400 if they never fit, 429 if the key has its part already, 503 if not now.
+        Raise ApiError: 400 if they never fit, 429 if the key has its part already, 503 if not now.
         """
         held = Held()
         self.change(held, num_choices, capacity, terms)
@@ -166,7 +166,7 @@ class Admission:
                     self._load = None
 
     def change(self, held: Held, num_choices: int, capacity: int, terms: Terms) -> None:
-        """Hold other places for a request whose number of choices and terms are known only now. Raises as `hold`."""
+        """Hold other places for a request whose number of choices and terms are known only now. Raise as `hold`."""
         check_choices(num_choices, most_choices(capacity))
         key = (terms.tenant, terms.background)
         known = 0 if held.key != key else held.num_choices

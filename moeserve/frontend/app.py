@@ -60,7 +60,7 @@ _ELSEWHERE = (
 def create_app(services: Services) -> Starlette:
     """Create the application. Its lifespan connects to the engine without waiting.
 
-    Raises ConfigError for bad keys and origins.
+    Raise ConfigError for bad keys and origins.
     """
     config = services.run.config
     keys = load_keys(config.api_key, config.api_key_file)
@@ -144,7 +144,7 @@ def _starlette_routes(endpoints: Endpoints) -> list[BaseRoute]:
 def _cors(origins: Sequence[str]) -> list[Middleware]:
     """Return the layer that lets pages of these origins call the server; it answers a browser's preflight, too.
 
-    Raises ConfigError for an origin that no browser sends.
+    Raise ConfigError for an origin that no browser sends.
     """
     for origin in origins:
         if origin != "*" and _ORIGIN.fullmatch(origin) is None:

@@ -154,7 +154,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             self.send_400_response("Request headers are too large.")
 
     def _feed(self, data: bytes) -> None:
-        """Have the parser read. Raises HttpParserError."""
+        """Have the parser read. Raise HttpParserError."""
         while True:
             try:
                 self.parser.feed_data(data)

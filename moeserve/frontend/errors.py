@@ -106,7 +106,7 @@ def context_length_exceeded(
 
 
 def longest_output(num_prompt_tokens: int, max_model_len: int, param: str | None = None) -> int:
-    """Return how many tokens the context leaves for the output. Raises ApiError where it leaves none."""
+    """Return how many tokens the context leaves for the output. Raise ApiError where it leaves none."""
     if num_prompt_tokens >= max_model_len:
         raise context_length_exceeded(max_model_len, num_prompt_tokens, 1, param=param)
     return max_model_len - num_prompt_tokens

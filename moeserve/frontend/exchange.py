@@ -43,7 +43,7 @@ Turns = AbstractAsyncContextManager[None]
 def generates_of(
     services: Services, prepared: Prepared, facts: ModelFacts, identity: Identity, **own: Any
 ) -> list[Generate]:
-    """Return the messages of `build_generates`; the same ones for the same arguments. Raises ApiError.
+    """Return the messages of `build_generates`; the same ones for the same arguments. Raise ApiError.
 
     own: `answer_id`, `seed`, `terms`, and further arguments of it.
     """
@@ -70,7 +70,7 @@ def build_generates(
 ) -> list[Generate]:
     """Return one message per choice, in their order, or per prompt for a beam search.
 
-    Raises ApiError if a prompt does not fit.
+    Raise ApiError if a prompt does not fit.
 
     A larger `max_tokens` than the context or the service allows is cut to that. thoughts: of each prompt. arrived_at,
     session: see `Generate`.
@@ -116,7 +116,7 @@ def derive_seed(seed: int, sample: int) -> int:
 
 
 def thought_budgets(services: Services, prepared: Prepared) -> list[ThoughtBudget | None]:
-    """Return the bounds for the thoughts of the answers to each prompt. Raises ApiError."""
+    """Return the bounds for the thoughts of the answers to each prompt. Raise ApiError."""
     request, shape = prepared.request, services.shape
     if not shape.thinks(request):
         return [None] * len(prepared.prompts)
@@ -135,7 +135,7 @@ async def submitted(
 ) -> AsyncIterator[RequestGroup]:
     """Send requests to the engine and wait until it has admitted all of them. Leaving the block aborts them.
 
-    past: they go on from there. Raises ApiError.
+    past: they go on from there. Raise ApiError.
     """
     async with AsyncExitStack() as stack:
         try:

@@ -33,7 +33,7 @@ class ClientDisconnected(Exception):
 
 
 async def receive_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """Return the whole body of a request. Raises ClientDisconnected, and ApiError: 413 as soon as it is too large, 408
+    """Return the whole body of a request. Raise ClientDisconnected, and ApiError: 413 as soon as it is too large, 408
     when it takes too long."""
     declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
     if declared.isdigit():
@@ -62,7 +62,7 @@ def _check_body(size: int, max_bytes: int) -> None:
 
 
 def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
-    """Return the name of the coding of a request's body, None for a plain one. Raises ApiError (415)."""
+    """Return the name of the coding of a request's body, None for a plain one. Raise ApiError (415)."""
     named = [value.strip().lower() for name, value in headers if name == b"content-encoding"]
     codings = [coding for value in named for coding in value.split(b",") if coding.strip() not in (b"", b"identity")]
     if not codings:
@@ -76,7 +76,7 @@ def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
-    """Return a body as it was before its coding. Raises ApiError: 413 above `max_bytes`, 400 if it is damaged, or has
+    """Return a body as it was before its coding. Raise ApiError: 413 above `max_bytes`, 400 if it is damaged, or has
     several members: with thousands of them it would take seconds."""
     stream = zlib.decompressobj(_WINDOW_BITS[coding])
     try:
@@ -157,7 +157,7 @@ def json_bytes(body: bytes) -> Response:
 
 def page_of(listed: Sequence[tuple[str, bytes]], query: QueryParams, *, most: int = _MAX_PAGE) -> Response:
     """Return a page of a list of ids and JSON, which is in ascending order; the latest comes first unless `order` is
-    `asc`. Raises ApiError for a query that is none."""
+    `asc`. Raise ApiError for a query that is none."""
     order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE)), query.get("after")
     if order not in ("asc", "desc"):
         raise invalid("`order` must be asc or desc", "order")

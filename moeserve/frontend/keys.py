@@ -166,7 +166,7 @@ class KeyRing:
 
 
 def load_keys(api_keys: Iterable[str], api_key_file: str | None) -> KeyRing:
-    """Return the keys of the settings; `api_keys` have the role `user`. Raises ConfigError."""
+    """Return the keys of the settings; `api_keys` have the role `user`. Raise ConfigError."""
     entries = [(USER, key) for key in api_keys]
     rights: dict[str, Rights] = {}
     if api_key_file is not None:
@@ -200,7 +200,7 @@ def _entry(line: str, rights: dict[str, Rights]) -> tuple[str, str]:
 
 
 def _right(name: str, value: str) -> float | bool:
-    """Return the value of a right. Raises ConfigError."""
+    """Return the value of a right. Raise ConfigError."""
     if name == "priority":
         if value not in ("yes", "no"):
             raise ConfigError("`priority=` in the key file is yes or no")

@@ -92,7 +92,7 @@ class Services:
         news_fd: int | None = None,
         number: int = 0,
     ) -> Services:
-        """Read the checkpoint's tokenizer and template. Raises ModelError if they cannot be used."""
+        """Read the checkpoint's tokenizer and template. Raise ModelError if they cannot be used."""
         folder = Path(run.model_dir)
         check_model_texts(folder)
         tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
@@ -128,7 +128,7 @@ class Services:
         return self.admission.overload() if engine.ready is not None else "the model is loading"
 
     def check_serving(self) -> ModelFacts:
-        """Return the model's facts. Raises ApiError (503) unless generations are admitted."""
+        """Return the model's facts. Raise ApiError (503) unless generations are admitted."""
         if self._draining:
             raise unavailable("The server is shutting down", "draining", _RETRY_ELSEWHERE_S, close=True)
         if self.engine.dead_reason is not None:
@@ -160,7 +160,7 @@ class Services:
     async def reach(self, rest: Rest) -> None:
         """Have the service sleep, once it has no request, or wake, for as long as the caller waits; return when it has.
 
-        Raises EngineGone if no engine will come any more.
+        Raise EngineGone if no engine will come any more.
         """
         self._wishes[rest] += 1
         try:
@@ -190,7 +190,7 @@ class Services:
         return ready.max_num_seqs + ready.max_num_queued_reqs if ready is not None else 0
 
     async def command(self, name: str, arguments: dict[str, Any] | None = None, tenant: str = "") -> ControlResult:
-        """Return the engine's answer to a command (`EngineClient.control`). Raises ApiError where none comes."""
+        """Return the engine's answer to a command (`EngineClient.control`). Raise ApiError where none comes."""
         try:
             return await self.engine.control(name, arguments, tenant)
         except EngineGone as error:
@@ -212,7 +212,7 @@ class Services:
         """Return the prepared request of a body, or the error that its client gets.
 
         reports: the answer tells about the prompt cache. lend: gives the earlier responses that the body refers to.
-        Raises ApiError: 415, and 503 while the model loads.
+        Raise ApiError: 415, and 503 while the model loads.
         """
         identity: Identity = scope["state"]["identity"]
         ask = Ask(
@@ -233,7 +233,7 @@ class Services:
         return reply
 
     async def receive(self, kind: Kind, scope: Scope, receive: Receive) -> Reply:
-        """Receive the body of a request; return as `prepare`. Raises ApiError, and ClientDisconnected."""
+        """Receive the body of a request; return as `prepare`. Raise ApiError, and ClientDisconnected."""
         self.check_serving()
         body = await receive_body(scope, receive, self.run.config.max_request_bytes)
         return await until_disconnect(receive, self.prepare(kind, body, scope))

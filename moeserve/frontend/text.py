@@ -69,7 +69,7 @@ class TextTokenizer:
 
     @classmethod
     def from_file(cls, path: str | Path) -> TextTokenizer:
-        """Read `tokenizer.json`. Raises ModelError if it is not one."""
+        """Read `tokenizer.json`. Raise ModelError if it is not one."""
         try:
             return cls(Tokenizer.from_file(str(path)))
         except Exception as error:  # The library raises a bare Exception.
@@ -163,7 +163,7 @@ class TextTokenizer:
         return DecodeStream(ids=list(context), skip_special_tokens=skip_special_tokens)
 
     def step(self, stream: DecodeStream, token_id: int) -> str | None:
-        """Return the text that one more token completes. Raises the errors of `tokenizers` for a broken sequence."""
+        """Return the text that one more token completes. Raise the errors of `tokenizers` for a broken sequence."""
         text: str | None = stream.step(self._tokenizer, token_id)
         return text
 

@@ -48,7 +48,7 @@ _ROWS_AT_ONCE = 128
 def build_split(out_dir: Path, *, experts: int, top_k: int, progress: Progress | None = None) -> None:
     """Write the neuron-split model with `experts` experts per layer, `top_k` active, into the empty or new `out_dir`.
 
-    Raises ModelError if the source package is missing, ValueError if the neurons cannot be shared out so.
+    Raise ModelError if the source package is missing, ValueError if the neurons cannot be shared out so.
     """
     report = progress or silent
     report("read source", 0, 0)
@@ -183,7 +183,7 @@ class NeuronSplit:
 def num_shared(intermediate_size: int, experts: int) -> int:
     """Return how many neurons always run: two thirds, and the rest of the last third when it is shared out evenly.
 
-    Raises ValueError if there are more experts than neurons to share out.
+    Raise ValueError if there are more experts than neurons to share out.
     """
     each = intermediate_size // 3 // experts
     if each < 1:

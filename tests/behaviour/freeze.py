@@ -41,7 +41,7 @@ Records = dict[str, Record]
 
 
 def chosen_parts(only: Sequence[str]) -> list[str]:
-    """Raises ValueError for a name that begins no part."""
+    """Raise ValueError for a name that begins no part."""
     for name in only:
         if not any(_is_under(part, name) for part in PARTS):
             raise ValueError(f"{name} is no part: {', '.join(PARTS)}")
@@ -55,7 +55,7 @@ def _is_under(name: str, part: str) -> bool:
 def measure(parts: Sequence[str]) -> dict[str, Any]:
     """The machine, the digests of the models' weights and the records of every case of the parts.
 
-    A GPU that is there cannot be interpreted: those parts are left out. Raises RuntimeError for a part that fails.
+    A GPU that is there cannot be interpreted: those parts are left out. Raise RuntimeError for a part that fails.
     """
     models = [model for model in MODELS if any(part.endswith(f"/{model}") for part in parts)]
     in_process = [part for part in parts if part.partition("/")[0] in ("plans", "cpu") or part == "demo/cpu"]
@@ -165,7 +165,7 @@ def _first_place(field: str, before: Any, after: Any) -> str:
 
 
 def write(found: dict[str, Any], parts: Sequence[str], frozen: dict[str, Any] | None) -> None:
-    """One line a case; the cases of other parts stay. Raises ValueError where they are of another machine, but for
+    """One line a case; the cases of other parts stay. Raise ValueError where they are of another machine, but for
     plans, which have no bits."""
     weights, cases = found["weights"], found["cases"]
     if frozen is not None and len(parts) < len(PARTS):

@@ -31,7 +31,7 @@ _SECONDS = 240
 
 @contextmanager
 def service(folder: Path, model: Sequence[str], *arguments: str, **environment: str) -> Iterator[str]:
-    """The address of a service that is ready. Raises RuntimeError with what it said if it ends before that.
+    """The address of a service that is ready. Raise RuntimeError with what it said if it ends before that.
 
     environment: variables that differ from this process's.
     """

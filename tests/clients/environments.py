@@ -58,7 +58,7 @@ class Client:
 
 
 def load_clients(file: Path = HERE / "clients.toml") -> dict[str, Client]:
-    """Return the clients of a file by their names, in its order. Raises KeyError or TypeError at an incomplete one."""
+    """Return the clients of a file by their names, in its order. Raise KeyError or TypeError at an incomplete one."""
     tables = tomllib.loads(file.read_text())
     return {
         name: Client(
@@ -113,7 +113,7 @@ class Environment:
 def ensure_environment(client: Client, root: Path) -> Environment:
     """Return a client's environment below `root`, made anew where its requirements have changed.
 
-    Raises InstallError with the end of what the installer said.
+    Raise InstallError with the end of what the installer said.
     """
     digest = hashlib.sha256("\n".join(client.recipe).encode()).hexdigest()[:8]
     environment = Environment(client, root / f"{client.name}-{digest}")

@@ -79,7 +79,7 @@ def lengthen(demo: Path, folder: Path, context: int) -> Path:
 def serve_demo(log: Path, clients: Iterable[str], model: Path | None = None, *settings: str) -> Iterator[Service]:
     """Serve a model as long as the context lasts, the demo unless one is given, with a key for each client.
 
-    log: file for what the service says. Raises RuntimeError with the end of it if the service does not start.
+    log: file for what the service says. Raise RuntimeError with the end of it if the service does not start.
     """
     own_keys = {client: f"sk-{secrets.token_hex(12)}" for client in clients}
     admin_key = f"sk-{secrets.token_hex(12)}"

@@ -87,7 +87,7 @@ def render(group: str, rows: Iterable[Cells]) -> str:
 def merge(page: str, group: str, rows: Sequence[Row], order: Sequence[str]) -> str:
     """Return a page with rows in its table of a group, in place of the same clients' rows; other rows stay.
 
-    order: titles of clients; rows of others are left out. Raises ValueError if the page has no such table.
+    order: titles of clients; rows of others are left out. Raise ValueError if the page has no such table.
     """
     by_title: dict[str, list[Cells]] = {}
     for cells in _rows_of(page, group):
@@ -120,7 +120,7 @@ def _with_table(page: str, group: str, rows: Iterable[Cells]) -> str:
 
 
 def _parts(page: str, group: str) -> tuple[str, str, str]:
-    """Return the page up to a group's table, the table, and the rest. Raises ValueError if it has none."""
+    """Return the page up to a group's table, the table, and the rest. Raise ValueError if it has none."""
     begin, end = f"<!-- table: {group} -->", f"<!-- end: {group} -->"
     before, found, rest = page.partition(begin)
     table, closed, after = rest.partition(end)

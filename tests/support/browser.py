@@ -41,7 +41,7 @@ class Browser:
         self.events: deque[dict[str, Any]] = deque()
 
     def command(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
-        """Sends a command and returns its result. Raises BrowserError."""
+        """Sends a command and returns its result. Raise BrowserError."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": parameters}
         if session is not None:

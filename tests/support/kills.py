@@ -148,7 +148,7 @@ def outcome(answer: Answered, expected: Answered) -> str:
     """Return `same`, `error` for a stream that ends with an error event, `refused` for an error in place of an answer,
     `cut` for a connection that was.
 
-    Raises AssertionError for any other answer: with another text, two ends, or none.
+    Raise AssertionError for any other answer: with another text, two ends, or none.
     """
     if answer.error is not None:
         assert_begins_alike(answer, expected)

@@ -51,7 +51,7 @@ def main() -> int:
 
 
 def read_speeds(document: str) -> dict[str, list[float]]:
-    """Return the tokens per second of each server, one for each of `_LOADS`. Raises SystemExit where one is missing."""
+    """Return the tokens per second of each server, one for each of `_LOADS`. Raise SystemExit where one is missing."""
     speeds: dict[str, list[float]] = {name: [] for name in _SERVERS}
     load = ""
     for line in document.splitlines():

@@ -121,7 +121,7 @@ class TakenUp:
 
 
 def events_of(address: str, path: str, body: dict[str, Any] | None, headers: dict[str, str]) -> Iterator[Any]:
-    """Yield the events of a stream. Raises httpx2.HTTPError for one that breaks off, or is refused."""
+    """Yield the events of a stream. Raise httpx2.HTTPError for one that breaks off, or is refused."""
     with (
         httpx2.Client(base_url=address, timeout=60) as http,
         http.stream("GET" if body is None else "POST", path, json=body, headers=headers) as answer,

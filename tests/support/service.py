@@ -57,7 +57,7 @@ class Service:
         self.http = httpx2.Client(timeout=60)
 
     def wait_until_ready(self) -> None:
-        """Reads the banner. Raises AssertionError with what the service said if it ends before."""
+        """Reads the banner. Raise AssertionError with what the service said if it ends before."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if found := re.search(r"ready on (http://\S+)", line):
@@ -67,7 +67,7 @@ class Service:
         raise AssertionError(self.errors.read_text())
 
     def stream(self, max_tokens: int, *, tells_resumed: bool = False, **fields: Any) -> Iterator[dict[str, Any]]:
-        """Events of a streamed completion as they arrive; an error event too. Raises at a stream that is cut off.
+        """Events of a streamed completion as they arrive; an error event too. Raise at a stream that is cut off.
 
         tells_resumed: `{"resumed": True}` comes where another engine goes on with the answer.
         """

@@ -96,7 +96,7 @@ def run(scenario: Any) -> None:
 
 
 def chunks(answer: bytes) -> bytes:
-    """The body of a chunked answer. Raises ValueError unless it is whole."""
+    """The body of a chunked answer. Raise ValueError unless it is whole."""
     head, _, rest = answer.partition(b"\r\n\r\n")
     assert b"transfer-encoding: chunked" in head
     body = b""

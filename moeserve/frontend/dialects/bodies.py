@@ -110,7 +110,7 @@ _B = TypeVar("_B", bound=msgspec.Struct)
 
 
 def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
-    """Return the typed body, and the names of its fields that `expected` lacks. Raises ApiError for a bad body."""
+    """Return the typed body, and the names of its fields that `expected` lacks. Raise ApiError for a bad body."""
     if body.count(b",") > limits.MAX_BODY_COMMAS:
         raise invalid(f"The body has more than {limits.MAX_BODY_COMMAS} commas", code="too_many_values")
     try:
@@ -256,7 +256,7 @@ def _spans(expected: type[msgspec.Struct]) -> dict[str, tuple[float, float, bool
 
 
 def bounded(name: str, value: Any, low: float, high: float) -> Any:
-    """Return `value` if it is finite and in [low, high]. Raises ApiError."""
+    """Return `value` if it is finite and in [low, high]. Raise ApiError."""
     # A comparison with NaN fails as well; JSON's integers may be too large for a float.
     if not low <= value <= high:
         raise _beyond(name, low, high)

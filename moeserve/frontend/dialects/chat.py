@@ -82,7 +82,7 @@ class _Repeated(msgspec.Struct):
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
-    """Return the internal request. Raises ApiError with the status that the client gets."""
+    """Return the internal request. Raise ApiError with the status that the client gets."""
     chat, ignored = fields.read_body(body, ChatBody, model)
     logprobs = _logprobs(chat, model)
     prompt = read_chat_prompt(chat)
@@ -111,14 +111,14 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 
 def read_cache(chat: ChatBody) -> CacheOptions:
-    """Return the settings for the prompt cache in a body and in the marks of its messages. Raises ApiError."""
+    """Return the settings for the prompt cache in a body and in the marks of its messages. Raise ApiError."""
     options = fields.read_cache(chat)
     breakpoints = read_breakpoints(chat.messages, chat.prompt_cache_options)
     return replace(options, breakpoints=breakpoints) if breakpoints else options
 
 
 def read_chat_prompt(chat: ChatBody) -> ChatPrompt:
-    """Return the messages, tools and template variables of a body. Raises ApiError."""
+    """Return the messages, tools and template variables of a body. Raise ApiError."""
     messages = read_messages(chat.messages)
     continues = bool(chat.continue_final_message)
     if continues and chat.add_generation_prompt:
@@ -422,7 +422,7 @@ def read_prefix(body: PrefixBody, model: ModelFacts) -> ChatPrompt | str | list[
 
 
 def parse_warm(body: bytes, model: ModelFacts) -> GenerateRequest:
-    """Return a request that computes a prefix and samples one token, which nobody sees. Raises ApiError."""
+    """Return a request that computes a prefix and samples one token, which nobody sees. Raise ApiError."""
     prefix, ignored = bodies.decode_json(body, PrefixBody)
     check_prefix(prefix, WARM_FIELDS)
     return GenerateRequest(
@@ -469,7 +469,7 @@ class DetokenizeBody(msgspec.Struct):
 
 
 def parse_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
-    """Return a body with a `prompt` of bounded length, or the conversation of one with `messages`. Raises ApiError."""
+    """Return a body with a `prompt` of bounded length, or the conversation of one with `messages`. Raise ApiError."""
     body, _ = bodies.decode_json(data, TokenizeBody)
     if body.model is not None:
         fields.check_model(body.model, model)
@@ -486,7 +486,7 @@ def parse_tokenize(data: bytes, model: ModelFacts) -> TokenizeBody | ChatPrompt:
 
 
 def parse_detokenize(data: bytes, model: ModelFacts) -> list[int]:
-    """Return the token ids of a body, all of them in the vocabulary. Raises ApiError."""
+    """Return the token ids of a body, all of them in the vocabulary. Raise ApiError."""
     body, _ = bodies.decode_json(data, DetokenizeBody)
     if body.model is not None:
         fields.check_model(body.model, model)

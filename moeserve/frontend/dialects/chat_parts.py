@@ -30,7 +30,7 @@ def make_tool(
     longest_name: int,
     schema_field: str = "parameters",
 ) -> Tool:
-    """Return a tool. Raises ApiError.
+    """Return a tool. Raise ApiError.
 
     where: the field that holds the function, for errors; `schema_field` in it holds the parameters.
     """
@@ -45,14 +45,14 @@ def make_tool(
 
 
 def check_tool_name(name: str | None, where: str, longest: int) -> str:
-    """Return the name of a function. Raises ApiError unless it is one."""
+    """Return the name of a function. Raise ApiError unless it is one."""
     if name is None or len(name) > longest or not _NAME.fullmatch(name):
         raise invalid(f"`{where}` must be 1 to {longest} of the characters a-z, A-Z, 0-9, `_`, `.` and `-`", where)
     return name
 
 
 def check_tools(found: Sequence[tuple[Tool, str]], where: str = "tools") -> tuple[Tool, ...]:
-    """Return the tools of a request. Raises ApiError for too many, for two of one name, and for schemas too deep.
+    """Return the tools of a request. Raise ApiError for too many, for two of one name, and for schemas too deep.
 
     found: each with the field that an error names.
     """
@@ -68,7 +68,7 @@ def check_tools(found: Sequence[tuple[Tool, str]], where: str = "tools") -> tupl
 
 
 def check_choice(choice: ToolChoice, known: Collection[str], where: str = "tool_choice") -> ToolChoice:
-    """Return the choice. Raises ApiError if it asks for tools that the request has not. known: their names."""
+    """Return the choice. Raise ApiError if it asks for tools that the request has not. known: their names."""
     if choice.mode == "required" and not known:
         raise invalid(f"`{where}` asks for a call, and `tools` has none that this server serves", where)
     for name in choice.names:
@@ -151,7 +151,7 @@ class Prediction(msgspec.Struct):
 
 
 def read_prediction(prediction: Prediction | None) -> str:
-    """Return the text of a predicted answer, empty without one. Raises ApiError that names the field."""
+    """Return the text of a predicted answer, empty without one. Raise ApiError that names the field."""
     if prediction is None:
         return ""
     if prediction.type != "content":
@@ -162,7 +162,7 @@ def read_prediction(prediction: Prediction | None) -> str:
 
 
 def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
-    """Return the messages as in `ChatPrompt`. Raises ApiError that names the field."""
+    """Return the messages as in `ChatPrompt`. Raise ApiError that names the field."""
     if not messages:
         raise invalid("`messages` must hold at least one message", "messages")
     if len(messages) > limits.MAX_MESSAGES:
@@ -192,7 +192,7 @@ def read_messages(messages: list[ChatMessage] | None) -> list[dict[str, Any]]:
 def read_breakpoints(
     messages: list[ChatMessage] | None, options: dict[str, Any] | None
 ) -> tuple[tuple[int, float], ...]:
-    """Return the marked prefixes as in `CacheOptions`: a mark inside a message counts at its end. Raises ApiError.
+    """Return the marked prefixes as in `CacheOptions`: a mark inside a message counts at its end. Raise ApiError.
 
     options: `prompt_cache_options`, which has the time of marks without one.
     """

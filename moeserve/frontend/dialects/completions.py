@@ -72,7 +72,7 @@ def read_search_request(
     n: int,
     **own: Any,
 ) -> GenerateRequest:
-    """Return the request of a body; see `read_request`. Raises ApiError.
+    """Return the request of a body; see `read_request`. Raise ApiError.
 
     ignored: fields that no dialect reads. beams: of `read_beams`. n: samples of each prompt.
     """
@@ -95,7 +95,7 @@ def read_search_request(
 def _transfer(
     params: dict[str, Any] | None, model: ModelFacts, *, is_single: bool, stream: bool
 ) -> tuple[bool, KvTicket | None]:
-    """Return the wishes in `kv_transfer_params` (see `read_params`). Raises ApiError.
+    """Return the wishes in `kv_transfer_params` (see `read_params`). Raise ApiError.
 
     is_single: the request has one prompt, without a beam search.
     """
@@ -114,7 +114,7 @@ def _transfer(
 
 
 def read_beams(body: SearchBody, logprobs: int | None) -> BeamParams | None:
-    """Return the search that a body asks for, None for none. Raises ApiError.
+    """Return the search that a body asks for, None for none. Raise ApiError.
 
     logprobs: alternatives to each token of the answer, None for none.
     """
@@ -164,7 +164,7 @@ class _Repeated(msgspec.Struct):
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
-    """Return the internal request. Raises ApiError with the status that the client gets."""
+    """Return the internal request. Raise ApiError with the status that the client gets."""
     completion, ignored = fields.read_body(body, CompletionBody, model)
     asked, echo = completion.logprobs, bool(completion.echo)
     logprobs = None if asked is None else fields.read_logprobs("logprobs", asked, model)
@@ -193,7 +193,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 
 def _read_best(completion: CompletionBody) -> tuple[int, int | None]:
-    """Return how many samples to draw, and how many of them to give, None for all. Raises ApiError."""
+    """Return how many samples to draw, and how many of them to give, None for all. Raise ApiError."""
     n, best_of = completion.n or 1, completion.best_of
     if best_of is None or best_of == n:
         return n, None
@@ -207,7 +207,7 @@ def _read_best(completion: CompletionBody) -> tuple[int, int | None]:
 def read_prompts(
     prompt: str | list[str | int | list[int]] | None, vocab_size: int
 ) -> list[ChatPrompt | str | list[int]]:
-    """Return the prompts of a body: one text, several, one list of ids, or several. Raises ApiError."""
+    """Return the prompts of a body: one text, several, one list of ids, or several. Raise ApiError."""
     if prompt is None:
         raise invalid("`prompt` is required", "prompt")
     if isinstance(prompt, str):

@@ -82,7 +82,7 @@ class SamplingBody(FormatFields, kw_only=True):
 
 
 def read_body(data: bytes, expected: type[_B], model: ModelFacts) -> tuple[_B, tuple[str, ...]]:
-    """Return a body for this model, and the names of its fields that `expected` lacks. Raises ApiError."""
+    """Return a body for this model, and the names of its fields that `expected` lacks. Raise ApiError."""
     body, ignored = bodies.decode_json(data, expected)
     check_model(body.model, model)
     return body, ignored
@@ -104,7 +104,7 @@ def read_request(
     sampling: SamplingParams,
     **own: Any,
 ) -> GenerateRequest:
-    """Return the request of a body. Raises ApiError.
+    """Return the request of a body. Raise ApiError.
 
     max_tokens: as the dialect names it. sampling: of `read_sampling`. own: fields of `GenerateRequest` that the dialect
     reads itself.
@@ -162,7 +162,7 @@ def _most(*counts: int | None) -> int | None:
 
 
 def _truncation(body: SamplingBody, max_tokens: int | None, model: ModelFacts) -> int | None:
-    """Return how many tokens at the end of a prompt are kept, None for all. Raises ApiError.
+    """Return how many tokens at the end of a prompt are kept, None for all. Raise ApiError.
 
     -1 asks for as many as fit beside the output, as vLLM has it.
     """
@@ -176,7 +176,7 @@ def _truncation(body: SamplingBody, max_tokens: int | None, model: ModelFacts) -
 
 
 def read_prompt_logprobs(body: SamplingBody, model: ModelFacts) -> int | None:
-    """Return how many alternatives to each prompt token are asked for, or None. Raises ApiError."""
+    """Return how many alternatives to each prompt token are asked for, or None. Raise ApiError."""
     asked = body.prompt_logprobs
     if asked is None or asked is False:
         return None
@@ -220,7 +220,7 @@ def read_thought(body: SamplingBody, effort: str | None = None, **own: int | Non
 
 
 def check_token_ids(name: str, token_ids: list[int], vocab_size: int) -> list[int]:
-    """Return `token_ids` if all of them are in the vocabulary. Raises ApiError."""
+    """Return `token_ids` if all of them are in the vocabulary. Raise ApiError."""
     if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
         raise invalid(f"`{name}` holds a token id outside the vocabulary of {vocab_size} tokens", name)
     return token_ids
@@ -255,7 +255,7 @@ class CacheBreakpoint(msgspec.Struct):
 
 
 def read_cache(body: SamplingBody) -> CacheOptions:
-    """Return the settings of a body for the prompt cache. Raises ApiError.
+    """Return the settings of a body for the prompt cache. Raise ApiError.
 
     Its key, its retention and its options each retain the whole prompt; the longest time counts.
     """

@@ -123,14 +123,14 @@ class FormatFields(msgspec.Struct, kw_only=True):
 
 
 def refuse_formats(body: FormatFields) -> None:
-    """Refuse these fields in a dialect that has a field of its own for the form. Raises ApiError."""
+    """Refuse these fields in a dialect that has a field of its own for the form. Raise ApiError."""
     for name in FormatFields.__struct_fields__:
         if getattr(body, name) is not None:
             raise unsupported(name)
 
 
 def read_format(body: FormatFields) -> OutputFormat | None:
-    """Return the asked form, or None for free text. Raises ApiError for two forms, and for one that is not known.
+    """Return the asked form, or None for free text. Raise ApiError for two forms, and for one that is not known.
 
     The same form in several fields is one form.
     """
@@ -188,7 +188,7 @@ def _of_response_format(wanted: ResponseFormat) -> OutputFormat | None:
 
 
 def _tags(wanted: ResponseFormat) -> StructuralTags:
-    """Return the tags of either form of `structural_tag`. Raises ApiError for one that cannot be enforced."""
+    """Return the tags of either form of `structural_tag`. Raise ApiError for one that cannot be enforced."""
     newer = wanted.format
     if newer is None:
         where = "response_format.structures"
@@ -225,7 +225,7 @@ def _json(schema: Any, where: str) -> OutputFormat | None:
 
 
 def checked_size(schema: Any, where: str) -> Any:
-    """Return a schema. Raises ApiError for one that is too large, before anything else goes through it."""
+    """Return a schema. Raise ApiError for one that is too large, before anything else goes through it."""
     try:
         size = len(msgspec.json.encode(schema))
     except RecursionError:
@@ -270,7 +270,7 @@ class Constraint:
 
 
 def constraint_of(form: OutputFormat) -> Constraint:
-    """Return the constraint of a form. Raises ApiError for one that is too large or malformed."""
+    """Return the constraint of a form. Raise ApiError for one that is too large or malformed."""
     where = form.where
     match form.kind:
         case "json_object":
@@ -302,7 +302,7 @@ def ascii_classes(lark: str) -> str:
 
 
 def of_calls(lark: str, form: OutputFormat | None) -> Constraint:
-    """Return the constraint of a grammar of tool calls, in which `@answer` is a text of a form. Raises ApiError."""
+    """Return the constraint of a grammar of tool calls, in which `@answer` is a text of a form. Raise ApiError."""
     if len(lark) > limits.MAX_CALLS_GRAMMAR_CHARS:
         raise invalid(
             f"The schemas of `tools` make a grammar of over {limits.MAX_CALLS_GRAMMAR_CHARS} characters", "tools"
@@ -317,14 +317,14 @@ def of_calls(lark: str, form: OutputFormat | None) -> Constraint:
 
 
 def of_schema(schema: Any, where: str) -> Constraint:
-    """Return the constraint of a JSON schema. Raises ApiError for one that is too large or too deep."""
+    """Return the constraint of a JSON schema. Raise ApiError for one that is too large or too deep."""
     prepared = prepare_schema(schema, where)
     return Constraint(_whole([{"json_schema": prepared}]), where, prepared)
 
 
 def prepare_schema(schema: Any, where: str) -> Any:
     """Return a JSON schema as grammars take it, with options for its layout and without annotations that llguidance
-    refuses. Raises ApiError for one that is too large or too deep."""
+    refuses. Raise ApiError for one that is too large or too deep."""
     if not isinstance(schema, dict | bool):
         raise invalid(f"`{where}` must be a JSON schema: an object", where)
     if _levels(schema) > _MAX_LEVELS:
@@ -382,7 +382,7 @@ def _with_inner(schema: dict[str, Any], change: Callable[[str, Any], Any]) -> di
 def enforceable(schema: Any, where: str, depth: int = 0) -> Any:
     """Return a JSON schema without the words that forbid nothing but that llguidance refuses.
 
-    depth: of this schema in a larger one. Raises ApiError for one that is too deep.
+    depth: of this schema in a larger one. Raise ApiError for one that is too deep.
     """
     if not isinstance(schema, dict):
         return schema
@@ -462,7 +462,7 @@ def _ascii(pattern: str) -> str:
 
 
 def _tagged(form: StructuralTags, where: str) -> str:
-    """Return the grammar of a text that may hold tags, in Lark. Raises ApiError for schemas that are too large.
+    """Return the grammar of a text that may hold tags, in Lark. Raise ApiError for schemas that are too large.
 
     A trigger ends the free text at once, as the text before it is matched lazily.
     """

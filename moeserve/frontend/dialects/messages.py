@@ -145,7 +145,7 @@ class MessagesBody(fields.SamplingBody, kw_only=True):
 
 
 def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
-    """Return the internal request. Raises ApiError with the status that the client gets."""
+    """Return the internal request. Raise ApiError with the status that the client gets."""
     asked, ignored = fields.read_body(body, MessagesBody, model)
     if asked.max_tokens is None:
         raise invalid("`max_tokens` is required", "max_tokens")
@@ -172,7 +172,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 
 def parse_count(body: bytes, model: ModelFacts) -> ChatPrompt:
-    """Return the prompt of a request to count its tokens: the very one that `parse` gives. Raises ApiError."""
+    """Return the prompt of a request to count its tokens: the very one that `parse` gives. Raise ApiError."""
     asked, _ = fields.read_body(body, MessagesBody, model)
     if asked.truncate_prompt_tokens is not None:
         raise unsupported("truncate_prompt_tokens")
@@ -184,7 +184,7 @@ Breakpoints = list[tuple[int, float]]
 
 
 def _read_prompt(asked: MessagesBody) -> tuple[ChatPrompt, Breakpoints, tuple[str, ...]]:
-    """Return the prompt, the ends of its marked parts, and the types of the tools that were dropped. Raises ApiError.
+    """Return the prompt, the ends of its marked parts, and the types of the tools that were dropped. Raise ApiError.
 
     A mark inside a turn counts at the turn's end.
     """

@@ -135,7 +135,7 @@ def _conversation_id(named: str | ConversationName | None) -> str | None:
 
 
 def parse(body: bytes, model: ModelFacts, earlier: Earlier) -> GenerateRequest:
-    """Return the internal request; its `repeated` is a `Turn`. Raises ApiError with the status for the client."""
+    """Return the internal request; its `repeated` is a `Turn`. Raise ApiError with the status for the client."""
     asked, ignored = fields.read_body(body, ResponsesBody, model)
     for field, harmless in UNSUPPORTED.items():
         if getattr(asked, field) not in harmless:
@@ -343,13 +343,13 @@ class Checked(msgspec.Struct):
 
 
 def parse_conversation(body: bytes) -> Checked:
-    """Return the content of a conversation that is to be made. Raises ApiError."""
+    """Return the content of a conversation that is to be made. Raise ApiError."""
     read, _ = bodies.decode_json(body or b"{}", ConversationBody)
     return _checked(read.items, read.metadata)
 
 
 def parse_items(body: bytes) -> Checked:
-    """Return items that are to be added. Raises ApiError."""
+    """Return items that are to be added. Raise ApiError."""
     read, _ = bodies.decode_json(body, ItemsBody)
     if not read.items:
         raise invalid("`items` must hold at least one item", "items")
@@ -357,7 +357,7 @@ def parse_items(body: bytes) -> Checked:
 
 
 def parse_metadata(body: bytes) -> Checked:
-    """Return metadata that is to take the place of other metadata. Raises ApiError."""
+    """Return metadata that is to take the place of other metadata. Raise ApiError."""
     read, _ = bodies.decode_json(body, MetadataBody)
     if read.metadata is None:
         raise invalid("`metadata` is required", "metadata")

@@ -67,7 +67,7 @@ def model_name(name: str, namespace: str | None) -> str:
 
 
 def read_tools(tools: list[dict[str, Any]] | None) -> ToolSet:
-    """Return the tools of a body. Built-in ones, which this server does not have, are dropped. Raises ApiError."""
+    """Return the tools of a body. Built-in ones, which this server does not have, are dropped. Raise ApiError."""
     found = ToolSet()
     for index, tool in enumerate(tools or ()):
         where = f"tools[{index}]"
@@ -146,7 +146,7 @@ def _text(entry: dict[str, Any], key: str, where: str) -> str | None:
 
 
 def read_tool_choice(choice: str | dict[str, Any] | None, found: ToolSet) -> ToolChoice:
-    """Return which tools may or must be called. Raises ApiError: 400 for tools that the body does not define."""
+    """Return which tools may or must be called. Raise ApiError: 400 for tools that the body does not define."""
     match choice:
         case None | "auto":
             return ToolChoice("auto")

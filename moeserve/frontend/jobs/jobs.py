@@ -90,7 +90,7 @@ class Jobs:
     ) -> StoredJob:
         """Begin a job, or return the one that the caller has begun with the same key and content.
 
-        needs: an earlier response. Raises ApiError: 422 for a key of another request, 429, 503.
+        needs: an earlier response. Raise ApiError: 422 for a key of another request, 429, 503.
         """
         detached = prepared.request.detached
         record = JobRecord(
@@ -116,7 +116,7 @@ class Jobs:
         return job
 
     async def named(self, caller: bytes, name: Name) -> StoredJob | None:
-        """Return the job of an earlier request with that key, None without one. Raises ApiError (422)."""
+        """Return the job of an earlier request with that key, None without one. Raise ApiError (422)."""
         try:
             job_id = await self._store.read(caller, partial(jobs.named, name=name))
         except NameTaken:
@@ -139,7 +139,7 @@ class Jobs:
         self._journal.ring(job.job_id)
 
     async def status(self, job: StoredJob) -> Status:
-        """Return how far a job is. Raises ApiError (404) for one that is gone."""
+        """Return how far a job is. Raise ApiError (404) for one that is gone."""
         found = await self._store.read(job.caller, partial(jobs.status, job_id=job.job_id))
         if found is None:
             raise gone()
@@ -148,7 +148,7 @@ class Jobs:
     async def follow(self, job: StoredJob) -> AsyncIterator[list[Entry] | Status | None]:
         """Yield all entries of a job as they come, None where none has come for a while, and its status at the end.
 
-        Raises ApiError where this process cannot see the end.
+        Raise ApiError where this process cannot see the end.
         """
         number, loop = -1, asyncio.get_running_loop()
         with self._journal.listen(job.job_id) as bell:
@@ -224,7 +224,7 @@ class JobView:
         """Write the events behind that of number `after` as they come, up to the last one.
 
         cut: returns the event that ends a stream whose job goes on where this process cannot see it; it is none of the
-        job's. Raises ApiError, with nothing written, for a job that cannot be shown, for one that fails before its
+        job's. Raise ApiError, with nothing written, for a job that cannot be shown, for one that fails before its
         status is due, and for one that has ended and had no event of that number.
         """
         replay = self._replay()
@@ -261,7 +261,7 @@ class JobView:
             await stream.write(cut(error), last=True)
 
     async def body(self) -> bytes:
-        """Wait for the end; return the whole answer. Raises ApiError for a job that failed."""
+        """Wait for the end; return the whole answer. Raise ApiError for a job that failed."""
         replay = self._replay()
         async for found in self._jobs.follow(self._job):
             if isinstance(found, Status):
@@ -339,7 +339,7 @@ class _Behind:
         self._left = number + 1
 
     def end(self) -> bytes:
-        """Return the words at the end of a stream that lacks no event. Raises ApiError where it has ended before."""
+        """Return the words at the end of a stream that lacks no event. Raise ApiError where it has ended before."""
         if self._left:
             last = self._number - self._left
             message = f"The response has ended with event {last}: there is none of number {self._number}"

@@ -70,7 +70,7 @@ def pack_entries(entries: Sequence[Entry]) -> bytes:
 
 
 def unpack_entries(data: bytes) -> list[Entry]:
-    """Return the entries of a row. Raises wire.DecodeError."""
+    """Return the entries of a row. Raise wire.DecodeError."""
     return wire.unpack(data, list[Entry], wire.MAX_STEP_BYTES)
 
 
@@ -102,7 +102,7 @@ class Journal:
         await cancel(self._writing)
 
     async def append(self, job_id: str, entries: Sequence[Entry]) -> None:
-        """Return once the entries are in the store; before that nobody sees them. Raises JobEnded, ApiError."""
+        """Return once the entries are in the store; before that nobody sees them. Raise JobEnded, ApiError."""
         found = self._pending.get(job_id)
         if found is None:
             found = self._pending[job_id] = ([], asyncio.get_running_loop().create_future())
@@ -358,7 +358,7 @@ class Runner:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
     async def _attempt(self, job: OpenJob, terms: Terms | None) -> None:
-        """Go on with a job to its end. Raises ApiError, JobEnded."""
+        """Go on with a job to its end. Raise ApiError, JobEnded."""
         services = self._services
         stored = await self._store.read(job.caller, partial(jobs.find, job_id=job.job_id))
         if stored is None:

@@ -475,7 +475,7 @@ class OutputShape:
 
         Calls are held to the tools' schemas where the request forces calls, allows some tools only, has strict tools or
         asks for a format of text; the grammar then refers to the format's by the name `grammars.ANSWER`. ids: of the
-        tokenizer's added tokens, by text. Raises ApiError for forced calls that nothing would read.
+        tokenizer's added tokens, by text. Raise ApiError for forced calls that nothing would read.
         """
         if not isinstance(request.prompts[0], ChatPrompt):
             return None

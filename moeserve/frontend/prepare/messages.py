@@ -124,7 +124,7 @@ _R = TypeVar("_R")
 
 
 def expect(reply: Reply, kind: type[_R]) -> _R:
-    """Return a reply of this kind. Raises the ApiError that came in its place."""
+    """Return a reply of this kind. Raise the ApiError that came in its place."""
     if isinstance(reply, ApiError):
         raise reply
     assert isinstance(reply, kind)
@@ -167,7 +167,7 @@ def pack_reply(reply: Reply) -> bytes:
 
 
 def unpack_reply(frame: bytes) -> Reply:
-    """Return the reply of a frame without its length. Raises msgspec.DecodeError for one that is none."""
+    """Return the reply of a frame without its length. Raise msgspec.DecodeError for one that is none."""
     place = SIZE_BYTES + int.from_bytes(frame[:SIZE_BYTES])
     head, payload = memoryview(frame)[SIZE_BYTES:place], memoryview(frame)[place:]
 

@@ -73,7 +73,7 @@ class GrammarCheck:
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
     def load(self, eos_token_ids: Sequence[int]) -> LLTokenizer:
-        """Return the model's tokens, loaded once. Raises GrammarError."""
+        """Return the model's tokens, loaded once. Raise GrammarError."""
         if self._tokens is None:
             self._tokens = load_tokens(self._tokenizer_json, list(eos_token_ids))
         return self._tokens
@@ -81,7 +81,7 @@ class GrammarCheck:
     def constrain(
         self, constraint: Constraint, sampling: SamplingParams, eos_token_ids: Sequence[int]
     ) -> SamplingParams:
-        """Return the sampling parameters with the constraint's grammar. Raises ApiError (400) if it is not valid."""
+        """Return the sampling parameters with the constraint's grammar. Raise ApiError (400) if it is not valid."""
         verdict = self._verdict(constraint, eos_token_ids)
         if verdict.error is not None:
             raise _refusal(constraint, verdict)
@@ -178,7 +178,7 @@ class Preparer:
         self._programs = programs
 
     def prepare(self, ask: Ask, body: bytes) -> Reply:
-        """Return the prepared request of a body, or the refusal that its client gets. Raises NotHere."""
+        """Return the prepared request of a body, or the refusal that its client gets. Raise NotHere."""
         self._watch.enter(Stage.READ, len(body))
         try:
             return self._prepare(ask, body)
@@ -345,7 +345,7 @@ class Preparer:
         raise invalid(f"`prompt` has more than {most} tokens", "prompt")
 
     def _encode(self, prompt: ChatPrompt | str | list[int], facts: ModelFacts, owner: bytes) -> array[int]:
-        """Return the token ids of a prompt. Raises ApiError."""
+        """Return the token ids of a prompt. Raise ApiError."""
         if isinstance(prompt, list):
             return array("i", prompt)
         if isinstance(prompt, ChatPrompt):
@@ -365,7 +365,7 @@ class Preparer:
     def _end_of(
         self, prompt: ChatPrompt | str | list[int], num_tokens: int, facts: ModelFacts, owner: bytes
     ) -> array[int]:
-        """Return the last tokens of a prompt, which may be longer than the context. Raises ApiError."""
+        """Return the last tokens of a prompt, which may be longer than the context. Raise ApiError."""
         times = limits.MAX_TRUNCATED_CONTEXTS
         try:
             token_ids = self._encode(prompt, replace(facts, max_model_len=times * facts.max_model_len), owner)
@@ -391,7 +391,7 @@ class Preparer:
             raise invalid(message, field, "context_length_exceeded")
 
     def _render(self, prompt: ChatPrompt) -> tuple[str, str]:
-        """Return the text of a conversation, and the mark that cuts special tokens in it. Raises ApiError."""
+        """Return the text of a conversation, and the mark that cuts special tokens in it. Raise ApiError."""
         if self._programs is None:
             raise NotHere
         template = self._programs.template

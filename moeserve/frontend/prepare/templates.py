@@ -104,7 +104,7 @@ class ChatTemplate:
         tools: list[dict[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """Return the prompt's text. Raises ApiError (400) if the template refuses the messages in every form.
+        """Return the prompt's text. Raise ApiError (400) if the template refuses the messages in every form.
 
         `developer` is a later name of `system`; a template that does not know it gets `system`. One that does not know
         tools gets them explained in the system message. One that refuses the messages as they are gets them in the
@@ -158,7 +158,7 @@ class _Compiled:
 def _render_plainer(
     compiled: _Compiled, messages: list[dict[str, Any]], given: dict[str, Any], refusal: Exception
 ) -> str:
-    """Return the text of the first plainer form that the template takes. Raises ApiError with the first refusal."""
+    """Return the text of the first plainer form that the template takes. Raise ApiError with the first refusal."""
     for form in plainer_forms(messages):
         try:
             return compiled.render({**given, "messages": form})
@@ -182,7 +182,7 @@ class GuardedPrompt:
     end: str | None
 
     def cut(self, text: str) -> str:
-        """Return a rendered text up to the end of a message that is continued. Raises ApiError if it is not there."""
+        """Return a rendered text up to the end of a message that is continued. Raise ApiError if it is not there."""
         if self.end is None:
             return text
         if self.end not in text:
@@ -247,7 +247,7 @@ def _guard(value: Any, tokenizer: TextTokenizer, mark: str) -> Any:
 
 
 def load_chat_template(model_dir: str | Path) -> ChatTemplate | None:
-    """Return the template that `read_sources` finds, compiled; None without one. Raises ModelError."""
+    """Return the template that `read_sources` finds, compiled; None without one. Raise ModelError."""
     folder = Path(model_dir)
     sources = read_sources(folder)
     if not sources:
@@ -259,7 +259,7 @@ def load_chat_template(model_dir: str | Path) -> ChatTemplate | None:
 def read_sources(folder: Path) -> tuple[str, ...]:
     """Return the template in `chat_template.jinja`, else `chat_template` of `tokenizer_config.json`, and one for tools.
 
-    Nothing is compiled, which runs a part of a template. Empty without a template. Raises ModelError for files that
+    Nothing is compiled, which runs a part of a template. Empty without a template. Raise ModelError for files that
     cannot be read.
     """
     config = _read_config(folder)

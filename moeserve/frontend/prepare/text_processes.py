@@ -102,7 +102,7 @@ class TextQueue(Generic[_T]):
         self._least_used = 0.0  # by the flow that was served last
 
     def add(self, key: Hashable, num_bytes: int, job: _T) -> None:
-        """Let a job wait. Raises QueueFull; a job is always taken where none of its key waits."""
+        """Let a job wait. Raise QueueFull; a job is always taken where none of its key waits."""
         waits = self._bytes_of_key.get(key, 0)
         if waits and waits + num_bytes > limits.MAX_WAITING_BYTES_PER_KEY:
             raise QueueFull
@@ -190,7 +190,7 @@ class Running(Generic[_T]):
 def check_model_texts(folder: Path) -> None:
     """Load tokenizer and template once in a process with a limit on time and memory.
 
-    Raises ModelError, also where a library aborts that process.
+    Raise ModelError, also where a library aborts that process.
     """
     command = [sys.executable, "-m", _MODULE, "--check", str(folder)]
     try:
@@ -393,7 +393,7 @@ class _Worker:
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def connected(self) -> None:
-        """Wait until the process is there. Raises ConnectionError, IncompleteReadError or TimeoutError."""
+        """Wait until the process is there. Raise ConnectionError, IncompleteReadError or TimeoutError."""
         if self._streams is not None:
             return
         self._streams = await asyncio.open_unix_connection(sock=self._connection)

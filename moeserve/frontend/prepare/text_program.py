@@ -130,7 +130,7 @@ def _answer(preparer: Preparer, watch: Watch, frame: bytes) -> bytes:
 
 
 def check(folder: Path) -> None:
-    """Load both parts as text processes will. Raises ModelError, or MemoryError for what takes too much."""
+    """Load both parts as text processes will. Raise ModelError, or MemoryError for what takes too much."""
     _begin("tokenizer", _TOKENIZER_MEMORY_BYTES)
     tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
     tokenizer.decode(tokenizer.encode("Hi, 1 \u00e9"))

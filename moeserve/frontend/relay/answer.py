@@ -134,7 +134,7 @@ class Answer:
         self._usage.resumed = True
 
     def take(self, number: int, output: Output) -> list[Delta]:
-        """Return the deltas of an output of request `number` (`generates_of`). Raises ApiError if it failed."""
+        """Return the deltas of an output of request `number` (`generates_of`). Raise ApiError if it failed."""
         if output.found is None:
             return self._take(number * self._n if self._searches else number, output)
         deltas = []

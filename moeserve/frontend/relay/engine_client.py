@@ -116,7 +116,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def submit(self, generates: list[Generate], past: Past | None = None) -> AsyncIterator[RequestGroup]:
-        """Send the requests, to the next engine if there is none now; they go on from a past. Raises EngineGone.
+        """Send the requests, to the next engine if there is none now; they go on from a past. Raise EngineGone.
 
         Leaving the block aborts, once each, requests that have not ended.
         """
@@ -170,7 +170,7 @@ class EngineClient:
                 del self._num_commands[tenant]
 
     async def until_rest(self, rest: Rest) -> None:
-        """Wait until the service sleeps, or has an engine that is ready. Raises EngineGone if none will come."""
+        """Wait until the service sleeps, or has an engine that is ready. Raise EngineGone if none will come."""
         while self.dead_reason is None:
             has_engine = self.ready is not None and self.away_reason is None
             if self.rest is rest and (has_engine or rest is not Rest.AWAKE):

@@ -193,7 +193,7 @@ class RequestGroup:
     async def admitted(self) -> None:
         """Wait until the engine has admitted every request. Time without an engine does not count.
 
-        Raises RequestRejected or EngineGone; EngineSilent if the engine takes too long.
+        Raise RequestRejected or EngineGone; EngineSilent if the engine takes too long.
         """
         try:
             async with asyncio.timeout(None) as self._patience:
@@ -210,7 +210,7 @@ class RequestGroup:
     async def next(self, patience_s: float | None = None) -> list[tuple[int, Output]]:
         """Return all outputs since the last call, each with the index of its request.
 
-        If there are none, wait for one, for `patience_s` at most. Raises EngineGone when none will come.
+        If there are none, wait for one, for `patience_s` at most. Raise EngineGone when none will come.
         """
         loop = asyncio.get_running_loop()
         if patience_s is None:

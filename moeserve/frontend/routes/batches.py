@@ -228,7 +228,7 @@ class Part:
 
 
 def boundary_of(scope: Scope) -> bytes:
-    """Return the boundary that the content type names. Raises ApiError (415)."""
+    """Return the boundary that the content type names. Raise ApiError (415)."""
     sent = next((value for name, value in scope["headers"] if name == b"content-type"), b"")
     found = _BOUNDARY.match(sent)
     if found is None:
@@ -238,7 +238,7 @@ def boundary_of(scope: Scope) -> bytes:
 
 
 def read_form(boundary: bytes, body: bytes) -> dict[str, Part]:
-    """Return the fields of a form. Raises ApiError."""
+    """Return the fields of a form. Raise ApiError."""
     pieces = (b"\r\n" + body).split(b"\r\n--" + boundary, _MAX_PARTS)
     if len(pieces) < 3 or not pieces[-1].startswith(b"--") or len(pieces) > _MAX_PARTS:
         raise invalid(f"The body is no form that ends in its boundary and has at most {_MAX_PARTS - 2} fields")

@@ -173,7 +173,7 @@ def _limit(text: str | None) -> int:
 
 
 def load_public_prefixes(file: str | None) -> list[bytes]:
-    """Return the prefixes in a file, checked: a JSON list of bodies as `/v1/cache/warm` takes them. Raises
+    """Return the prefixes in a file, checked: a JSON list of bodies as `/v1/cache/warm` takes them. Raise
     ConfigError."""
     if file is None:
         return []

@@ -164,7 +164,7 @@ class GenerateRoute:
             will.revoke()
 
     def _change(self, scope: Scope, held: Held, request: GenerateRequest) -> Terms:
-        """Hold the places of a request that was read; return its terms. Raises ApiError."""
+        """Hold the places of a request that was read; return its terms. Raise ApiError."""
         services = self._services
         terms = read_terms(
             scope,
@@ -261,7 +261,7 @@ def _of_line(scope: Scope, prepared: Prepared) -> Prepared:
 def _name_of(scope: Scope, body: bytes) -> Name | None:
     """Return the key that a client chose for a request, or the name of a batch's line; None without one.
 
-    Raises ApiError for a key that is too long.
+    Raise ApiError for a key that is too long.
     """
     content = hashlib.sha256(scope["path"].encode() + b"\0" + body).digest()
     if (line := scope["state"].get("batch_line")) is not None:
@@ -355,7 +355,7 @@ class _Streaming:
     async def run(self) -> None:
         """Write events until every choice has ended, or until an error event.
 
-        The status waits for the first outputs, within bounds. Raises ApiError, with nothing written, if the request
+        The status waits for the first outputs, within bounds. Raise ApiError, with nothing written, if the request
         fails or is dropped by then.
         """
         first = await self._next(STATUS_WAITS * limits.KEEP_ALIVE_S)
@@ -370,7 +370,7 @@ class _Streaming:
             await self.stream.write(self.formatter.error(error), last=True)
 
     async def _next(self, patience_s: float) -> list[Delta] | None:
-        """Return the deltas of the next outputs, None if none come in time. Raises ApiError if the request failed."""
+        """Return the deltas of the next outputs, None if none come in time. Raise ApiError if the request failed."""
         try:
             batch = await self.group.next(patience_s)
         except EngineGone as error:

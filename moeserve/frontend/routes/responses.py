@@ -247,7 +247,7 @@ def _name(request: Request) -> str:
 
 
 def _shown(conversation: Conversation | None, name: str = "") -> Response:
-    """Return a conversation as an answer. Raises ApiError where there is none of that name."""
+    """Return a conversation as an answer. Raise ApiError where there is none of that name."""
     if conversation is None:
         raise conversation_not_found(name)
     content = {

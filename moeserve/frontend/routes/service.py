@@ -122,7 +122,7 @@ class ReplicaRoutes:
         }
 
     def _ready(self) -> EngineReady:
-        """Return the engine's facts. Raises ApiError while there are none."""
+        """Return the engine's facts. Raise ApiError while there are none."""
         self._services.check_serving()
         ready = self._services.engine.ready
         assert ready is not None

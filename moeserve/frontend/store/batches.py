@@ -62,7 +62,7 @@ _COLUMNS = """id, caller, state, path, input_file, created, expires, metadata, t
 
 
 def add_file(shelf: Shelf, name: str, purpose: str, content: bytes) -> StoredFile:
-    """Keep a file. Raises NoRoom."""
+    """Keep a file. Raise NoRoom."""
     if len(files(shelf)) >= limits.MAX_FILES_PER_KEY:
         raise NoRoom
     made = StoredFile(FILE_PREFIX + secrets.token_hex(12), name, purpose, int(shelf.now), len(content))

@@ -146,7 +146,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def prepare(path: Path) -> None:
-    """Make the file and its folder if they are not there. Raises StoreError."""
+    """Make the file and its folder if they are not there. Raise StoreError."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # SQLite gives the files beside it the same mode.
@@ -190,7 +190,7 @@ class Locks:
         os.close(self._file)
 
     def own(self, number: int) -> None:
-        """Hold the place of an HTTP process alone. Raises BlockingIOError where another one has that number."""
+        """Hold the place of an HTTP process alone. Raise BlockingIOError where another one has that number."""
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number % _NUM_PLACES, 1, 0))
 
     def is_owned(self, number: int) -> bool:

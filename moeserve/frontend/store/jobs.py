@@ -83,7 +83,7 @@ class NoRoom(Exception):
 
 
 def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None) -> None:
-    """Enter an open job. needs: a response that is to stay as long as it. Raises NameTaken, TooManyJobs, NoRoom."""
+    """Enter an open job. needs: a response that is to stay as long as it. Raise NameTaken, TooManyJobs, NoRoom."""
     if name is not None and (found := _named(shelf, name)) is not None:
         raise found
     counted = "SELECT count(*) FROM jobs WHERE caller = ? AND state = 'open'"
@@ -103,7 +103,7 @@ def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | No
 
 
 def named(shelf: Shelf, name: Name) -> str | None:
-    """Return the job of an earlier request with this key. Raises NameTaken (None) where that was another request."""
+    """Return the job of an earlier request with this key. Raise NameTaken (None) where that was another request."""
     found = _named(shelf, name)
     if found is not None and found.job_id is None:
         raise found

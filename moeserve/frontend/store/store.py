@@ -161,7 +161,7 @@ class Store:
         self._cleaning: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Make the file if it is not there. Raises StoreError."""
+        """Make the file if it is not there. Raise StoreError."""
         await asyncio.to_thread(prepare, self._path)
         self._cleaning = asyncio.create_task(self._clean())
 
@@ -173,13 +173,13 @@ class Store:
             await threads.stop()
 
     async def read(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
-        """Return the result of work that only reads. Raises the work's errors, and ApiError (503) for a bad file."""
+        """Return the result of work that only reads. Raise the work's errors, and ApiError (503) for a bad file."""
         return await self._run(self._readers, "BEGIN", caller, work)
 
     async def write(self, caller: bytes, work: Callable[[Shelf], _T]) -> _T:
         """Return the result of work, which other processes see as a whole when this returns, or not at all.
 
-        It is done even if its caller is cancelled. Raises the work's errors, and ApiError (503) for the file's faults;
+        It is done even if its caller is cancelled. Raise the work's errors, and ApiError (503) for the file's faults;
         then nothing of it is done.
         """
         return await self._run(self._writer, "BEGIN IMMEDIATE", caller, work)

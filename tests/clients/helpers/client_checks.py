@@ -128,7 +128,7 @@ class Checks:
 
 
 def raised(function: Callable[[], Any], kind: type[BaseException] | tuple[type[BaseException], ...]) -> BaseException:
-    """Return the error of a kind that a function raises. Raises AssertionError where it raises none."""
+    """Return the error of a kind that a function raises. Raise AssertionError where it raises none."""
     try:
         outcome = function()
         if inspect.iscoroutine(outcome):
