@@ -1,7 +1,7 @@
 """Admission: which requests a frontend takes in, on what terms, and how it refuses the others.
 
-Refusals wait for nobody: they follow from counts of this process and from the `Load` that the engine has told last. The
-engine decides again when it admits the request.
+A refusal asks nobody: it follows from this process's counts and the engine's latest `Load`. The engine decides again
+when it admits the request.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from moeserve.settings.quantities import parse_limits
 SLO_HEADER = b"x-moeserve-slo"
 _LONGEST_WAIT_S = 60.0
 _REMEMBERED = 1024
-# Seconds for which the engine is taken to have worked after its latest report of its load.
+# The engine is assumed to have worked on for at most this number of seconds since it last reported its load.
 _MOST_AGE_S = 1.0
-# Choices of one request: a part of all places, but that many in any case if half of the places suffice.
+# A request may ask for one choice per this number of places, or for the second number if that is more, but never for
+# more than half of the places.
 _SHARE_OF_CHOICES = 4
 _ALWAYS_CHOICES = 16
 
@@ -113,7 +114,7 @@ class Held:
 
 
 class Admission:
-    """Counts choices in flight, and refuses too many, or what would wait too long, before any work is done for them.
+    """Counts choices in flight. Refuses requests that are too many or would wait too long, before any work is done.
 
     `clock` gives seconds, monotonic and the same for the engine. Refusals are counted in `rejections`. `jitter` draws
     from [0, 1). Each of `num_frontends` sees its part of the requests.
@@ -149,9 +150,8 @@ class Admission:
 
     @contextmanager
     def hold(self, num_choices: int, capacity: int, terms: Terms) -> Iterator[Held]:
-        """Hold places for the length of the block.
-
-        Raise ApiError: 400 if they never fit, 429 if the key has its part already, 503 if not now.
+        """Hold places for the length of the block. Raise ApiError: 400 if they never fit, 429 if the key has its part
+        already, 503 if they are taken now.
         """
         held = Held()
         self.change(held, num_choices, capacity, terms)
@@ -248,7 +248,7 @@ class Admission:
             return 0.0
         came = [at for at, tenant in self._new if tenant == terms.tenant]
         wait_s = load.wait_s(terms.tenant, terms.weight)
-        # The others will have taken about as many.
+        # The other frontends will have admitted about as many.
         full_s = load.wait_s(terms.tenant, terms.weight, self._num_frontends * len(came))
         each_s = (full_s - wait_s) / max(1, len(came))
         latest, now = self._loaded_at, min(self._clock(), self._loaded_at + _MOST_AGE_S)
@@ -258,8 +258,8 @@ class Admission:
         return max(0.0, wait_s - (now - latest))
 
     def _retry_after_s(self, terms: Terms, wait_s: float | None = None) -> float:
-        """Return when to come back, 1 to 60 s from now: after the predicted wait, and after the tenant's requests that
-        were sent away before, which come back one for each request that is served meanwhile; the other frontends do
+        """Return the seconds after which to come back, 1 to 60: after the predicted wait, and after the tenant's
+        requests that were refused before. These come back one by one, as requests are served; the other frontends do
         the same with theirs. Up to a quarter is added at random.
         """
         now = self._clock()

@@ -119,8 +119,8 @@ async def _running(services: Services, store: Store, owner: Owner, jobs: Jobs, b
 
 @asynccontextmanager
 async def _publishing(services: Services, prefixes: Sequence[bytes]) -> AsyncIterator[None]:
-    """Publish the public prefixes meanwhile, in one of several frontends: all share the engine, and one that ends is
-    started again."""
+    """Publish the public prefixes while the block runs. Of several frontends only the first does: all share the
+    engine."""
     if not prefixes or services.number != 0:
         yield
         return
@@ -172,7 +172,7 @@ def _no_route(paths: frozenset[str]) -> Callable[[Request, Exception], Awaitable
 
 
 async def _no_method(request: Request, error: Exception) -> Response:
-    """Refuse a method that the route does not answer; HEAD, by which clients look whether it exists, is answered."""
+    """Refuse a method that the route does not answer. HEAD is answered: clients ask by it whether a route exists."""
     allowed = (getattr(error, "headers", None) or {}).get("Allow", "")
     if request.method == "HEAD":
         return Response(headers={"allow": allowed})

@@ -1,8 +1,8 @@
-"""HTTP connections: bounds, places, clients that half leave, and processes that share them evenly.
+"""HTTP connections: their bounds and places, clients that close one direction, and processes that share them evenly.
 
-All processes of a service accept from one queue, so that a connection waits for none of them in particular. But who is
-awake first would take a whole burst, and its end would cost all of these streams. So each process tells the others how
-many busy connections it has, and one that is ahead leaves the next to them for some milliseconds.
+All processes of a service accept from one queue, so a connection waits for no particular process. But the first process
+to wake would take a whole burst, and its death would end all streams of the burst. So each process publishes its number
+of busy connections, and a process that is ahead leaves the next ones to the others for some milliseconds.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ _TCP_CLOSE = 7  # the first byte of Linux's tcp_info
 
 _ROW = Struct("<dq")  # when the process was last awake, on the system's monotonic clock; its busy connections
 _ASLEEP_AFTER_S = 0.5  # seconds; no other process waits for one that has not run for longer
-_AHEAD = 2  # connections that a process may have more than another before it leaves the next to that
-_PATIENCE_S = 0.02  # how long a connection is left to the others at most: a few turns of a busy core
+_AHEAD = 2  # a process that has this many connections more than another leaves the next one to it
+_PATIENCE_S = 0.02  # seconds that a connection is left to the others at most: a few turns of a busy core
 _PAUSE_S = 0.001
-_HURRY_S = 0.05  # how long a process that has waited in vain waits no more
+_HURRY_S = 0.05  # seconds for which a process that has waited in vain waits no more
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol that closes connections whose headers are too large, too many or too slow, that are too
-    many themselves, or whose client does not read.
+    """uvicorn's HTTP protocol, which here also closes connections: with too large, too many or too slow headers, beyond
+    the most that may be open, or whose client does not read.
 
     uvicorn with httptools bounds neither the size of headers nor the time they may take, and an application cannot: it
     is called when they are complete. `scope["extensions"]["moeserve.abort"]` drops the connection and its buffer.
 
-    A client may close its sending half after its request and gets its answer. One that has closed the connection has
-    sent the same, but resets the connection when something comes: so something is sent at once, twice more soon (a
-    proxy learns of the reset from the first, and ends this connection at the second) and then now and then,
-    and the reset is looked out for. Until the answer begins it is `100 Continue`; then
+    A client may close its sending half after its request and still gets its answer. A client that has closed the whole
+    connection looks the same until bytes arrive, to which it answers with a reset. So bytes are sent at once, twice
+    more soon (a proxy learns of the reset by the first, and ends this connection at the second) and then now and then,
+    while the reset is watched for. Until the answer begins it is `100 Continue`; then
     `scope["extensions"]["moeserve.half_closed"]`, which an application may set, is called to have it write.
 
     `scope["extensions"]["moeserve.connection"]` returns the `wills.Connection` to leave a last will for.
@@ -105,7 +105,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             if timer is not None:
                 timer.cancel()
         if self._running is not None:
-            # uvicorn tells one request: not the latest, which may wait behind it.
+            # uvicorn informs one request of the end: it must not be the latest, which may wait behind this one.
             self.cycle = self._running
         super().connection_lost(exc)
 
@@ -132,7 +132,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._end_soon()
 
     def timeout_keep_alive_handler(self) -> None:
-        """End an idle connection; with a client that has not even read its answer, without a farewell."""
+        """End an idle connection; abort it if its client has not even read its answer."""
         if self.transport.get_write_buffer_size():
             self.transport.abort()
         else:
@@ -148,7 +148,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             return
         if not self._in_headers:
             return
-        # One packet may hold headers and body, so only data after which the headers still go on counts.
+        # One packet may hold headers and body, so data counts only while the headers are not complete.
         self._received_bytes += len(data)
         if self._received_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
             self.send_400_response("Request headers are too large.")
@@ -161,7 +161,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
                 return
             except httptools.HttpParserUpgrade as upgrade:
                 data = data[upgrade.args[0] :]
-            # The rest is read by another parser, for which this request offers nothing.
+            # Another parser reads the rest, and sees no offer of another protocol.
             framing = [b"%b: %b\r\n" % field for field in self.headers if field[0] in _FRAMING]
             self._is_upgrade, self._repeats_head = False, True
             self.parser = httptools.HttpRequestParser(self)
@@ -235,7 +235,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def _end_soon(self) -> None:
-        """Drop a connection that is closing, once its client has had time to read the rest."""
+        """Drop a closing connection once its client has had time to read the rest."""
         if self.transport.is_closing() and self._end is None:
             self._end = self.loop.call_later(limits.SEND_TIMEOUT_S, self.transport.abort)
 
@@ -284,7 +284,7 @@ class Places:
     """The places of one process for connections.
 
     Requests on connections beyond the `most` are refused and counted in `rejections`, but for `open_paths`. As many
-    again are open at once; for one more the oldest of these that has no request is dropped. So operators are answered,
+    again may be open at once; one more drops the oldest of these that has no request. So operators are answered,
     however many connections are open.
     """
 
@@ -382,11 +382,11 @@ class Load:
         self.tell()
 
     def tell(self) -> None:
-        """Tell the others, and that this process is awake; to be called several times in `_ASLEEP_AFTER_S`."""
+        """Publish the count, and that this process is awake; to be called several times in `_ASLEEP_AFTER_S`."""
         _ROW.pack_into(self._map, self._number * _ROW.size, time.monotonic(), self.busy)
 
     def is_ahead(self) -> bool:
-        """Return whether a process that is awake has clearly fewer."""
+        """Return whether another process that is awake has clearly fewer busy connections."""
         now = time.monotonic()
         rows = (_ROW.unpack_from(self._map, place) for place in self._others)
         return any(now - awake < _ASLEEP_AFTER_S and self.busy - busy >= _AHEAD for awake, busy in rows)
@@ -425,7 +425,7 @@ class EvenListener:
                 # Another was faster, or the client has left.
                 return
             except OSError:
-                # The system is short of something. The waiting connection would call this again at once.
+                # The system is short of a resource. The waiting connection would call this function again at once.
                 break
             finally:
                 self._waits_since = None

@@ -12,7 +12,7 @@ from dataclasses import KW_ONLY, dataclass
 
 import msgspec
 
-# The code of refusals for the time that a request would wait.
+# The code of a refusal because the request would wait too long.
 OVERLOADED = "overloaded"
 
 

@@ -25,7 +25,7 @@ from moeserve.thoughts import ThoughtBudget
 from moeserve.wire import Generate, Output, Rejected, pack_token_ids
 
 _SEED_MASK = 2**63 - 1
-# From the answer's id, UNIX time, the request, the tokenizer and the fingerprint of the model.
+# Its arguments: the answer's id, UNIX time, the request, the tokenizer and the fingerprint of the model.
 MakeFormatter = Callable[[str, int, GenerateRequest, TextTokenizer, str], Formatter]
 FORMATTERS: dict[Kind, MakeFormatter] = {
     "chat": chat.ChatFormatter,
@@ -83,7 +83,7 @@ def build_generates(
         most = longest_output(len(prompt), max_model_len, request.prompt_field)
         max_tokens = max(1, request.longest_output(most))
         for sample in range(request.n if request.beams is None else 1):
-            # Equal prompts of a client's seed have equal texts; without one every text is a draw of its own.
+            # With a client's seed, equal prompts have equal texts; without one every text is a draw of its own.
             place = len(generates) if request.seed is None else sample
             generates.append(
                 Generate(
@@ -135,7 +135,7 @@ async def submitted(
 ) -> AsyncIterator[RequestGroup]:
     """Send requests to the engine and wait until it has admitted all of them. Leaving the block aborts them.
 
-    past: they go on from there. Raise ApiError.
+    past: where they go on from. Raise ApiError.
     """
     async with AsyncExitStack() as stack:
         try:
@@ -196,7 +196,7 @@ class Progress:
         self._num_admitted = self._num_ended = 0
 
     def admit(self) -> None:
-        """Note that the engine has admitted every choice."""
+        """Record that the engine has admitted every choice."""
         self._num_admitted = len(self._latest)
 
     def note(self, batch: list[tuple[int, Output]]) -> None:
@@ -238,7 +238,7 @@ class Progress:
 
 
 class DeltaWriter:
-    """Writes the events of deltas, each choice's first ones in their place."""
+    """Writes the events of deltas, before the first delta of a choice those that begin it."""
 
     def __init__(self, formatter: Formatter) -> None:
         self._formatter = formatter

@@ -76,8 +76,8 @@ def content_coding(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
 
 
 def inflate(body: bytes, coding: bytes, max_bytes: int) -> bytes:
-    """Return a body as it was before its coding. Raise ApiError: 413 above `max_bytes`, 400 if it is damaged, or has
-    several members: with thousands of them it would take seconds."""
+    """Return a decoded body. Raise ApiError: 413 above `max_bytes`, 400 if it is damaged or has several members:
+    thousands of members would take seconds."""
     stream = zlib.decompressobj(_WINDOW_BITS[coding])
     try:
         inflated = stream.decompress(body, max_bytes + 1)
@@ -156,8 +156,8 @@ def json_bytes(body: bytes) -> Response:
 
 
 def page_of(listed: Sequence[tuple[str, bytes]], query: QueryParams, *, most: int = _MAX_PAGE) -> Response:
-    """Return a page of a list of ids and JSON, which is in ascending order; the latest comes first unless `order` is
-    `asc`. Raise ApiError for a query that is none."""
+    """Return a page of `listed`, ids and JSON in ascending order. The latest comes first unless `order` is `asc`. Raise
+    ApiError for an invalid query."""
     order, limit, after = query.get("order", "desc"), query.get("limit", str(_DEFAULT_PAGE)), query.get("after")
     if order not in ("asc", "desc"):
         raise invalid("`order` must be asc or desc", "order")
@@ -193,7 +193,7 @@ class PatientSend:
     def __init__(self, send: Send, timeout_s: float) -> None:
         self._send = send
         self._timeout_s = timeout_s
-        self._due = math.inf  # when the message that waits is too late, on the loop's clock
+        self._due = math.inf  # when the waiting message will be too late, on the loop's clock
         self._is_late = False
         self._sender: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -224,14 +224,14 @@ class PatientSend:
             self._due = math.inf
 
     def end(self) -> None:
-        """Let go of the request: its timer would hold all of it for as long as a client may take to read."""
+        """Release the request: its timer would hold all of it for as long as a client may take to read."""
         self._sender = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _check(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Cancel the message that waits if it is too late, else look again when it will be."""
+        """Cancel the waiting message if it is too late, else look again when it will be."""
         self._timer = None
         if loop.time() >= self._due and self._sender is not None:
             self._is_late = True

@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 USER, METRICS, ADMIN = "user", "metrics", "admin"
 ROLES = (USER, METRICS, ADMIN)
-# The whole of each share that a key may have.
+# What the shares of a key are parts of.
 _BLOCKS = "KV blocks"
 _SHARED = {"retention": _BLOCKS, "pinned": _BLOCKS, "cached": _BLOCKS, "running": "running places", "queue": "places"}
 _RIGHT = re.compile(r"(.*\S)\s+(retention|pinned|weight|running|queue|cached|priority)=(\S*)")
@@ -67,7 +67,8 @@ class Identity:
 
     @property
     def is_admin(self) -> bool:
-        """Return whether this is a key with the role `admin`. Without keys nobody is, though all routes are open."""
+        """Return whether this is a key with the role `admin`. Without keys no caller is an admin, though all routes are
+        open."""
         return bool(self.digest) and ADMIN in self.grants
 
     @property
@@ -150,7 +151,8 @@ class KeyRing:
         return bool(self._identities)
 
     def holder(self, digest: bytes) -> Identity | None:
-        """Return who has the key of a digest, None where it is not valid any more; anyone on a server without keys."""
+        """Return the holder of the key with this digest, None if the key is not valid any more. Without keys anyone
+        holds it."""
         if not self:
             return ANYONE if not digest else None
         return next((identity for identity in self._identities if identity.digest == digest), None)

@@ -22,7 +22,7 @@ MAX_TOKENS = 2**31 - 1
 MAX_PRIORITY = 2**31 - 1
 MIN_SEED, MAX_SEED = -(2**63), 2**63 - 1
 MAX_CACHE_SALT_CHARS = 256
-MAX_CACHE_BREAKPOINTS = 4  # each renders the prompt once more; the last ones of a longer list count
+MAX_CACHE_BREAKPOINTS = 4  # each renders the prompt once more; of a longer list the last ones count
 MAX_TOOLS = 1024
 MAX_CHAT_TOOL_NAME_CHARS = 64  # the bound of OpenAI's chat API
 MAX_TOOL_NAME_CHARS = 128  # the bound of the Responses and Messages APIs
@@ -46,7 +46,7 @@ MAX_HEADER_BYTES = 32 * 1024
 MAX_HEADERS = 100
 RECEIVE_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 30.0
-# Nothing more is written while this many bytes wait for a client to read them; one slice may come on top.
+# No more is written while this many bytes wait for a client to read them; one slice may come on top.
 WRITE_BUFFER_BYTES = 128 * 1024
 KEEP_ALIVE_S = 10.0
 MAX_STATS_STREAMS = 32
@@ -64,7 +64,7 @@ MAX_DISCARDED_BYTES = 32 * 1024 * 1024
 # Commas in a body: with tiny values between them 4 MB would take a second to read, and a hundred times the memory.
 MAX_BODY_COMMAS = 524_288
 MAX_UNKNOWN_FIELDS = 256
-# Bytes of the tools of a body, and of all beside prompt and tools: options, fields that do not exist, spaces.
+# Bytes of a body's tools, and of all in it but prompt and tools: options, unknown fields, spaces.
 MAX_TOOLS_BYTES = 1024 * 1024
 MAX_OPTION_BYTES = 256 * 1024
 # The longest text of `/tokenize` and list of `/detokenize`.
@@ -79,7 +79,7 @@ MAX_PIECE_BYTES = 64 * 2**20
 MAX_STORED_CONVERSATION_BYTES = 8 * 1024 * 1024
 # Open jobs (answers that outlive a connection) of one key.
 MAX_OPEN_JOBS_PER_KEY = 1024
-# A job has failed once this many processes took it over, one after another, without any output.
+# A job fails once this many processes took it over, one after another, without any output.
 MAX_JOB_TRIES = 5
 MAX_IDEMPOTENCY_KEY_CHARS = 255
 # Files and batches of requests.
@@ -100,14 +100,14 @@ MAX_METADATA_KEY_CHARS = 64
 MAX_METADATA_VALUE_CHARS = 512
 MAX_ECHOED_CHARS = 512
 
-# Descriptors of an HTTP process beside connections: 44 were counted, and some come and go.
+# The descriptors that an HTTP process needs beside connections: 44 were counted, and some come and go.
 _OTHER_FILES = 56
 _SPARE_FILES = 76
 
 
 def allow_connections(most: int) -> int:
-    """Raise this process's limit of open files for that many connections, and as many that are refused, as far as the
-    system lets it. Return how many there can be."""
+    """Raise this process's limit of open files for `most` connections and as many refused ones, as far as the system
+    allows. Return the number of connections that there can be."""
     wanted = 2 * most + _OTHER_FILES + _SPARE_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:

@@ -16,7 +16,7 @@ from moeserve.frontend.metrics import Metrics
 from moeserve.wire import FeatureSamples, Stats
 
 _INTERVAL_S = 1.0
-# Stats come twice a second and more often: the one that comes a little early counts, or every other would be lost.
+# Stats come at least twice a second. One that is this much early counts: otherwise every other one would be lost.
 _EARLY_S = 0.1
 _KEPT_SAMPLES = 300
 _QUANTILE_WINDOW = 10
@@ -38,8 +38,8 @@ class KvBlocks(msgspec.Struct, frozen=True):
 class KvBelow(msgspec.Struct, frozen=True):
     """The KV in a tier below memory, `host` or `disk`.
 
-    unused_for_s: seconds since the block was used that was used longest ago. hit_share: of the cached tokens that
-    requests found since the start, the share that was there."""
+    unused_for_s: seconds since the last use of the block that is unused for longest. hit_share: the share of this tier
+    in the cached tokens that requests have found since the start."""
 
     tier: str
     blocks: int
@@ -61,7 +61,7 @@ class ExpertsNow(msgspec.Struct, frozen=True):
 
 
 class DraftsNow(msgspec.Struct, frozen=True):
-    """Draft tokens per second since the sample before: verified ones, and of these the right ones."""
+    """Draft tokens per second since the previous sample: the verified ones, and the right ones among them."""
 
     verified_rate: float
     accepted_rate: float
@@ -177,7 +177,7 @@ def _sample(points: Sequence[_Point], now: _Point, ttft: Sequence[float], inter_
         step_seconds=round((stats.step_seconds - last.stats.step_seconds) / steps, 6) if steps else None,
         ttft=quantiles(ttft, oldest.ttft, now.ttft),
         inter_token=quantiles(inter_token, oldest.inter_token, now.inter_token),
-        # A request that waited for a prefix finds it later than it looked it up, maybe after the oldest sample.
+        # A request that waited for a prefix hits it later than it queried it, maybe after the oldest sample.
         hit_rate=min(1.0, round(hits / queries, 4)) if queries else None,
         kv=KvBlocks(stats.blocks_free, stats.blocks_cached, stats.blocks_leased),
         rejections=sum(stats.rejections.values()),

@@ -1,7 +1,7 @@
 """The metrics that Prometheus scrapes: what the frontends measure, and the engine's newest counters.
 
-Several frontends count in files of one folder (the multiprocess mode of prometheus_client), so that whichever of them
-is scraped tells the sums of all, and a frontend that ends takes nothing with it.
+Several frontends count in files of one folder (the multiprocess mode of prometheus_client), so that each of them
+reports the sums of all when it is scraped, and no count is lost when one ends.
 
 `VllmNames` shows the same values once more, under the names and labels of vLLM's V1 metrics that dashboards and routers
 look for; metrics without a counterpart here, such as the time of prefills, are left out.
@@ -183,7 +183,7 @@ class Metrics(Collector):
         yield _sleep_state(is_awake)
         if stats is not None:
             for family in (*_engine_metrics(stats), *feature_metrics(stats.features)):
-                # Gauges of an engine are void with it; its counters stand until the next engine counts.
+                # An engine's gauges end with it; its counters stay until the next engine counts.
                 if is_awake or family.type != "gauge":
                     yield family
 
@@ -267,7 +267,7 @@ def _engine_metrics(stats: Stats) -> Iterator[Metric]:
 
 
 # The metrics of features by name in `Stats.features`: documentation, then labels. Layers are numbered among the layers
-# that have experts. A metric that the engine leaves out is not exported: a zero would mean that it is in use.
+# that have experts. A metric that the engine leaves out is not exported: a zero would mean that the feature is in use.
 _GAUGES: Mapping[str, tuple[str, ...]] = {
     "moeserve_kv_retained_blocks": ("KV blocks that clients have retained or pinned",),
     "moeserve_kv_pinned_prefixes": ("Pinned prefixes",),

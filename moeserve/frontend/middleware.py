@@ -23,12 +23,12 @@ from moeserve.frontend.route import RouteTable
 log = structlog.get_logger(__name__)
 
 _SAFE_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-# Of the path to a value, which may go on with names that the client chose.
+# The first name in the path to a value; further names may be the client's own.
 _FIELD = re.compile(r"[A-Za-z_-]+")
 _REQUEST_TIMEOUT = 408
 _CLIENT_CLOSED = 499
 
-# Requests that begin in one turn; each takes up to a millisecond until it first waits.
+# At most this number of requests begin in one turn; each takes up to a millisecond until it first waits.
 _AT_ONCE = 8
 
 
@@ -78,7 +78,7 @@ class RequestBoundary:
             await self._fail(error, scope["path"], body, response, request_id, state["log"])
         finally:
             patient.end()
-            # A path with a parameter in it is one of very many.
+            # Paths with a parameter are too many for labels.
             route = found.path if found is not None and found.path == scope["path"] else "other"
             self._metrics.count_response(route, response.status)
             fields = {**state["log"], "ms": round(1000 * (time.monotonic() - started), 1)}
@@ -123,14 +123,15 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 class _Body:
-    """A `receive` that remembers whether the whole body has come. With a late body the request enters anew."""
+    """A `receive` that remembers whether the whole body has come. When a body comes late, the request enters the
+    turnstile again."""
 
     def __init__(self, scope: Scope, receive: Receive, turnstile: Turnstile | None) -> None:
         self._receive = receive
         self._turnstile = turnstile
         self._began = 0 if turnstile is None else turnstile.turn
         self._is_read = False
-        # A client that waits for `100 Continue` sends no body once the answer is there.
+        # A client that waits for `100 Continue` sends no body after an answer.
         self._waits = any(name == b"expect" for name, _ in scope["headers"])
 
     async def __call__(self) -> Message:

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from moeserve.frontend.errors import ApiError, forbidden
 from moeserve.frontend.route import RouteTable
 
-# The files of the folder `pages` below `/pages`. Each is named here, so that nothing else is public.
+# The files of the folder `pages` that `/pages` serves. Each is named here, so that no other file is public.
 _NAMES = (
     "api.js chat.css chat.html chat.js charts.js conversations.js dashboard.css dashboard.js dom.js experts.js "
     "icon.svg markdown.js messages.js prefixes.js settings.js style.css theme.js"
@@ -52,9 +52,9 @@ _HEADERS = {
     "x-content-type-options": "nosniff",
 }
 
-# It takes forms, which foreign pages can send without a preflight: browsers name their origin then.
+# This path takes forms, which foreign pages can send without a preflight: browsers name their origin then.
 _FORM_PATH = "/v1/files"
-# No page's name ends so: names of this machine, of a local network, of a cluster.
+# Names of this machine, of a local network and of a cluster end like this, names of pages on the web never.
 _LOCAL_ENDS = (".localhost", ".local", ".internal")
 _MAX_SHOWN_CHARS = 100
 
@@ -122,7 +122,7 @@ class PageGate:
         await self._app(scope, receive, send)
 
     def _is_watched(self, path: str) -> bool:
-        """Return whether load balancers look at a path, under any name; a page learns nothing from it."""
+        """Return whether load balancers poll a path, under any host name; a page learns nothing from it."""
         route = self._routes.find(path)
         return route is not None and route.is_watch and route.role == "public"
 
@@ -154,12 +154,12 @@ class PageGate:
         )
 
     def _is_own(self, host: str) -> bool:
-        """Return whether no foreign page can have come by this name: what public DNS resolves has a dot."""
+        """Return whether no foreign page can have this host name: names in public DNS have a dot."""
         return self._any_host or host in self._hosts or "." not in host or host.endswith(_LOCAL_ENDS) or _is_ip(host)
 
 
 def check_media_type(headers: Iterable[tuple[bytes, bytes]]) -> None:
-    """Raise ApiError (415) for a body that is declared as anything but JSON."""
+    """Raise ApiError (415) if a body is declared as anything but JSON."""
     media = _value(headers, b"content-type")
     kind = (media or "").partition(";")[0].strip().lower()
     length = _value(headers, b"content-length")
@@ -194,7 +194,8 @@ def _hostname(address: str) -> str:
 
 
 def _is_ip(host: str) -> bool:
-    """Return whether a host is an address. A page that came by one is its own server's: DNS has no part in it."""
+    """Return whether a host is an address. A page that was loaded from an address comes from that server: no DNS is
+    involved."""
     try:
         ip_address(host)
     except ValueError:

@@ -1,7 +1,7 @@
 """Works on batches: asks the routes for each line in the background, and keeps every answer as it comes.
 
-A batch belongs to one HTTP process; where that dies another one goes on with the lines that have no answer yet. Each
-line is a job under a name of its own, so a line that ran is joined where it is, not begun anew.
+A batch belongs to one HTTP process. If the process dies, another one takes the lines that have no answer yet. Each line
+is a job with a name of its own, so the other process joins a line that runs, and does not begin it anew.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Batches:
         identify: Callable[[bytes], Identity | None],
         routes: Mapping[str, ASGIApp],
     ) -> None:
-        """identify: returns who has the key of that digest. routes: that answer lines, by their paths."""
+        """identify: returns the holder of the key with a digest. routes: that answer lines, by their paths."""
         self._services = services
         self._store = store
         self._owner = owner
@@ -107,7 +107,7 @@ class Batches:
                     await self._work(batch)
         except asyncio.CancelledError:
             if self._services.is_draining and self._services.run.response_store is None:
-                # The answers would go with the service: it is not to wait for the lines that run.
+                # The answers end with the service, which must not wait for the lines that run.
                 await self._store.write(batch.caller, partial(batches.drop_lines, batch_id=batch.batch_id))
             raise
         except ApiError as error:

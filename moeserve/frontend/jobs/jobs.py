@@ -1,4 +1,4 @@
-"""The jobs of all HTTP processes, as one of them sees them: made, found, cancelled, followed, shown to clients."""
+"""The jobs of all HTTP processes, as one of them makes, finds, cancels and follows them, and shows them to clients."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from moeserve.plan import Terms
 
 _LOOK_APART_S = 0.05  # between two looks whether the store has changed, while jobs of other processes are followed
 
-# A comment in a stream that goes on in another life of the engine; usage says so too where it is asked for.
+# The comment in a stream that another life of the engine continues; the usage says so too if it is asked for.
 RESUMED = b": resumed\n\n"
-# Keep-alive intervals for which a stream's status waits for its first token: until then a request that is dropped can
-# still be refused.
+# A stream's status waits for the first token at most this many keep-alive intervals: until then the request can still
+# be refused.
 STATUS_WAITS = 1.5
 
 
@@ -54,13 +54,13 @@ class Jobs:
     def __init__(
         self, services: Services, store: Store, owner: Owner, identify: Callable[[bytes], Identity | None]
     ) -> None:
-        """owner: this process. identify: returns who has the key of that digest."""
+        """owner: this process. identify: returns the holder of the key with a digest."""
         self._services = services
         self._store = store
         self._owner = owner
         self._journal = Journal(store, self._owner.name)
         self._runner = Runner(services, store, self._journal, self._owner, identify)
-        self._awaited = asyncio.Event()  # set while somebody may wait for another process's job
+        self._awaited = asyncio.Event()  # set while a follower may wait for another process's job
         self._watching: asyncio.Task[None] | None = None
         self.reader = services.run.reader
 
@@ -280,7 +280,7 @@ class JobView:
         status = await self._jobs.status(self._job)
         failure = None if status.failure is None else unpack_failure(status.failure)
         if status.state == "done":
-            # It was not kept: there was no room, or its conversation is gone.
+            # The response was not kept: there was no room, or its conversation is gone.
             return KeptResponse(self._job.job_id, await self.body(), b"[]")
         if status.state == "open" or self.record.reader != self._jobs.reader:
             formatter = formatter_of(self._services, self.record, unpack_prepared(self.record.prepared))

@@ -36,7 +36,7 @@ from moeserve.frontend.store.store import Shelf, Store
 from moeserve.plan import FinishReason, Terms
 from moeserve.wire import Output
 
-# The output of a choice; None where another engine, or HTTP process, has gone on with the job.
+# The output of a choice; None where another engine or HTTP process took over the job.
 Entry = tuple[int, Output] | None
 
 
@@ -81,11 +81,11 @@ def unpack_failure(data: bytes) -> ApiError:
 
 
 class JobEnded(Exception):
-    """Somebody else has ended the job, or dropped it."""
+    """Another process or client has ended or dropped the job."""
 
 
 class Journal:
-    """Appends entries, and tells the listeners of this process."""
+    """Appends entries, and wakes the listeners of this process."""
 
     def __init__(self, store: Store, owner: str) -> None:
         self._store = store
@@ -112,7 +112,7 @@ class Journal:
 
     @contextmanager
     def listen(self, job_id: str) -> Iterator[asyncio.Event]:
-        """Give an event that is set whenever the job gets entries here, or ends here."""
+        """Yield an event that is set whenever the job gets entries here, or ends here."""
         bell = asyncio.Event()
         self._bells[job_id].add(bell)
         try:
@@ -167,7 +167,7 @@ def _settle(done: asyncio.Future[None], error: Exception | None) -> None:
         done.set_result(None)
     else:
         done.set_exception(error)
-        done.exception()  # whoever waited for it may be gone
+        done.exception()  # its waiter may be gone
 
 
 def formatter_of(
@@ -195,7 +195,7 @@ class Replay:
         return formatter_of(self._services, self.record, self.prepared, lambda: self._ended_at)
 
     def end_at(self, ended_at: float) -> None:
-        """Note when the job was done, UNIX time."""
+        """Set the UNIX time at which the job was done."""
         self._ended_at = ended_at
 
     def take(self, entry: Entry) -> list[Delta]:
@@ -316,7 +316,7 @@ class Runner:
         )
         running = set(self._tasks)
         for job_id in running - owned:
-            # It was cancelled or dropped; or it is newer than the look at the store, which the journal finds out.
+            # The job was cancelled or dropped, or it is newer than the look at the store. The journal finds out.
             if not await self._store.read(b"", partial(jobs.is_open, job_id=job_id)):
                 self.withdraw(job_id)
         if self._services.is_draining:
@@ -437,7 +437,7 @@ class Runner:
             number = found.number
 
     async def _complete(self, job: OpenJob, replay: Replay) -> None:
-        """Say that a job is done, and keep its response, at once."""
+        """Record that a job is done, and keep its response, in one transaction."""
         ended_at = time.time()
         replay.end_at(ended_at)
         formatter = replay.formatter()

@@ -1,12 +1,13 @@
-"""The event loop and a text process share these: an `Ask` with a body, one `Reply`, the page of the job's stage.
+"""The messages between the event loop and a text process: an `Ask` with a body, one `Reply`; and the page of a job's
+stage.
 
 A frame is the length of its head, the head and a payload. An ask's head is MessagePack, its payload the body as it is.
-A reply's head is JSON, since integers of clients are of any size. Its arrays of int32 lie behind it, where it has their
-numbers of bytes, in its order; what remains is JSON of the dialect, or the body of an answer.
+A reply's head is JSON, since integers of clients are of any size. Arrays of int32 follow the head in its order, which
+holds their numbers of bytes in their place; the rest is JSON of the dialect, or the body of an answer.
 
-Templates, grammars and the libraries that read them can spin or swell where nothing of Python runs, so processor time
-and memory of each stage of a job are bounded: a stage that exceeds its time ends the process by a signal, and one that
-exceeds its memory fails an allocation. The page says which stage it was.
+Templates, grammars and the libraries that read them can take time and memory without bound outside of Python code. So
+processor time and memory of each stage of a job are bounded: a stage that exceeds its time ends the process by a
+signal, and a stage that exceeds its memory fails an allocation. The page names the stage.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from moeserve.plan import CacheWish
 
 SIZE_BYTES = 4
 
-# The reader of a body, and the use of its content.
+# Names the reader of a body and the use of its content.
 Kind = Literal[
     "chat",
     "completions",
@@ -56,7 +57,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True):
 
     owner: digest of the caller's key; nobody else's text is compared with this one. retention_share, tells_salts: see
     `CacheWish`. reports: the answer tells about the prompt cache. coding: in which the body came, up to `max_bytes` of
-    it. max_choices: of one request. earlier: what the body refers to, None before that is known.
+    it. max_choices: of one request. earlier: the items that the body refers to, None until they are known.
     """
 
     kind: Kind
@@ -211,7 +212,7 @@ _SETTINGS = ((-3, 256 * 1024), (-1, 2 * 2**20), (-8, 2))
 
 
 class Stage(IntEnum):
-    """The parts of a job. LOCATE looks for the place of an error in a schema."""
+    """The stages of a job. LOCATE searches for the place of an error in a schema."""
 
     READ = 0
     RENDER = 1
@@ -234,10 +235,10 @@ _OTHER_BYTES = 4 * 2**30  # bytes that any other stage may map beyond the proces
 
 
 class Watch:
-    """The bounds of this process, or none: the event loop does work of few characters by the same code."""
+    """The bounds of this process. The event loop has none: it runs the same code for few characters."""
 
     def __init__(self, page: mmap.mmap | None = None) -> None:
-        """page: where the stage is noted; None where nothing is bounded."""
+        """page: records the stage; None sets no bounds."""
         self._page = page
         self._most_bytes = 0 if page is None else address_space() + _OTHER_BYTES
 
@@ -263,7 +264,7 @@ class Watch:
 
 
 def refusal(page: bytes) -> ApiError:
-    """Return the error of a job that took too much, by the page of its process."""
+    """Return the error of a job that exceeded its bounds, by the page of its process."""
     field = page[2:].partition(b"\0")[0].decode("utf-8", "replace") if page[1] else None
     match page[0]:
         case Stage.RENDER:
@@ -275,7 +276,7 @@ def refusal(page: bytes) -> ApiError:
 
 
 def least_seconds(page: bytes) -> float:
-    """Return the seconds that the latest stage may take at least, by the page of its process."""
+    """Return the least processor time, in seconds, that the latest stage may take, by the page of its process."""
     return _CPU_SECONDS[Stage(page[0])][0]
 
 
@@ -295,7 +296,8 @@ def limit_memory(num_bytes: int) -> None:
 
 
 def bound_pools() -> None:
-    """Have big blocks mapped, each by itself, and two pools for all threads. Call this before threads allocate."""
+    """Have malloc map each big block by itself, and use two pools for all threads. Call this before threads
+    allocate."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
         for option, value in _SETTINGS:

@@ -94,7 +94,7 @@ class GrammarCheck:
         if known is not None:
             self._verdicts.move_to_end(key)
             return known
-        # The tokens of a model are not the request's to pay for.
+        # Loading the model's tokens does not count as the request's time.
         self._watch.leave()
         try:
             tokens = self.load(eos_token_ids)
@@ -140,7 +140,7 @@ def _fails_alike(tokens: LLTokenizer, schema: Any, error: str, deadline: float) 
     return error_in(tokens, grammar) == error
 
 
-_MANY_BYTES = 4  # a text with more bytes than this for each token that fits is counted before it is tokenised
+_MANY_BYTES = 4  # a text with more bytes than this per token that fits is counted before it is tokenised
 READERS: dict[str, Callable[[bytes, ModelFacts], GenerateRequest]] = {
     "chat": chat.parse,
     "completions": completions.parse,
@@ -153,12 +153,12 @@ Retentions = tuple[tuple[int, float], ...]
 
 
 class NotHere(Exception):
-    """The body needs a template or a grammar, and this process has none: a text process does."""
+    """The body needs a template or a grammar, which only text processes have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Programs:
-    """The programs of others that run in text processes: the checkpoint's template, None without one, and grammars."""
+    """Foreign programs that run in text processes: the checkpoint's template, None without one, and grammars."""
 
     template: ChatTemplate | None
     grammars: GrammarCheck
@@ -166,7 +166,7 @@ class Programs:
 
 
 class Preparer:
-    """Prepares bodies with one checkpoint's tokenizer. Knows nothing of earlier ones but what makes it faster."""
+    """Prepares bodies with one checkpoint's tokenizer. What it remembers of earlier bodies only saves time."""
 
     def __init__(
         self, tokenizer: TextTokenizer, shape: OutputShape, watch: Watch, programs: Programs | None = None
@@ -219,7 +219,7 @@ class Preparer:
 
     def _generation(self, request: GenerateRequest, ask: Ask) -> Prepared:
         if ask.reports or request.cache.report:
-            # In a stream the report comes with the usage.
+            # In a stream the cache report comes with the usage.
             request = replace(request, cache=replace(request.cache, report=True), include_usage=True)
         check_choices(request.num_sequences, ask.max_choices)
         facts, owner = ask.model, _owner(ask, request.cache_salt)
@@ -229,7 +229,7 @@ class Preparer:
         for prompt in request.prompts:
             end = request.truncate
             prompts.append(encode(prompt) if end is None else self._end_of(prompt, end, facts, owner))
-            # One that does not fit is refused before the others are read.
+            # A prompt that does not fit is refused before the others are read.
             longest_output(len(prompts[-1]), facts.max_model_len, request.prompt_field)
         request = self._with_starts(request, prompts)
         if idle := self._without_effect(request, facts):
@@ -261,8 +261,8 @@ class Preparer:
         return Prepared(for_answer(request), prompts, wishes, texts, prediction)
 
     def _without_effect(self, request: GenerateRequest, facts: ModelFacts) -> list[str]:
-        """Return the fields that change nothing: budgets of thoughts that the model does not have, and switches that
-        its template does not read."""
+        """Return the fields without effect: budgets for thoughts if the model has none, and switches that its template
+        does not read."""
         thinks, prompt = self._shape.thinks(request), request.prompts[0]
         found = [] if thinks else list(request.thought.fields)
         template = None if self._programs is None else self._programs.template
@@ -286,7 +286,7 @@ class Preparer:
         return replace(request, thought=replace(request.thought, starts=tuple(starts)))
 
     def _predicted(self, request: GenerateRequest, facts: ModelFacts) -> array[int]:
-        """Return the tokens of the text that the client predicts, as many as may come."""
+        """Return the tokens of the text that the client predicts, up to the longest possible answer."""
         text = request.prediction
         if not text:
             return array("i")
@@ -422,7 +422,7 @@ def make_programs(
 
 
 def _owner(ask: Ask, cache_salt: str) -> bytes:
-    """Return whose pieces a request may find: its own key's, narrowed by its salt."""
+    """Return the owner of the pieces that a request may find: its own key, narrowed by its salt."""
     return ask.owner + b"/" + cache_salt.encode("utf-8", "surrogatepass")
 
 
