@@ -36,7 +36,7 @@ _KEEP_ALIVE_TIMEOUT_S = 30
 
 def serve(services: Services, listener: socket.socket, beat_fd: int | None = None, wills_fd: int | None = None) -> None:
     """Answer on a bound socket until a signal ends the server. beat_fd: a pipe on which the event loop ticks. wills_fd:
-    a socket to the taker of last wills."""
+    a socket to the supervisor, which takes last wills."""
     load = None
     if (file := services.run.load_file) is not None:
         load = Load(file, services.number, services.run.config.num_frontends)
@@ -60,7 +60,7 @@ class Ticker:
 
     def start(self) -> None:
         """Tick now, and from now on."""
-        # A full pipe is no reason to wait, and one without a reader none to fail.
+        # Neither wait for a full pipe nor fail without a reader.
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(self._descriptor, bytes([self._state()]))
         self._next = asyncio.get_running_loop().call_later(_TICK_S, self.start)
@@ -76,7 +76,7 @@ class FrontendServer(uvicorn.Server):
     def __init__(
         self, services: Services, ticker: Ticker | None, wills: WillLink | None, load: Load | None = None
     ) -> None:
-        """wills: to whom last wills are left. load: shared with the other HTTP processes of the service, if any."""
+        """wills: takes last wills. load: shared with the other HTTP processes of the service, if any."""
         open_paths = frozenset(route.path for route in ROUTES if route.is_watch)
         most = allow_connections(services.run.config.max_connections)
         places = Places(most, services.metrics.rejections, open_paths)
@@ -117,7 +117,7 @@ class FrontendServer(uvicorn.Server):
             loop.remove_signal_handler(signal.SIGINT)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and tick from then on."""
+        """Listen, and start to tick."""
         shares = self._load is not None and bool(sockets)
         await super().startup([] if shares else sockets)
         if self._load is not None and sockets:
@@ -138,7 +138,7 @@ class FrontendServer(uvicorn.Server):
         return protocol(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
 
     def _show_load(self) -> None:
-        """Show the other processes from now on that this one is awake."""
+        """Publish now and then that this process is awake."""
         assert self._load is not None
         self._load.tell()
         asyncio.get_running_loop().call_later(_TICK_S, self._show_load)

@@ -36,7 +36,7 @@ from moeserve.wire import ControlResult, Rest, RunContext, Stats, Tick
 _RETRY_WHILE_LOADING_S = 5.0
 _RETRY_ELSEWHERE_S = 10.0
 
-# Returns the kept items of these names.
+# Returns the kept items with these names.
 Lend = Callable[[Named], Awaitable[Earlier]]
 
 
@@ -70,7 +70,7 @@ class Services:
         config = run.config
         inline = Preparer(tokenizer, shape, Watch())
         self.text = TextProcesses(Path(run.model_dir), config.tool_call_parser, config.reasoning_parser, inline)
-        # Held by the one answer with a long prompt or many log probabilities that works in a turn of the event loop.
+        # Held by the answer that works in a turn of the event loop, if it has a long prompt or many log probabilities.
         self.long_answers = asyncio.Lock()
         self.slo = service_slo(run.config)
         self.stats: Stats | None = None
@@ -133,7 +133,7 @@ class Services:
             raise unavailable("The server is shutting down", "draining", _RETRY_ELSEWHERE_S, close=True)
         if self.engine.dead_reason is not None:
             raise unavailable("The engine is not running", "engine_dead", _RETRY_ELSEWHERE_S)
-        # A short pause is waited for, and so is one that the request itself ends: it wakes the service.
+        # Requests wait for the end of a short pause, and of a sleep, which they end themselves.
         is_away = self.engine.away_reason is not None and self.engine.rest is Rest.AWAKE
         if is_away and self.engine.restart_seconds > self.run.config.engine_timeout:
             raise unavailable("The engine is being restarted", "engine_restarting", self.engine.restart_seconds)
@@ -158,7 +158,8 @@ class Services:
         return self._facts
 
     async def reach(self, rest: Rest) -> None:
-        """Have the service sleep, once it has no request, or wake, for as long as the caller waits; return when it has.
+        """Wish that the service sleeps (once it has no request) or wakes, as long as the caller waits. Return when it
+        does.
 
         Raise EngineGone if no engine will come any more.
         """
@@ -239,12 +240,12 @@ class Services:
         return await until_disconnect(receive, self.prepare(kind, body, scope))
 
     async def prepare_own(self, kind: Kind, body: bytes) -> Reply:
-        """Return the prepared form of an operator's body."""
+        """Return the reply to an operator's body."""
         return await self.text.prepare(Ask(kind, self.check_serving()), body)
 
 
 def engine_unavailable(error: EngineGone) -> ApiError:
-    """503: the engine is gone, or it has not answered in time. 500 for a request that may be why it is gone."""
+    """503: the engine is gone, or it has not answered in time. 500 for a request that may have ended it."""
     message = str(error)[:1].upper() + str(error)[1:]
     match error:
         case EngineSilent():

@@ -18,7 +18,7 @@ _OFF = frozenset({b"null", b"false"})
 _EMPTY = frozenset({b"null", b"[]", b"{}"})
 _ZERO = frozenset({b"null", b"0", b"0.0"})
 _ONE = frozenset({b"null", b"1", b"1.0"})
-_LEVELS_IN_RESERVE = 700  # of the 1000 that Python has
+_LEVELS_IN_RESERVE = 700  # of the 1000 levels of Python's stack, left to later readers
 
 # The fields that may be long, in all dialects.
 _PROMPTS = ("messages", "prompt", "input", "system", "instructions", "tokens")
@@ -27,7 +27,7 @@ _CONVERSATIONS = ("messages", "input")
 _NOTHING = msgspec.Raw(b"")
 
 # Fields that would change the answer if they were supported, with the values that ask for nothing. A dialect that has
-# the field reads it; all others refuse it. Some are other servers' alone: vLLM's, SGLang's and llama.cpp's.
+# such a field reads it; the others refuse other values. Some fields are extensions of vLLM, SGLang or llama.cpp.
 UNSUPPORTED: dict[str, Collection[bytes]] = {
     "allowed_token_ids": _EMPTY,
     "audio": _ABSENT,
@@ -66,10 +66,10 @@ UNSUPPORTED: dict[str, Collection[bytes]] = {
     "xtc_probability": _ZERO,
 }
 
-# The names that clients know for a budget of thought, vLLM's and llama.cpp's.
+# The fields of vLLM and llama.cpp for a budget of thought.
 BUDGETS = ("thinking_token_budget", "reasoning_budget_tokens", "thinking_budget_tokens")
 
-# Fields of known clients that do not change the answer here; others are counted under one name.
+# Fields of known clients that do not change the answer here. Unknown fields are counted under one name.
 HARMLESS = frozenset(
     {
         "client_metadata",
@@ -134,7 +134,7 @@ def decode_json(body: bytes, expected: type[_B]) -> tuple[_B, tuple[str, ...]]:
 
 
 def _fault(body: bytes, error: Exception) -> str:
-    """Return what is wrong with the text of a body."""
+    """Return the error of a body that is not JSON."""
     if isinstance(error, UnicodeDecodeError):
         return f"byte {error.start} is no UTF-8"
     if not body.strip():
@@ -146,7 +146,7 @@ def _fault(body: bytes, error: Exception) -> str:
 
 
 def _check_sizes(body: bytes, expected: type[msgspec.Struct]) -> None:
-    """Raise ApiError for a large body that is not a large prompt: small values in great number take long to read."""
+    """Raise ApiError for a body that is large beside its prompt: very many small values take long to read."""
     if len(body) <= limits.MAX_OPTION_BYTES:
         return
     known = msgspec.structs.asdict(msgspec.json.decode(body, type=_raw_fields(expected)))
@@ -210,9 +210,9 @@ def check_metadata(metadata: dict[str, str] | None) -> None:
 
 
 def check_depth(value: Any) -> None:
-    """Raise ApiError for a value that is nested so deeply that later readers of it might run out of stack.
+    """Raise ApiError for a value that is nested so deeply that its later readers might run out of stack.
 
-    A template or an answer goes down into the value again, from a deeper stack and with more frames for each level.
+    Templates and answers read the value again, from a deeper stack and with more frames for each level.
     """
     for _ in range(_LEVELS_IN_RESERVE):
         value = [value]

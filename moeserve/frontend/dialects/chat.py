@@ -42,7 +42,7 @@ from moeserve.frontend.errors import invalid, unsupported
 from moeserve.frontend.text import TextTokenizer
 from moeserve.plan import SamplingParams
 
-# The variables that a request sets in fields of their own, or not at all.
+# The variables that only fields of their own, or no fields, set.
 _RESERVED_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
 )
@@ -402,7 +402,7 @@ def check_prefix(body: PrefixBody, others: Collection[str]) -> None:
 
 
 def _asks(name: str, value: Any) -> bool:
-    """Return whether a field asks for something. Bodies made for a chat may state defaults."""
+    """Return whether a field asks for something other than its default, which bodies made for a chat may state."""
     if name in ("function_call", "tool_choice"):
         return value not in (None, "auto", "none")
     return not (value is None or value is False or value in ([], {}) or (name == "n" and value == 1))

@@ -1,4 +1,4 @@
-"""Messages, calls and tools: the parts of conversations that dialects read alike."""
+"""Messages, calls and tools: the parts of conversations that all dialects read in the same way."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def call_in_history(call_id: str, name: str, arguments: Any) -> dict[str, Any]:
 def arguments_of(text: str) -> dict[str, Any]:
     """Return the arguments in the JSON that a client sends back, whatever its spacing.
 
-    A model may have written something that is no JSON object. The conversation must be able to go on, so the template
-    then gets the text as the only argument.
+    A model may have written text that is no JSON object. The conversation must be able to continue, so the template
+    then gets this text as the only argument.
     """
     if not text.strip():
         return {}
@@ -102,7 +102,7 @@ def arguments_of(text: str) -> dict[str, Any]:
 
 
 def made_up_id(place: int, name: str) -> str:
-    """Return the id of a call that came without one: always the same for the same place in a conversation."""
+    """Return an id for a call without one: always the same for the same place in a conversation."""
     return "call_" + hashlib.blake2b(f"{place}:{name}".encode(), digest_size=12).hexdigest()
 
 

@@ -45,7 +45,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "logit_bias": (None, {}),
     "stop": (None, []),
 }
-# Fields that ask for nothing without a search.
+# Fields that have no effect without a search.
 _OF_SEARCHES = ("length_penalty", "early_stopping")
 
 
@@ -193,7 +193,7 @@ def parse(body: bytes, model: ModelFacts) -> GenerateRequest:
 
 
 def _read_best(completion: CompletionBody) -> tuple[int, int | None]:
-    """Return how many samples to draw, and how many of them to give, None for all. Raise ApiError."""
+    """Return how many samples to draw and how many of them to return (None for all). Raise ApiError."""
     n, best_of = completion.n or 1, completion.best_of
     if best_of is None or best_of == n:
         return n, None

@@ -18,7 +18,7 @@ from moeserve.plan import SamplingParams
 
 MAX_KEY_CHARS = 1024
 MAX_SECONDS = 86_400
-# OpenAI keeps a prompt for minutes after its last use where the client asks for no more.
+# OpenAI keeps a prompt for minutes after its last use unless the client asks for longer.
 _IN_MEMORY_SECONDS = 600
 _OPTIONS_SECONDS = 1800
 RETENTION_SECONDS = {"in_memory": _IN_MEMORY_SECONDS, "in-memory": _IN_MEMORY_SECONDS, "24h": 86_400}

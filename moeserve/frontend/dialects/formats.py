@@ -24,15 +24,15 @@ from moeserve.plan import SamplingParams
 # Lower than every other logit: EOS is sampled where nothing else is allowed, and nowhere else.
 _LAST_RESORT = -1e6
 
-# Free white space would let a model go on with it for ever. This allows any usual layout of JSON.
+# With free white space a model could write it without end. This pattern allows any usual layout of JSON.
 _JSON_OPTIONS = {"whitespace_pattern": r"[ ]|\r?\n[ \t]{0,64}", "lenient": False}
-# Schemas do not use `format` as a demand unless both sides know it; these are the ones that can be enforced.
+# The values of `format` that can be enforced; others demand nothing.
 _ENFORCED_FORMATS = frozenset(
     {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
 )
-# The schemas of these words exclude objects, or hold in some cases only.
+# The schemas behind these keywords exclude objects, or hold in some cases only.
 _CONDITIONS = frozenset({"not", "if", "then", "else", "contains", "dependentSchemas"})
-# Words whose schemas describe one object together, and words whose schema is the whole description if it is alone.
+# Keywords whose schemas together describe one object, and keywords whose schema, if alone, describes it completely.
 _PARTS = frozenset({"allOf", "oneOf"})
 _ELSEWHERE = frozenset({"anyOf", "$ref", "$dynamicRef"})
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties", "minProperties"})
@@ -229,7 +229,7 @@ def checked_size(schema: Any, where: str) -> Any:
     try:
         size = len(msgspec.json.encode(schema))
     except RecursionError:
-        size = 0  # Too deep, which is said by who reads it.
+        size = 0  # Too deep: the reader of the schema refuses it.
     if size > limits.MAX_GRAMMAR_BYTES:
         raise invalid(f"`{where}` takes at most {limits.MAX_GRAMMAR_BYTES} bytes", where)
     return schema

@@ -233,7 +233,7 @@ def _refuse_what_is_not_served(asked: MessagesBody) -> None:
         raise unsupported("inference_geo", str(asked.inference_geo)[:40])
     edits = asked.context_management.edits if asked.context_management else None
     for index, edit in enumerate(edits or []):
-        # Keeping all of the thinking is no edit at all.
+        # An edit that keeps all thinking changes nothing.
         if not (edit.type.startswith("clear_thinking_") and edit.keep == "all"):
             raise unsupported(f"context_management.edits[{index}].type", edit.type[:40])
 
@@ -308,7 +308,7 @@ def _tool_message(path: str, block: Block) -> dict[str, Any]:
     call_id = _required(block.tool_use_id, f"{path}.tool_use_id")
     text = _joined(_blocks(block.content or "", path))
     if block.is_error and not text.lower().startswith("error"):
-        text = f"Error: {text}"  # templates have no other place to say so
+        text = f"Error: {text}"  # templates have no other place for it
     return {"role": "tool", "tool_call_id": call_id_of(call_id), "content": text}
 
 
@@ -320,7 +320,7 @@ def _assistant_message(blocks: list[tuple[str, Block]]) -> dict[str, Any]:
             thoughts.append(_required(block.thinking, f"{path}.thinking"))
         elif block.type == "tool_use":
             calls.append(_call(path, block))
-        elif block.type != "redacted_thinking":  # which nobody but its vendor can read
+        elif block.type != "redacted_thinking":  # which only its vendor can read
             said.append((path, block))
     message: dict[str, Any] = {"role": "assistant", "content": _joined(said)}
     if thoughts := [thought for thought in thoughts if thought]:
@@ -455,7 +455,7 @@ def error_body(error: ApiError, request_id: str | None) -> bytes:
     """Return an error in the shape of Anthropic's API: the body of a response, or the data of an event."""
     message = error.message
     if error.code == "context_length_exceeded":
-        message = f"prompt is too long: {message}"  # the words by which agents know that they must compact
+        message = f"prompt is too long: {message}"  # these words make agents compact the conversation
     inner = {"type": _ERROR_TYPES.get(error.status, "invalid_request_error"), "message": message}
     return msgspec.json.encode({"type": "error", "error": inner, "request_id": request_id})
 
@@ -477,7 +477,7 @@ class MessageFormatter(Formatter):
         self._open = _NO_BLOCK
         self._num_blocks = 0
         self._delta_head = b""  # of the open block's events
-        self._blank = ""  # white space that no text has followed yet
+        self._blank = ""  # white space without text behind it so far
         self._last = Delta(0)  # the delta with the end
 
     def start(self, index: int, usage: Usage) -> bytes:

@@ -102,7 +102,7 @@ class Turn:
 
 
 def previous_id_of(request: GenerateRequest) -> str | None:
-    """Return the id of the response that a request of this dialect goes on from, if any."""
+    """Return the id of the response that a request of this dialect continues, if any."""
     return msgspec.json.decode(request.repeated, type=Turn).previous_id
 
 
@@ -235,7 +235,7 @@ def _read_messages(asked: ResponsesBody, items: list[Item], earlier: Earlier) ->
 
 
 def _past(asked: ResponsesBody, earlier: Earlier) -> list[Item]:
-    """Return the items of the conversation that the request goes on with, none without one."""
+    """Return the items of the conversation that the request continues, if any."""
     previous_id, conversation_id = asked.previous_response_id, _conversation_id(asked.conversation)
     if previous_id is None and conversation_id is None:
         return []
@@ -343,13 +343,13 @@ class Checked(msgspec.Struct):
 
 
 def parse_conversation(body: bytes) -> Checked:
-    """Return the content of a conversation that is to be made. Raise ApiError."""
+    """Return the content of a new conversation. Raise ApiError."""
     read, _ = bodies.decode_json(body or b"{}", ConversationBody)
     return _checked(read.items, read.metadata)
 
 
 def parse_items(body: bytes) -> Checked:
-    """Return items that are to be added. Raise ApiError."""
+    """Return the items to add. Raise ApiError."""
     read, _ = bodies.decode_json(body, ItemsBody)
     if not read.items:
         raise invalid("`items` must hold at least one item", "items")
@@ -357,7 +357,7 @@ def parse_items(body: bytes) -> Checked:
 
 
 def parse_metadata(body: bytes) -> Checked:
-    """Return metadata that is to take the place of other metadata. Raise ApiError."""
+    """Return the new metadata. Raise ApiError."""
     read, _ = bodies.decode_json(body, MetadataBody)
     if read.metadata is None:
         raise invalid("`metadata` is required", "metadata")
@@ -370,7 +370,7 @@ def _checked(items: list[Item] | None, metadata: dict[str, str] | None) -> Check
     if len(items) > limits.MAX_MESSAGES:
         raise invalid(f"`items` takes at most {limits.MAX_MESSAGES} entries", "items", "too_many_values")
     bodies.check_depth(items)
-    # The calls that these are outputs of may be in the conversation.
+    # Outputs may belong to calls in the conversation.
     calls = {item["call_id"] for item in items if isinstance(item.get("call_id"), str)}
     reader = ItemReader(lambda _: None, calls)
     for index, item in enumerate(items):

@@ -65,7 +65,7 @@ class EventLog:
         return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)
 
     def take_back(self) -> None:
-        """Give the number of the last event to the next one: that is written in its place."""
+        """Reuse the number of the last event for the next one, which is written in its place."""
         self._next -= 1
 
     def delta(self, head: bytes, text: str, logprobs: list[msgspec.Raw] | None = None) -> bytes:

@@ -35,7 +35,7 @@ ROLES = ("user", "assistant", "system", "developer")
 TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 RESPONSE_PREFIX = "resp_"
 _SEAL = "moeserve.1."
-_ID_DIGITS = 24  # of a response, between its prefix and, in an item's id, the number of the item
+_ID_DIGITS = 24  # hexadecimal digits of a response's id; an item's id has them too, with the item's number behind them
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,12 +230,12 @@ def item_id_of(prefix: str, response_id: str, number: int) -> str:
 
 
 def response_of_item(item_id: str) -> str:
-    """Return the id of the response that has put out an item of that id, if any has."""
+    """Return the id of the response that put out the item with this id, if any did."""
     return RESPONSE_PREFIX + item_id.partition("_")[2][:_ID_DIGITS]
 
 
 def is_reference(item: Item) -> bool:
-    """Return whether an item stands for another one, by its id."""
+    """Return whether an item is a reference to another one by its id."""
     return item.get("type") in ("item_reference", None) and "role" not in item and isinstance(item.get("id"), str)
 
 
@@ -278,7 +278,7 @@ class ItemReader:
         self._called = dict.fromkeys(calls, "")  # the names of the tools that were called, by the ids of the calls
 
     def say(self, role: str, text: str) -> None:
-        """Add a message of somebody else than the assistant."""
+        """Add a message whose author is not the assistant."""
         self._assistant = None
         self.messages.append({"role": role, "content": text})
 

@@ -146,9 +146,9 @@ class Jobs:
         return found
 
     async def follow(self, job: StoredJob) -> AsyncIterator[list[Entry] | Status | None]:
-        """Yield all entries of a job as they come, None where none has come for a while, and its status at the end.
+        """Yield the entries of a job as they come, None when none has come for a while, and its status at the end.
 
-        Raise ApiError where this process cannot see the end.
+        Raise ApiError if this process cannot see the end.
         """
         number, loop = -1, asyncio.get_running_loop()
         with self._journal.listen(job.job_id) as bell:

@@ -62,7 +62,7 @@ class _GenerationTag(jinja2.ext.Extension):
 
 
 class ChatTemplate:
-    """A compiled chat template, perhaps with one of its own for conversations with tools.
+    """A compiled chat template, perhaps with a second one for conversations with tools.
 
     `special_tokens` (`bos_token`, ...) are variables in it; `now` gives the date.
     """
@@ -129,7 +129,7 @@ class ChatTemplate:
         }
         try:
             text = compiled.render({**given, "messages": messages})
-        except Exception as error:  # Whatever a template raises, or makes a library raise, is its refusal.
+        except Exception as error:  # Any error that a template raises, or causes in a library, is its refusal.
             text = _render_plainer(compiled, messages, given, error)
         if len(text) > limits.MAX_RENDERED_CHARS:
             raise invalid("The rendered messages are too long", "messages")
@@ -146,12 +146,12 @@ class _Compiled:
             )
         try:
             self.render = environment.from_string(source).render
-        except Exception as error:  # Constants are computed, and the compiler of Python has limits of its own.
+        except Exception as error:  # jinja2 computes constants, and Python's compiler has limits of its own.
             reason = " ".join(str(error).split())[:300].rstrip(".") or type(error).__name__
             raise TemplateError(f"The chat template does not compile: {reason}.") from None
         self.knows_developer = "developer" in source
         self.knows_tools = "tools" in source
-        # Mistral's templates refuse ids of calls that have not nine letters and digits.
+        # Mistral's templates refuse ids of calls unless they are nine letters and digits.
         self.wants_short_ids = "length != 9" in source or "length 9" in source
 
 
@@ -170,7 +170,7 @@ def _render_plainer(
 
 @dataclass(frozen=True, slots=True)
 class GuardedPrompt:
-    """A prompt for a template, in which no special token is left that a client spelled out.
+    """A prompt for a template, in which every special token that the client spelled out is cut.
 
     arguments: of `ChatTemplate.render`, beside the messages. mark: in the special tokens. end: behind a message that is
     continued.
@@ -193,8 +193,8 @@ class GuardedPrompt:
 def guard_prompt(tokenizer: TextTokenizer, prompt: ChatPrompt) -> GuardedPrompt:
     """Return the prompt as a template gets it.
 
-    Whatever comes from a client has its special tokens cut: texts, names, tools and arguments at any depth. In the
-    texts of assistants only tokens that a model cannot have written are.
+    Special tokens are cut in everything that comes from a client: texts, names, tools and arguments at any depth. In
+    the texts of assistants only tokens that a model cannot have written are.
     """
     tools = [template_tool(tool) for tool in prompt.tools]
     spoken = "\n".join([*_texts(prompt.messages), *_texts(tools), *_texts(prompt.variables)])
@@ -321,9 +321,9 @@ def template_tool(tool: Tool) -> dict[str, Any]:
 
 
 def explain_tools(messages: list[Message], tools: list[dict[str, Any]]) -> list[Message]:
-    """Return a conversation with tools as one without: for templates that know none.
+    """Write the tools of a conversation as text, for templates that know no tools.
 
-    The tools stand in the system message, calls in the assistants' texts and results in users' texts, in hermes' form.
+    The tools are in the system message, calls in the assistants' texts and results in users' texts, in hermes' form.
     """
     written = [_written(message) for message in messages]
     if tools:
@@ -358,10 +358,10 @@ def _json(value: Any) -> str:
 def plainer_forms(messages: list[Message]) -> Iterator[list[Message]]:
     """Yield forms of a conversation for templates that refuse it, the closest to it first.
 
-    First each call of a message stands in a message of its own, with its results, for templates that take one call at a
-    time. Then later system messages become user messages in their places, so the prompt before them stays a prefix;
-    then messages of the same role are joined, for templates that want roles to alternate; then the first system message
-    becomes the user's too.
+    In the first form each call of a message has a message of its own, with its results, for templates that take one
+    call at a time. Then later system messages become user messages in their places, so the prompt before them stays a
+    prefix; then messages of the same role are joined, for templates that want roles to alternate; then the first system
+    message becomes the user's too.
     """
     if any(len(message.get("tool_calls", ())) > 1 for message in messages):
         messages = list(_one_call_each(messages))

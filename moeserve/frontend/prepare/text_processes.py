@@ -1,4 +1,4 @@
-"""The text processes of one HTTP process: they get jobs fair by key, and are ended where a job takes too long."""
+"""The text processes of one HTTP process: they get jobs fair by key, and are ended if a job takes too long."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _MAX_IDLE_FLOWS = 1024  # flows without jobs that are remembered
 log = structlog.get_logger(__name__)
 
 _MODULE = "moeserve.frontend.prepare.text_program"
-_LONGEST_JOB_S = 60.0  # on the clock, for a machine that has no time for the process; it bounds its processor time
+_LONGEST_JOB_S = 60.0  # by the clock, for a busy machine; the process bounds its own processor time
 _LONGEST_START_S = 120.0
 _LONGEST_CHECK_S = 180.0
 _MOST_PROCESSES = 4  # that get one body
@@ -73,7 +73,7 @@ class _Debt:
 
 @dataclass(slots=True)
 class _Flow(Generic[_T]):
-    """The jobs of one key that are alike in size, in the order in which they came."""
+    """The small or the big jobs of one key, in the order of their arrival."""
 
     key: Hashable
     is_big: bool
@@ -85,9 +85,9 @@ class _Flow(Generic[_T]):
 class TextQueue(Generic[_T]):
     """Jobs that wait for one of `num_places` processes.
 
-    Small and big jobs of a key are flows of their own. The next job is that of the flow with the fewest running jobs,
-    of several that which has used the least processor time. Big jobs, and all jobs of a key whose jobs have lately
-    taken long, get one process less than there are: the last one is for jobs that end soon, of any key.
+    Small and big jobs of a key are flows of their own. The flow with the fewest running jobs is next; among several,
+    the flow that has used the least processor time. Big jobs, and all jobs of a key whose jobs have lately taken long,
+    get one process less than there are: the last one is for jobs that end soon, of any key.
     """
 
     def __init__(self, num_places: int) -> None:
@@ -102,7 +102,7 @@ class TextQueue(Generic[_T]):
         self._least_used = 0.0  # by the flow that was served last
 
     def add(self, key: Hashable, num_bytes: int, job: _T) -> None:
-        """Let a job wait. Raise QueueFull; a job is always taken where none of its key waits."""
+        """Add a job to the queue. Raise QueueFull; a key without waiting jobs can always add one."""
         waits = self._bytes_of_key.get(key, 0)
         if waits and waits + num_bytes > limits.MAX_WAITING_BYTES_PER_KEY:
             raise QueueFull
@@ -270,7 +270,7 @@ class TextProcesses:
         try:
             return await job.reply
         except asyncio.CancelledError:
-            # The client has left; a job that has begun goes on to its end.
+            # The client has left. A job that has begun runs to its end.
             self._queue.drop(ask.owner, job.num_bytes, job)
             raise
 
@@ -309,8 +309,8 @@ class TextProcesses:
     async def _do(self, place: int, job: _Job) -> tuple[Reply, float]:
         """Return a job's reply and its processor time.
 
-        A process that ends while it idles is replaced. One that ends with the body before its time may have been killed
-        from outside: another one gets the body once more.
+        A process that ends while it idles is replaced. A process that ends with the body before its time may have been
+        killed from outside: another one gets the body.
         """
         num_ended = 0  # with the body
         for _ in range(_MOST_PROCESSES):
@@ -341,7 +341,7 @@ class TextProcesses:
 
 
 class _Nursery:
-    """The process that forks the others. One that ends by itself is reaped at once."""
+    """The process that forks the others, and reaps them at once when they end."""
 
     def __init__(self, command: Sequence[str]) -> None:
         self._control, theirs = socket.socketpair()

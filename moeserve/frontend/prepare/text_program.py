@@ -50,7 +50,7 @@ from moeserve.grammars.compiler import GrammarError, load_tokens
 from moeserve.model.spec import ModelError
 
 CPU_SECONDS = struct.Struct("d")
-_BIG_FRAME_BYTES = 256 * 1024  # after a longer ask or reply the memory that it took is given back
+_BIG_FRAME_BYTES = 256 * 1024  # after a longer ask or reply its memory is returned to the system
 _LOADING_CPU_SECONDS = {"tokenizer": 60.0, "chat template": 2.0}
 _TOKENIZER_MEMORY_BYTES = 4 * 2**30
 _TEMPLATE_MEMORY_BYTES = 512 * 2**20
@@ -92,7 +92,7 @@ class Nursery:
                 os.close(descriptor)
 
     def _load_grammar_tokens(self, eos_token_ids: list[int]) -> None:
-        """Load what grammars need once the ids are known; a worker that is older loads it by itself."""
+        """Load what grammars need once the ids are known; workers that were forked before load it themselves."""
         if eos_token_ids and self._grammar_tokens is None:
             with suppress(GrammarError):  # a request with a grammar gets the error
                 self._grammar_tokens = load_tokens(self._folder / "tokenizer.json", eos_token_ids)
@@ -130,7 +130,7 @@ def _answer(preparer: Preparer, watch: Watch, frame: bytes) -> bytes:
 
 
 def check(folder: Path) -> None:
-    """Load both parts as text processes will. Raise ModelError, or MemoryError for what takes too much."""
+    """Load both parts as text processes will. Raise ModelError, or MemoryError for a part that takes too much."""
     _begin("tokenizer", _TOKENIZER_MEMORY_BYTES)
     tokenizer = TextTokenizer.from_file(folder / "tokenizer.json")
     tokenizer.decode(tokenizer.encode("Hi, 1 \u00e9"))
@@ -142,7 +142,7 @@ def check(folder: Path) -> None:
         except ApiError as error:
             if isinstance(error.__cause__, MemoryError):
                 raise error.__cause__ from None
-            # It may want other conversations.
+            # The template may want other conversations.
     limit_cpu(0)
 
 

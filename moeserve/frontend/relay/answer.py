@@ -85,7 +85,7 @@ class Answer:
         self._answer_id = answer_id
         self._wants_output = request.max_tokens != 0
         self._usage = Usage(prompt_tokens=sum(map(len, prompts)))
-        # First samples of prompts that have not reported yet how much of their prompt was cached.
+        # First samples of prompts that have not yet reported the number of cached tokens.
         self._untold = set(range(0, request.num_choices, request.n))
         self._reports: dict[int, dict[str, Any]] = {}
         self._shown_prompts = [
@@ -130,7 +130,7 @@ class Answer:
         return self._usage
 
     def resume(self) -> None:
-        """Note that another engine has gone on with the request."""
+        """Record that another engine continued the request."""
         self._usage.resumed = True
 
     def take(self, number: int, output: Output) -> list[Delta]:
@@ -212,7 +212,7 @@ class Answer:
         return given
 
     def _note_cached(self, choice: int, output: Output) -> None:
-        """Note the cached prompt tokens that the first sample reports with its first token.
+        """Record the cached prompt tokens that the first sample reports with its first token.
 
         Later numbers may count tokens that a preempted request found again, its own output among them.
         """
@@ -225,7 +225,7 @@ class Answer:
 
 
 def _mean_logprob(tokens: list[TokenText]) -> float:
-    """Return the mean over sampled tokens; without any it is the worst."""
+    """Return the mean over sampled tokens; without any, the lowest value."""
     found = [token.logprobs.logprob for token in tokens if token.logprobs is not None]
     return sum(found) / len(found) if found else -math.inf
 
@@ -277,7 +277,7 @@ class OutputText:
         self._min_tokens = min_tokens
         self._wants_logprobs = wants_logprobs
         self._decoded = offset  # characters of the tokens so far
-        self._emitted = offset  # characters that the client has seen, or could see but for parsing
+        self._emitted = offset  # characters that the client has seen, or would have seen without a parser
         self._starts: list[int] = []
         self._held: deque[TokenText] = deque()
 
@@ -367,7 +367,7 @@ class OutputText:
         shown = matcher.push(text) if may_stop else text
         self._emitted = self._decoded - matcher.num_held
         if matcher.matched is not None:
-            # Text that a parser holds back lies after the stop string, so the place may be a little late.
+            # Text that a parser holds back lies after the stop string, so this place may be a little late.
             self._emitted = begin + len(shown)
             self.keep_tokens = max(1, bisect_left(self._starts, self._emitted))
         return shown
@@ -382,7 +382,7 @@ class OutputText:
 class _ShownPrompt:
     """The prompt of one choice as the client sees it: at the head of the answer, as log probabilities, or both.
 
-    `echo` is the text at the head, None where it is not asked for or was taken. Of a chat it is the continued text.
+    `echo` is the text at the head, for a chat the continued text; None if it is not asked for or was taken.
     """
 
     def __init__(self, request: GenerateRequest, prompt: array[int], decoded: PromptText, choice: int) -> None:
@@ -414,7 +414,7 @@ class _ShownPrompt:
         ]
 
     def asked_tokens(self) -> list[TokenText]:
-        """Return the tokens of the prompt if they were asked for in a field of their own."""
+        """Return the tokens of the prompt if the client asked for them in a field of their own."""
         return self._tokens(self._num_asked)
 
     def _tokens(self, num_top: int | None) -> list[TokenText]:
@@ -454,8 +454,8 @@ def describe_miss(
 
     tier_tokens: see `Output`; without them the report names no tiers.
 
-    `yours` is the prompt's text from `at_token` on, `nearest` that of the nearest prefix of one's own from there on,
-    `before` what both have before.
+    `yours` is the prompt's text from `at_token` on, `nearest` the text of the caller's nearest prefix from there on,
+    `before` the text that both share before it.
     """
 
     def text(token_ids: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """The frontend's side of the engine: requests out, outputs in, and what happens between two lives of the engine.
 
-The supervisor starts an engine that died anew and says so on a pipe. Requests that were open then go on in the next
+When an engine dies, the supervisor starts the next one and announces it on a pipe. Open requests continue in this next
 life: a client sees a pause. Nothing here blocks the event loop.
 """
 
@@ -44,9 +44,10 @@ from moeserve.wire import (
 
 log = structlog.get_logger(__name__)
 
-# Times --engine-timeout. A hung engine is ended after that time, and its requests then wait for the next one.
+# In units of --engine-timeout. A hung engine is ended after one such time, and its requests then wait for the next
+# engine.
 _PATIENCE = 1.5
-MAX_COMMANDS_OF_KEY = 8  # commands of one key that this process has sent and that are not answered
+MAX_COMMANDS_OF_KEY = 8  # commands of one key that wait for answers, in this process
 _TOO_MANY_COMMANDS = "too many commands of this key wait for the engine"
 _ASLEEP = "the service sleeps until a request or /wake_up wakes it"
 
@@ -56,7 +57,7 @@ _ENDED = "the engine process ended"
 
 
 class EngineClient:
-    """Speaks with the engine of the day.
+    """Talks to the present engine.
 
     `ready` is the newest engine's first message, None until the first has loaded its model. `away_reason` is set
     while the engine is being restarted, `dead_reason` once none will come any more. `lost` is set with either, and
@@ -64,8 +65,8 @@ class EngineClient:
     `num_restarts`: the engines that took the place of one that had served, as the supervisor counts. `rest` is AWAKE
     again once the engine that was started to wake the service is ready. `num_submitted` counts all requests.
 
-    The next engine gets all open requests at once, in the order of their arrival. Which of them may have ended the one
-    before it knows itself (`moeserve.engine.crashes`).
+    The next engine gets all open requests at once, in the order of their arrival. The engine itself knows which of them
+    may have ended the previous one (`moeserve.engine.crashes`).
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def submit(self, generates: list[Generate], past: Past | None = None) -> AsyncIterator[RequestGroup]:
-        """Send the requests, to the next engine if there is none now; they go on from a past. Raise EngineGone.
+        """Send the requests, to the next engine if there is none now. past: where they go on from. Raise EngineGone.
 
         Leaving the block aborts, once each, requests that have not ended.
         """
@@ -185,7 +186,7 @@ class EngineClient:
         self._fail_controls(reason)
 
     def _open_groups(self) -> list[RequestGroup]:
-        """Return each group once, the oldest first."""
+        """Return each open group once, the oldest first."""
         return list(dict.fromkeys(self._groups.values()))
 
     def _fail_controls(self, reason: str) -> None:
@@ -216,13 +217,14 @@ class EngineClient:
         )
 
     async def _follow(self, descriptor: int) -> None:
-        """Do as the supervisor says. Without it there are no more restarts."""
+        """Follow the supervisor's news. Without a supervisor there are no more restarts."""
         reader = asyncio.StreamReader()
         pipe = open(descriptor, "rb", buffering=0)  # noqa: SIM115 - the transport closes it
         transport, _ = await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), pipe
         )
-        # A file that is closed behind the loop's back leaves its number watched: no connection could have it.
+        # If the file were closed without the loop, the loop would still watch its number, which no connection could use
+        # again.
         with closing(transport):
             while line := await reader.readline():
                 news = decode_news(line)
@@ -242,7 +244,7 @@ class EngineClient:
     def _rest(self, rest: Rest) -> None:
         """Leave the engine, which ends, and keep open requests for the one that is started when the service wakes.
 
-        A process that was started meanwhile takes requests by what the last engine has said.
+        A frontend that is started meanwhile takes requests by the last engine's facts.
         """
         self.rest = rest
         if self.ready is None:
@@ -301,7 +303,7 @@ class EngineClient:
     # The engine's messages.
 
     def _on_unreadable(self, reason: str) -> None:
-        """End all open requests: the frame may hold tokens of any of them, whose text would have a hole."""
+        """End all open requests: the frame may hold tokens of any of them, whose text would lack these tokens."""
         log.error("engine_frame_unreadable", error=reason)
         self.fail_all("a message of the engine could not be read")
 
@@ -411,7 +413,7 @@ class EngineLink:
         self._tasks.append(task)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        """Close the link if its reader failed: outputs would not arrive any more."""
+        """Close the link if its reader failed: no more outputs would arrive."""
         if self._is_open and not task.cancelled() and (error := task.exception()) is not None:
             log.error("engine_link_failed", exc_info=error)
             self._on_broken("the frontend lost its connection to the engine")

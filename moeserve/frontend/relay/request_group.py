@@ -1,6 +1,6 @@
 """The requests of one HTTP request, between the engine's client and the handler that writes the answer.
 
-A group outlives the engine: from its state the next life goes on where the last one ended.
+A group outlives the engine: its state tells the next engine where the last one ended.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EngineAsleep(EngineGone):
 
 
 class EngineBusy(EngineGone):
-    """The engine takes no further command of this key until one of the key's has been answered."""
+    """The engine takes no further command of this key until it has answered one."""
 
 
 class CrashSuspect(EngineGone):
@@ -98,7 +98,7 @@ class RequestGroup:
         patience_s: float,
         past: Past | None = None,
     ) -> None:
-        """patience_s: how long an engine that is there may take to admit the requests. past: they go on from there."""
+        """patience_s: how long an engine that runs may take to admit the requests. past: where they go on from."""
         self.num_deaths = 0
         self._patience_s = patience_s
         self._patience: asyncio.Timeout | None = None
@@ -134,9 +134,9 @@ class RequestGroup:
         return len(self._open)
 
     def take_to_engine(self) -> list[Generate]:
-        """Return the messages for an engine that has none of the requests: for each open one its rest.
+        """Return the messages for an engine that has none of the requests: the rest of each open request.
 
-        There are none for a group that has failed, which its handler may not have left yet.
+        A failed group has none; its handler may not have left it yet.
         """
         if self._failure is not None:
             return []
@@ -148,14 +148,14 @@ class RequestGroup:
             if request_id not in self._open:
                 continue
             if sequence.kept_tokens is not None:
-                # Its end is known: the engine could only have confirmed it.
+                # The frontend knows its end: the engine could only have confirmed it.
                 self.put(Output(request_id, [], FinishReason.STOP, num_output_tokens=sequence.kept_tokens))
             else:
                 messages.append(sequence.rest() if is_next_engine else sequence.generate)
         return messages
 
     def lose_engine(self) -> None:
-        """Note that the engine which had the requests is gone. No effect if none had them."""
+        """Record that the engine which had the requests is gone. No effect if no engine had them."""
         if self._is_with_engine:
             self._is_with_engine = False
             self.num_deaths += 1
@@ -229,7 +229,7 @@ class RequestGroup:
         return batch
 
     def interrupt(self) -> None:
-        """Have a call of `next` that waits return, with nothing."""
+        """Make a waiting call of `next` return nothing."""
         self._until = -math.inf
         self._wake()
 
@@ -240,7 +240,7 @@ class RequestGroup:
             self._send(Finish(self._ids[index], keep_tokens))
 
     def turn(self, index: int, tools: list[str]) -> None:
-        """Tell the engine which tools the answer of a request calls that has ended."""
+        """Tell the engine which tools the answer to an ended request calls."""
         if self._is_with_engine:
             self._send(Turned(self._ids[index], tools))
 
@@ -253,7 +253,7 @@ class RequestGroup:
         return left
 
     def _set_patience(self) -> None:
-        """Let the patience of `admitted` begin with an engine, and have no end without one."""
+        """Start the patience of `admitted` when there is an engine; without an engine it is endless."""
         if self._patience is not None:
             now = asyncio.get_running_loop().time()
             self._patience.reschedule(now + self._patience_s if self._is_with_engine else None)
@@ -267,7 +267,7 @@ class RequestGroup:
             self._timer = loop.call_at(self._until, self._remind, loop)
 
     async def _wait(self) -> None:
-        """Wait for the next `_wake`. A future and no event, which would take a microsecond more of every token."""
+        """Wait for the next `_wake`. An event in place of the future would take a microsecond more of every token."""
         self._waiter = asyncio.get_running_loop().create_future()
         await self._waiter
 

@@ -138,7 +138,8 @@ def counts(shelf: Shelf, batch_id: str) -> tuple[int, int]:
 def move(
     shelf: Shelf, batch_id: str, before: Collection[str], state: BatchState, field: str, *, total: int | None = None
 ) -> bool:
-    """Bring a batch from one of some states into another, and note the time; return False from any other state."""
+    """Move a batch from a state in `before` to `state`, and record the time in `field`; return False from any other
+    state."""
     now = int(shelf.now)
     moved = shelf.db.execute(
         f"""UPDATE batches SET state = ?, times = json_set(times, ?, ?), total = coalesce(?, total)
@@ -149,7 +150,7 @@ def move(
 
 
 def line_name(batch_id: str, number: int) -> bytes:
-    """Return the name of a line's job. It is no digest, as the names of clients' requests are."""
+    """Return the name of a line's job. Names of clients' requests are digests, so the two never collide."""
     return f"{batch_id}/{number}".encode()
 
 
@@ -159,7 +160,7 @@ def drop_lines(shelf: Shelf, batch_id: str) -> None:
 
 
 def add_result(shelf: Shelf, batch_id: str, number: int, line: bytes, *, failed: bool) -> None:
-    """Note the answer to a line of an open batch, unless there is one, and forget the job that has made it."""
+    """Record the answer to a line of an open batch, unless there is one, and forget the job that made it."""
     jobs.forget(shelf, line_name(batch_id, number))
     added = shelf.db.execute(
         f"""INSERT OR IGNORE INTO batch_results(batch, number, line, failed)
@@ -212,7 +213,7 @@ def open_ones(shelf: Shelf) -> dict[str, tuple[str, str]]:
 
 
 def adopt(shelf: Shelf, batch_ids: Collection[str], owner: str) -> list[StoredBatch]:
-    """Give an owner batches, as far as they are open; return them."""
+    """Give `owner` the batches that are still open; return them."""
     found = []
     for batch_id in batch_ids:
         query = f"UPDATE batches SET owner = ? WHERE id = ? AND {_OPEN} RETURNING {_COLUMNS}"

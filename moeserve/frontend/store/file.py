@@ -1,7 +1,8 @@
-"""The store's file: SQLite in WAL mode, readable by its owner alone, and locks beside it that say who uses it.
+"""The store's file: SQLite in WAL mode, readable by its owner alone, and locks beside it that tell which processes use
+it.
 
-Services and HTTP processes hold locks in a second file for as long as they live. The kernel takes a lock away when its
-process ends, by whatever it ends, and never before: no clock says who is dead, and a process that stands still has not
+Services and HTTP processes hold locks in a second file for as long as they live. The kernel releases a lock when its
+process ends, however it ends, and never before: no clock decides who is dead, and a process that stands still has not
 ended. So the files must be on a disk of this machine.
 """
 
@@ -14,11 +15,11 @@ import sqlite3
 import struct
 from pathlib import Path
 
-# Raised with every change of the schema. A file of an earlier one lacks the tables that came later and gets them;
-# others are refused.
+# Raised with every change of the schema. A file of an earlier version gets the tables that it lacks; files of other
+# versions are refused.
 VERSION = 3
 _EARLIER = (1, 2)
-_BUSY_S = 10.0  # how long a transaction waits for that of another process
+_BUSY_S = 10.0  # seconds that a transaction waits for a transaction of another process
 _MAX_WAL_BYTES = 64 * 2**20  # bytes of the write-ahead log that a checkpoint leaves at most
 _SCHEMA = """
 -- The bytes that each caller keeps, by the digest of its key.
@@ -190,7 +191,7 @@ class Locks:
         os.close(self._file)
 
     def own(self, number: int) -> None:
-        """Hold the place of an HTTP process alone. Raise BlockingIOError where another one has that number."""
+        """Lock the place of HTTP process `number`. Raise BlockingIOError if another process has it."""
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, number % _NUM_PLACES, 1, 0))
 
     def is_owned(self, number: int) -> bool:
@@ -198,7 +199,8 @@ class Locks:
         return self._is_locked(number % _NUM_PLACES, 1)
 
     def join(self, kind: int) -> bool:
-        """Hold the place of services of a kind, with others of this kind; return False where one of another kind is."""
+        """Share the place of services of a kind with other services of the kind; return False if a service of another
+        kind uses the file."""
         place = kind % _NUM_PLACES
         fcntl.fcntl(self._file, fcntl.F_OFD_SETLK, _LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, _NUM_PLACES + place, 1, 0))
         behind = _NUM_PLACES - place - 1
@@ -240,7 +242,7 @@ class Owner:
         self._locks.own(int(self.name, 16))
 
     def is_dead(self, name: str) -> bool:
-        """Return whether another owner has ended. This one must own jobs."""
+        """Return whether another owner has ended. This process must own jobs."""
         assert self._locks is not None
         return name != self.name and not self._locks.is_owned(int(name, 16))
 

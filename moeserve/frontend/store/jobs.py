@@ -1,8 +1,8 @@
 """Jobs: generations that outlive their connection, and their journals.
 
-A job's journal holds the engine's outputs, in order; what clients see follows from the job's record and its
-journal alone, so any HTTP process can show a job, and can go on with one whose owner has died. A job ends once: whoever
-finds it open first says how.
+A job's journal holds the engine's outputs, in order; what clients see follows from the job's record and its journal
+alone, so any HTTP process can show a job, and can go on with one whose owner has died. A job ends once: the first
+process that finds it open decides how.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moeserve.frontend import limits
 from moeserve.frontend.store.store import Shelf, is_overfull
 
 State = Literal["open", "done", "failed", "cancelled"]
-_ROWS_AT_ONCE = 256  # of a journal, in one read
+_ROWS_AT_ONCE = 256  # rows of a journal in one read
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class StoredJob:
 
 @dataclass(frozen=True, slots=True)
 class OpenJob:
-    """A job that waits or runs: without its record, for there may be many that wait."""
+    """A job that waits or runs, without its record: many jobs may wait."""
 
     job_id: str
     caller: bytes
@@ -46,8 +46,8 @@ class OpenJob:
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """How far a job is. failure: of a failed one. is_kept: its response was kept. has_begun: it has put something
-    out."""
+    """The state of a job. failure: the error of a failed job. is_kept: its response was kept. has_begun: it has put
+    something out."""
 
     state: State
     ended_at: float | None
@@ -83,7 +83,7 @@ class NoRoom(Exception):
 
 
 def create(shelf: Shelf, job_id: str, record: bytes, owner: str, needs: str | None, name: Name | None) -> None:
-    """Enter an open job. needs: a response that is to stay as long as it. Raise NameTaken, TooManyJobs, NoRoom."""
+    """Enter an open job. needs: a response that must stay as long as the job. Raise NameTaken, TooManyJobs, NoRoom."""
     if name is not None and (found := _named(shelf, name)) is not None:
         raise found
     counted = "SELECT count(*) FROM jobs WHERE caller = ? AND state = 'open'"
@@ -177,7 +177,7 @@ def end(
     at: float | None = None,
     kept: bool = False,
 ) -> bool:
-    """Say how an open job has ended; return False where it is not open any more. A failed one gives its key back.
+    """Record how an open job ended; return False if it is not open any more. A failed job releases its key.
 
     at: UNIX time, now by default. kept: its response was kept.
     """
@@ -194,7 +194,7 @@ def end(
 
 
 def forget(shelf: Shelf, name: bytes) -> None:
-    """Forget a name of the caller's with its job, of a response only the name. An open job is dropped as well."""
+    """Forget a name of the caller's, with its job unless that is a response. An open job is dropped as well."""
     query = "DELETE FROM idempotency WHERE caller = ? AND name = ? RETURNING job"
     row = shelf.db.execute(query, (shelf.caller, name)).fetchone()
     if row is not None and shelf.db.execute("SELECT 1 FROM responses WHERE id = ?", row).fetchone() is None:
@@ -224,7 +224,7 @@ def open_of(shelf: Shelf, owner: str) -> set[str]:
 
 
 def adopt(shelf: Shelf, dead: Collection[str], left: Collection[str], owner: str) -> list[OpenJob]:
-    """Give an owner all open jobs of dead owners and its own jobs that it has `left`; return them, oldest first."""
+    """Give `owner` all open jobs of dead owners, and those of its own that it has `left`; return them, oldest first."""
     job_ids = [job_id for other in dead for job_id in open_of(shelf, other)] + [*left]
     for job_id in job_ids:
         shelf.db.execute("UPDATE jobs SET owner = ?, tries = tries + 1 WHERE id = ?", (owner, job_id))

@@ -1,8 +1,8 @@
 """The store of one HTTP process: shelves of callers, and transactions on threads.
 
-A shelf holds the things that one caller keeps. It is bounded in bytes and age, and loses the least recently used. All
-HTTP processes of a service open one file. Each writes on one thread, a transaction at a time, and reads on others, so
-that the event loop waits for no disk and no lock.
+A shelf holds what one caller keeps. Bytes and age are bounded, and the least recently used things are dropped first.
+All HTTP processes of a service open one file. Each writes on one thread, a transaction at a time, and reads on others,
+so that the event loop waits for no disk and no lock.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from moeserve.frontend import limits
 from moeserve.frontend.errors import ApiError, unavailable
 from moeserve.frontend.store.file import connect, prepare
 
-# Seconds between two recorded uses of an item: reading does not always write.
+# A use is recorded only if the last one was recorded this many seconds ago, so that reading does not always write.
 _USE_APART_S = 60.0
-OVERHEAD_BYTES = 1024  # of the rows around one thing that is kept
+OVERHEAD_BYTES = 1024  # of the rows around one kept thing
 
 log = structlog.get_logger(__name__)
 
@@ -64,21 +64,21 @@ class Shelf:
         return found.fetchone() is not None
 
     def add(self, name: str, size: int, *, needs: str | None = None, busy: bool = False) -> None:
-        """Enter something that is to be kept. needs: another one that is to stay as long as this one."""
+        """Enter a thing to keep. needs: another thing that must stay as long as this one."""
         row = (name, self.caller, size + OVERHEAD_BYTES, self.now, needs, busy)
         self.db.execute("INSERT INTO kept(id, caller, size, used, needs, busy) VALUES (?, ?, ?, ?, ?, ?)", row)
 
     def grow(self, name: str, num_bytes: int) -> None:
-        """Add a number of bytes, which may be negative, to the count of something."""
+        """Add a number of bytes, which may be negative, to the size of a thing."""
         self.db.execute("UPDATE kept SET size = size + ? WHERE id = ?", (num_bytes, name))
 
     def is_stale(self, name: str) -> bool:
-        """Return whether a use of something is worth a `touch`."""
+        """Return whether a thing was last touched long enough ago for another `touch`."""
         row = self.db.execute("SELECT used FROM kept WHERE id = ?", (name,)).fetchone()
         return row is not None and self.now - row[0] > _USE_APART_S
 
     def touch(self, names: Sequence[str]) -> None:
-        """Record that these things, and the things they need, were used now."""
+        """Record a use, now, of these things and of the things they need."""
         self.db.executemany(
             """WITH RECURSIVE used_now(id) AS (
                  VALUES (?1) UNION SELECT needs FROM kept JOIN used_now USING (id) WHERE needs IS NOT NULL)
@@ -87,7 +87,7 @@ class Shelf:
         )
 
     def delete(self, name: str) -> bool:
-        """Drop something of the caller's; return whether it was there. Things that need it keep it."""
+        """Drop a thing of the caller's; return whether it was there. Things that need it keep it, hidden."""
         is_there = self.has(name)
         if is_there:
             self.drop(name)
@@ -106,7 +106,7 @@ class Shelf:
             found = None if hidden is None else hidden[0]
 
     def make_room(self) -> None:
-        """Drop the least recently used things of the caller that keeps most, until all together fit."""
+        """Drop the least recently used things of the caller that keeps most, until everything fits."""
         while _total(self.db) > self.bounds.max_bytes:
             callers = self.db.execute("SELECT caller FROM shelves ORDER BY num_bytes DESC, caller")
             oldest = next((name for (caller,) in callers if (name := self._oldest_of(caller)) is not None), None)
@@ -122,9 +122,9 @@ class Shelf:
 
 
 def drop_old(shelf: Shelf) -> None:
-    """Drop the things that no caller has used for too long.
+    """Drop the things that were not used for too long.
 
-    Drop old keys of requests as well, with the answers that were kept for their sake alone.
+    Drop old keys of requests as well, with the answers that were kept only for them.
     """
     query = "SELECT id FROM kept WHERE used < ? AND NOT hidden AND NOT busy"
     for (name,) in shelf.db.execute(query, (shelf.now - shelf.bounds.max_age_s,)).fetchall():
@@ -140,7 +140,7 @@ def drop_old(shelf: Shelf) -> None:
 
 
 def is_overfull(shelf: Shelf) -> bool:
-    """Return whether callers keep more than they may, because nothing can make room."""
+    """Return whether callers keep more than they may, because everything is in use."""
     return _total(shelf.db) > shelf.bounds.max_bytes
 
 
@@ -157,7 +157,7 @@ class Store:
         self._writer = _Threads(path, 1)
         self._readers = _Threads(path, _NUM_READERS)
         self._watcher = _Threads(path, 1)
-        self._version = -1  # of the file, as the watcher's connection counts
+        self._version = -1  # data_version of the file, as the watcher's connection sees it
         self._cleaning: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
