@@ -264,7 +264,7 @@ def _listed(rank: int, prefix: CachedPrefix) -> dict[str, Any]:
 
 
 def _add_host(samples: FeatureSamples, hosted: Hosted, counters: TierCounters) -> None:
-    """Tell the host's memory above a disk apart from the disk."""
+    """Add the figures of the host's memory above a disk, and take them off the disk's."""
     num_blocks, num_bytes = hosted.resident()
     samples["moeserve_kv_tier_blocks"].append(["host", num_blocks])
     samples["moeserve_kv_tier_bytes"].append(["host", num_bytes])

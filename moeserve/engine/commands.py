@@ -63,7 +63,7 @@ _LAST_WRITE_SECONDS = 1.0  # that an ending engine waits for a file that is bein
 
 @dataclass(slots=True)
 class _Command:
-    """sender: who gets the answer. job: set while the command is carried out in slices."""
+    """sender: gets the answer. job: set while the command is carried out in slices."""
 
     sender: bytes
     control: Control
@@ -83,9 +83,9 @@ class Commands:
         transfer: KvTransfer | None = None,
         hosted: Hosted | None = None,
     ) -> None:
-        """experts: None for a model without experts. answer: called once for each command, with who sent it. lower:
-        None if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves between
-        services. hosted: see `Copier`."""
+        """experts: None for a model without experts. answer: called once for each command, with its sender. lower: None
+        if blocks are in memory alone. block_bytes: of KV, in memory. transfer: None if no KV moves between services.
+        hosted: see `Copier`."""
         self._cache_commands = CacheCommands(caches, lower, block_bytes, transfer, hosted)
         self._experts = experts
         self._answer = answer
@@ -123,7 +123,7 @@ class Commands:
             self._answer(command.sender, answer)
 
     def close(self) -> None:
-        """Wait a moment for the file that is written, and answer for it."""
+        """Wait a moment for the end of a write, and answer its command."""
         self._writer.wait(_LAST_WRITE_SECONDS)
         if finished := self._writer.take_finished():
             finished()

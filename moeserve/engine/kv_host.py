@@ -1,4 +1,4 @@
-"""KV of a GPU on its way to the host: to pages there, with the thread that copies beside the engine's, or to a disk."""
+"""KV of a GPU on its way to pages of the host's memory, copied by a thread beside the engine's, or to a disk."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ class HostCopier:
                 self._results.put(CopyResult(job, sizes, time.monotonic() - begun, error))
 
     def _write(self, job: CopyJob) -> tuple[list[int], str | None]:
-        """Return the bytes that each block has in pages, 0 for one that found no room."""
+        """Return the bytes that each block has in pages, 0 for a block that found no room."""
         for key in () if job.chores is None else job.chores.removals:
             self._pages.free(key)
         sizes: list[int] = []
@@ -382,7 +382,7 @@ def plan_kv_host(
             "states."
         )
     page_bytes = sizes[Kind.KV] or sizes[Kind.WINDOW]
-    # A job needs room before what makes room for it is told.
+    # A job needs room before the blocks that leave for it are reported.
     num_pages = size // page_bytes
     num_job_pages = num_kept_free(kv.num_blocks, step_budget(config, "cuda"), config.block_size)
     if len(sizes) > 1:

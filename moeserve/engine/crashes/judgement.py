@@ -1,7 +1,8 @@
-"""Whom the next engine suspects of the end of the one before. Pure: it knows no clock, process or file.
+"""Decides which requests the next engine suspects of having ended the previous one. Pure: it knows no clock, process or
+file.
 
 Only requests that a dead engine was working on are suspects. The next engine has one of them at most in its steps until
-it is beyond the place where it was (`Scheduler`). So an engine that dies all the same has found the culprit.
+it is beyond the place where it was (`Scheduler`). So an engine that dies all the same has identified the culprit.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def suspicion_after(before: Suspicion, last: LastWork | None, *, from_outside: b
         return Suspicion(before.places, culprits)
     if from_outside:
         return Suspicion(last.suspects, culprits)
-    # With steps planned ahead one may still be named that has passed since.
+    # With steps planned ahead a trial may still be named whose suspect has passed since.
     guilty = [(request_id, digest) for request_id, digest in last.trials if request_id in last.suspects]
     if not guilty:
         return Suspicion(last.suspects | last.named, culprits)

@@ -1,4 +1,4 @@
-"""A mapped file in the run directory that tells, after an engine's death, which requests it was working on.
+"""A mapped file in the run directory that shows, after an engine's death, which requests it was working on.
 
 The engine writes before it launches a step and before it takes a request. A write is a copy into memory, which the
 kernel keeps when the process dies. Each slot holds a checksum, so that one that was being written when the process
@@ -73,7 +73,7 @@ class WorkRecord:
         _NUMBER.pack_into(self._map, _ARRIVALS_DONE, number)
 
     def keep_suspects(self, places: dict[str, int]) -> None:
-        """Note the suspects that have not passed yet."""
+        """Record the suspects that have not passed yet."""
         self._write(_SUSPECTS_SLOT, 0, list(places), list(places.values()), None)
 
     def _write(

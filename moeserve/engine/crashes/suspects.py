@@ -47,7 +47,7 @@ class Suspects(RanksObserver):
         self._record.begin_step(plans[0].step, ids, ends, trial)
 
     def settle(self, step: int) -> None:
-        """Note that steps up to this one are done with: nothing of them can end the engine any more."""
+        """Record that steps up to this one are over: they cannot end the engine any more."""
         self._record.end_steps(step)
         for number in [number for number in self._trials if number <= step]:
             request_id, end = self._trials.pop(number)

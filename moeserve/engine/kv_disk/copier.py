@@ -40,7 +40,7 @@ class Buffer(Protocol):
     content: memoryview
 
     def aim(self, block: int) -> None:
-        """Let `content` be what `store` will write to a block of memory."""
+        """Let `content` be the bytes that `store` will write to a block of memory."""
 
     def load(self, block: int) -> None:
         """Take the bytes of a block of memory."""
@@ -163,7 +163,7 @@ class BlockCopier:
         return CopyResult(job, (), time.monotonic() - begun, found=found)
 
     def _read(self, copy: BlockCopy, buffers: Mapping[Kind, Buffer]) -> tuple[int | str, bool]:
-        """Fill a block. Return the size of its file, or why it cannot be, and whether it was in the host's memory."""
+        """Fill a block. Return the size of its file, or the error, and whether it was in the host's memory."""
         buffer = buffers[copy.kind]
         buffer.aim(copy.block)
         if self.hosted is not None and self.hosted.find(copy.path, buffer.content):
@@ -222,16 +222,16 @@ class _Read:
         self._begun: float | None = None
 
     def begin(self) -> None:
-        """Note that a thread has got to the job; other jobs took the seconds before that."""
+        """Record that a thread begins the job; the seconds before that belong to other jobs."""
         with self._lock:
             self._begun = self._begun or time.monotonic()
 
     def wants(self, index: int) -> bool:
-        """Return whether a block is still of use: none before it has failed."""
+        """Return whether a block is still of use: no block before it has failed."""
         return not self.job.is_cancelled and index < self._first_bad
 
     def note(self, index: int, outcome: int | str, *, is_hosted: bool) -> None:
-        """Note the size of a block's file, or why it cannot be read, and whether the host's memory had it."""
+        """Record the size of a block's file, or the error, and whether the host's memory had it."""
         with self._lock:
             if is_hosted:
                 self._hosted.add(index)
@@ -241,7 +241,7 @@ class _Read:
                 self._first_bad, self._error = index, outcome
 
     def end_part(self) -> CopyResult | None:
-        """Note the end of a part. Return the result once all have ended."""
+        """Record the end of a part. Return the result once all parts have ended."""
         with self._lock:
             self._num_parts -= 1
             if self._num_parts:

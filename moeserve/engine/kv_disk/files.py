@@ -38,7 +38,7 @@ _SECRET = "secret"
 ABOUT = "about.json"
 # Files of an unfinished write that are older, or newer than now by as much, belong to a process that is gone.
 _UNFINISHED_SECONDS = 60.0
-# Nothing but a file is opened: what waits for a writer, as a pipe does, would hold a thread up for good.
+# Only files are opened: a pipe, which waits for a writer, would block a thread for ever.
 _OPEN_TO_READ = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 
 
@@ -48,7 +48,7 @@ def disk_root(path: str) -> Path:
 
 
 class BlockError(Exception):
-    """A file that is not the block it is named after; the message says why."""
+    """A file is not the block that it is named after; the message gives the reason."""
 
 
 def open_root(root: Path) -> bytes:
@@ -71,7 +71,7 @@ def open_root(root: Path) -> bytes:
 
 
 def why_unusable(root: Path) -> str | None:
-    """Return why `open_root` cannot make a folder or write to it, None if nothing is seen. Make nothing."""
+    """Return why `open_root` could not make a folder or write to it, None for no known reason. Change nothing."""
     existing = next(folder for folder in (root, *root.parents) if os.path.exists(folder))
     if not existing.is_dir():
         return f"{existing} is not a folder"
@@ -92,7 +92,8 @@ def _read_secret(path: Path) -> bytes:
 
 @contextmanager
 def if_it_can_be_written() -> Iterator[None]:
-    """Pass over a write that finds the disk full or read-only, as after a fault of the drive: nothing depends on it."""
+    """Ignore that a write in the block finds the disk full or read-only, as after a fault of the drive: nothing depends
+    on it."""
     try:
         yield
     except OSError as error:
@@ -144,7 +145,7 @@ class BlockFiles:
         """Make the folder of this process's blocks, with a file for people, if it can be written. Raise OSError."""
         folder = self.root / self.fingerprint
         if folder.is_symlink():
-            # Its blocks would be counted twice, or not at all.
+            # Its blocks would count twice, or not at all.
             raise OSError(errno.ELOOP, f"{self.fingerprint} in it is a symbolic link")
         with if_it_can_be_written():
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -199,7 +200,7 @@ class BlockFiles:
             os.unlink(self.root / path)
 
     def stamp(self, path: str, seconds: float) -> None:
-        """Note when a file was used last, in seconds since the epoch. `path` is relative. Raise OSError."""
+        """Set the time at which a file was used last, in seconds since the epoch. `path` is relative. Raise OSError."""
         with suppress(FileNotFoundError):
             os.utime(self.root / path, (seconds, seconds))
 
@@ -212,7 +213,7 @@ class BlockFiles:
 def scan(root: Path, now: float) -> Iterator[StoredBlock]:
     """Yield the blocks of all fingerprints, in no order. Remove what killed processes have left. Raise OSError.
 
-    Symbolic links, and all else that is neither file nor folder, are passed over. now: in seconds since the epoch. A
+    Symbolic links, and everything else that is neither file nor folder, are skipped. now: in seconds since the epoch. A
     file that was used later than now, before the clock was set back, counts as used now.
     """
     list(_whole_files(root, now))

@@ -2,7 +2,7 @@
 
 The hash of a block is chained from its salt over all tokens up to its end, so replicas that hold the same prefix give
 its blocks the same hashes. `KvBlocks` turns the facts of a tree into events, and knows at any time which events lead
-from nothing to the present blocks. Blocks become known after the blocks before them, and go before these.
+from nothing to the present blocks. Blocks become known after the blocks before them, and are removed before them.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(slots=True)
 class _Known:
-    """A block that routers know. num_holders: of the tree's blocks with this content, and of namespaces that see it."""
+    """A block that routers know. num_holders: the number of the tree's blocks with this content, and of namespaces that
+    see it."""
 
     parent: int | None
     token_ids: bytes
@@ -68,7 +69,8 @@ class KvBlocks:
     """The blocks of one rank's tree and their hashes.
 
     The salt of a prompt is the name of its namespace. Prompts without a salt may use public prefixes, so these have no
-    salt; where another namespace goes on behind a public prefix, the prefix is told under its salt, too, for as long.
+    salt. Where another namespace continues a public prefix, the prefix is also published under its salt, as long as
+    that lasts.
     """
 
     def __init__(self, block_size: int) -> None:
@@ -78,7 +80,7 @@ class KvBlocks:
         self._known: dict[int, _Known] = {}
 
     def apply(self, facts: Iterable[Fact]) -> list[Event]:
-        """Return the events that tell facts, in their order."""
+        """Return the events of facts, in their order."""
         events: list[Event] = []
         for fact in facts:
             if isinstance(fact, Published):
@@ -88,7 +90,7 @@ class KvBlocks:
         return events
 
     def restart(self, facts: Iterable[Fact]) -> list[Event]:
-        """Forget all blocks; return the events that tell so, and the facts since."""
+        """Forget all blocks; return the event of that, and the events of the facts since."""
         self._held.clear()
         self._known.clear()
         return [AllBlocksCleared(), *self.apply(facts)]

@@ -1,8 +1,8 @@
 """Publishes what the prefix caches hold: a thread that numbers, encodes and sends batches of events over ZeroMQ.
 
-The engine's thread hands over the facts of a turn and goes on. Each rank has a PUB socket. Subscribers of an earlier
-life connect again when the first batch has gone, which tells them to forget: so all blocks are told anew when somebody
-subscribes soon after the start. With a replay endpoint in the settings a ROUTER serves who missed batches:
+The engine's thread only hands over the facts of a turn. Each rank has a PUB socket. The first batch makes subscribers
+forget an earlier life, but they may connect again after it was sent: so all blocks are published again when somebody
+subscribes soon after the start. With a replay endpoint in the settings a ROUTER serves subscribers that missed batches:
 
 - `["", number]` (8 bytes, big-endian) is answered with the batches from that number on, or, where the buffer no longer
   has the first of them, with a snapshot that has the number of the newest batch;
@@ -33,7 +33,7 @@ from moeserve.engine.kv_events.blocks import AllBlocksCleared, BlockRemoved, Blo
 from moeserve.settings.kv_events import KvEventsConfig, endpoint_of
 from radix_cache import Fact, PrefixCache, Published
 
-# Where the blocks are: the first tier, from which a request goes on without a copy, whatever the device.
+# The tier of the blocks: the first one, from which requests continue without a copy, whatever the device.
 _FIRST_TIER = "GPU"
 # The number in the frame that ends a replay.
 END_OF_REPLAY = (-1).to_bytes(8, "big", signed=True)
@@ -73,13 +73,13 @@ def _as_map(event: Event, block_size: int) -> dict[str, Any]:
             return {"type": "AllBlocksCleared"}
 
 
-_SUBSCRIBES = b"\x01"  # the first byte of the message that a subscription is
+_SUBSCRIBES = b"\x01"  # the first byte of a message that subscribes
 _SNAPSHOT = b"snapshot"
 _BLOCKS_OF_SNAPSHOT = 1000  # blocks in one message of a snapshot
 _MAX_BUFFER_BYTES = 256 * 2**20  # payloads that one rank's replay buffer holds
 _LINGER_MS = 200  # that an ending service waits for subscribers to take the last events
-_TOLD_ANEW_S = 60.0  # all blocks are told anew if somebody subscribes within this time after the start
-_SPARE_MESSAGES = 1000  # that wait for one who asks for a replay, beside a whole buffer
+_TOLD_ANEW_S = 60.0  # all blocks are published again if somebody subscribes within this time after the start
+_SPARE_MESSAGES = 1000  # that may wait for a replay's client, beside a whole buffer
 
 log = structlog.get_logger(__name__)
 
@@ -100,7 +100,7 @@ class KvEvents:
     def send(self) -> None:
         """Hand over the facts of all ranks, without waiting.
 
-        What finds the queue full is dropped; when there is room again, all that the rank's cache holds follows.
+        Facts that find the queue full are dropped; when there is room again, all blocks of the rank's cache follow.
         """
         for rank, cache in enumerate(self._caches):
             facts = cache.take_facts()
@@ -137,7 +137,7 @@ class _RankStream:
         self._buffer: deque[bytes] = deque()
         self._buffer_bytes = 0
         self._until = time.monotonic() + _TOLD_ANEW_S
-        # A PUB socket that tells of its subscribers.
+        # A PUB socket that reports its subscribers.
         self.live = sockets.socket(zmq.XPUB)
         self.live.setsockopt(zmq.XPUB_VERBOSE, 1)
         self.live.setsockopt(zmq.LINGER, _LINGER_MS)
@@ -158,12 +158,12 @@ class _RankStream:
         self.source = config.source(endpoint, replay_endpoint)
 
     def start(self) -> None:
-        """Publish the first batch: who followed an earlier life of the engine forgets it."""
+        """Publish the first batch: subscribers forget an earlier life of the engine."""
         self._has_newcomers()
         self._publish([AllBlocksCleared()])
 
     def welcome(self) -> None:
-        """Publish all blocks if somebody has subscribed soon after the start, who has missed the first batch."""
+        """Publish all blocks if somebody has subscribed soon after the start, and so missed the first batch."""
         if self._has_newcomers() and time.monotonic() < self._until:
             for events in self._blocks.snapshot(_BLOCKS_OF_SNAPSHOT):
                 self._publish(events)
@@ -178,7 +178,7 @@ class _RankStream:
                 return has_any
 
     def tell(self, handed: _Handed) -> None:
-        """Publish facts as the next batch, unless they change nothing for others."""
+        """Publish facts as the next batch, unless they change nothing for subscribers."""
         events = self._blocks.restart(handed.facts) if handed.restarts else self._blocks.apply(handed.facts)
         if events:
             self._publish(events)
@@ -232,7 +232,7 @@ class _RankStream:
                 socket.send_multipart([asker, b"", self._topic, pack_number(number), payload], zmq.NOBLOCK)
             socket.send_multipart([asker, b"", b"", END_OF_REPLAY, b""], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            # The asker is gone, or does not read: it will ask again.
+            # The client is gone, or does not read: it will ask again.
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
 
@@ -254,8 +254,8 @@ class KvEventPublisher(threading.Thread):
     ) -> None:
         """Open the sockets. Raise ConfigError, one sentence, if an address cannot be had.
 
-        first: the number of the first batch. Some subscribers pass over numbers that they have had, so it is to be
-        beyond those of an earlier life.
+        first: the number of the first batch. Some subscribers skip numbers that they have seen, so it must be larger
+        than all numbers of an earlier life.
         """
         super().__init__(name="kv-events", daemon=True)
         self._max_queued = config.max_queue_size
@@ -296,7 +296,7 @@ class KvEventPublisher(threading.Thread):
         try:
             self._serve()
         except Exception:
-            # A defect here must not end generations: routers see that nothing comes any more.
+            # A defect here must not end generations: routers notice that no more events come.
             log.exception("kv_events_ended", consequence="routers are told no more until the engine starts anew")
             self._stopped.set()
         self._close()

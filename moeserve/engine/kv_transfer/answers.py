@@ -1,4 +1,5 @@
-"""The answers to those who ask for blocks: blocks that are computed, and the first layers of those that still are."""
+"""The answers to services that ask for blocks: computed blocks, and the first layers of blocks that are being
+computed."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ _WORD_SECONDS = 1.0  # between two messages to a waiting service; it ends its fe
 
 @dataclass(frozen=True, slots=True)
 class Coming:
-    """The blocks of a prompt, with those that a step completes, which are computed in `num_arrays` arrays of memory."""
+    """The blocks of a prompt, with the blocks that the present step completes; of these the first `num_arrays` arrays
+    of memory are computed."""
 
     step: object
     blocks: Sequence[int]
@@ -52,9 +54,10 @@ class Offered(Protocol):
 
 @dataclass(slots=True)
 class _Ask:
-    """The blocks of a ticket from number `next` to `stop` that somebody asks for.
+    """A service's request for the blocks number `next` to `stop` of a ticket.
 
-    sent: by the number of a block of which parts are sent, the step that computes it and the number of its arrays.
+    sent: for each block that was sent in part, by its number: the step that computes it, and the number of its arrays
+    that were sent.
     """
 
     asker: bytes
@@ -69,14 +72,14 @@ class _Ask:
 
 
 class Answers:
-    """Sends blocks to who asks for them, through a ROUTER socket."""
+    """Sends blocks to the services that ask for them, through a ROUTER socket."""
 
     def __init__(self, socket: zmq.Socket[bytes], offered: Offered, buffer: BlockBuffer) -> None:
         """buffer: of the memory that has the blocks."""
         self._socket = socket
         self._offered = offered
         self._buffer = buffer
-        # Blocks that are still computed, by who asks, in the order of the asks.
+        # By asking service, its requests for blocks that are still computed, in their order.
         self._waiting: dict[bytes, deque[_Ask]] = {}
         self._last_word = 0.0
 
@@ -86,7 +89,7 @@ class Answers:
         return bool(self._waiting)
 
     def take(self, asker: bytes, ticket: bytes, first: int, count: int) -> None:
-        """Send blocks of a ticket to who asks for them, now or later."""
+        """Send blocks of a ticket to the service `asker`, now or later."""
         ask = _Ask(asker, ticket, first, first + min(count, BLOCKS_AT_ONCE))
         try:
             if asker in self._waiting or not self._send_blocks(ask):
@@ -114,7 +117,7 @@ class Answers:
             self._last_word = time.monotonic()
 
     def _send_blocks(self, ask: _Ask) -> bool:
-        """Send blocks that are asked for, or that there are none. Return False if some of them are still computed."""
+        """Send the requested blocks, or the message that there are none. Return False if some are still computed."""
         ticket_id, offered, buffer = ask.ticket_id, self._offered, self._buffer
         while ask.next < ask.stop:
             is_growing, blocks = offered.is_growing(ticket_id), offered.blocks(ticket_id)
@@ -124,7 +127,7 @@ class Answers:
                 break
             step, first = ask.sent.pop(ask.next, (None, 0))
             if step is not None and not offered.is_last(step):
-                first = 0  # the step failed, or ended a while ago: nobody knows any more which
+                first = 0  # the step failed, or ended a while ago: which, is not known any more
             buffer.load(blocks[ask.next], first)
             if offered.blocks(ticket_id) is None:
                 # The block may have been given to another request while it was copied.
@@ -138,7 +141,7 @@ class Answers:
         return True
 
     def _send_parts(self, ask: _Ask) -> None:
-        """Send the layers of blocks that are computed by now."""
+        """Send the computed layers of blocks."""
         coming, buffer = self._offered.coming(ask.ticket_id), self._buffer
         if coming is None:
             return
@@ -161,6 +164,6 @@ class Answers:
 
 
 def _check_gone(error: zmq.ZMQError) -> None:
-    """Raise an error again unless it says that the asker is gone, or does not read."""
+    """Raise an error again unless its cause is that the asker is gone, or does not read."""
     if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
         raise error

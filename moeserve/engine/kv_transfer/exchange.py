@@ -70,7 +70,7 @@ class KvExchange:
     """Carries out the fetches of a scheduler, and serves the blocks that it holds for others."""
 
     def __init__(self, context: RunContext, rank: Rank, config: KvTransferConfig) -> None:
-        """Bind the port. Raise ConfigError, one sentence, if that or the key cannot be had."""
+        """Bind the port. Raise ConfigError, one sentence, if that fails or the key cannot be read."""
         assert rank.kv_pool is not None
         self._sockets: zmq.Context[Any] = zmq.Context()
         keys = load_keys(Path(config.key_file), "key_file of --kv-transfer-config,")
@@ -91,7 +91,7 @@ class KvExchange:
             log.info("kv_leaves_the_machine", consequence="holders of the key can read prompts")
 
     def serve(self, scheduler: Scheduler) -> None:
-        """Begin to hand out the blocks that the scheduler holds."""
+        """Begin to serve the blocks that the scheduler holds."""
         assert scheduler.transfer is not None
         self._server.serve(OfferedBlocks(scheduler.transfer.offers, self._progress, self._block_size, self._num_arrays))
 

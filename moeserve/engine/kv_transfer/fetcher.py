@@ -30,9 +30,9 @@ from moeserve.scheduling.kv_transfer import FetchJob, FetchResult
 
 _NUM_THREADS = 32  # fetches at once; most wait for blocks that are still computed
 _ASKED_AHEAD = 2 * BLOCKS_AT_ONCE  # blocks that are requested before the first of them has come
-_POLL_MS = 100  # between two looks whether anybody still wants the blocks
+_POLL_MS = 100  # between two looks whether the blocks are still wanted
 _SILENCE_SECONDS = 4.0  # after which a service counts as silent; less than any request waits for its blocks
-_OVERHEAD_BYTES = 1024  # more than what the encryption adds to a block
+_OVERHEAD_BYTES = 1024  # more than the encryption adds to a block
 _LINGER_MS = 500  # that a closing socket waits to send the end of a lease
 _GONE = (
     zmq.EVENT_DISCONNECTED
@@ -89,7 +89,7 @@ class BlockFetcher:
         self._results.put(FetchResult(job, fetch.num_filled, time.monotonic() - begun, failure))
 
     def _fetch(self, fetch: Fetch) -> str | None:
-        """Fetch a job's blocks, and end their lease. Return in a word why not all were fetched."""
+        """Fetch a job's blocks, and end their lease. Return a word for the reason if not all were fetched."""
         ticket = fetch.job.ticket
         if fetch.is_over:
             return self._ask(fetch)
@@ -140,7 +140,7 @@ class BlockFetcher:
 
 
 class SilentServices:
-    """The services that left their last fetch without a word, by host and port.
+    """The services that did not answer their last fetch, by host and port.
 
     One fetch at a time tries such a service again, so that it takes one thread, however many tickets it has issued. Any
     thread may call the methods.
@@ -153,7 +153,7 @@ class SilentServices:
 
     @contextmanager
     def trying(self, address: tuple[str, int]) -> Iterator[bool]:
-        """Return whether a fetch may ask a service, which it does within the context."""
+        """Return whether a fetch may ask a service, within the context."""
         with self._lock:
             is_silent, may_try = address in self._silent, address not in self._tried
             if is_silent:
@@ -178,7 +178,7 @@ class Fetch:
         self.num_filled = 0
         self._num_asked = 0
         self._buffer = buffer
-        # By the place of a block of which parts have come, the number of arrays that these fill.
+        # For each block of which parts have come, by its place: the number of arrays that they fill.
         self._num_arrays: dict[int, int] = {}
 
     @property
@@ -201,7 +201,7 @@ class Fetch:
     def take(self, frames: list[zmq.Frame]) -> str | None:
         """Fill the next block, or parts of it or a later one, with the bytes of a message.
 
-        Return in a word why that is impossible.
+        Return a word for the reason if that is impossible.
         """
         kind = frames[1].bytes if len(frames) > 1 else b""
         if kind == WAIT:

@@ -17,13 +17,13 @@ from moeserve.engine.kv_transfer.answers import Answers, Offered
 from moeserve.engine.kv_transfer.messages import FREE, GET, MAX_REQUEST_BYTES, MOST_WAITING, read_number
 from moeserve.engine.ranks.meeting import RankKeys
 
-_LOOK_MS = 10  # between two looks which layers of awaited blocks are computed
+_LOOK_MS = 10  # between two looks for computed layers of awaited blocks
 
 log = structlog.get_logger(__name__)
 
 
 class BlockServer(threading.Thread):
-    """Answers who asks for the blocks of a ticket, on a ROUTER socket."""
+    """Answers requests for the blocks of tickets, on a ROUTER socket."""
 
     def __init__(self, sockets: zmq.Context[Any], keys: RankKeys, address: str, memory: BlockMemory) -> None:
         """Bind `address`; port `*` takes a free one. Raise ConfigError if it cannot be had."""
@@ -52,7 +52,7 @@ class BlockServer(threading.Thread):
         self.start()
 
     def look_again(self) -> None:
-        """Look for the blocks that services wait for: more are computed, or will not be. Any thread may call it."""
+        """Look at awaited blocks again: more of them are computed, or never will be. Any thread may call it."""
         os.eventfd_write(self._news, 1)
 
     def take_fetched(self) -> list[tuple[str, bool]]:
@@ -73,7 +73,7 @@ class BlockServer(threading.Thread):
                 if source == self._news:
                     os.eventfd_read(self._news)
                 else:
-                    with suppress(zmq.Again):  # An asker may be gone since the poll, and its message too.
+                    with suppress(zmq.Again):  # A service may be gone since the poll, and its message with it.
                         self._take(self._socket.recv_multipart(zmq.NOBLOCK), answers)
             if answers.has_waiting:
                 answers.send()
