@@ -185,7 +185,7 @@ class Service:
             guess = array("i") if predicted is None else predicted[number]
             self.scheduler.add(Request(f"{self.num_served}", prompt[:], own, namespace, predicted=guess))
         while True:
-            self.scheduler.tell_time(began := self.clock())
+            self.scheduler.set_time(began := self.clock())
             outputs = self.steps.advance()
             if outputs is None:
                 break

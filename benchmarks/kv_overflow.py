@@ -127,7 +127,7 @@ class Bench:
         begin = time.perf_counter()
         while not scheduler.is_idle:
             began = time.perf_counter()
-            scheduler.tell_time(began)
+            scheduler.set_time(began)
             exchange(scheduler, copier)
             outputs = steps.advance()
             if outputs is None:

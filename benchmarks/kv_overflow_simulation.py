@@ -115,7 +115,7 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
         scheduler.add(Request(f"{number}", prompt, SamplingParams(study.output)))
     now, num_rows = 0.0, 0
     while not scheduler.is_idle:
-        scheduler.tell_time(now)
+        scheduler.set_time(now)
         for result in copies.take(now):
             scheduler.waiting.end_copy(result, now)
         for job in scheduler.waiting.take_copies(now):

@@ -69,7 +69,7 @@ class Replica:
 
     def begin_step(self, now: float) -> float | None:
         """Plan the next step; return when it ends, None where nothing is to be done."""
-        self.scheduler.tell_time(now)
+        self.scheduler.set_time(now)
         self.plans = None if self.scheduler.is_idle else self.scheduler.schedule()
         if self.plans is None:
             return None
@@ -178,7 +178,7 @@ class Simulation:
         replica.num_open += 1
         replica.open_blocks += len(ask.blocks)
         replica.to_prefill += missing
-        replica.scheduler.tell_time(ask.at)
+        replica.scheduler.set_time(ask.at)
         replica.scheduler.add(request)
         if replica.plans is None:
             self._begin(replica, ask.at)

@@ -131,12 +131,12 @@ class Bench:
             f"{agent.number}", agent.tokens[:], SamplingParams(self.replay.answer), agent.namespace, session=""
         )
         if self.waits is not None:
-            self.waits.note_return(request, self.now)
+            self.waits.record_return(request, self.now)
         self.scheduler.add(request)
 
     def step(self) -> None:
         scheduler = self.scheduler
-        scheduler.tell_time(self.now)
+        scheduler.set_time(self.now)
         for result in self.copies.take(self.now):
             scheduler.waiting.end_copy(result, self.now)
         if self.waits is not None:
@@ -163,7 +163,7 @@ class Bench:
         agent.busy_s += self.now - agent.asked_at
         agent.turn += 1
         if self.waits is not None:
-            self.waits.note_end(request, self.now, is_whole=True)
+            self.waits.record_end(request, self.now, is_whole=True)
         if agent.turn == self.replay.turns:
             self.end_job(agent)
             return

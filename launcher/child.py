@@ -12,15 +12,15 @@ import signal
 import sys
 
 _PR_SET_PDEATHSIG = 1
-# Objects made, less those gone, before the newest ones are looked through for garbage.
+# The newest objects are searched for garbage once this many more objects were made than freed.
 _NEW_OBJECTS = 20_000
 
 
 def collect_seldom() -> None:
-    """Have cyclic garbage looked for after many new objects, and among those alone, from now on.
+    """Collect cyclic garbage only after many new objects, and only among these, from now on.
 
-    A step of many streams makes more objects at once than Python waits for. Looking through all that was loaded took a
-    fifth of a token's CPU in an HTTP process, and a third of what 2,048 running requests cost the scheduler.
+    A step of many streams makes more objects at once than Python waits for. Searching all loaded objects took a fifth
+    of a token's CPU in an HTTP process, and a third of the scheduler's with 2,048 running requests.
     """
     gc.collect()
     gc.freeze()

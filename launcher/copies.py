@@ -1,6 +1,6 @@
 """Runs the engine, or a rank, in a forked copy of a process that has loaded the model and does nothing else.
 
-Copies share the memory of the weights, which nobody writes to. When a copy has died another one takes its place without
+Copies share the memory of the weights, which nobody writes to. When a copy dies, another one takes its place without
 loading anything, so that a crash is a short pause however large the model is.
 """
 
@@ -21,7 +21,8 @@ from moeserve.wire import RunContext, load_run_context
 
 # Serves until the event is set, and returns the exit code.
 Serve = Callable[[RunContext, threading.Event], int]
-# A signal that comes just before a system call that waits runs its Python handler only when that call has returned.
+# Seconds that a waiting system call may take: a signal that came just before it runs its Python handler only after the
+# call.
 _SECONDS_TO_SIGNAL = 0.2
 
 
@@ -29,8 +30,7 @@ class Copies:
     """Serves one life of the engine after another, each in a copy of this process, from its main thread.
 
     orders: lines that name the context file of the next life; its end ends this process. report: receives the start of
-    each life, and each end that nobody asked for. rank: for these reports. SIGTERM ends the copy, and this process
-    after it.
+    each life, and each unexpected end. rank: for these reports. SIGTERM ends the copy, and this process after it.
     """
 
     def __init__(self, serve: Serve, orders: TextIO, report: Report, rank: int) -> None:
@@ -88,11 +88,12 @@ class Copies:
             # Between two lives.
             raise SystemExit(0)
         with suppress(ProcessLookupError):
-            # It may have ended, and be reaped, just now.
+            # The copy may just have ended and been reaped.
             os.kill(self._pid, signal.SIGTERM)
 
 
 def _wait_until_readable(fd: int) -> None:
-    """Wait until reading `fd` does not block, or a process's descriptor tells its end; let handlers of signals run."""
+    """Wait until reading `fd` does not block, or the process of a pidfd has ended. Let signal handlers run
+    meanwhile."""
     while not select.select([fd], [], [], _SECONDS_TO_SIGNAL)[0]:
         pass

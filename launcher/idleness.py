@@ -8,10 +8,11 @@ from moeserve.wire import Tick
 
 
 class Idleness:
-    """Knows from ticks since when no HTTP process has had a request, and who waits for sleep or for its end.
+    """Knows from ticks since when no HTTP process has had a request, and which processes have clients that wait for
+    sleep or for its end.
 
-    Times are seconds of the caller's monotonic clock. `sleep_after`: how long nobody may have asked for anything before
-    the service sleeps by itself; None for never.
+    Times are seconds of the caller's monotonic clock. `sleep_after`: seconds without a request after which the service
+    sleeps by itself; None for never.
     """
 
     def __init__(self, names: Iterable[str], sleep_after: float | None) -> None:
@@ -22,21 +23,21 @@ class Idleness:
     def begin(self, now: float) -> None:
         self._since = now
 
-    def note(self, name: str, ticks: bytes, now: float) -> None:
-        """Note the ticks that came from an HTTP process, at least one. Mutates `since` where one of them is busy."""
+    def observe(self, name: str, ticks: bytes, now: float) -> None:
+        """Record new ticks of an HTTP process, at least one. Mutates `since` if one of them is busy."""
         self._latest[name] = Tick(ticks[-1])
         if any(tick & Tick.BUSY for tick in ticks):
             self._since = now
 
     def forget(self, name: str) -> None:
-        """Note that an HTTP process has ended, and its requests and wishes with it."""
+        """Record that an HTTP process has ended, and its requests and wishes with it."""
         self._latest[name] = Tick(0)
 
     def wants_sleep(self, name: str, now: float) -> bool:
-        """Return whether no process has a request and either somebody waits for sleep or nobody has come for long.
+        """Return whether no process has a request, and either a client waits for sleep or no request came for long.
 
-        name: the process that has just ticked. Only somebody who waits there counts: who waited at another process may
-        have left since its last tick, before the last request ended.
+        name: the process that has just ticked. Only clients that wait there count: a client of another process may have
+        left since that one's last tick, before the last request ended.
         """
         if any(tick & Tick.BUSY for tick in self._latest.values()):
             return False
@@ -44,5 +45,5 @@ class Idleness:
         return is_asked or (self._sleep_after is not None and now - self._since >= self._sleep_after)
 
     def wants_wake(self) -> bool:
-        """Return whether a request waits, or somebody who has asked for the end of the sleep."""
+        """Return whether a request waits, or a client that has asked for the end of the sleep."""
         return any(tick & Tick.WAKE for tick in self._latest.values())

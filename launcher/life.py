@@ -44,7 +44,7 @@ class Life:
         for task in self.starting:
             task.cancel()
 
-    def note_end(self, code: int | None) -> None:
+    def record_end(self, code: int | None) -> None:
         if not self.was_killed and self.code is None:
             self.code = code
 
@@ -81,7 +81,7 @@ class MemoryKills:
         self._vmstat = vmstat
         self._before = self._latest = self._count()
 
-    def note_alive(self) -> None:
+    def record_alive(self) -> None:
         """Record that the process lives. A kill that is counted now may still be its end, until it shows life again."""
         self._before, self._latest = self._latest, self._count()
 

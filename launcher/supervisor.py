@@ -32,14 +32,14 @@ WORKER_MODULE = "launcher.worker"
 GROUP_MODULE = "launcher.rank_group"
 FRONTEND_MODULE = "launcher.frontend_main"
 _WORKER = "model process"
-# A later start may take at most this many times the seconds of the first one, or of finding a hang.
+# A restart may take at most this many times the seconds of the first start, or of finding a hang if that is longer.
 _START_PATIENCE = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grace:
-    """Seconds that children get: to name the rank that ended, to tell clients of a failure, to end after that, to end
-    after a drain, to end when the service falls asleep, to end at once, to answer HTTP for the first time."""
+    """Seconds that children get to: name the rank that ended, tell clients of a failure, end after that, end after a
+    drain, end when the service falls asleep, end at once, answer HTTP for the first time."""
 
     naming: float = 0.5
     telling: float = 1.0
@@ -54,9 +54,9 @@ class Grace:
 class Listeners:
     """Callbacks of the supervisor.
 
-    `failed` gets the one sentence that explains exit code 1, `notice` one for each end of a process that is started
-    again and one when it serves again, `state` one that SIGUSR1 asks for. `beating` is called about once a second while
-    both children make progress, or are being started again.
+    All but `loading`, `ready`, `stopping` and `beating` get one sentence: `failed` the reason of exit code 1, `notice`
+    the end of a process that is started again, and that it serves again, `state` the answer to SIGUSR1. `beating` is
+    called about once a second while both children make progress, or are being started again.
     """
 
     loading: Callable[[Loading], None]
@@ -270,7 +270,7 @@ class Supervisor:
     async def _announce_exit(self, child: Child, after: asyncio.Task[None] | None = None) -> None:
         await child.ended
         if after is not None:
-            # Its last words, if any, are still in the pipe.
+            # Its last statuses may still be in the pipe.
             await asyncio.wait({after}, timeout=0.5)
         self._events.put_nowait(_Exited(child))
 
@@ -297,11 +297,11 @@ class Supervisor:
         self._events.put_nowait(_Stuck(life, f"{who} hung ({why}) and was ended."))
 
     def _on_heartbeat(self) -> None:
-        self._vitals.note(_WORKER)
-        self._memory_kills.note_alive()
+        self._vitals.record(_WORKER)
+        self._memory_kills.record_alive()
 
     async def _await_first_rank(self, life: Life, pidfd: int) -> None:
-        """End the ranks when rank 0 has ended: torchrun's agent takes seconds to end the others, and itself."""
+        """End the ranks when rank 0 has ended: torchrun's agent would take seconds to end the others and itself."""
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
         loop.add_reader(pidfd, ended.set)
         try:
@@ -320,13 +320,13 @@ class Supervisor:
             self._events.put_nowait(_Stuck(life, f"{subject(life.child.name)} hung ({why}) and was ended."))
 
     def _on_ticks(self, life: Life, ticks: bytes) -> None:
-        """Note that a frontend shows life. The service is ready once all have been; after that one that answers serves,
-        for the engine may be away."""
-        self._vitals.note(life.child.name)
+        """Record that a frontend ticks. The service is ready once all frontends have been; later on a frontend serves
+        as soon as it ticks, since the engine may be away."""
+        self._vitals.record(life.child.name)
         if life.serves_since is None and (self._has_served or any(tick & Tick.READY for tick in ticks)):
             self._events.put_nowait(_Serving(life))
         now = time.monotonic()
-        self._idleness.note(life.child.name, ticks, now)
+        self._idleness.observe(life.child.name, ticks, now)
         if self._rest is Rest.AWAKE and self._idleness.wants_sleep(life.child.name, now):
             self._events.put_nowait(_Wish(Rest.ASLEEP))
         elif self._rest is Rest.ASLEEP and self._idleness.wants_wake():
@@ -350,7 +350,7 @@ class Supervisor:
             case _Exited(child=child):
                 life = self._life_of(child)
                 self._lives.remove(life)
-                life.note_end(child.code)
+                life.record_end(child.code)
                 life.end()
                 self._on_exit(life)
             case _Stuck(life=life, sentence=sentence):
@@ -368,12 +368,12 @@ class Supervisor:
                 self._wake()
 
     def _kill_silent(self, life: Life) -> None:
-        """Kill a child that has not told the end of its copy."""
+        """Kill a child that has not reported the end of its copy."""
         if not life.has_ended:
             life.child.send_signal(signal.SIGKILL)
 
     def _fall_asleep(self) -> None:
-        """End the engine, and start none until somebody wishes it, if all of the service serves now."""
+        """End the engine if all of the service serves now, and start none until a client wishes it."""
         serves = self._has_served and self._worker.serves_since is not None and not self._worker.has_ended
         if not serves or self._exit_code is not None or self._context.meets_in_store or _WORKER in self._due:
             return
@@ -394,7 +394,7 @@ class Supervisor:
         self._events.put_nowait(_Due(_WORKER))
 
     def _on_serving(self) -> None:
-        """Tell that the service is ready, once, when all of it is."""
+        """Report once that the service is ready, when all of it is."""
         if self._ready is None or self._exit_code is not None or self._has_served:
             return
         if all(life.serves_since is not None for life in self._frontends.values()):
@@ -408,7 +408,7 @@ class Supervisor:
             case Ready():
                 self._on_ready(life, status)
             case Failed(message=message, code=code):
-                life.note_end(code)
+                life.record_end(code)
                 # A rank that hangs is ended with the others.
                 life.was_stopped = life.was_stopped or any_is_stopped(life.child.pid)
                 # The first failure is the cause of the next ones.
@@ -420,7 +420,7 @@ class Supervisor:
                 life.is_copy = True
             case Ended(code=code):
                 life.why = life.why or f"The model process {describe_end(code)}."
-                life.note_end(code)
+                life.record_end(code)
                 if self._context.meets_in_store and life.serves_since is None:
                     # Another node may have lost the process that its copies come from: start all of them again.
                     life.child.send_signal(signal.SIGKILL)
@@ -509,7 +509,7 @@ class Supervisor:
         elif (self._exit_code is None or self._has_frontend) and not self._starts_again(life):
             if self._exit_code in (None, 0):
                 self._fail(life.why or f"The model process {life.child.end()}.")
-            # The frontends tell their clients, if they can have any.
+            # The frontends inform their clients, if they can have any.
             self._tell_frontends(EngineNews(None, "the engine process ended"))
             patience = self._grace.telling if self._ready else 0.0
             for frontend in self._frontends.values():
@@ -531,11 +531,11 @@ class Supervisor:
     def _end_worker(self) -> None:
         self._due.clear()
         self._worker.child.send_signal(signal.SIGTERM)
-        # A worker that still loads has nothing to finish and does not look at its signals.
+        # A worker that still loads has nothing to finish and handles no signals yet.
         self._later(self._grace.after_drain if self._ready else 0.0, self._worker, signal.SIGKILL)
 
     def _starts_again(self, life: Life) -> bool:
-        """Return whether a process that ended is started again, and see to it."""
+        """Start a process that ended again, if it may be; return whether."""
         if self._ready is None or self._exit_code not in (None, 0):
             return False
         if life.child.name in self._due:
@@ -567,7 +567,7 @@ class Supervisor:
         self._context = self._next_context()
         self._context.save()
         if self._worker.child.running:
-            # It has the model in memory and makes another copy of itself.
+            # The process has the model in memory and makes another copy of itself.
             self._lives.remove(self._worker)
             self._worker = self._begin(self._worker.child)
             self._write(self._orders, f"{self._context.file}\n".encode())
@@ -601,13 +601,13 @@ class Supervisor:
             self._write(pipe, encode_news(news))
 
     def _write(self, pipe: int | None, line: bytes) -> None:
-        """Tell a child something. One that does not listen any more is about to be found out."""
+        """Write a line to a child. A child that does not read any more is about to be noticed elsewhere."""
         assert pipe is not None
         with suppress(BlockingIOError, BrokenPipeError):
             os.write(pipe, line)
 
     def _why_no_frontend(self) -> str | None:
-        """Return the sentence that a frontend leaves which cannot serve the model."""
+        """Return the sentence that a frontend has left if it cannot serve the model."""
         try:
             return self._context.frontend_failure.read_text(encoding="utf-8")
         except OSError:

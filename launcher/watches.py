@@ -1,5 +1,5 @@
-"""How the supervisor sees that a process hangs: by the engine's heartbeats, by a frontend's ticks, before that by its
-state."""
+"""How the supervisor finds a process that hangs: by the engine's heartbeats, by a frontend's ticks, before these come
+by the process's state."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ProgressWatch:
     def verdict(self, now: float) -> str | None:
         """Return why the engine counts as hung, or None. To be called a few times per timeout.
 
-        If the caller itself was held up since its last check (the machine was suspended, say), the time begins anew:
+        If the caller itself was held up since its last check (by a suspended machine, say), the times start again:
         heartbeats may still be unread.
         """
         late = now - self._last_check > self._timeout / 2
@@ -59,32 +59,32 @@ class ProgressWatch:
 
 
 class _Ticks(asyncio.Protocol):
-    """Counts the bytes that come through a pipe, and hands them to `heard`."""
+    """Counts the bytes that come through a pipe, and passes them to `on_ticks`."""
 
-    def __init__(self, heard: Callable[[bytes], None]) -> None:
+    def __init__(self, on_ticks: Callable[[bytes], None]) -> None:
         self.count = 0
         self.first = asyncio.Event()
         self.ended = False
-        self._heard = heard
+        self._on_ticks = on_ticks
 
     def data_received(self, data: bytes) -> None:
         self.count += len(data)
         self.first.set()
-        self._heard(data)
+        self._on_ticks(data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.ended = True
         self.first.set()
 
 
-async def wait_for_silence(descriptor: int, timeout: float, heard: Callable[[bytes], None]) -> str | None:
-    """Listen to the ticks of an event loop, bytes of a pipe; return why it counts as hung, once it does.
+async def wait_for_silence(descriptor: int, timeout: float, on_ticks: Callable[[bytes], None]) -> str | None:
+    """Watch the ticks of an event loop, bytes in a pipe. Return why it counts as hung, once it does.
 
-    Return None when the pipe ends. The time counts from the first tick on: what comes before it has other limits.
-    heard: called with the ticks that came.
+    Return None when the pipe ends. The time counts from the first tick on: the start before it has other limits.
+    on_ticks: called with new ticks.
     """
     pipe = open(descriptor, "rb", buffering=0)  # noqa: SIM115 - the transport closes it
-    transport, ticks = await asyncio.get_running_loop().connect_read_pipe(lambda: _Ticks(heard), pipe)
+    transport, ticks = await asyncio.get_running_loop().connect_read_pipe(lambda: _Ticks(on_ticks), pipe)
     try:
         await ticks.first.wait()
         watch = ProgressWatch(timeout, time.monotonic())
@@ -97,7 +97,7 @@ async def wait_for_silence(descriptor: int, timeout: float, heard: Callable[[byt
                 return verdict
             await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
     finally:
-        # The loop must forget the descriptor, which is soon another pipe's.
+        # The loop must forget the descriptor, whose number another pipe soon has.
         transport.close()
     return None
 
@@ -105,8 +105,8 @@ async def wait_for_silence(descriptor: int, timeout: float, heard: Callable[[byt
 async def wait_for_stop(pid: int, timeout: float) -> str:
     """Wait until a process, or one that it has started, has been stopped (SIGSTOP) for `timeout` seconds; say which.
 
-    This is for processes that load and do not beat yet. Looks are counted, not seconds, so that the time in which this
-    process was stopped with the others (Ctrl-Z) does not count.
+    This is for processes that load and do not beat yet. Looks are counted, not seconds: time in which this process was
+    stopped with the others (Ctrl-Z) must not count.
     """
     num_looks: Counter[int] = Counter()
     while True:
@@ -123,7 +123,7 @@ def any_is_stopped(pid: int) -> bool:
 
 
 def _tree(pid: int) -> Iterator[int]:
-    """Yield a process, all that it has started, and all that these have."""
+    """Yield a process and all its descendants."""
     yield pid
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
         with suppress(OSError):
@@ -137,11 +137,11 @@ def _is_stopped(pid: int) -> bool:
     return False
 
 
-async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Callable[[], None]) -> str:
-    """Listen to the heartbeats of the engine at `address`; return why it counts as hung, once it does.
+async def wait_for_hang(address: str, incarnation: int, timeout: float, on_beats: Callable[[], None]) -> str:
+    """Watch the heartbeats of the engine at `address`. Return why it counts as hung, once it does.
 
-    timeout: seconds that an engine may take without progress, or without a heartbeat. note: called for
-    heartbeats that came.
+    timeout: seconds that an engine may be without progress, or without a heartbeat. on_beats: called after heartbeats
+    came.
     """
     with zmq.asyncio.Context() as context, context.socket(zmq.SUB) as heartbeats:
         heartbeats.setsockopt(zmq.LINGER, 0)
@@ -152,7 +152,7 @@ async def wait_for_hang(address: str, incarnation: int, timeout: float, note: Ca
         while (verdict := watch.verdict(time.monotonic())) is None:
             await asyncio.sleep(_SECONDS_BETWEEN_HEARTBEAT_CHECKS)
             if await _observe_all(heartbeats, incarnation, watch):
-                note()
+                on_beats()
         return verdict
 
 
@@ -172,9 +172,9 @@ async def _observe_all(heartbeats: zmq.asyncio.Socket, incarnation: int, watch: 
 
 
 class Vitals:
-    """When each of some processes was last heard, and whether all are.
+    """Knows when each of some processes last gave a sign of life.
 
-    `beating` is called once all of them were heard anew, except the excused ones.
+    `beating` is called each time that all processes, except excused ones, have given one since the last call.
     """
 
     def __init__(self, names: Iterable[str], beating: Callable[[], None]) -> None:
@@ -183,14 +183,14 @@ class Vitals:
         self._heard: dict[str, float] = {}
         self._fresh: set[str] = set()
         self._excused: set[str] = set()
-        self._told = 0.0
+        self._beat_at = 0.0
 
-    def note(self, name: str) -> None:
+    def record(self, name: str) -> None:
         now = time.monotonic()
         self._heard[name] = now
         self._fresh.add(name)
-        if self._fresh | self._excused >= self._names and now - self._told >= _SECONDS_BETWEEN_BEATING:
-            self._told = now
+        if self._fresh | self._excused >= self._names and now - self._beat_at >= _SECONDS_BETWEEN_BEATING:
+            self._beat_at = now
             self._fresh.clear()
             self._beating()
 
@@ -203,6 +203,6 @@ class Vitals:
         self._excused.discard(name)
 
     def of(self, name: str) -> str:
-        """Return when a process was last heard, as the end of a phrase."""
+        """Return when a process was last heard from, as the end of a phrase."""
         heard = self._heard.get(name)
         return "not heard yet" if heard is None else f"heard {time.monotonic() - heard:.1f} s ago"

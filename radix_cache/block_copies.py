@@ -98,7 +98,7 @@ class WriteQueue(Generic[Owner]):
         return copy
 
     def end(self, name: bytes) -> bool:
-        """Note the end of a copy that has begun. Return whether its file may stay."""
+        """Record the end of a copy that has begun. Return whether its file may stay."""
         stays = name not in self._revoked
         del self._written[name]
         self._names.discard(name)
@@ -164,13 +164,13 @@ class BlockCopies:
         return taken
 
     def begin(self, blocks: Iterable[int]) -> None:
-        """Note that a lease's blocks are being filled."""
+        """Record that a lease's blocks are being filled."""
         for block in blocks:
             require(block not in self._copied, f"block {block} is copied twice at once")
             self._copied[block] = (None, False)
 
     def end(self, block: int) -> tuple[bool, bool]:
-        """Note the end of a block's copy. Return whether it is to be freed now, and whether its file may stay."""
+        """Record the end of a block's copy. Return whether it is to be freed now, and whether its file may stay."""
         copy, is_alone = self._copied.pop(block)
         self.num_in_copy -= is_alone
         return is_alone, copy is None or self.queue.end(copy.name)

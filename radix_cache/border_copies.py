@@ -45,7 +45,7 @@ class BorderCopies:
         return taken
 
     def end(self, copy: BlockCopy) -> bool:
-        """Note the end of a copy. Return whether its file may stay."""
+        """Record the end of a copy. Return whether its file may stay."""
         owner = self._lent.pop(copy.name)
         if isinstance(owner, Snapshot):
             self._snapshots.take_back(copy.block)

@@ -24,7 +24,7 @@ _UNREAD_SECONDS = 600.0  # a record ends this long after the account last asked
 class EvictionRecord:
     """The digests of the prefixes that were evicted last of each account that asks, at most `limit` of all together.
 
-    If there are more, the record ends whose account asked longest ago. Time is the caller's (`tell_time`).
+    If there are more, the record ends whose account asked longest ago. Time is the caller's (`set_time`).
     """
 
     def __init__(self, block_bytes: int, limit: int) -> None:
@@ -48,7 +48,7 @@ class EvictionRecord:
         self._read_at[account] = self._now
         self._read_at.move_to_end(account)
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time, which never goes back, in seconds, and end the records that nobody has asked for."""
         self._now = now
         while self._read_at:
@@ -58,7 +58,7 @@ class EvictionRecord:
             self._end(account)
 
     def add(self, node: Node, count: int) -> None:
-        """Note that the last `count` blocks of a node are about to be evicted."""
+        """Record that the last `count` blocks of a node are about to be evicted."""
         account = account_of(node.namespace)
         record = self._evicted.get(account)
         if record is None:

@@ -83,7 +83,7 @@ def begin_fill(cache: PrefixCache, tokens: array[int], namespace: str, stop: int
 
 
 def end_fill(cache: PrefixCache, fill: Fill, num_filled: int) -> None:
-    """Note that the first `num_filled` copies are done, and enter their blocks into the tree."""
+    """Record that the first `num_filled` copies are done, and enter their blocks into the tree."""
     for copy in fill.copies[fill.num_beside :]:
         cache.end_copy(copy.block)
     lease = fill.lease

@@ -37,7 +37,7 @@ class PrefixCache:
     A namespace is named `ACCOUNT` or `ACCOUNT/NAME`; prefixes published in the namespace PUBLIC serve all other
     namespaces too, except namespaces whose names end with APART. An account retains at most `retention_share` of all
     blocks, unless a call gives its share. Of `pin_share` of all blocks an account pins at most half, and all together
-    no more, but for accounts with a share of their own. Time is the caller's, set by `tell_time`; there is no clock
+    no more, but for accounts with a share of their own. Time is the caller's, set by `set_time`; there is no clock
     inside.
 
     Models with recurrent states give `snapshot_rows`, the rows of the rank's pool of states that hold snapshots. Then a
@@ -417,12 +417,12 @@ class PrefixCache:
                 private.extend(trimmed)
         self._free(private)
 
-    def note_prompt(self) -> None:
-        """Note that a part of a prompt was published: another request that begins alike needs less room (`Room`)."""
+    def record_prompt(self) -> None:
+        """Record that a part of a prompt was published: another request that begins alike needs less room (`Room`)."""
         self._num_changes += 1
 
     def expect(self, lease: Lease, num_tokens: int) -> None:
-        """Note that other prompts are likely to diverge from the lease's prompt after its first `num_tokens`.
+        """Record that other prompts are likely to diverge from the lease's prompt after its first `num_tokens`.
 
         Window blocks are kept there as at the end of a prompt. Do nothing without window blocks.
         """
@@ -434,7 +434,7 @@ class PrefixCache:
         self._check(lease)
         if lease.snapshot is None:
             return None
-        self._tree.snapshots.note_use(lease.snapshot)
+        self._tree.snapshots.record_use(lease.snapshot)
         return lease.snapshot.row
 
     def end_load(self, lease: Lease) -> None:
@@ -510,14 +510,14 @@ class PrefixCache:
             if self._windows is not None:
                 self._windows.reorder()
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time, which must not go back, and end overdue retentions."""
-        self._tree.tell_time(now)
+        self._tree.set_time(now)
 
-    def note_hit(self, lease: Lease, num_tokens: int) -> None:
+    def record_hit(self, lease: Lease, num_tokens: int) -> None:
         """Count `num_tokens` of the lease as found in the cache, and refresh the retentions along its prefix."""
         self._check(lease)
-        self._tree.note_hit(lease.node, num_tokens)
+        self._tree.record_hit(lease.node, num_tokens)
 
     def retain(self, lease: Lease, num_tokens: int, ttl: float, share: float | None = None) -> None:
         """Retain the first `num_tokens` of the lease's tokens for `ttl` from now on, as far as they are published.
@@ -531,7 +531,7 @@ class PrefixCache:
     def expect_back(
         self, tokens: array[int], namespace: str, after_s: float, ttl: float, share: float | None = None
     ) -> Retention | None:
-        """Note that the cached prefix of `tokens` is next used in about `after_s` seconds.
+        """Record that the cached prefix of `tokens` is next used in about `after_s` seconds.
 
         Until then it goes like prefixes that were last used as long ago. For `ttl` seconds, if it is not 0, it is
         retained as by `retain`. Return the retention, for `Retentions.end`; None if there is none, or one before.
@@ -596,17 +596,17 @@ class PrefixCache:
         return copies
 
     def begin_copies(self, blocks: Iterable[int]) -> None:
-        """Note that blocks of a lease are being filled; `end_copy` ends each. They are freed only after that."""
+        """Record that blocks of a lease are being filled; `end_copy` ends each. They are freed only after that."""
         self._copies.begin(blocks)
 
     def end_copy(self, block: int) -> None:
-        """Note that a block of `begin_copies` is filled, or is not going to be."""
+        """Record that a block of `begin_copies` is filled, or is not going to be."""
         is_alone, _ = self._copies.end(block)
         if is_alone:
             self._allocator.free([block])
 
     def end_store(self, copy: BlockCopy, num_bytes: int, now: float) -> None:
-        """Note that a block of `StoredTree.take` is written. num_bytes: of its file, 0 if it could not be written.
+        """Record that a block of `StoredTree.take` is written. num_bytes: of its file, 0 if it could not be written.
 
         now: in seconds since the epoch.
         """

@@ -140,7 +140,7 @@ class RetentionLedger:
         return ended
 
     def shrink(self, node: Node, count: int, *, lost: bool) -> None:
-        """Note that the last `count` blocks of a retained node are removed, evicted if `lost`."""
+        """Record that the last `count` blocks of a retained node are removed, evicted if `lost`."""
         account = self._accounts[account_of(node.namespace)]
         self.num_blocks -= count
         account.num_blocks -= count

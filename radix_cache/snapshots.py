@@ -123,7 +123,7 @@ class SnapshotTable:
         self._lent[snapshot.row] = snapshot
 
     def take_back(self, row: int) -> None:
-        """Note that a row has been copied."""
+        """Record that a row has been copied."""
         snapshot = self._lent.pop(row)
         if snapshot is None:
             self._free.append(row)
@@ -134,7 +134,7 @@ class SnapshotTable:
         """Return whether a row is being copied to the lower tier."""
         return row in self._lent
 
-    def note_use(self, snapshot: Snapshot) -> None:
+    def record_use(self, snapshot: Snapshot) -> None:
         """Count that a request continues from a pinned snapshot, which makes it recent."""
         snapshot.uses += 1
         self.num_used += 1

@@ -172,7 +172,7 @@ class StoredBlocks:
             first += 1
         return first
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time, in seconds since the epoch, and remove blocks that were not used for long.
 
         Where the clock was set back, blocks that were used later than now count as used now.
@@ -205,7 +205,7 @@ class StoredBlocks:
             self.num_evicted += 1
 
     def touch(self, names: Sequence[bytes], kinds: Sequence[Kind] = ()) -> None:
-        """Note that a prefix is used: its blocks are the last to go, its beginning after its end.
+        """Record that a prefix is used: its blocks are the last to go, its beginning after its end.
 
         kinds: of the files that its KV blocks may have beside them.
         """
@@ -238,7 +238,7 @@ class StoredBlocks:
         self._going.add(path)
 
     def end_removals(self, paths: Iterable[str]) -> None:
-        """Note that files of `take_chores` are gone, or could not be removed."""
+        """Record that files of `take_chores` are gone, or could not be removed."""
         self._going.difference_update(set(paths).difference(self._removals))
 
     def is_going(self, block: StoredBlock) -> bool:

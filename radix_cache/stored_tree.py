@@ -92,7 +92,7 @@ class StoredTree:
             self._write_state(lease, snapshot, depth, bytes(lease.node.tokens[-4 * self._size :]))
 
     def release(self, lease: Lease, keep_tokens: int | None) -> None:
-        """Note that the lease's prefix was used, and have its missing blocks written.
+        """Record that the lease's prefix was used, and have its missing blocks written.
 
         Public blocks have been written for the namespace that published them. keep_tokens: see `PrefixCache.release`.
         """
@@ -130,7 +130,7 @@ class StoredTree:
         self.stored.drop(namespaces)
 
     def end_write(self, copy: BlockCopy, num_bytes: int, now: float) -> bool:
-        """Note that a block is written. Return whether it is to be freed. See `PrefixCache.end_store`."""
+        """Record that a block is written. Return whether it is to be freed. See `PrefixCache.end_store`."""
         is_alone, stays = self._copies.end(copy.block) if copy.kind is Kind.KV else (False, self.borders.end(copy))
         if num_bytes and stays:
             self.stored.put(StoredBlock(copy.name, copy.folder, num_bytes, used_at(now, copy.depth)))

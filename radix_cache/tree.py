@@ -40,7 +40,7 @@ class RadixTree:
     its own prefixes.
 
     Retention (`ledger`) and the shares of accounts (`victims`) come before recency. `now` is the caller's time, set by
-    `tell_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC. `facts`: the additions
+    `set_time`. `branches`: by namespace, the newest last, its runs right below runs of PUBLIC. `facts`: the additions
     and removals, until a reader takes them out of the list; None without a reader.
     """
 
@@ -389,15 +389,15 @@ class RadixTree:
         self.ledger.unpin(node, self.now)
         self._requeue(node)
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time, which never goes back, and end overdue retentions."""
         self.now = now
-        self.victims.tell_time(now)
-        self.evictions.tell_time(now)
+        self.victims.set_time(now)
+        self.evictions.set_time(now)
         for node in self.ledger.end_overdue(now):
             self._requeue(node)
 
-    def note_hit(self, node: Node, num_tokens: int) -> None:
+    def record_hit(self, node: Node, num_tokens: int) -> None:
         """Count `num_tokens` that a match found in the prefix that ends with `node`, and refresh its retentions."""
         node.hits += 1
         node.saved_tokens += num_tokens

@@ -139,7 +139,7 @@ class Victims:
         self._next_entry = 0
         self.now = 0.0
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time, which never goes back, in seconds."""
         self.now = now
 
@@ -159,26 +159,26 @@ class Victims:
         return True
 
     def use(self, namespace: str) -> None:
-        """Note that a request of a namespace has published or ended."""
+        """Record that a request of a namespace has published or ended."""
         if (holding := self._holdings.get(account_of(namespace))) is not None:
             holding.used_at = self.now
             self._touched[holding] = None
 
     def count(self, namespace: str, change: int) -> None:
-        """Note that a namespace has `change` more blocks, or fewer, in the tree."""
+        """Record that a namespace has `change` more blocks, or fewer, in the tree."""
         holding = self._of(namespace)
         holding.count(blocks=change)
         self._close(namespace, holding)
 
     def count_private(self, namespace: str, change: int) -> None:
-        """Note that leases of a namespace have `change` more blocks, or fewer, beside the tree."""
+        """Record that leases of a namespace have `change` more blocks, or fewer, beside the tree."""
         if change:
             holding = self._of(namespace)
             holding.count(private=change)
             self._close(namespace, holding)
 
     def count_leased(self, namespace: str, change: int) -> None:
-        """Note that leases protect `change` more, or fewer, of a namespace's blocks in the tree."""
+        """Record that leases protect `change` more, or fewer, of a namespace's blocks in the tree."""
         self._holdings[account_of(namespace)].count(leased=change)
 
     def add(self, node: Node) -> None:

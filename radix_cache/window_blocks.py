@@ -206,7 +206,7 @@ class WindowBlocks:
         return self._of[block]
 
     def take_back(self, block: int, window_block: int) -> None:
-        """Note the end of a copy. block: the KV block that lent its window block."""
+        """Record the end of a copy. block: the KV block that lent its window block."""
         if not self._lent.pop(window_block):
             self._allocator.free((window_block,))
         elif self._count_out(block):

@@ -69,7 +69,7 @@ class WorthQueue(Generic[Row]):
         return iter(self._entries)
 
     def count(self, account: str, change: int) -> None:
-        """Note that an account holds `change` rows more, or fewer, evictable or not."""
+        """Record that an account holds `change` rows more, or fewer, evictable or not."""
         holding = self._holdings.setdefault(account, _Holding())
         holding.num_rows += change
         if not holding.num_rows:

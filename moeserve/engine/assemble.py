@@ -84,7 +84,7 @@ class Body(Protocol):
     def install_expert(self, experts: Experts, slot: int, taken: Any) -> None:
         """Copy the result of `take_expert` into a slot of a layer's experts, between two steps."""
 
-    def note_loaded(self) -> None:
+    def record_loaded(self) -> None:
         """Measure the memory of the weights, which are loaded now."""
 
     def meet(self, decoder: StepDecoder, group: Group) -> None:
@@ -280,7 +280,7 @@ class LoadedRank:
         self._directory, self._plan, self._config, self._body = directory, plan, config, body
         self._decoder, self._observers, self._tap = decoder, observers, tap
         self._migrator = None if group is None or owned is None else self._make_migrator(group, owned)
-        body.note_loaded()
+        body.record_loaded()
 
     def start(self) -> Rank:
         """Allocate KV memory, warm up and complete the observers, together with all other ranks.

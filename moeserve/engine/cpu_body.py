@@ -61,7 +61,7 @@ class CpuBody:
     def install_expert(self, experts: Experts, slot: int, taken: Tensor) -> None:
         experts.replace(slot, taken)
 
-    def note_loaded(self) -> None:
+    def record_loaded(self) -> None:
         """Do nothing: the memory plan knows the size of the weights."""
 
     def meet(self, decoder: StepDecoder, group: Group) -> None:

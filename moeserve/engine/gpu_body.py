@@ -155,7 +155,7 @@ class GpuBody:
     def install_expert(self, experts: GpuExperts, slot: int, taken: GpuExperts) -> None:
         experts.copy_slot(slot, taken)
 
-    def note_loaded(self) -> None:
+    def record_loaded(self) -> None:
         self._weights_bytes = allocated_bytes(self._device)
         forget_peak(self._device)
 

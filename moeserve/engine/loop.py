@@ -126,12 +126,12 @@ class Engine:
             if self._scheduler.is_idle:
                 self._idle()
             for sender, message in self._inbox.turn():
-                self._scheduler.tell_time(time.monotonic())
+                self._scheduler.set_time(time.monotonic())
                 self._handle(sender, message)
                 self._progress += 1
             self._commands.advance()
             started = time.monotonic()
-            self._scheduler.tell_time(started)
+            self._scheduler.set_time(started)
             self._tool_waits.advance(started)
             self._drop_late()
             if self._exchange is not None:
@@ -259,7 +259,7 @@ class Engine:
             self._reject(sender, Rejected(request_id, "invalid", str(error)))
         else:
             self._asked_by[request_id] = sender
-            self._tool_waits.note_return(request, time.monotonic())
+            self._tool_waits.record_return(request, time.monotonic())
             self._stats.count_arrival(request, time.monotonic())
             self._send(sender, Admitted(request_id))
 
@@ -326,7 +326,7 @@ class Engine:
                 del self._asked_by[request_id]
                 self._stats.count_end(output.request)
                 is_whole = output.finish_reason is FinishReason.STOP
-                self._tool_waits.note_end(output.request, time.monotonic(), is_whole=is_whole)
+                self._tool_waits.record_end(output.request, time.monotonic(), is_whole=is_whole)
         for receiver, messages in of_frontend.items():
             self._send(receiver, Outputs(messages))
 
@@ -347,7 +347,7 @@ class Engine:
             del self._asked_by[request_id]
             if (ended := self._scheduler.abort(request_id)) is not None:
                 self._stats.count_end(ended.request)
-                self._tool_waits.note_end(ended.request, time.monotonic(), is_whole=False)
+                self._tool_waits.record_end(ended.request, time.monotonic(), is_whole=False)
 
 
 def _to_message(output: RequestOutput, tier: Tier | None) -> Output:

@@ -36,7 +36,7 @@ def build_scheduler(
     """Return the scheduler and its caches, one per rank. Raise ConfigError for contradicting limits.
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
-    `Scheduler.tell_time`. stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see
+    `Scheduler.set_time`. stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see
     `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up, kv_read_s: see `Scheduler`.
     """
     budget = step_budget(config, device)

@@ -374,14 +374,14 @@ class Load:
         self._number = number
         self._others = [other * _ROW.size for other in range(num_processes) if other != number]
         self.busy = 0
-        self.tell()
+        self.publish()
 
     def change(self, by: int) -> None:
         """Count a connection that has become busy, or one that is so no more."""
         self.busy += by
-        self.tell()
+        self.publish()
 
-    def tell(self) -> None:
+    def publish(self) -> None:
         """Publish the count, and that this process is awake; to be called several times in `_ASLEEP_AFTER_S`."""
         _ROW.pack_into(self._map, self._number * _ROW.size, time.monotonic(), self.busy)
 

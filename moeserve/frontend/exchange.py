@@ -199,7 +199,7 @@ class Progress:
         """Record that the engine has admitted every choice."""
         self._num_admitted = len(self._latest)
 
-    def note(self, batch: list[tuple[int, Output]]) -> None:
+    def record(self, batch: list[tuple[int, Output]]) -> None:
         now = time.monotonic()
         for choice, output in batch:
             if output.finish_reason is not None:

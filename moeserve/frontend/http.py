@@ -263,5 +263,5 @@ class EventStream:
         if last:
             self._will.revoke()
         else:
-            self._will.note_write()
+            self._will.record_write()
         await self._send({"type": "http.response.body", "body": events, "more_body": not last})

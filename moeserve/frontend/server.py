@@ -140,7 +140,7 @@ class FrontendServer(uvicorn.Server):
     def _show_load(self) -> None:
         """Publish now and then that this process is awake."""
         assert self._load is not None
-        self._load.tell()
+        self._load.publish()
         asyncio.get_running_loop().call_later(_TICK_S, self._show_load)
 
     def _on_sigterm(self) -> None:

@@ -105,7 +105,7 @@ class Connection:
             self._link.revoke(self._number)
         self._number = None
 
-    def note_write(self) -> None:
+    def record_write(self) -> None:
         """Revoke the will of a stream whose client does not read: half an event may be on its way, after which the
         error could not be read either. To be called before each write."""
         now = self._loop.time()
@@ -150,9 +150,9 @@ class Will:
         if self.connection is not None:
             self.connection.leave(b"%x\r\n%b\r\n0\r\n\r\n" % (len(events), events) if self.is_chunked else events)
 
-    def note_write(self) -> None:
+    def record_write(self) -> None:
         if self.connection is not None:
-            self.connection.note_write()
+            self.connection.record_write()
 
     def revoke(self) -> None:
         """Leave nothing: this process itself says how the answer ends."""

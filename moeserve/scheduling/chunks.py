@@ -59,7 +59,7 @@ class Chunks:
             draft.zero(request.rank, new, memory.windows_of(new))
         state = memory.use_state(request, count, num_drafts)
         draft.add(request, count, state, memory.window_table(request), num_drafts)
-        self._note_planned(request, count + num_drafts)
+        self._record_planned(request, count + num_drafts)
 
     def plan_run(self, requests: Sequence[Request], first: int, draft: PlanDraft, num_drafts: Mapping[str, int]) -> int:
         """Plan the token that each request lacks and its drafts, from place `first` on, up to one that lacks memory.
@@ -131,7 +131,7 @@ class Chunks:
         if new:
             draft.zero(rank, new, memory.windows_of(new))
         draft.add(request, count, memory.use_state(request, count), memory.window_table(request))
-        self._note_planned(request, count)
+        self._record_planned(request, count)
 
     def plan_unsampled(self, request: Request, previous: PlanDraft, draft: PlanDraft) -> None:
         """Plan the token that the `previous` plan will sample for a request, if it is sure to continue with it.
@@ -155,10 +155,10 @@ class Chunks:
             if new:
                 draft.zero(request.rank, new, memory.windows_of(new))
             draft.add_unsampled(request, drawn_by, memory.use_state(request, 1), memory.window_table(request))
-            self._note_planned(request, 1)
+            self._record_planned(request, 1)
 
-    def _note_planned(self, request: Request, num_tokens: int) -> None:
+    def _record_planned(self, request: Request, num_tokens: int) -> None:
         self._tenants.charge(request, num_tokens)
         owner = request.leader or request
         if owner.suspect_until:
-            self._trial.note_planned(owner)
+            self._trial.record_planned(owner)

@@ -39,7 +39,7 @@ class Stretch:
     def __init__(self) -> None:
         self.times = _UNTOLD
 
-    def note(self, expected_s: float, seconds: float, *, has_prompts: bool) -> None:
+    def observe(self, expected_s: float, seconds: float, *, has_prompts: bool) -> None:
         """Learn from a measured step. expected_s: what the cost model says without it, 0 if it knows nothing."""
         if not has_prompts:
             self.times += _FORGOTTEN_SHARE * (_UNTOLD - self.times)

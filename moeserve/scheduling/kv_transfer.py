@@ -119,7 +119,7 @@ class KvOffers:
         return has_news
 
     def drop(self, request: Request) -> None:
-        """Note that the prompt of an early ticket will not be computed."""
+        """Record that the prompt of an early ticket will not be computed."""
         if request.offered is not None and request.offered.request_id in self._offers:
             self._end(request.offered.request_id)
 
@@ -157,8 +157,8 @@ class KvOffers:
             self._cache.release(before)
             self._has_news = True
 
-    def note_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
-        """Note that blocks of a ticket were fetched, or the last of them, which ends its lease."""
+    def record_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
+        """Record that blocks of a ticket were fetched, or the last of them, which ends its lease."""
         offer = self._offers.get(ticket_id)
         if offer is not None and is_last:
             self._end(ticket_id)
@@ -292,7 +292,7 @@ class KvFetches:
         return True
 
     def forgo(self, request: Request) -> None:
-        """Note that a request is computed; if it has its ticket still, its blocks found no memory before."""
+        """Record that a request is computed; if it has its ticket still, its blocks found no memory before."""
         if request.ticket is not None:
             self.counters.failures["memory"] += 1
             self._return(request)

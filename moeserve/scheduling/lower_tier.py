@@ -328,7 +328,7 @@ class LowerTier:
     def take_jobs(self, now: float, num_running: int) -> list[CopyJob]:
         """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
         jobs, self._new_jobs = self._new_jobs, []
-        self._stored.tell_time(now)
+        self._stored.set_time(now)
         for rank, (cache, tree) in enumerate(zip(self._caches, self._trees, strict=True)):
             if rank in self._writing:
                 continue
@@ -377,7 +377,7 @@ class LowerTier:
             self._forget(reading)
         for request in reading.waiting:
             del self._of_request[request]
-            self._note_found(request, reading, num_filled, sum(result.hosted[reading.fill.num_beside :]))
+            self._record_found(request, reading, num_filled, sum(result.hosted[reading.fill.num_beside :]))
         return reading.waiting
 
     def count_hit(self, request: Request, num_tokens: int) -> None:
@@ -430,7 +430,7 @@ class LowerTier:
             if self._coming.get((rank, copy.name)) is reading:
                 del self._coming[rank, copy.name]
 
-    def _note_found(self, request: Request, reading: _Reading, num_filled: int, num_hosted: int) -> None:
+    def _record_found(self, request: Request, reading: _Reading, num_filled: int, num_hosted: int) -> None:
         """num_hosted: how many of the KV blocks were in the host's memory above a disk."""
         fill, rank = reading.fill, reading.job.rank
         assert fill is not None

@@ -94,8 +94,8 @@ class Patience:
         # Without time for bursts every overload is.
         self.is_lasting = not slo.burst_s
 
-    def note(self, now: float, waiting: tuple[float, float] | None, step_s: float) -> None:
-        """Note the first and the last arrival of requests that wait, None if none waits. To be called every step.
+    def observe(self, now: float, waiting: tuple[float, float] | None, step_s: float) -> None:
+        """Record the first and the last arrival of requests that wait, None if none waits. To be called every step.
 
         step_s: of a full step.
         """
@@ -264,13 +264,13 @@ class Pace:
         # The seconds that a request may wait if its answer is to be whole by then.
         self._spare_s = inf
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time, which must not go back."""
         self.now = now
 
     def count_step(self, size: StepSize, seconds: float, *, has_prompts: bool = False) -> None:
         """Learn from a measured step."""
-        self._stretch.note(self._cost.seconds(size.rows, size.attended), seconds, has_prompts=has_prompts)
+        self._stretch.observe(self._cost.seconds(size.rows, size.attended), seconds, has_prompts=has_prompts)
         self._cost.observe(size.rows, size.attended, seconds)
         self._attended += _SMOOTHING * (size.attended - self._attended)
         self._attended_of_row += _SMOOTHING * (size.attended / size.rows - self._attended_of_row)
@@ -315,15 +315,15 @@ class Pace:
         """
         return self._places
 
-    def note_waiting(self, telling: tuple[float, float] | None, *, is_awaited: bool) -> None:
-        """Note the requests that still wait after a step.
+    def record_waiting(self, telling: tuple[float, float] | None, *, is_awaited: bool) -> None:
+        """Record the requests that still wait after a step.
 
         telling: the first and the last arrival of requests that tell of an overload (`tells_overload`), None without
         one. is_awaited: any has a bounded wait.
         """
         self._is_awaited = is_awaited
         if self._patience is not None:
-            self._patience.note(self.now, telling, self._full_step_s)
+            self._patience.observe(self.now, telling, self._full_step_s)
         if self._num_new_ends and self._slo is not None:
             grown_s = self._deadline_s * (1 + _DEADLINE_GROWTH * min(1, self._num_new_ends / self._places))
             self._deadline_s = min(grown_s, self._best_deadline(self._slo))

@@ -108,7 +108,7 @@ class PlanDraft:
         return max(self.sizes, key=lambda size: (size.rows, size.attended))
 
     def end_decodes(self, bound: StepBound) -> None:
-        """Note that all further requests are prompts, and bound the time of the step."""
+        """Record that all further requests are prompts, and bound the time of the step."""
         self._has_all_decodes = True
         self._cost, self._limits = bound.cost, [bound.seconds(size) for size in self.sizes]
         self._least = [size.rows + LEAST_PROMPT_TOKENS for size in self.sizes]

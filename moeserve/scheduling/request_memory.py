@@ -150,14 +150,14 @@ class RequestMemory:
         request.lease = None
         request.num_computed_tokens = 0
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time of the cache, which must not go back, in seconds."""
-        self._cache.tell_time(now)
+        self._cache.set_time(now)
 
-    def note_hit(self, request: Request, num_tokens: int) -> None:
+    def record_hit(self, request: Request, num_tokens: int) -> None:
         """Count tokens that the request has found cached, and refresh the retentions of its prefix."""
         assert request.lease is not None
-        self._cache.note_hit(request.lease, num_tokens)
+        self._cache.record_hit(request.lease, num_tokens)
 
     def explain(self, request: Request, wish: CacheWish) -> Miss:
         """Return why no more of the request's tokens were cached. To be called immediately after the match."""
@@ -267,7 +267,7 @@ class RequestMemory:
         if request.num_computed_tokens - lease.num_published_tokens < self.block_size:
             return None
         if lease.num_published_tokens < request.num_prompt_tokens:
-            self._cache.note_prompt()
+            self._cache.record_prompt()
         duplicates = self._cache.publish(lease, request.token_ids, request.num_computed_tokens)
         return duplicates or None
 

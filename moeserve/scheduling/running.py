@@ -79,7 +79,7 @@ class Running:
         """
         for request in [r for r in self.requests if r.yields and not r.is_in_flight]:
             self.preempt(request)
-        if not self._sharing.note(self.requests, num_places):
+        if not self._sharing.observe(self.requests, num_places):
             return
         self.sort()
         is_full = self.num_taken >= num_places

@@ -212,7 +212,7 @@ class Scheduler:
             request.mask = mask
             if draft_tokens is not None and self._drafting is not None:
                 self._drafting.receive(request, draft_tokens, draft_masks, num_forced, num_laid)
-            self.waiting.note_mask(request)
+            self.waiting.record_mask(request)
 
     def expire_offers(self) -> None:
         """Let go KV that is held for other services longer than promised, or that requests here lack memory for."""
@@ -241,10 +241,10 @@ class Scheduler:
                 outputs.append(RequestOutput(request, finish_reason=FinishReason.LENGTH))
         return outputs
 
-    def note_fetched(self, ticket_id: str, *, is_last: bool) -> None:
-        """Note that another service has fetched blocks that are held for it, or the last of them."""
+    def record_fetched(self, ticket_id: str, *, is_last: bool) -> None:
+        """Record that another service has fetched blocks that are held for it, or the last of them."""
         assert self.transfer is not None
-        self.transfer.offers.note_fetch(ticket_id, self._pace.now, is_last=is_last)
+        self.transfer.offers.record_fetch(ticket_id, self._pace.now, is_last=is_last)
 
     def fail(self, request: Request, error: str) -> RequestOutput | None:
         """End a request with an error. Return None for a request that has finished."""
@@ -304,7 +304,7 @@ class Scheduler:
         draft.end_decodes(self._pace.step_bound(draft.requests))
         self._plan_prompts(prompts, draft)
         self._admit(draft)
-        self._pace.note_waiting(self.waiting.queue.telling, is_awaited=self.waiting.queue.is_awaited)
+        self._pace.record_waiting(self.waiting.queue.telling, is_awaited=self.waiting.queue.is_awaited)
         self._num_tried = self._num_arrivals
         if not draft.requests:
             return None
@@ -391,7 +391,7 @@ class Scheduler:
         goes_on = keeps_state = error is None and not request.finished
         if goes_on and (request.beam_params is not None or request.leader is not None):
             request.num_computed_tokens += num_certain
-            self._trial.note_computed(request.leader or request, request.num_computed_tokens)
+            self._trial.record_computed(request.leader or request, request.num_computed_tokens)
             self._publish(request)
             outputs = self._beams.take(request, computed)
         elif goes_on:
@@ -402,7 +402,7 @@ class Scheduler:
             keeps_state = num_accepted == chunk.num_drafts
             if keeps_state or chunk.state is None:
                 request.num_computed_tokens += num_certain + num_accepted
-            self._trial.note_computed(request, request.num_computed_tokens)
+            self._trial.record_computed(request, request.num_computed_tokens)
             self._publish(request)
             if self._drafting is not None:
                 new_tokens = request.token_ids[num_known:]
@@ -434,14 +434,14 @@ class Scheduler:
             request.mask = None
             self._mask_changes.append(request)
 
-    def tell_time(self, now: float) -> None:
+    def set_time(self, now: float) -> None:
         """Set the time by which retained prefixes expire and waits are measured, in seconds; it must not go back.
 
         Plans depend on it only if requests ask for retention, or are late.
         """
-        self._pace.tell_time(now)
+        self._pace.set_time(now)
         for memory in self._memories:
-            memory.tell_time(now)
+            memory.set_time(now)
 
     def count_step(self, seconds: float) -> None:
         """Learn from the seconds that the last committed step took."""
@@ -637,7 +637,7 @@ class Scheduler:
         request.num_cached_tokens += num_tokens
         memory = self._memories[request.rank]
         if num_tokens:
-            memory.note_hit(request, num_tokens)
+            memory.record_hit(request, num_tokens)
         if request.cache is None or not request.cache.report:
             return
         # A match after tokens that the request computed itself says nothing about its prompt.

@@ -18,7 +18,7 @@ from radix_cache import PrefixCache
 class Sharing:
     """Chooses the running requests that give places or memory to other tenants, and the requests that find a place.
 
-    It moves no request: the scheduler does. `note` is to be called as a step begins; `victims` and `sort` go by the
+    It moves no request: the scheduler does. `observe` is to be called as a step begins; `victims` and `sort` go by the
     holdings at that time.
     """
 
@@ -31,8 +31,8 @@ class Sharing:
         self._blocks: Holdings | None = None
         self._over: set[Tenant] = set()
 
-    def note(self, running: Sequence[Request], num_places: int) -> bool:
-        """Note the holdings of the tenants' running requests. Return whether there are several tenants to share.
+    def observe(self, running: Sequence[Request], num_places: int) -> bool:
+        """Record the holdings of the tenants' running requests. Return whether there are several tenants to share.
 
         num_places: the requests that may run at once just now.
         """

@@ -172,8 +172,8 @@ class ToolWaits:
         """The number of conversations that are waited for."""
         return len(self._in_order)
 
-    def note_end(self, request: Request, now: float, *, is_whole: bool) -> None:
-        """Note that a request has ended. is_whole: its answer, which may have called tools."""
+    def record_end(self, request: Request, now: float, *, is_whole: bool) -> None:
+        """Record that a request has ended. is_whole: its answer, which may have called tools."""
         wait = self._returned.pop(request.request_id, None)
         if wait is not None and wait.retention is not None:
             self._caches[wait.rank].retentions.end(wait.retention, wait.ttl)
@@ -183,7 +183,7 @@ class ToolWaits:
                 self._ended.popitem(last=False)
 
     def begin(self, request_id: str, tools: Sequence[str], now: float) -> None:
-        """Note which tools a request that has ended called. They run from now on."""
+        """Record which tools a request that has ended called. They run from now on."""
         request, _ = self._ended.pop(request_id, (None, now))
         if request is not None and tools:
             self._begin(request, "+".join(sorted(set(tools)))[:_MOST_NAME_CHARS], now)
@@ -204,8 +204,8 @@ class ToolWaits:
         while len(self._in_order) > _MOST_WAITS:
             self._forget(self._in_order[0])
 
-    def note_return(self, request: Request, now: float) -> None:
-        """Note a new request: if it continues a conversation whose tools ran, learn how long they took."""
+    def record_return(self, request: Request, now: float) -> None:
+        """Record a new request: if it continues a conversation whose tools ran, learn how long they took."""
         waits, session = self._waits.get(request.namespace, ()), request.session
         wait = next((one for one in reversed(waits) if session and one.session == session), None)
         if wait is None:

@@ -25,11 +25,11 @@ class Trial:
         """Return whether a request must wait because it is a suspect and plans name another one."""
         return request.suspect_until > 0 and self._suspect not in (None, request)
 
-    def note_planned(self, request: Request) -> None:
-        """Note that a plan names a suspect."""
+    def record_planned(self, request: Request) -> None:
+        """Record that a plan names a suspect."""
         self._suspect = request
 
-    def note_computed(self, request: Request, num_tokens: int) -> None:
+    def record_computed(self, request: Request, num_tokens: int) -> None:
         """Clear a request if it has computed `num_tokens` without harm and needs no more."""
         if num_tokens >= request.suspect_until:
             request.suspect_until = 0

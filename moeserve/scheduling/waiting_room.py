@@ -77,7 +77,7 @@ class WaitingRoom:
         else:
             self.queue.add(request)
 
-    def note_mask(self, request: Request) -> None:
+    def record_mask(self, request: Request) -> None:
         """Give a request its place in the queue if it waits for nothing but its mask, which has come."""
         if self._unmasked.pop(request.request_id, None) is not None:
             self.queue.add(request)

@@ -75,6 +75,6 @@ def test_layers_that_are_sent_while_a_step_is_computed_are_those_of_the_step(
                 num_compared += 1
         seen.clear()
     assert num_compared > 20
-    offers.note_fetch(request.offered.request_id, 0.0, is_last=True)
+    offers.record_fetch(request.offered.request_id, 0.0, is_last=True)
     scheduler.check_idle()
     rank.close()

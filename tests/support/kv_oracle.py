@@ -359,7 +359,7 @@ class KvOracle:
                 window[offset] = cell
 
     def _note_stale(self, chunk: Chunk, num_right: int) -> None:
-        """Note the slots of a chunk's drafts that were wrong, or whose request had its last token before them."""
+        """Record the slots of a chunk's drafts that were wrong, or whose request had its last token before them."""
         end = chunk.start + len(chunk.token_ids)
         first = end - chunk.num_drafts + num_right
         if chunk.state is not None and num_right < chunk.num_drafts:

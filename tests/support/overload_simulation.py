@@ -178,7 +178,7 @@ class OverloadSimulation:
     def _turn(self) -> None:
         """One turn of the engine's loop."""
         scheduler = self.scheduler
-        scheduler.tell_time(self.now)
+        scheduler.set_time(self.now)
         for client in self._inbox:
             if client.name in self._open:
                 self._add(client)
@@ -195,7 +195,7 @@ class OverloadSimulation:
             assert not self._open, "requests are open and nothing runs"
             self.now = max(self.now, self._events[0][0]) if self._events else self.now
             # An idle engine turns several times a second.
-            scheduler.tell_time(self.now)
+            scheduler.set_time(self.now)
             scheduler.schedule()
             return
         (plan,) = plans

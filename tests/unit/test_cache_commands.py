@@ -21,7 +21,7 @@ PROMPT = list(range(24))
 def fill(cache: PrefixCache, prompt: list[int], namespace: str = "a") -> None:
     tokens = array("i", prompt)
     lease = cache.match(tokens, namespace)
-    cache.note_hit(lease, lease.num_cached_tokens)
+    cache.record_hit(lease, lease.num_cached_tokens)
     cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids))
     cache.free(cache.publish(lease, tokens, len(tokens)))
     cache.release(lease)
@@ -135,14 +135,14 @@ def test_wrong_arguments_are_an_error_of_the_command(command: str, arguments: di
 
 def test_a_wish_retains_the_prompt_once_the_request_has_ended_and_time_ends_it() -> None:
     simulation = Simulation(num_blocks=32, block_size=SIZE)
-    simulation.scheduler.tell_time(100.0)
+    simulation.scheduler.set_time(100.0)
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=9))
     record.request.cache = CacheWish(((24, 60.0), (9, 600.0)))
     simulation.run()
     assert simulation.cache.retentions.num_blocks == 6
-    simulation.scheduler.tell_time(161.0)
+    simulation.scheduler.set_time(161.0)
     assert simulation.cache.retentions.num_blocks == 2
-    simulation.scheduler.tell_time(701.0)
+    simulation.scheduler.set_time(701.0)
     assert simulation.cache.retentions.num_blocks == 0
     simulation.check_all_done()
 
@@ -152,12 +152,12 @@ def test_a_hit_begins_a_retention_anew() -> None:
     record = simulation.add("one", PROMPT, SamplingParams(max_tokens=1))
     record.request.cache = CacheWish(((24, 60.0),))
     simulation.run()
-    simulation.scheduler.tell_time(50.0)
+    simulation.scheduler.set_time(50.0)
     simulation.add("two", [*PROMPT, 40, 41], SamplingParams(max_tokens=1))
     simulation.run()
-    simulation.scheduler.tell_time(100.0)
+    simulation.scheduler.set_time(100.0)
     assert simulation.cache.retentions.num_blocks == 6
-    simulation.scheduler.tell_time(111.0)
+    simulation.scheduler.set_time(111.0)
     assert simulation.cache.retentions.num_blocks == 0
 
 

@@ -189,12 +189,12 @@ def test_explaining_changes_nothing() -> None:
 
 def test_a_record_ends_a_while_after_the_last_report_and_begins_anew() -> None:
     cache = PrefixCache(16, SIZE)
-    cache.tell_time(0.0)
+    cache.set_time(0.0)
     use(cache, TAIL[:24], "a")
-    cache.tell_time(599.0)
+    cache.set_time(599.0)
     use(cache, range(1000, 1060), "a")
     assert use(cache, TAIL[:24], "a").reason is MissReason.EVICTED
-    cache.tell_time(599.0 + 601.0)
+    cache.set_time(599.0 + 601.0)
     assert use(cache, range(1000, 1060), "a").reason is MissReason.NOT_KNOWN
     assert use(cache, TAIL[:24], "a").reason is MissReason.EVICTED
 
@@ -212,9 +212,9 @@ def test_the_records_of_all_accounts_are_bounded_together() -> None:
         assert record.num_recorded <= 100
     assert record.num_recorded == 100
     assert [record.is_incomplete(f"a{number}") for number in (0, 995, 996, 999)] == [True] * 4
-    record.tell_time(0.0)
+    record.set_time(0.0)
     record.begin("late")
-    record.tell_time(601.0)
+    record.set_time(601.0)
     assert record.num_recorded == 0
 
 

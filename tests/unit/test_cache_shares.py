@@ -125,7 +125,7 @@ def test_the_share_of_an_account_that_comes_no_more_passes_to_the_others() -> No
             shelf.put("here", 10)
         kept.append(shelf.kept("gone", prefix))
         now += HALF_LIFE_S
-        shelf.cache.tell_time(now)
+        shelf.cache.set_time(now)
     assert kept[:2] == [20, 20]
     assert kept == sorted(kept, reverse=True)
     assert kept[-1] < 10

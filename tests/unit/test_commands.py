@@ -24,7 +24,7 @@ def fill(cache: PrefixCache, prompt: list[int], namespace: str = "", times: int 
     tokens = array("i", prompt)
     for _ in range(times):
         lease = cache.match(tokens, namespace)
-        cache.note_hit(lease, lease.num_cached_tokens)
+        cache.record_hit(lease, lease.num_cached_tokens)
         cache.extend(lease, -(-len(tokens) // SIZE) - len(lease.block_ids))
         cache.free(cache.publish(lease, tokens, len(tokens)))
         cache.release(lease)
@@ -171,7 +171,7 @@ def test_a_listing_that_is_cut_short_says_so_and_has_the_newest(monkeypatch: pyt
 def test_a_listing_is_in_the_order_of_tokens_saved_then_of_use() -> None:
     cache = PrefixCache(256, SIZE)
     for number in range(40):
-        cache.tell_time(float(40 * number + number * 7 % 40))
+        cache.set_time(float(40 * number + number * 7 % 40))
         fill(cache, [*[number % 9] * SIZE, *[100 + number] * SIZE, 1], times=1 + number % 3)
     everything = finish(cache.prefixes(None, 1000)).prefixes
     keys = [(one.tokens_saved, -one.unused_for) for one in everything]

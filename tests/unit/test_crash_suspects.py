@@ -337,9 +337,9 @@ def test_kills_for_lack_of_memory_count_since_the_process_was_last_seen_alive(tm
     vmstat.write_text("nr_free_pages 12\noom_kill 4\n")
     assert kills.may_have_come()
     # A sign of life may be from before.
-    kills.note_alive()
+    kills.record_alive()
     assert kills.may_have_come()
-    kills.note_alive()
+    kills.record_alive()
     assert not kills.may_have_come()
 
 

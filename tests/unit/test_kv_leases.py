@@ -87,8 +87,8 @@ def test_leases_end_by_fetch_by_time_and_by_need() -> None:
         tickets.append(ticket.request_id)
     # At most half of the blocks are held.
     assert (offers.num_held, offers.blocks(tickets[0])) == (20, None)
-    offers.note_fetch(tickets[1], 11.0, is_last=True)
-    offers.note_fetch(tickets[2], 11.0, is_last=False)
+    offers.record_fetch(tickets[1], 11.0, is_last=True)
+    offers.record_fetch(tickets[2], 11.0, is_last=False)
     offers.expire(14.5, lacks_memory=False)
     assert [offers.blocks(one) is not None for one in tickets] == [False, False, True, False, False]
     offers.expire(15.0, lacks_memory=True)
@@ -188,7 +188,7 @@ def test_an_early_ticket_grows_with_its_prompt_and_ends_with_it() -> None:
     assert offers.make(request, 50.0) == ticket
     assert not offers.is_growing(ticket.request_id)
     assert len(offers.blocks(ticket.request_id) or ()) == 10
-    offers.note_fetch(ticket.request_id, 51.0, is_last=True)
+    offers.record_fetch(ticket.request_id, 51.0, is_last=True)
     assert (offers.take_unwanted(), offers.num_held, cache.num_leased) == ([], 0, 0)
 
 
@@ -204,7 +204,7 @@ def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
     assert request.offered is not None
     match way:
         case "fetched":
-            offers.note_fetch(request.offered.request_id, 1.0, is_last=True)
+            offers.record_fetch(request.offered.request_id, 1.0, is_last=True)
         case "late" | "lacks memory":
             offers.expire(11.0 if way == "late" else 1.0, lacks_memory=way != "late")
         case "dropped":
@@ -266,7 +266,7 @@ def test_an_early_ticket_is_made_before_the_first_step_and_news_are_told_once() 
     request.num_computed_tokens = len(request.token_ids)
     assert offers.make(request, 3.0) == ticket
     assert (len(offers.blocks(ticket.request_id) or ()), offers.take_news()) == (ticket.num_blocks, True)
-    offers.note_fetch(ticket.request_id, 4.0, is_last=True)
+    offers.record_fetch(ticket.request_id, 4.0, is_last=True)
     assert (offers.take_news(), offers.take_unwanted(), cache.num_leased) == (False, [], 0)
 
 
@@ -294,7 +294,7 @@ def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: in
             assert (ticket.is_early, output.finish_reason) == (True, FinishReason.LENGTH)
             tickets.append(ticket)
         if tickets and draw.random() < 0.1:
-            scheduler.note_fetched(tickets.pop(draw.randrange(len(tickets))).request_id, is_last=True)
+            scheduler.record_fetched(tickets.pop(draw.randrange(len(tickets))).request_id, is_last=True)
         before = [record for record in simulation.records.values() if not record.request.finished]
         scheduler.expire_offers()
         for record in before:
@@ -304,6 +304,6 @@ def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: in
     for record in simulation.records.values():
         if (ticket := record.request.offered) is not None and (blocks := offers.blocks(ticket.request_id)) is not None:
             assert len(blocks) == ticket.num_blocks
-            offers.note_fetch(ticket.request_id, 0.0, is_last=True)
+            offers.record_fetch(ticket.request_id, 0.0, is_last=True)
     assert (offers.num_held, offers.take_unwanted()) == (0, [])
     simulation.check_all_done()

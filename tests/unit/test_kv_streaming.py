@@ -269,12 +269,12 @@ def test_one_fetch_at_a_time_asks_a_silent_service() -> None:
     silent, address = SilentServices(), ("h", 1)
     with silent.trying(address) as first, silent.trying(address) as second:
         assert (first, second) == (True, True)
-        silent.note(address, is_silent=True)
+        silent.record(address, is_silent=True)
     with silent.trying(address) as first, silent.trying(address) as second, silent.trying(("h", 2)) as other:
         assert (first, second, other) == (True, False, True)
     with silent.trying(address) as again:
         assert again
-        silent.note(address, is_silent=False)
+        silent.record(address, is_silent=False)
         with silent.trying(address) as beside:
             assert beside
     with silent.trying(address) as first, silent.trying(address) as second:

@@ -242,7 +242,7 @@ def test_two_runs_of_one_script_plan_the_same_bytes() -> None:
 
 def test_requests_that_share_a_prompt_are_not_taken_for_as_much_work_each() -> None:
     simulation = Simulation(num_blocks=400, block_size=4, max_num_seqs=2, slo=Slo(1.0))
-    simulation.scheduler.tell_time(0.0)
+    simulation.scheduler.set_time(0.0)
     shared = [number % 50 for number in range(600)]
     simulation.add("first", shared, SamplingParams(1))
     simulation.step()

@@ -23,37 +23,37 @@ def load(places: int = 8, place_s: float = 0.0, **tenants: Backlog) -> Load:
 
 def test_a_burst_may_wait_and_a_lasting_overload_may_not() -> None:
     patience = Patience(SLO)
-    patience.note(0.0, None, STEP_S)
+    patience.observe(0.0, None, STEP_S)
     for now in range(1, 10):
-        patience.note(float(now), (now - 1.0, float(now)), STEP_S)
+        patience.observe(float(now), (now - 1.0, float(now)), STEP_S)
         assert patience.limit(0.5) == 10.0
-    patience.note(10.0, (9.0, 10.0), STEP_S)
+    patience.observe(10.0, (9.0, 10.0), STEP_S)
     assert patience.limit(0.5) == 1.5
 
 
 def test_a_burst_that_nobody_follows_is_no_lasting_overload() -> None:
     patience = Patience(SLO)
-    patience.note(0.0, None, STEP_S)
+    patience.observe(0.0, None, STEP_S)
     for now in range(1, 100):
-        patience.note(float(now), (0.5, 9.0), STEP_S)
+        patience.observe(float(now), (0.5, 9.0), STEP_S)
         assert not patience.is_lasting
-    patience.note(100.0, (0.5, 100.0), STEP_S)
+    patience.observe(100.0, (0.5, 100.0), STEP_S)
     assert patience.is_lasting
 
 
 def test_a_burst_lasts_longer_on_a_machine_whose_steps_take_more_than_their_share() -> None:
     patience = Patience(SLO)
-    patience.note(0.0, None, 4.0)
-    patience.note(59.0, (9.0, 59.0), 4.0)
+    patience.observe(0.0, None, 4.0)
+    patience.observe(59.0, (9.0, 59.0), 4.0)
     assert patience.limit(0.5) == pytest.approx(60.0)
-    patience.note(60.0, (10.0, 60.0), 4.0)
+    patience.observe(60.0, (10.0, 60.0), 4.0)
     assert patience.limit(0.5) == 1.5
 
 
 def test_a_prompt_longer_than_the_objective_may_wait_in_proportion_at_any_load() -> None:
     patience = Patience(SLO)
-    patience.note(0.0, None, STEP_S)
-    patience.note(20.0, (19.0, 20.0), STEP_S)
+    patience.observe(0.0, None, STEP_S)
+    patience.observe(20.0, (19.0, 20.0), STEP_S)
     assert patience.limit(60.0) == 300.0
     assert patience.limit(2.0) == 0.5
     assert Patience(Slo(2.0)).limit(60.0) == 0.5
@@ -70,7 +70,7 @@ def test_tokens_beside_others_cost_what_they_add_to_the_steps() -> None:
 def test_an_empty_queue_begins_the_burst_anew() -> None:
     patience = Patience(SLO)
     for now in range(0, 100):
-        patience.note(float(now), None if now % 9 == 0 else (now - 5.0, float(now)), STEP_S)
+        patience.observe(float(now), None if now % 9 == 0 else (now - 5.0, float(now)), STEP_S)
         assert patience.limit(0.5) == 10.0
 
 
@@ -78,19 +78,19 @@ def test_a_lasting_overload_is_over_when_nobody_has_waited_for_long() -> None:
     patience = Patience(SLO)
     for now in range(0, 31):
         # The queue is empty now and then, since most are refused.
-        patience.note(float(now), None if now in (0, 15, 25) else (now - 1.0, float(now)), STEP_S)
+        patience.observe(float(now), None if now in (0, 15, 25) else (now - 1.0, float(now)), STEP_S)
     assert patience.limit(0.5) == 1.5
     for now in range(31, 40):
-        patience.note(float(now), (now - 0.2, float(now)), STEP_S)
+        patience.observe(float(now), (now - 0.2, float(now)), STEP_S)
         assert patience.limit(0.5) == 1.5
-    patience.note(40.0, (39.8, 40.0), STEP_S)
+    patience.observe(40.0, (39.8, 40.0), STEP_S)
     assert patience.limit(0.5) == 10.0
 
 
 def test_without_time_for_bursts_the_objective_holds_at_once() -> None:
     patience = Patience(Slo(2.0))
     for now in range(5):
-        patience.note(float(now), (now - 3.0, float(now)), STEP_S)
+        patience.observe(float(now), (now - 3.0, float(now)), STEP_S)
         assert patience.limit(0.5) == 1.5
 
 
@@ -163,7 +163,7 @@ def test_a_request_has_its_own_time_the_services_or_none() -> None:
 def test_a_request_is_late_when_its_first_token_cannot_come_in_time() -> None:
     pace = Pace(SLO, 256, 64)
     pace.count_step(StepSize(256), 0.4)
-    pace.tell_time(101.5)
+    pace.set_time(101.5)
     assert not pace.is_late(request(arrived_at=100.0))
     assert pace.is_late(request(arrived_at=99.8))
     assert not Pace(None, 256, 64).is_late(request())
@@ -199,10 +199,10 @@ def measured_pace(step_seconds: Callable[[int], float], context: int = 0) -> Pac
 
 
 def end(pace: Pace, count: int, age_s: float, reason: FinishReason = FinishReason.LENGTH) -> None:
-    pace.tell_time(age_s)
+    pace.set_time(age_s)
     for _ in range(count):
         pace.count_end(answered(), reason)
-    pace.note_waiting(None, is_awaited=False)
+    pace.record_waiting(None, is_awaited=False)
 
 
 def linear(rows: int) -> float:
@@ -216,7 +216,7 @@ def answer_s(num_running: int) -> float:
 
 def test_so_many_requests_run_at_once_that_answers_are_whole_before_clients_leave() -> None:
     pace = measured_pace(linear)
-    pace.note_waiting(None, is_awaited=False)
+    pace.record_waiting(None, is_awaited=False)
     assert pace.num_places() == 64
     end(pace, 20, 3.5, FinishReason.ABORT)
     assert 2.5 < answer_s(pace.num_places()) < 3.5
@@ -277,25 +277,25 @@ def longest_step_s(pace: Pace, num_streams: int) -> float:
 
 def test_a_step_with_streams_is_short_while_nobody_waits_and_longer_for_those_who_do() -> None:
     pace = measured_pace(lambda rows: 0.02 + 0.0005 * rows)
-    pace.note_waiting(None, is_awaited=False)
+    pace.record_waiting(None, is_awaited=False)
     assert longest_step_s(pace, 1) == 0.25
     assert longest_step_s(pace, 0) == pytest.approx(2 / 3 * SLO.ttft_s)
-    pace.note_waiting((pace.now, pace.now), is_awaited=True)
+    pace.record_waiting((pace.now, pace.now), is_awaited=True)
     assert longest_step_s(pace, 1) == pytest.approx(1 / 3 * SLO.ttft_s)
 
 
 def test_a_step_with_streams_is_no_shorter_than_five_times_their_work_and_twice_the_least_step() -> None:
     pace = measured_pace(linear)
-    pace.note_waiting(None, is_awaited=False)
+    pace.record_waiting(None, is_awaited=False)
     assert longest_step_s(pace, 8) == pytest.approx(5 * linear(8), rel=0.05)
     pace = measured_pace(lambda rows: 0.02 * rows)
-    pace.note_waiting(None, is_awaited=False)
+    pace.record_waiting(None, is_awaited=False)
     assert longest_step_s(pace, 1) == pytest.approx(2 * 0.02 * 17, rel=0.05)
 
 
 def test_steps_keep_a_pace_although_other_processes_stretch_those_with_prompts() -> None:
     pace = measured_pace(lambda rows: 0.02 + 0.0005 * rows)
-    pace.note_waiting(None, is_awaited=False)
+    pace.record_waiting(None, is_awaited=False)
     stream = answered()
     stream.terms = Terms(tpot_s=0.1)
 

@@ -152,7 +152,7 @@ def test_an_account_that_fills_the_rows_evicts_its_own_snapshots() -> None:
 def test_an_account_that_is_away_for_long_loses_its_snapshots_to_others() -> None:
     cache = stateful(4, num_blocks=400)
     prefill(cache, TALK[:20], [16], "mine")
-    cache.tell_time(3600.0)
+    cache.set_time(3600.0)
     for number in range(8):
         prefill(cache, [number] * 20, [16], "other")
     assert cache.peek(array("i", TALK[:20]), "mine") == 0
@@ -162,7 +162,7 @@ def test_an_account_that_is_away_for_long_loses_its_snapshots_to_others() -> Non
 def test_a_public_prefix_keeps_its_snapshot_while_an_account_has_others_to_give() -> None:
     cache = stateful(2, num_blocks=400)
     prefill(cache, TALK[:20], [16], PUBLIC)
-    cache.tell_time(3600.0)
+    cache.set_time(3600.0)
     for number in range(8):
         prefill(cache, [number] * 80, [76], "mine")
     assert cache.peek(array("i", TALK[:20]), "mine") == 16

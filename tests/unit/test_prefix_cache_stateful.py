@@ -226,7 +226,7 @@ class World:
 
     def hit(self, which: int) -> None:
         if one := self.pick(which):
-            self.cache.note_hit(one.lease, 1)
+            self.cache.record_hit(one.lease, 1)
             for blocks in range(one.lease.num_published_tokens // self.size, 0, -1):
                 if mark := self.marks.get(self.key(one.namespace, one.tokens, blocks)):
                     self.num_marks_made += 1
@@ -234,9 +234,9 @@ class World:
                     if mark.until:
                         mark.until = max(mark.until, self.now + mark.ttl)
 
-    def tell_time(self, passed: int) -> None:
+    def set_time(self, passed: int) -> None:
         self.now += passed
-        self.cache.tell_time(self.now)
+        self.cache.set_time(self.now)
         for key, mark in list(self.marks.items()):
             if mark.until <= self.now:
                 mark.until = 0.0
@@ -515,8 +515,8 @@ class PrefixCacheMachine(RuleBasedStateMachine):
         self.world.hit(which)
 
     @rule(passed=st.sampled_from([0, 1, 3, 5, 200, 900]))
-    def tell_time(self, passed: int) -> None:
-        self.world.tell_time(passed)
+    def set_time(self, passed: int) -> None:
+        self.world.set_time(passed)
 
     @rule(
         account=st.sampled_from(ACCOUNTS),
@@ -590,7 +590,7 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
         elif retaining and kind < 0.95:
             world.retain(which, draw.randint(0, 40), draw.randint(1, 50), draw.choice((None, 0.1, 0.3)))
             world.hit(draw.randrange(64))
-            world.tell_time(draw.randint(0, 3))
+            world.set_time(draw.randint(0, 3))
         elif retaining and kind < 0.96 and world.running:
             one = world.running[which % len(world.running)]
             world.pin(NAMESPACES.index(one.namespace), one.tokens[: draw.randint(0, 20)].tolist(), 0.2)
@@ -600,7 +600,7 @@ def drive(seed: int, steps: int, check_every: int, caching: bool = True, retaini
             world.drop(which)
         elif retaining and kind < 0.98:
             world.share(draw.choice(ACCOUNTS), draw.choice((1.0, 3.0)), draw.choice((1.0, 1.0, 0.2)))
-            world.tell_time(draw.choice((0, 700)))
+            world.set_time(draw.choice((0, 700)))
         elif kind < 0.998:
             world.free_duplicates(draw.randint(0, 3))
         else:

@@ -150,7 +150,7 @@ def test_no_block_serves_a_namespace_that_did_not_write_it_but_public_ones(seed:
             cache.release(lease, draw.choice((None, draw.randint(0, 28))))
             assert name == PUBLIC or num_public_blocks() == before
         elif kind < 0.9:
-            cache.tell_time(float(step // 10))
+            cache.set_time(float(step // 10))
             cache.retentions.unpin(array("i", [0] * SIZE), draw.choice(names))
         elif kind < 0.95:
             try:

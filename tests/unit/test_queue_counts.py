@@ -160,7 +160,7 @@ class Queue:
         assert [output.request.request_id for output in scheduler.drop_late()] == expected
         plans = scheduler.schedule()
         self.now += seconds
-        scheduler.tell_time(self.now)
+        scheduler.set_time(self.now)
         if plans is not None:
             results = [ChunkResult(5 if chunk.sampling else None) for chunk in plans[0].chunks]
             scheduler.commit(plans, [StepResult(plans[0].step, results)])

@@ -81,11 +81,11 @@ def test_of_two_retentions_that_meet_the_newer_place_in_the_order_and_the_later_
 def test_a_prefix_is_as_recent_as_whatever_goes_on_from_it() -> None:
     cache = PrefixCache(16, SIZE)
     prompt = array("i", range(16))
-    cache.tell_time(1000.0)
+    cache.set_time(1000.0)
     lease = run(cache, prompt)
     cache.retain(lease, 8, 60.0)  # splits a run that nobody has released yet
     assert [one.unused_for for one in finish(cache.prefixes(None, 10)).prefixes] == [0.0, 0.0]
-    cache.tell_time(1001.0)
+    cache.set_time(1001.0)
     cache.release(lease)
-    cache.tell_time(1003.0)
+    cache.set_time(1003.0)
     assert [one.unused_for for one in finish(cache.prefixes(None, 10)).prefixes] == [2.0, 2.0]

@@ -110,15 +110,15 @@ def test_requests_that_wait_for_a_grammar_count_as_waiting_and_go_when_they_are_
     from moeserve.scheduling.pacing import Slo
 
     run = Simulation(num_blocks=40, block_size=4, max_num_seqs=1, max_num_queued_reqs=1, slo=Slo(1.0, burst_s=1.0))
-    run.scheduler.tell_time(0.0)
+    run.scheduler.set_time(0.0)
     run.late = {"a", "b"}
     run.add("a", [1, 2, 3], BOUND)
     run.add("b", [1, 2, 3], BOUND)
     with pytest.raises(QueueFullError):
         run.add("c", [1, 2, 3], FREE)
-    run.scheduler.tell_time(5.9)
+    run.scheduler.set_time(5.9)
     assert run.scheduler.drop_late() == []
-    run.scheduler.tell_time(6.5)  # of a burst, they may wait six times as long as they were taken in with
+    run.scheduler.set_time(6.5)  # of a burst, they may wait six times as long as they were taken in with
     assert [output.finish_reason for output in run.scheduler.drop_late()] == [FinishReason.LATE] * 2
     assert run.scheduler.is_idle
 

@@ -138,13 +138,13 @@ def test_a_giant_prompt_of_another_tenant_is_worked_on_in_turns() -> None:
 def test_who_waits_too_long_is_dropped_but_not_before_a_step_that_might_take_it() -> None:
     simulation = Simulation(num_blocks=200, block_size=4, max_num_seqs=1, slo=Slo(2.0))
     scheduler = simulation.scheduler
-    scheduler.tell_time(0.0)
+    scheduler.set_time(0.0)
     simulation.add("runs", [1] * 4, SamplingParams(max_tokens=2))
     simulation.step()
     # A step of a minute, during which two more come.
     for name in ("next", "after it"):
         simulation.add(name, [2] * 4, SamplingParams(max_tokens=50))
-    scheduler.tell_time(60.0)
+    scheduler.set_time(60.0)
     assert scheduler.drop_late() == []
     while simulation.records["next"].request.lease is None and simulation.records["after it"].request.lease is None:
         simulation.step()

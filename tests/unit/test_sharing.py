@@ -49,7 +49,7 @@ class Shop:
 
     def victims(self, *, is_full: bool = False, lacks_memory: bool = False) -> list[Request]:
         """Take what the victims have, one after another."""
-        assert self.sharing.note(self.running, 8) == (len(self.tenants.active) > 1)
+        assert self.sharing.observe(self.running, 8) == (len(self.tenants.active) > 1)
         found = []
         for victim in self.sharing.victims(self.waiting, is_full=is_full, lacks_memory=lacks_memory):
             assert victim.lease is not None

@@ -56,7 +56,7 @@ class Clock:
 
     def step(self) -> list[StepPlan]:
         scheduler = self.scheduler
-        scheduler.tell_time(self.now)
+        scheduler.set_time(self.now)
         plans = scheduler.schedule()
         assert plans is not None
         seconds = max(self.machine.seconds(plan) for plan in plans)

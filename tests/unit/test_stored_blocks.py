@@ -80,27 +80,27 @@ def test_the_account_that_has_most_gives_way() -> None:
 def test_blocks_that_were_not_used_for_long_go_and_used_ones_get_a_new_time() -> None:
     blocks = stored(max_age=10_000.0)
     used, unused = put(blocks, "", list(range(8)), 0.0), put(blocks, "", list(range(50, 58)), 0.0)
-    blocks.tell_time(8_000.0)
+    blocks.set_time(8_000.0)
     blocks.touch(used)
     chores = blocks.take_chores()
     assert chores is not None
     assert [seconds for _, seconds in chores.stamps] == [7_999.0, 8_000.0]
-    blocks.tell_time(12_000.0)
+    blocks.set_time(12_000.0)
     blocks.check()
     assert [name in blocks for name in (*used, *unused)] == [True, True, False, False]
 
 
 def test_blocks_age_from_now_on_if_the_clock_is_set_back() -> None:
     blocks = stored(max_age=10_000.0)
-    blocks.tell_time(1_000_000.0)
+    blocks.set_time(1_000_000.0)
     first, second = (put(blocks, "", [start, start, start, start], 1_000_000.0) for start in range(2))
-    blocks.tell_time(50_000.0)
+    blocks.set_time(50_000.0)
     assert blocks.oldest_age == 0
     blocks.touch(second)
     chores = blocks.take_chores()
     assert chores is not None
     assert [seconds for _, seconds in chores.stamps] == [50_000.0]
-    blocks.tell_time(60_001.0)
+    blocks.set_time(60_001.0)
     blocks.check()
     assert not any(name in blocks for name in (*first, *second))
 
@@ -213,7 +213,7 @@ def test_a_disk_that_hangs_holds_a_request_up_only_for_a_while() -> None:
     record = ask(second, "b", PROMPT)
     (job,) = second.scheduler.waiting.take_copies(0.0)
     assert second.scheduler.schedule() is None
-    second.scheduler.tell_time(31.0)
+    second.scheduler.set_time(31.0)
     assert second.scheduler.waiting.take_copies(0.0) == []
     Simulation.run(second)
     assert record.request.num_lower_tokens == 0
@@ -281,7 +281,7 @@ def test_a_full_disk_harms_nobody_and_is_tried_again() -> None:
     ask(life, "b", PROMPT)
     life.run()
     # The clock of the files was set back meanwhile.
-    life.scheduler.tell_time(100.0)
+    life.scheduler.set_time(100.0)
     for job in life.scheduler.waiting.take_copies(0.0):
         life.end(job)
     assert len(disk.files) > 0
@@ -603,7 +603,7 @@ class History:
                     life.cache.retentions.end(*kept.pop(choices.randrange(len(kept))))
                 case 9:
                     now += choices.choice([0.5, 3.0, 90.0])
-                    life.scheduler.tell_time(now)
+                    life.scheduler.set_time(now)
                 case 10:
                     for cache in life.caches:
                         cache.place(tokens, namespace, choices.choice([0.0, 2.0, 100.0]))

@@ -66,10 +66,10 @@ class Conversations:
         """Ask `tokens`, whose answer calls a tool, and let time go on."""
         self.num += 1
         request = Request(f"{self.num}", array("i", tokens), SamplingParams(1), namespace, session=session)
-        self.cache.tell_time(self.now)
-        self.waits.note_return(request, self.now)
+        self.cache.set_time(self.now)
+        self.waits.record_return(request, self.now)
         self.compute(tokens, namespace)
-        self.waits.note_end(request, self.now, is_whole=True)
+        self.waits.record_end(request, self.now, is_whole=True)
         self.waits.begin(request.request_id, [tool], self.now)
         self.wait(after_s)
         check_invariants(self.cache)
@@ -86,7 +86,7 @@ class Conversations:
     def wait(self, seconds: float) -> None:
         """Let time go on."""
         self.now += seconds
-        self.cache.tell_time(self.now)
+        self.cache.set_time(self.now)
         self.waits.advance(self.now)
 
     def fill(self, count: int) -> None:
@@ -148,9 +148,9 @@ def test_kv_is_kept_until_the_request_that_continues_it_has_ended() -> None:
     talks = Conversations()
     talks.turn(list(range(20)), "t", 0.2)
     request = Request("next", array("i", range(24)), SamplingParams(1), "key", session="")
-    talks.waits.note_return(request, talks.now)
+    talks.waits.record_return(request, talks.now)
     assert talks.cache.retentions.num_blocks > 0
-    talks.waits.note_end(request, talks.now, is_whole=False)
+    talks.waits.record_end(request, talks.now, is_whole=False)
     assert talks.cache.retentions.num_blocks == 0
     talks.waits.begin("next", ["t"], talks.now)
     assert talks.waits.num_open == 0
@@ -163,7 +163,7 @@ def test_kv_is_forgotten_in_the_end_and_unknown_requests_are_left_alone() -> Non
         talks.turn([number, *range(8)], f"tool {number}", 0.0, session=f"{number}")
     assert talks.waits.num_open <= 256
     talks.now += 7200.0
-    talks.cache.tell_time(talks.now)
+    talks.cache.set_time(talks.now)
     talks.waits.advance(talks.now)
     assert (talks.waits.num_open, talks.cache.retentions.num_blocks) == (0, 0)
 
@@ -186,7 +186,7 @@ def test_a_conversation_whose_answer_calls_no_tool_waits_for_its_user() -> None:
     talks = Conversations()
     request = Request("a", array("i", range(20)), SamplingParams(1), "key", session="")
     talks.compute(list(range(20)))
-    talks.waits.note_end(request, talks.now, is_whole=True)
+    talks.waits.record_end(request, talks.now, is_whole=True)
     talks.wait(1.0)
     assert talks.waits.num_open == 0
     talks.wait(5.0)

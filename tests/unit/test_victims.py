@@ -83,7 +83,7 @@ def test_blocks_go_as_if_every_leaf_was_looked_at(seed: int) -> None:
     now, num_evicted = 0.0, 0
     for _ in range(700):
         now += draw.choice((0.0, 1.0, 50.0))
-        cache.tell_time(now)
+        cache.set_time(now)
         kind, name = draw.random(), draw.choice(names)
         if kind < 0.08:
             cache.share(name, draw.choice((0.5, 1.0, 3.0)), draw.choice((0.05, 0.5, 1.0)))

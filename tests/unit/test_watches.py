@@ -49,10 +49,10 @@ def test_a_judge_that_was_held_up_itself_gives_the_engine_a_new_chance() -> None
 def test_the_supervisor_shows_life_once_all_do_that_are_expected() -> None:
     beating: list[int] = []
     vitals = Vitals(["a", "b"], lambda: beating.append(1))
-    vitals.note("a")
+    vitals.record("a")
     assert not beating
     vitals.excuse("b")
-    vitals.note("a")
+    vitals.record("a")
     assert len(beating) == 1
     assert vitals.of("b") == "not heard yet"
 

@@ -217,13 +217,13 @@ def test_a_client_that_does_not_read_gets_no_event_amid_another() -> None:
         transport = _Transport(ours)
         connection = Connection(server.link, cast("asyncio.Transport", transport))
         connection.leave(LAST)
-        connection.note_write()
+        connection.record_write()
         transport.num_waiting = 5
         # Bytes that were written in this turn of the loop wait for its end.
-        connection.note_write()
+        connection.record_write()
         await kept(server, 1)
         await asyncio.sleep(0.002)
-        connection.note_write()
+        connection.record_write()
         await kept(server, 0)
         for one in (ours, theirs):
             one.close()

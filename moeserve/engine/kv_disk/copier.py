@@ -146,7 +146,7 @@ class BlockCopier:
                     break
                 with _giving_way(read.job):
                     outcome, is_hosted = self._read(read.job.copies[index], buffers)
-                    read.note(index, outcome, is_hosted=is_hosted)
+                    read.record(index, outcome, is_hosted=is_hosted)
             if (result := read.end_part()) is not None:
                 self._results.put(result)
 
@@ -230,7 +230,7 @@ class _Read:
         """Return whether a block is still of use: no block before it has failed."""
         return not self.job.is_cancelled and index < self._first_bad
 
-    def note(self, index: int, outcome: int | str, *, is_hosted: bool) -> None:
+    def record(self, index: int, outcome: int | str, *, is_hosted: bool) -> None:
         """Record the size of a block's file, or the error, and whether the host's memory had it."""
         with self._lock:
             if is_hosted:

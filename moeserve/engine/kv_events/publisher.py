@@ -78,7 +78,7 @@ _SNAPSHOT = b"snapshot"
 _BLOCKS_OF_SNAPSHOT = 1000  # blocks in one message of a snapshot
 _MAX_BUFFER_BYTES = 256 * 2**20  # payloads that one rank's replay buffer holds
 _LINGER_MS = 200  # that an ending service waits for subscribers to take the last events
-_TOLD_ANEW_S = 60.0  # all blocks are published again if somebody subscribes within this time after the start
+_REPUBLISH_S = 60.0  # all blocks are published again if somebody subscribes within this time after the start
 _SPARE_MESSAGES = 1000  # that may wait for a replay's client, beside a whole buffer
 
 log = structlog.get_logger(__name__)
@@ -136,7 +136,7 @@ class _RankStream:
         self._next = first
         self._buffer: deque[bytes] = deque()
         self._buffer_bytes = 0
-        self._until = time.monotonic() + _TOLD_ANEW_S
+        self._until = time.monotonic() + _REPUBLISH_S
         # A PUB socket that reports its subscribers.
         self.live = sockets.socket(zmq.XPUB)
         self.live.setsockopt(zmq.XPUB_VERBOSE, 1)
@@ -177,7 +177,7 @@ class _RankStream:
             except zmq.Again:
                 return has_any
 
-    def tell(self, handed: _Handed) -> None:
+    def publish(self, handed: _Handed) -> None:
         """Publish facts as the next batch, unless they change nothing for subscribers."""
         events = self._blocks.restart(handed.facts) if handed.restarts else self._blocks.apply(handed.facts)
         if events:
@@ -317,7 +317,7 @@ class KvEventPublisher(threading.Thread):
                     os.eventfd_read(self._news)
             while self._handed:
                 handed = self._handed.popleft()
-                self._streams[handed.rank].tell(handed)
+                self._streams[handed.rank].publish(handed)
             for source, _ in ready:
                 if source in asked:
                     asked[source].answer()

@@ -103,7 +103,7 @@ class KvExchange:
     def turn(self, scheduler: Scheduler, seconds: float = 0.0) -> None:
         """Report finished fetches to the scheduler, and begin new fetches. Wait up to `seconds` for one that ends."""
         for ticket_id, is_last in self._server.take_fetched():
-            scheduler.note_fetched(ticket_id, is_last=is_last)
+            scheduler.record_fetched(ticket_id, is_last=is_last)
         for result in self._fetcher.take(seconds):
             scheduler.waiting.end_fetch(result)
         scheduler.expire_offers()

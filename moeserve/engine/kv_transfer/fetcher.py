@@ -121,14 +121,14 @@ class BlockFetcher:
         while not fetch.is_over:
             is_silent = time.monotonic() - last_heard > _SILENCE_SECONDS
             if is_silent:
-                self._silent.note(address, is_silent=True)
+                self._silent.record(address, is_silent=True)
             if self._stopped.is_set() or fetch.job.is_cancelled:
                 return None
             fetch.ask(socket)
             ready = dict(poller.poll(_POLL_MS))
             if socket in ready:
                 last_heard = time.monotonic()
-                self._silent.note(address, is_silent=False)
+                self._silent.record(address, is_silent=False)
                 failure = fetch.take(socket.recv_multipart(copy=False))
                 if failure is not None:
                     return failure
@@ -165,7 +165,7 @@ class SilentServices:
                 with self._lock:
                     self._tried.remove(address)
 
-    def note(self, address: tuple[str, int], *, is_silent: bool) -> None:
+    def record(self, address: tuple[str, int], *, is_silent: bool) -> None:
         with self._lock:
             (self._silent.add if is_silent else self._silent.discard)(address)
 

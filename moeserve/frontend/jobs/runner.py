@@ -410,7 +410,7 @@ class Runner:
                     batch = await group.next()
                 except EngineGone as error:
                     raise engine_unavailable(error) from error
-                progress.note(batch)
+                progress.record(batch)
                 whole, failed = _split(batch)
                 if group.num_deaths > num_deaths:
                     num_deaths = group.num_deaths

@@ -150,7 +150,7 @@ class Answer:
         if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT, FinishReason.LATE):
             raise _failure(output)
         if choice in self._untold:
-            self._note_cached(choice, output)
+            self._record_cached(choice, output)
         if output.miss is not None and choice % self._n == 0:
             self._add_report(choice // self._n, output, output.miss)
         deltas = []
@@ -211,7 +211,7 @@ class Answer:
             choice.index = index
         return given
 
-    def _note_cached(self, choice: int, output: Output) -> None:
+    def _record_cached(self, choice: int, output: Output) -> None:
         """Record the cached prompt tokens that the first sample reports with its first token.
 
         Later numbers may count tokens that a preempted request found again, its own output among them.

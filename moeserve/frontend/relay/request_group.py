@@ -57,7 +57,7 @@ class _Sequence:
     num_prompt_logprobs: int = 0
     kept_tokens: int | None = None
 
-    def note(self, output: Output) -> None:
+    def record(self, output: Output) -> None:
         self.output_ids.extend(output.token_ids)
         if output.prompt_logprobs is not None:
             self.num_prompt_logprobs += len(output.prompt_logprobs)
@@ -120,7 +120,7 @@ class RequestGroup:
 
     def _go_on(self, past: Past) -> None:
         for index, output in past.outputs:
-            self._sequences[index].note(output)
+            self._sequences[index].record(output)
             if output.finish_reason is not None:
                 self._open.discard(self._ids[index])
                 self._unanswered.discard(self._ids[index])
@@ -180,7 +180,7 @@ class RequestGroup:
         if output.finish_reason is not None:
             self._open.discard(output.request_id)
         index = self._index[output.request_id]
-        self._sequences[index].note(output)
+        self._sequences[index].record(output)
         self._queue.append((index, output))
         self._wake()
 

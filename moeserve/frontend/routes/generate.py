@@ -219,7 +219,7 @@ class GenerateRoute:
             async with AsyncExitStack() as stack:
                 group = await stack.enter_async_context(submitted(services, generates, facts))
                 progress.admit()
-                stack.callback(_note_deaths, group, state["log"])
+                stack.callback(_record_deaths, group, state["log"])
                 if request.stream:
                     scope.setdefault("extensions", {})["moeserve.half_closed"] = group.interrupt
                     stream = EventStream(send, will, self._dialect.cut(_PROCESS_ENDED))
@@ -304,7 +304,7 @@ def _tell_cut(send: Send, request: GenerateRequest, generates: list[Generate]) -
     return with_headers(send, [(b"x-moeserve-max-tokens", str(least).encode())])
 
 
-def _note_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
+def _record_deaths(group: RequestGroup, log_fields: dict[str, Any]) -> None:
     """Add to the log line how often the request went on in, or ended with, another life of the engine."""
     if group.num_deaths:
         log_fields["engine_deaths"] = group.num_deaths
@@ -327,7 +327,7 @@ async def _whole(group: RequestGroup, answer: Answer, progress: Progress, turns:
 
 def _take(group: RequestGroup, answer: Answer, batch: list[tuple[int, Any]], progress: Progress) -> list[Delta]:
     """Return the deltas of a batch of outputs, and tell the engine about stop strings that were found."""
-    progress.note(batch)
+    progress.record(batch)
     if group.num_deaths:
         answer.resume()
     deltas = [delta for choice, output in batch for delta in answer.take(choice, output)]
