@@ -160,6 +160,7 @@ class CacheCommands:
             ],
             f"moeserve_kv_{tier}_evictions": [[stored.num_evicted]],
             f"moeserve_kv_{tier}_failures": [
+                ["gone", counters.num_gone],
                 ["damaged", counters.num_damaged],
                 ["not_written", counters.num_failed_writes],
                 ["overdue", counters.num_overdue],

@@ -26,7 +26,7 @@ from moeserve.engine.kv_disk.copier import BlockBuffer, BlockCopier, Buffer, mak
 from moeserve.engine.kv_disk.files import BlockFiles
 from moeserve.engine.kv_disk.opening import block_tensors, memories_of
 from moeserve.engine.rank import Rank
-from moeserve.scheduling.lower_tier import STORED_AT_ONCE, CopyJob, CopyResult, Hosted, num_kept_free
+from moeserve.scheduling.lower_tier import GONE, STORED_AT_ONCE, CopyJob, CopyResult, Hosted, num_kept_free
 from moeserve.settings.quantities import show_size
 from radix_cache import NAME_BYTES, BlockCopy, Kind, StoredBlocks, Tier
 
@@ -356,7 +356,7 @@ class HostCopier:
             if staged is not None and count:
                 staged.store([copy.block for copy in copies[:count]])
             if count < len(found):
-                return sizes, "it is gone"
+                return sizes, GONE
         return sizes, None
 
     def _batches(self, copies: Iterable[BlockCopy]) -> Iterator[tuple[Kind, list[BlockCopy]]]:

@@ -43,6 +43,8 @@ _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
 # The expected time of a read falls by this share when it has kept a prefix from being read: one slow read must
 # not decide for good.
 _FORGIVENESS = 0.02
+# The error of a block that is not in the lower tier any more, as where another service has removed its file.
+GONE = "it is gone"
 
 
 def num_kept_free(num_blocks: int, step_tokens: int, block_size: int) -> int:
@@ -126,6 +128,7 @@ class TierCounters:
     read_seconds: float = 0.0
     written_bytes: int = 0
     write_seconds: float = 0.0
+    num_gone: int = 0
     num_damaged: int = 0
     num_failed_writes: int = 0
     num_slower: int = 0
@@ -367,8 +370,11 @@ class LowerTier:
             return self._end_search(reading, result)
         counters.read_bytes += num_bytes
         counters.read_seconds += result.seconds
-        counters.num_damaged += result.error is not None
         num_filled = len(result.num_bytes)
+        # It is no failure where the block was removed here while it was read.
+        if result.error is not None and reading.fill.copies[num_filled].name in self._stored:
+            counters.num_gone += result.error == GONE
+            counters.num_damaged += result.error != GONE
         if num_filled:
             known = self._read_s.get(job.is_gentle)
             self._read_s[job.is_gentle] = _smoothed(known, result.seconds / num_filled)

@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from moeserve.plan import SamplingParams
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import GONE, CopyJob, CopyResult
 from radix_cache import Kind, StoredBlock, StoredBlocks, Tier
 from tests.support.kv_oracle import Cell, Record
 from tests.support.scheduler_simulation import Simulation
@@ -88,7 +88,7 @@ class Life(Simulation):
                 assert held == tokens, "a block was given away while it was copied"
                 self.disk.files[copy.name] = StoredBlock(copy.name, copy.folder, 100, 0.0), content
             elif copy.name not in self.disk.files:
-                error = "it is gone"
+                error = GONE
                 break
             else:
                 memories[copy.kind][copy.block] = self.disk.files[copy.name][1][:]

@@ -192,6 +192,29 @@ def test_what_is_gone_from_disk_is_computed_and_what_is_before_it_is_used() -> N
     record = ask(second, "b", PROMPT)
     second.settle()
     assert (record.request.num_cached_tokens, gone in disk.files) == (12, True)
+    assert second.scheduler.lower is not None
+    counters = second.scheduler.lower.counters
+    assert (counters.num_gone, counters.num_damaged) == (1, 0)
+    second.check_all_done()
+
+
+def test_a_block_that_is_cleared_while_it_is_read_is_no_failure() -> None:
+    disk = Disk()
+    first = Life(disk, random.Random(1), **OPTIONS)
+    ask(first, "a", list(range(24)))
+    first.settle()
+    second = Life(disk, random.Random(2), **OPTIONS)
+    record = ask(second, "b", list(range(24)))
+    (reading,) = second.scheduler.waiting.take_copies(0.0)
+    second.cache.reset()
+    (removal,) = second.scheduler.waiting.take_copies(0.0)
+    second.end(removal)
+    second.end(reading)
+    second.settle()
+    assert record.request.num_cached_tokens == 0
+    assert second.scheduler.lower is not None
+    counters = second.scheduler.lower.counters
+    assert (counters.num_gone, counters.num_damaged) == (0, 0)
     second.check_all_done()
 
 

@@ -15,7 +15,7 @@ import structlog
 from numpy.typing import NDArray
 
 from moeserve.engine.kv_disk.files import BlockError, BlockFiles
-from moeserve.scheduling.lower_tier import CopyJob, CopyResult, Hosted
+from moeserve.scheduling.lower_tier import GONE, CopyJob, CopyResult, Hosted
 from radix_cache import BlockCopy, Chores, Kind, StoredBlock
 
 NUM_READERS = 2  # threads that read files; one more writes
@@ -172,7 +172,7 @@ class BlockCopier:
         try:
             size = self._files.read(copy, buffer.content)
         except FileNotFoundError:
-            return "it is gone", False
+            return GONE, False
         except (OSError, BlockError) as failure:
             log.warning("kv_disk_block_unusable", file=copy.path, reason=str(failure), consequence="it is computed")
             return str(failure), False
