@@ -142,8 +142,20 @@ def _ticket(params: dict[str, Any]) -> KvTicket:
 class TicketOffice:
     """Issues tickets for the blocks of this engine, and checks the tickets of others."""
 
-    def __init__(self, secret: bytes, fingerprint: str, block_size: int, host: str, port: int) -> None:
-        """secret: the services' common key. host, port: where this engine is asked for blocks."""
+    def __init__(
+        self,
+        secret: bytes,
+        fingerprint: str,
+        block_size: int,
+        host: str,
+        port: int,
+        *,
+        lease_s: float,
+        issues_early: bool = True,
+    ) -> None:
+        """secret: the services' common key. host, port: where this engine is asked for blocks. lease_s: the seconds for
+        which blocks are held. issues_early: a prompt gets its ticket once a part of it is computed."""
+        self.lease_s, self.issues_early = lease_s, issues_early
         self._secret = secret
         self._blank = KvTicket(
             engine_id=secrets.token_hex(8), host=host, port=port, block_size=block_size, fingerprint=fingerprint

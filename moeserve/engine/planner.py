@@ -28,8 +28,6 @@ def build_scheduler(
     stored: StoredBlocks | None = None,
     tells_facts: bool = False,
     office: TicketOffice | None = None,
-    lease_s: float = 0.0,
-    offers_early: bool = False,
     warm_up: Sequence[tuple[int, float]] = (),
     kv_read_s: Mapping[bool, float] | None = None,
 ) -> tuple[Scheduler, list[PrefixCache]]:
@@ -37,7 +35,7 @@ def build_scheduler(
 
     depth: see `Steps`. rope_switch: see `moeserve.model.rope`. slo: see `Scheduler`; it then needs
     `Scheduler.set_time`. stored: the blocks in the lower tier, of all ranks; None without one. tells_facts: see
-    `PrefixCache.take_facts`. office, lease_s, offers_early, warm_up, kv_read_s: see `Scheduler`.
+    `PrefixCache.take_facts`. office, warm_up, kv_read_s: see `Scheduler`.
     """
     budget = step_budget(config, device)
     if budget < config.max_num_seqs:
@@ -73,8 +71,6 @@ def build_scheduler(
         drafting=_drafting(config, has_states=num_slots > 0, run_ahead=depth > 0),
         overflow=Overflow(config.kv_overflow),
         office=office,
-        lease_s=lease_s,
-        offers_early=offers_early,
         warm_up=warm_up,
         kv_read_s=kv_read_s,
     )

@@ -35,11 +35,11 @@ from moeserve.engine.rank import Rank, ServedModel
 from moeserve.engine.ranks.copies import RankCopies
 from moeserve.engine.socket import EngineSocket, HeartbeatThread
 from moeserve.grammars.masks import GrammarMasks
-from moeserve.kv_transfer import parse_kv_transfer
 from moeserve.model.demo import ANSWER_TOKENS, demo_named
 from moeserve.model.families import GenerationDefaults
 from moeserve.model.spec import ModelError, ModelSpec
 from moeserve.scheduling.pacing import service_slo
+from moeserve.scheduling.scheduler import Scheduler
 from moeserve.scheduling.steps import Executor, LocalExecutor, RanksObserver, Steps
 from moeserve.settings.generation import MAX_NEW_TOKENS, parse_generation
 from moeserve.settings.kv_events import KvEventsConfig, parse_kv_events
@@ -167,23 +167,8 @@ def serve(
     has_both = config.kv_host_memory is not None and config.kv_disk_path is not None
     hosted = open_hosted(config, rank) if has_both else None
     kv_events = parse_kv_events(config.kv_events_config)
-    kv_transfer = None if config.kv_transfer_config is None else parse_kv_transfer(config.kv_transfer_config)
-    exchange = None if kv_transfer is None else KvExchange(context, rank, kv_transfer)
-    scheduler, caches = build_scheduler(
-        config,
-        model.kv,
-        model.device,
-        depth=rank.depth,
-        rope_switch=model.rope_switch,
-        slo=service_slo(config),
-        stored=None if lower is None else lower.stored,
-        tells_facts=kv_events.is_on,
-        office=None if exchange is None else exchange.office,
-        lease_s=0.0 if kv_transfer is None else kv_transfer.lease_seconds,
-        offers_early=kv_transfer is not None and kv_transfer.early,
-        warm_up=rank.warm_up,
-        kv_read_s=None if lower is None else lower.read_s,
-    )
+    exchange = None if config.kv_transfer_config is None else KvExchange(context, rank, config.kv_transfer_config)
+    scheduler, caches = _build_scheduler(config, rank, lower, exchange, tells_facts=kv_events.is_on)
     with ExitStack() as ends:
         if exchange is not None:
             ends.callback(exchange.close)
@@ -211,6 +196,25 @@ def serve(
         keep_ready(context, ready)
         report(_ready_status(ready, model))
         engine.run(stop)
+
+
+def _build_scheduler(
+    config: ServeConfig, rank: Rank, lower: KvDisk | KvHost | None, exchange: KvExchange | None, *, tells_facts: bool
+) -> tuple[Scheduler, list[PrefixCache]]:
+    model = rank.model
+    return build_scheduler(
+        config,
+        model.kv,
+        model.device,
+        depth=rank.depth,
+        rope_switch=model.rope_switch,
+        slo=service_slo(config),
+        stored=None if lower is None else lower.stored,
+        tells_facts=tells_facts,
+        office=None if exchange is None else exchange.office,
+        warm_up=rank.warm_up,
+        kv_read_s=None if lower is None else lower.read_s,
+    )
 
 
 def _open_lower(context: RunContext, rank: Rank) -> KvDisk | KvHost | None:

@@ -42,10 +42,9 @@ class _Offer:
 class KvOffers:
     """The prompts whose blocks are held for other services, by the number of their ticket."""
 
-    def __init__(self, cache: PrefixCache, office: TicketOffice, lease_s: float) -> None:
+    def __init__(self, cache: PrefixCache, office: TicketOffice) -> None:
         self._cache = cache
         self._office = office
-        self._lease_s = lease_s
         self._offers: dict[str, _Offer] = {}
         self._unwanted: list[Request] = []
         self._has_news = False
@@ -92,7 +91,7 @@ class KvOffers:
         if not lease.block_ids:
             self._cache.release(lease)
             return None
-        return self._hold(self._office.issue(prompt, len(lease.block_ids)), _Offer(lease, now + self._lease_s))
+        return self._hold(self._office.issue(prompt, len(lease.block_ids)), _Offer(lease, now + self._office.lease_s))
 
     def make_early(self, request: Request, now: float) -> KvTicket | None:
         """Hold the blocks of a request's prompt from now on, as they are computed; return the ticket, None if they are
@@ -103,7 +102,7 @@ class KvOffers:
             return None
         lease = self._computed(request)
         self.num_early += 1
-        offer = _Offer(lease, now + self._lease_s, request, request.num_computed_tokens)
+        offer = _Offer(lease, now + self._office.lease_s, request, request.num_computed_tokens)
         return self._hold(self._office.issue(prompt, num_blocks, is_early=True), offer)
 
     def grow(self, now: float) -> None:
@@ -153,7 +152,7 @@ class KvOffers:
         if num_tokens > offer.num_seen:
             # Threads find the longer lease before the shorter one ends.
             offer.lease = self._computed(request)
-            offer.deadline, offer.num_seen = now + self._lease_s, num_tokens
+            offer.deadline, offer.num_seen = now + self._office.lease_s, num_tokens
             self._cache.release(before)
             self._has_news = True
 
@@ -163,7 +162,7 @@ class KvOffers:
         if offer is not None and is_last:
             self._end(ticket_id)
         elif offer is not None:
-            offer.deadline = now + self._lease_s
+            offer.deadline = now + self._office.lease_s
 
     def expire(self, now: float, *, lacks_memory: bool) -> None:
         """End the leases whose time is over. If requests lack memory, end the oldest one but those of running requests:
@@ -382,8 +381,7 @@ class KvFetches:
 class KvTransfer:
     """Both sides of the transfer of KV between services."""
 
-    def __init__(
-        self, cache: PrefixCache, office: TicketOffice, lease_s: float, compute_s: Callable[[int, int], float]
-    ) -> None:
-        self.offers = KvOffers(cache, office, lease_s)
+    def __init__(self, cache: PrefixCache, office: TicketOffice, compute_s: Callable[[int, int], float]) -> None:
+        self.offers_early = office.issues_early
+        self.offers = KvOffers(cache, office)
         self.fetches = KvFetches(cache, office, compute_s)

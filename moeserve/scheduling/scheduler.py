@@ -73,17 +73,14 @@ class Scheduler:
         drafting: Drafting | None = None,
         overflow: Overflow = Overflow.AUTO,
         office: TicketOffice | None = None,
-        lease_s: float = 0.0,
-        offers_early: bool = False,
         warm_up: Sequence[tuple[int, float]] = (),
         kv_read_s: Mapping[bool, float] | None = None,
     ) -> None:
         """states: None for models without recurrent states. slo: None bounds no wait by time. rope_switch: the number
         of tokens beyond which all keys of a request get other angles (`moeserve.model.rope`). drafting: None for no
         draft tokens. overflow: of the KV of preempted requests, where there is a lower tier. office: of the tickets for
-        KV that the only rank holds for other services, for `lease_s` seconds, or fetches from them; None for neither.
-        offers_early: such a prompt is offered once a part of it is computed. warm_up: tokens and seconds of steps that
-        computed one prompt each before the first request. kv_read_s: see `LowerTier`."""
+        KV that the only rank holds for other services, or fetches from them; None for neither. warm_up: tokens and
+        seconds of steps that computed one prompt each before the first request. kv_read_s: see `LowerTier`."""
         if max_num_batched_tokens < max_num_seqs:
             raise ValueError(f"max_num_batched_tokens {max_num_batched_tokens} is below max_num_seqs {max_num_seqs}")
         for cache in caches:
@@ -97,8 +94,7 @@ class Scheduler:
         self._pace = Pace(slo, max_num_batched_tokens, max_num_seqs, len(caches), warm_up)
         # None where blocks are in memory alone.
         self.lower = None if caches[0].lower is None else LowerTier(caches, self._pace, overflow, kv_read_s)
-        self._offers_early = offers_early
-        self.transfer = None if office is None else KvTransfer(caches[0], office, lease_s, self._pace.compute_s)
+        self.transfer = None if office is None else KvTransfer(caches[0], office, self._pace.compute_s)
         self._memories = [
             RequestMemory(cache, None if states is None else RequestStates(cache, states)) for cache in caches
         ]
@@ -232,7 +228,7 @@ class Scheduler:
 
         These requests are computed on to the ends of their prompts. To be called after `schedule`.
         """
-        if self.transfer is None or not self._offers_early:
+        if self.transfer is None or not self.transfer.offers_early:
             return []
         offers, outputs = self.transfer.offers, []
         for request in self._running.requests:

@@ -34,8 +34,8 @@ def test_layers_that_are_sent_while_a_step_is_computed_are_those_of_the_step(
     save(case, tmp_path)
     rank = load_rank(tmp_path, plan_model(tmp_path, CONFIG), CONFIG, lambda _: None).start()
     assert rank.kv_pool is not None
-    office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5)
-    scheduler, _ = build_scheduler(CONFIG, rank.model.kv, office=office, lease_s=60.0, offers_early=True)
+    office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=60.0)
+    scheduler, _ = build_scheduler(CONFIG, rank.model.kv, office=office)
     assert scheduler.transfer is not None
     offers, memory = scheduler.transfer.offers, as_block_memory(rank.kv_pool.layer_bytes())
     offered = OfferedBlocks(offers, rank.progress, SIZE, arrays_of_layers(rank))

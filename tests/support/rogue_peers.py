@@ -104,7 +104,7 @@ class Forger:
 
     def ticket(self, prompt: list[int], port: int, host: str = "127.0.0.1") -> dict[str, Any]:
         size = self._true["block_size"]
-        office = TicketOffice(self._secret, self._true["fingerprint"], size, host, port)
+        office = TicketOffice(self._secret, self._true["fingerprint"], size, host, port, lease_s=60.0)
         return office.issue(array("i", prompt), (len(prompt) - 1) // size).params()
 
 

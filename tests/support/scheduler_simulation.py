@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
-from math import inf
 
 from moeserve.kv_transfer import TicketOffice
 from moeserve.plan import DEFAULT_TERMS, FinishReason, Request, SamplingParams, StepPlan, Terms
@@ -89,8 +88,6 @@ class Simulation:
             drafting=drafting,
             overflow=overflow,
             office=office,
-            lease_s=inf,
-            offers_early=office is not None,
             kv_read_s=kv_read_s,
         )
         self._budget = budget

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from array import array
 from dataclasses import replace
+from math import inf
 
 import pytest
 
@@ -17,7 +18,7 @@ from tests.support.parameters import first
 from tests.support.scheduler_simulation import Simulation
 
 SIZE = 4
-OFFICE = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5)
+OFFICE = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=10.0)
 
 
 def tokens_of(seed: int, count: int = 21) -> array[int]:
@@ -36,8 +37,8 @@ def test_a_ticket_survives_its_json_and_serves_its_tokens_alone() -> None:
     assert OFFICE.why_unusable(ticket, tokens_of(2)) == "prompt"
     assert OFFICE.why_unusable(replace(ticket, port=6), tokens) == "foreign"
     assert OFFICE.why_unusable(replace(ticket, signature="é"), tokens) == "foreign"
-    assert TicketOffice(b"k" * 40, "g", SIZE, "h", 1).why_unusable(ticket, tokens) == "fingerprint"
-    assert TicketOffice(b"o" * 40, "f", SIZE, "h", 1).why_unusable(ticket, tokens) == "foreign"
+    assert TicketOffice(b"k" * 40, "g", SIZE, "h", 1, lease_s=10.0).why_unusable(ticket, tokens) == "fingerprint"
+    assert TicketOffice(b"o" * 40, "f", SIZE, "h", 1, lease_s=10.0).why_unusable(ticket, tokens) == "foreign"
 
 
 @pytest.mark.parametrize(
@@ -78,7 +79,7 @@ def compute(cache: PrefixCache, tokens: array[int]) -> None:
 
 def test_leases_end_by_fetch_by_time_and_by_need() -> None:
     cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE, 10.0)
+    offers = KvOffers(cache, OFFICE)
     tickets = []
     for number in range(5):
         compute(cache, tokens_of(10 * number))
@@ -166,7 +167,7 @@ def test_a_prompt_that_waits_too_long_keeps_the_blocks_that_have_come() -> None:
 
 def test_an_early_ticket_grows_with_its_prompt_and_ends_with_it() -> None:
     cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE, 10.0)
+    offers = KvOffers(cache, OFFICE)
     tokens = tokens_of(1, 42)
     request = request_of(1, tokens)
     compute(cache, tokens[:8])
@@ -195,7 +196,7 @@ def test_an_early_ticket_grows_with_its_prompt_and_ends_with_it() -> None:
 @pytest.mark.parametrize("way", ["fetched", "late", "lacks memory", "dropped"])
 def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
     cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE, 10.0)
+    offers = KvOffers(cache, OFFICE)
     tokens = tokens_of(1)
     compute(cache, tokens[:8])
     request = request_of(1, tokens)
@@ -219,7 +220,7 @@ def test_a_prompt_whose_early_ticket_ends_is_wanted_no_more(way: str) -> None:
 
 def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:
     cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE, 10.0)
+    offers = KvOffers(cache, OFFICE)
     common, tickets = tokens_of(1, 57), []
     for number in range(5):
         tokens = common[:56] + array("i", [number] * 5)
@@ -231,7 +232,7 @@ def test_prompts_that_begin_alike_hold_their_common_blocks_once() -> None:
 
 def test_a_running_prompt_keeps_its_early_ticket_while_others_lack_memory() -> None:
     cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE, 10.0)
+    offers = KvOffers(cache, OFFICE)
     compute(cache, tokens_of(50))
     held = offers.make(request_of(1, tokens_of(50)), 0.0)
     request = request_of(2, tokens_of(1))
@@ -251,7 +252,7 @@ def test_a_running_prompt_keeps_its_early_ticket_while_others_lack_memory() -> N
 
 def test_an_early_ticket_is_made_before_the_first_step_and_news_are_told_once() -> None:
     cache = PrefixCache(40, SIZE)
-    offers = KvOffers(cache, OFFICE, 10.0)
+    offers = KvOffers(cache, OFFICE)
     request = request_of(1, tokens_of(1))
     ticket = request.offered = offers.make_early(request, 0.0)
     assert ticket is not None
@@ -274,8 +275,9 @@ def test_an_early_ticket_is_made_before_the_first_step_and_news_are_told_once() 
 @pytest.mark.parametrize("seed", first(4, range(30)))
 def test_prompts_with_early_tickets_are_computed_while_memory_is_scarce(seed: int, depth: int) -> None:
     draw = random.Random(seed)
+    office = TicketOffice(b"k" * 40, "f", SIZE, "127.0.0.1", 5, lease_s=inf)
     simulation = Simulation(
-        num_blocks=16, block_size=SIZE, budget=7, max_num_seqs=4, depth=depth, run_ahead=depth > 0, office=OFFICE
+        num_blocks=16, block_size=SIZE, budget=7, max_num_seqs=4, depth=depth, run_ahead=depth > 0, office=office
     )
     scheduler = simulation.scheduler
     assert scheduler.transfer is not None

@@ -18,7 +18,7 @@ from moeserve.engine.kv_transfer.fetcher import BlockFetcher
 from moeserve.engine.kv_transfer.server import BlockServer
 from moeserve.engine.rank import Rank, StepProgress
 from moeserve.engine.ranks.meeting import Gatekeeper, load_keys
-from moeserve.kv_transfer import KvTransferConfig, TicketOffice
+from moeserve.kv_transfer import TicketOffice, parse_kv_transfer
 from moeserve.model.spec import DecoderSpec
 from moeserve.scheduling.kv_transfer import KvOffers
 from moeserve.scheduling.scheduler import Scheduler
@@ -69,9 +69,10 @@ def arrays_of_layers(rank: Rank) -> list[int]:
 class KvExchange:
     """Carries out the fetches of a scheduler, and serves the blocks that it holds for others."""
 
-    def __init__(self, context: RunContext, rank: Rank, config: KvTransferConfig) -> None:
+    def __init__(self, context: RunContext, rank: Rank, setting: str) -> None:
         """Bind the port. Raise ConfigError, one sentence, if that fails or the key cannot be read."""
         assert rank.kv_pool is not None
+        config = parse_kv_transfer(setting)
         self._sockets: zmq.Context[Any] = zmq.Context()
         keys = load_keys(Path(config.key_file), "key_file of --kv-transfer-config,")
         root = cache_root() / _FOLDER
@@ -86,7 +87,15 @@ class KvExchange:
         self._num_arrays = arrays_of_layers(rank)
         self._server = BlockServer(self._sockets, keys, f"tcp://{config.kv_ip}:{config.kv_port or '*'}", memory)
         self._fetcher = BlockFetcher(self._sockets, keys, memory)
-        self.office = TicketOffice(keys.secret, fingerprint, context.config.block_size, config.kv_ip, self._server.port)
+        self.office = TicketOffice(
+            keys.secret,
+            fingerprint,
+            self._block_size,
+            config.kv_ip,
+            self._server.port,
+            lease_s=config.lease_seconds,
+            issues_early=config.early,
+        )
         if not config.is_local:
             log.info("kv_leaves_the_machine", consequence="holders of the key can read prompts")
 
