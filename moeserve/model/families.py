@@ -15,7 +15,7 @@ from typing import Any
 from kernels.specs import Activation, ActivationKind, GateSpec
 from moeserve.model.config_bounds import check_numbers
 from moeserve.model.files import read_json, read_text
-from moeserve.model.packed.config import quantization_spec
+from moeserve.model.packed.config import described_quantization, quantization_spec
 from moeserve.model.rope import parse_rope, rope_frequencies, rope_switch, yarn_softmax_multiplier
 from moeserve.model.spec import (
     AttentionSpec,
@@ -62,13 +62,14 @@ def load_config(directory: Path) -> dict[str, Any]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     raw.pop("auto_map", None)
-    quantization_spec(raw.get("quantization_config"))  # Before transformers' classes fail at one that is none.
+    quantization = described_quantization(directory, raw)
+    quantization_spec(quantization)  # Before transformers' classes fail at one that is none.
     try:
         config = CONFIG_MAPPING[model_type].from_dict(raw).to_dict()
     except Exception as error:  # Each configuration class has its own validators with their own exception types.
         reason = " ".join(str(error).split())
         raise ModelError(f"{path} is not a valid {model_type} configuration: {reason.removesuffix('.')}.") from error
-    return {**config, "quantization_config": raw.get("quantization_config")}
+    return {**config, "quantization_config": quantization}
 
 
 def read_model_type(directory: Path) -> object:

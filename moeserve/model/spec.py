@@ -276,15 +276,16 @@ class StateShape:
 class QuantizationSpec:
     """Compressed weights of a checkpoint.
 
-    block: rows and columns that share one scale, of mxfp4 and fp8. form: the dtype of most matrices that consist of
-    several tensors. bits: of codes in words of 32 bits, 0 if there are none. zeros_less_one, has_order: of GPTQ; see
+    block: rows and columns that share one scale, of mxfp4 and fp8, and of matrices in blocks of other kinds. form: the
+    dtype of most matrices that consist of several tensors. widths: bits of codes in words of 32 bits, each with the
+    columns that share a scale, 0 if they are not told. zeros_less_one, has_order: of GPTQ; see
     `moeserve.model.packed.parts`.
     """
 
     kind: Literal["mxfp4", "fp8", "gptq", "awq", "compressed-tensors", "modelopt"]
     block: tuple[int, int] = (1, 1)
     form: str = ""
-    bits: int = 0
+    widths: tuple[tuple[int, int], ...] = ()
     zeros_less_one: bool = False
     has_order: bool = False
 

@@ -49,9 +49,9 @@ class TensorInfo:
 
 
 # gptq: codes in words along columns, zero points along rows. awq: both along rows, in an order of its own. words: codes
-# in words along rows, zero points along columns. codes: integers of 8 bits. fp8: floats of 8 bits. nvfp4: pairs of
-# floats of 4 bits.
-Layout = Literal["gptq", "awq", "words", "codes", "fp8", "nvfp4"]
+# in words along rows, zero points along columns. codes: integers of 8 bits. fp8: floats of 8 bits. nvfp4, mxfp4: pairs
+# of floats of 4 bits.
+Layout = Literal["gptq", "awq", "words", "codes", "fp8", "nvfp4", "mxfp4"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,22 @@ from moeserve.model.weights import load_decoder
 from tests.support.checkpoints import TOKENS, change_tensors, reference_logits, spec_of
 from tests.support.llm_prompts import assert_same_alone_together_and_with_few_experts
 from tests.support.paged_runner import PagedRunner
-from tests.support.quantised_files import Quantise, awq, compressed, deepseek, gptq, modelopt, quantise_checkpoint
+from tests.support.quantised_files import (
+    Quantise,
+    auto_round,
+    awq,
+    compressed,
+    compressed_blocks,
+    compressed_widths,
+    deepseek,
+    gptq,
+    modelopt,
+    modelopt_blocks,
+    mxfp4,
+    quantise_checkpoint,
+    renamed,
+    with_byte_zeros,
+)
 from tests.support.tiny_models import build
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
@@ -38,6 +53,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_moe": {"shared_expert_intermediate_size": 64, "moe_intermediate_size": 64, "intermediate_size": 128},
     "deepseek_v3-yarn": {"moe_intermediate_size": 64, "intermediate_size": 128, "v_head_dim": 16},
 }
+_ONE = np.ones((), np.float32)
 LAYOUTS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "gptq-4-32": gptq(4, 32),
     "gptq-4-64-v2": gptq(4, 64, version="gptq_v2"),
@@ -62,6 +78,18 @@ LAYOUTS: dict[str, tuple[dict[str, Any], Quantise]] = {
     "deepseek": deepseek(128, 128),
     "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, compressed("float-quantized", 8, -2)[1]),
     "deepseek-edges": deepseek(48, 96, torch.bfloat16),
+    "words-4-32-byte-zeros": with_byte_zeros(compressed("pack-quantized", symmetric=False)),
+    "words-of-two-widths": compressed_widths(),
+    "auto-round": auto_round("auto_round", gptq(4, 32, version="gptq_v2")),
+    "auto-round-gptq": auto_round("auto_round:auto_gptq", gptq(4, 32)),
+    "auto-round-awq": auto_round("auto_round:auto_awq", awq(32)),
+    "fp8-block-edges": compressed_blocks(48, 96),
+    "fp8-inverse": (
+        {"quant_method": "fp8", "weight_block_size": None},
+        renamed(compressed("float-quantized", 8, -2)[1], {"weight_scale": "weight_scale_inv"}, activation_scale=_ONE),
+    ),
+    "fp8-modelopt-blocks": modelopt_blocks(),
+    "mxfp4": mxfp4(),
     "nvfp4": compressed("nvfp4-pack-quantized"),
     "nvfp4-modelopt": modelopt(),
 }
@@ -152,6 +180,33 @@ def test_matrices_that_were_left_out_stay_as_they_are(tmp_path: Path) -> None:
     assert (logits_of(tmp_path, "exact") - wanted).abs().max() <= 1e-4 * wanted.abs().max()
 
 
+@pytest.mark.parametrize(
+    ("layout", "name", "content"),
+    [
+        ("gptq-4-32-order", "quantize_config.json", {"bits": 4, "group_size": 32, "desc_act": True, "sym": False}),
+        ("awq-32", "quant_config.json", {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"}),
+        (
+            "nvfp4-modelopt",
+            "hf_quant_config.json",
+            {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4", "exclude_modules": ["lm_head"]}},
+        ),
+        ("fp8-rows", "config.json", {"compression_config": compressed("float-quantized", 8, -1)[0]}),
+    ],
+)
+def test_the_quantisation_may_be_described_in_another_place(
+    layout: str, name: str, content: dict[str, Any], tmp_path: Path
+) -> None:
+    write(tmp_path, layout)
+    wanted = logits_of(tmp_path, "exact")
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / name).write_text(json.dumps(content if name != "config.json" else config | content))
+    assert torch.equal(logits_of(tmp_path, "exact"), wanted)
+    spec, _ = read_spec(tmp_path, BASE)
+    assert spec.quantization == quantization_spec(LAYOUTS[layout][0])
+
+
 def test_experts_in_one_tensor_of_fp8_stay_in_their_blocks(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     write(folder, "deepseek")
@@ -209,9 +264,10 @@ def test_a_quantised_checkpoint_is_not_rounded_once_more(tmp_path: Path) -> None
         plan_model(folder, replace(BASE, quantization="int8"))
 
 
-def test_sizes_by_the_configuration_alone_are_those_of_the_files(tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["gptq-4-32", "mxfp4"])
+def test_sizes_by_the_configuration_alone_are_those_of_the_files(layout: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    write(folder, "gptq-4-32")
+    write(folder, layout)
     spec, dtype = read_spec(folder, BASE)
     sizes = []
     for index in (read_index(folder), expected_index(spec, "F32")):
@@ -258,6 +314,8 @@ _PROJ = "model.layers.0.self_attn.q_proj"
         ("words-4-64-zeros", lambda t: t.update({f"{_PROJ}.weight_zero_point": torch.zeros(3, 1).int()}), "do not fit"),
         ("codes-rows", lambda t: t.update({f"{_PROJ}.weight_scale": torch.zeros(3, 1, 1)}), "do not fit each other"),
         ("codes-rows", lambda t: t.update({f"{_PROJ}.weight_scale": torch.zeros(0, 1)}), "do not fit each other"),
+        ("fp8-block-edges", lambda t: t.update({f"{_PROJ}.weight_scale": torch.zeros(3, 1)}), "do not fit each other"),
+        ("words-of-two-widths", lambda t: t.update({f"{_PROJ}.weight_scale": torch.zeros(64, 4)}), "do not fit each"),
         ("codes-32-zeros", lambda t: t.update({f"{_PROJ}.weight_zero_point": torch.zeros(1, 1).char()}), "do not fit"),
         ("nvfp4", lambda t: t.update({f"{_PROJ}.weight_global_scale": torch.zeros(2)}), "do not fit each other"),
         (
@@ -296,6 +354,23 @@ def test_compressed_tensors_that_do_not_fit_get_one_sentence(
         (compressed("pack-quantized")[0] | {"config_groups": {"group_0": 4}}, "does not say how weights are kept"),
         (compressed("pack-quantized")[0] | {"config_groups": {}}, "has no config_groups"),
         ({"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}, "ModelOpt weights of the kind 'W4A8_AWQ'"),
+        (
+            {
+                "quant_method": "modelopt",
+                "quant_algo": "MIXED_PRECISION",
+                "quantized_layers": {"a": {"quant_algo": "FP8"}, "b": {"quant_algo": "NVFP4_AWQ"}},
+            },
+            "ModelOpt weights of the kind 'NVFP4_AWQ'",
+        ),
+        ({"group_size": 64, "bits": 4, "mode": "affine"}, "Weights quantised for MLX are not supported"),
+        ({"quant_method": "gptq", "bits": 4, "is_marlin_format": True}, "in the layout 'marlin'"),
+        ({"quant_method": "awq", "bits": 4, "checkpoint_format": "llm-awq"}, "in the layout 'llm-awq'"),
+        (auto_round("auto_round:llm_compressor", awq(32))[0], "AutoRound weights in the layout 'llm_compressor'"),
+        (auto_round("auto_round", awq(32))[0] | {"rotation_config": {"r1": 1}}, "weights with a rotation_config"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128]},
+            "weight_block_size must be two positive numbers",
+        ),
         ({"quant_method": "gptq", "bits": 3}, "GPTQ weights of 3 bits"),
         ({"quant_method": "gptq", "bits": "4"}, "does not say how many bits"),
         ({"quant_method": "gptq", "bits": 4, "checkpoint_format": "marlin"}, "in the layout 'marlin'"),

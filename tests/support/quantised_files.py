@@ -166,6 +166,90 @@ def deepseek(rows: int, columns: int, scale_dtype: torch.dtype = torch.float32) 
     return {"quant_method": "fp8", "weight_block_size": [rows, columns], "activation_scheme": "dynamic"}, quantise
 
 
+def renamed(quantise: Quantise, names: dict[str, str], **further: Array) -> Quantise:
+    """Give the tensors of a writer other names, and write further ones."""
+
+    def write(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        parts, values = quantise(weight)
+        named = {names.get(name, name): part for name, part in parts.items()}
+        return named | {name: part.copy() for name, part in further.items()}, values
+
+    return write
+
+
+def compressed_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantise]:
+    """compressed-tensors in FP8 with a scale for each block, which may be narrower at the edges."""
+    config = compressed("float-quantized", 8, 0)[0]
+    weights = config["config_groups"]["group_0"]["weights"]
+    weights |= {"strategy": "block", "block_structure": [rows, columns]}
+    return config, renamed(deepseek(rows, columns)[1], {"weight_scale_inv": "weight_scale"})
+
+
+def compressed_widths() -> tuple[dict[str, Any], Quantise]:
+    """Codes of 4 bits in groups of 32 and of 8 bits in groups of 64, these in matrices of more columns than rows."""
+    (config, four), (other, eight) = (
+        compressed("pack-quantized", bits, group, dtype=np.float16) for bits, group in ((4, 32), (8, 64))
+    )
+    config["config_groups"] |= {"group_1": other["config_groups"]["group_0"]}
+    for name, size in (("group_0", 32), ("group_1", 64)):
+        config["config_groups"][name]["weights"]["group_size"] = size
+    return config, lambda weight: (eight if weight.shape[1] > weight.shape[0] else four)(weight)
+
+
+def with_byte_zeros(layout: tuple[dict[str, Any], Quantise]) -> tuple[dict[str, Any], Quantise]:
+    """Write the zero points of 4 bits as earlier versions of compressed-tensors did, one in a byte and less 8."""
+    config, quantise = layout
+
+    def write(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        parts, values = quantise(weight)
+        words = np.asarray(parts["weight_zero_point"]).view(np.uint32)
+        zeros = np.stack([words >> shift & 15 for shift in range(0, 32, 4)], 1).reshape(-1, words.shape[1])
+        return {**parts, "weight_zero_point": (zeros[: len(weight)].astype(np.int8) - 8)}, values
+
+    return config, write
+
+
+def auto_round(packing: str, layout: tuple[dict[str, Any], Quantise]) -> tuple[dict[str, Any], Quantise]:
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": False, "data_type": "int"}
+    return {**config, "autoround_version": "0.5.1", "packing_format": packing}, layout[1]
+
+
+def modelopt_blocks() -> tuple[dict[str, Any], Quantise]:
+    """FP8 with a scale for each block of 128 rows and columns, in four dimensions."""
+
+    def quantise(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        parts, values = deepseek(128, 128)[1](weight)
+        scales = np.asarray(parts["weight_scale_inv"])
+        return {"weight": parts["weight"], "weight_scale": scales[:, None, :, None]}, values
+
+    return {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8_PB_WO"}}, quantise
+
+
+def mxfp4() -> tuple[dict[str, Any], Quantise]:
+    """compressed-tensors in MXFP4: an exponent for each 32 weights."""
+    config = compressed("nvfp4-pack-quantized")[0] | {"format": "mxfp4-pack-quantized"}
+
+    def quantise(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        groups = weight.reshape(len(weight), -1, 32)
+        exponents = np.ceil(np.log2(np.abs(groups).max(2) / 6))
+        codes, values = _nearest_of_4_bits(groups, 2.0 ** exponents[..., None])
+        codes = codes.reshape(weight.shape)
+        parts = {
+            "weight_packed": codes[:, ::2] | codes[:, 1::2] << 4,
+            "weight_scale": (exponents + 127).astype(np.uint8),
+        }
+        return parts, values.reshape(weight.shape)
+
+    return config, quantise
+
+
+def _nearest_of_4_bits(groups: Array, scales: Array) -> tuple[Array, Array]:
+    """Return the codes of floats of 4 bits nearest to numbers with a scale, and their values."""
+    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+    nearest = np.abs(np.abs(groups)[..., None] / np.maximum(scales, 1e-9)[..., None] - magnitudes).argmin(-1)
+    return (nearest + 8 * (groups < 0)).astype(np.uint8), np.sign(groups) * magnitudes[nearest] * scales
+
+
 def modelopt() -> tuple[dict[str, Any], Quantise]:
     return {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}, _nvfp4("weight", False)
 
@@ -182,16 +266,13 @@ def _scales_of(weight: Array, group: int) -> tuple[Array, Array]:
 
 
 def _nvfp4(codes_name: str, divides: bool) -> Quantise:
-    magnitudes = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
-
     def quantise(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
         of_all = np.float32(2.0 ** np.ceil(np.log2(np.abs(weight).max() / 6 / 448)))
         groups = weight.reshape(len(weight), -1, 16)
         scales = torch.from_numpy(np.abs(groups).max(2) / 6 / of_all).to(torch.float8_e4m3fn)
         wide = scales.float().numpy()[..., None] * of_all
-        nearest = np.abs(np.abs(groups)[..., None] / np.maximum(wide, 1e-9)[..., None] - magnitudes).argmin(-1)
-        values = np.sign(groups) * magnitudes[nearest] * wide
-        codes = (nearest + 8 * (groups < 0)).astype(np.uint8).reshape(weight.shape)
+        codes, values = _nearest_of_4_bits(groups, wide)
+        codes = codes.reshape(weight.shape)
         parts: dict[str, Array | Tensor] = {codes_name: codes[:, ::2] | codes[:, 1::2] << 4, "weight_scale": scales}
         parts |= {"weight_global_scale": (1 / of_all).reshape(1)} if divides else {"weight_scale_2": np.asarray(of_all)}
         parts |= {"input_scale": np.ones((), np.float32)}

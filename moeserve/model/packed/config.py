@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,10 @@ Config = Mapping[str, Any]
 
 # The layouts of GPTQ files: their zero points are stored less one, or as they are.
 _GPTQ_LAYOUTS = {"gptq": True, "gptq_v2": False}
+# The key in `config.json`; earlier of compressed-tensors, and of MLX.
+_KEYS = ("quantization_config", "compression_config", "quantization")
+# Files beside `config.json`, and whose they are.
+_FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": "modelopt"}
 # The dtype of most matrices, for a checkpoint that is known by its configuration alone.
 _INTEGERS = {4: "INT4_F16", 8: "INT8_ZERO"}
 
@@ -25,10 +30,22 @@ def quantization_in(directory: Path) -> QuantizationSpec | None:
         return None
     config = read_json(path)
     check_tree(config)
+    return quantization_spec(described_quantization(directory, config))
+
+
+def described_quantization(directory: Path, config: Config) -> Any:
+    """Return what tells the quantisation of the checkpoint in a folder: a part of its `config.json`, or, as programs
+    wrote it before that was usual, a file beside it. None without one. Raise ModelError."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
-        if part.get("quantization_config"):
-            return quantization_spec(part["quantization_config"])
+        for name in _KEYS:
+            if part.get(name):
+                return part[name]
+    for name, method in _FILES.items():
+        if (directory / name).is_file():
+            content = read_json(directory / name)
+            check_tree(content)
+            return {"quant_method": method, **content}
     return None
 
 
@@ -42,6 +59,8 @@ def quantization_spec(config: Any) -> QuantizationSpec | None:
     if not isinstance(config, Mapping):
         raise ModelError("The configuration's quantization_config must be an object.")
     method = config.get("quant_method")
+    if method is None and "group_size" in config:
+        raise _unsupported("Weights quantised for MLX")
     if method is None:
         raise ModelError("The configuration's quantization_config names no quant_method.")
     build = _METHODS.get(method) if isinstance(method, str) else None
@@ -65,13 +84,19 @@ def _fp8(config: Config) -> QuantizationSpec:
     block = config.get("weight_block_size")
     if not block:  # One scale of a matrix, or of each row.
         return QuantizationSpec("fp8", form="FP8_F32")
+    return QuantizationSpec("fp8", _two_sizes(block, "weight_block_size"))
+
+
+def _two_sizes(block: Any, name: str) -> tuple[int, int]:
     if not isinstance(block, list) or len(block) != 2 or not all(type(size) is int and size > 0 for size in block):
-        raise ModelError("The configuration's weight_block_size must be two positive numbers.")
-    return QuantizationSpec("fp8", (block[0], block[1]))
+        raise ModelError(f"The configuration's {name} must be two positive numbers.")
+    return block[0], block[1]
 
 
 def _gptq(config: Config) -> QuantizationSpec:
     layout = config.get("checkpoint_format") or "gptq"
+    if config.get("is_marlin_format"):
+        layout = "marlin"
     if not isinstance(layout, str) or layout not in _GPTQ_LAYOUTS:
         raise _unsupported(f"GPTQ weights in the layout {_shown(layout)}")
     form = _INTEGERS[_bits(config, "bits", "GPTQ")]
@@ -81,7 +106,7 @@ def _gptq(config: Config) -> QuantizationSpec:
 
 
 def _awq(config: Config) -> QuantizationSpec:
-    version = config.get("version") or "gemm"
+    version = config.get("version") or config.get("checkpoint_format") or "gemm"
     if not isinstance(version, str) or version.lower() != "gemm":
         raise _unsupported(f"AWQ weights in the layout {_shown(version)}")
     if _bits(config, "bits" if "bits" in config else "w_bit", "AWQ") != 4:
@@ -90,13 +115,20 @@ def _awq(config: Config) -> QuantizationSpec:
 
 
 def _auto_round(config: Config) -> QuantizationSpec:
-    """AutoRound writes the layouts of others."""
-    packing = str(config.get("packing_format") or "auto_round:auto_gptq").removeprefix("auto_round:")
-    if packing == "auto_gptq":
-        return _gptq({"bits": config.get("bits"), "desc_act": False})
-    if packing == "auto_awq":
+    """AutoRound writes the layouts of others; its first versions name them as the backend."""
+    _refuse_parts(config, "AutoRound weights", ("rotation_config", "spinquant_config"))
+    packing = str(config.get("packing_format") or config.get("backend") or "auto")
+    layout = packing.removeprefix("auto_round:")
+    if layout in _AUTO_ROUND_GPTQ:
+        return _gptq({"bits": config.get("bits"), "checkpoint_format": _AUTO_ROUND_GPTQ[layout]})
+    if layout in ("auto_awq", "awq"):
         return _awq({"bits": config.get("bits")})
-    raise _unsupported(f"AutoRound weights in the layout {_shown(packing)}")
+    raise _unsupported(f"AutoRound weights in the layout {_shown(layout)}")
+
+
+# The layouts of AutoRound that are GPTQ's.
+_AUTO_ROUND_GPTQ = dict.fromkeys(("auto", "auto_gptq", "gptq", "gptq:exllamav2"), "gptq")
+_AUTO_ROUND_GPTQ |= {"gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
 
 
 def _compressed(config: Config) -> QuantizationSpec:
@@ -104,21 +136,37 @@ def _compressed(config: Config) -> QuantizationSpec:
     form = config.get("format")
     if not isinstance(form, str) or form not in _COMPRESSED_FORMS:
         raise _unsupported(f"Compressed tensors in the format {_shown(form)}")
-    for name in ("sparsity_config", "transform_config"):
-        part = config.get(name)
-        if part and not (isinstance(part, Mapping) and part.get("format") == "dense"):
-            raise _unsupported(f"Compressed tensors with a {name}")
+    _refuse_parts(config, "Compressed tensors", ("sparsity_config", "transform_config"))
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ModelError("The configuration's quantization_config has no config_groups.")
     weights = [group.get("weights") if isinstance(group, Mapping) else None for group in groups.values()]
     if not all(isinstance(part, Mapping) for part in weights):
         raise ModelError("A group of the configuration's quantization_config does not say how weights are kept.")
-    bits = {_bits(part, "num_bits", "Compressed") for part in weights if part and part.get("type", "int") == "int"}
-    if len(bits) > 1 and form != "int-quantized":
-        raise _unsupported("Compressed tensors with codes of several widths")
-    width = bits.pop() if bits else 0
-    return QuantizationSpec("compressed-tensors", form=_COMPRESSED_FORMS[form] or _INTEGERS[width or 4], bits=width)
+    widths = tuple(
+        (_bits(part, "num_bits", "Compressed"), _group_size(part))
+        for part in weights
+        if part and part.get("type", "int") == "int"
+    )
+    usual = _INTEGERS[min(widths)[0] if widths else 4]
+    return QuantizationSpec(
+        "compressed-tensors", _block_of(weights), form=_COMPRESSED_FORMS[form] or usual, widths=widths
+    )
+
+
+def _group_size(weights: Config) -> int:
+    size = weights.get("group_size")
+    return size if type(size) is int and size > 0 else 0
+
+
+def _block_of(weights: list[Any]) -> tuple[int, int]:
+    """Return the rows and columns that share a scale where groups have scales of blocks, (1, 1) without such."""
+    blocks = [part.get("block_structure") for part in weights if part.get("strategy") == "block"]
+    if not blocks:
+        return 1, 1
+    if any(block != blocks[0] for block in blocks):
+        raise _unsupported("Compressed tensors in blocks of several sizes")
+    return _two_sizes(blocks[0], "block_structure")
 
 
 # The dtype of most matrices by the format of compressed tensors; empty where it goes by the bits of codes.
@@ -128,20 +176,48 @@ _COMPRESSED_FORMS = {
     "float-quantized": "FP8_F32",
     "naive-quantized": "FP8_F32",
     "nvfp4-pack-quantized": "NVFP4_F32",
+    "mxfp4-pack-quantized": "MXFP4",
     "mixed-precision": "",
 }
-_MODELOPT_FORMS = {"NVFP4": "NVFP4_F32", "FP8": "FP8_F32"}
+_MODELOPT_FORMS = {"NVFP4": "NVFP4_F32", "FP8": "FP8_F32", "FP8_PER_CHANNEL_PER_TOKEN": "FP8_F32"}
+_MODELOPT_BLOCKS = "FP8_PB_WO"
+_MODELOPT_FORMS |= {_MODELOPT_BLOCKS: "FP8_F32"}
 
 
 def _modelopt(config: Config) -> QuantizationSpec:
-    algorithm = config.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMS:
-        raise _unsupported(f"ModelOpt weights of the kind {_shown(algorithm)}")
-    return QuantizationSpec("modelopt", form=_MODELOPT_FORMS[algorithm])
+    inner = config.get("quantization")
+    part = inner if isinstance(inner, Mapping) else config
+    algorithms: list[Any] = [part.get("quant_algo")]
+    if algorithms == ["MIXED_PRECISION"]:
+        layers = part.get("quantized_layers")
+        if not isinstance(layers, Mapping) or not layers:
+            raise ModelError("The configuration's quantization_config has no quantized_layers.")
+        algorithms = [one.get("quant_algo") if isinstance(one, Mapping) else one for one in layers.values()]
+    for algorithm in algorithms:
+        if not isinstance(algorithm, str) or algorithm not in _MODELOPT_FORMS:
+            raise _unsupported(f"ModelOpt weights of the kind {_shown(algorithm)}")
+    usual = Counter(algorithms).most_common(1)[0][0]
+    block = (128, 128) if _MODELOPT_BLOCKS in algorithms else (1, 1)
+    return QuantizationSpec("modelopt", block, form=_MODELOPT_FORMS[usual])
 
 
-_METHODS = {"mxfp4": _mxfp4, "fp8": _fp8, "gptq": _gptq, "awq": _awq, "auto-round": _auto_round}
+_METHODS = {
+    "mxfp4": _mxfp4,
+    "fp8": _fp8,
+    "gptq": _gptq,
+    "awq": _awq,
+    "auto-round": _auto_round,
+    "intel/auto-round": _auto_round,
+}
 _METHODS |= {"compressed-tensors": _compressed, "modelopt": _modelopt}
+
+
+def _refuse_parts(config: Config, weights: str, names: tuple[str, ...]) -> None:
+    """Raise UnsupportedModel for a part of the configuration that changes how weights are multiplied."""
+    for name in names:
+        part = config.get(name)
+        if part and not (isinstance(part, Mapping) and part.get("format") == "dense"):
+            raise _unsupported(f"{weights} with a {name}")
 
 
 def _bits(config: Config, name: str, method: str) -> int:

@@ -23,11 +23,11 @@ def joined_matrices(index: Index, quantization: QuantizationSpec | None) -> dict
         return _joined_fp8(index, quantization.block)
     if quantization is None or quantization.kind not in _FINDERS:
         return dict(index)
-    endings, find = _FINDERS[quantization.kind]
-    joined = {name: info for name, info in index.items() if not name.endswith(endings)}
+    ends, others, find = _FINDERS[quantization.kind]
+    joined = {name: info for name, info in index.items() if not name.endswith((*ends, *others))}
     for name in index:
-        if name.endswith(endings[0]):
-            module = _Module(name.removesuffix(endings[0]), index)
+        if name.endswith(ends):
+            module = _Module(name.rpartition(".")[0], index)
             found = find(module, quantization)
             if not any(stored == f"{module.stem}.weight" for stored, _ in _packed(found).tensors.values()):
                 module.check_alone()
@@ -163,17 +163,20 @@ def _compressed(module: _Module, quantization: QuantizationSpec) -> TensorInfo:
     codes = "weight_packed" if module.has("weight_packed") else "weight"
     dtype = module.dtype(codes)
     if dtype == "U8":
-        return _nvfp4(module, module.take(codes, ("U8",), 2))
+        find = _mxfp4 if module.dtype("weight_scale") == "U8" else _nvfp4
+        return find(module, module.take(codes, ("U8",), 2))
     if dtype == "I32":
-        return _words(module, module.take(codes, ("I32",), 2), quantization.bits)
+        return _words(module, module.take(codes, ("I32",), 2), quantization.widths)
     found = module.take(codes, ("I8", "F8_E4M3"), 2)
     num_rows, depth = found[1].shape
-    tensors = {"codes": found, "scales": module.take("weight_scale", _FLOATS)}
-    rows, group = _shared_scales(module, tensors["scales"][1].shape, num_rows, depth)
+    scales = module.take("weight_scale" if module.has("weight_scale") else "weight_scale_inv", _FLOATS)
+    tensors = {"codes": found, "scales": scales}
+    rows, group = _shared_scales(module, scales[1].shape, (num_rows, depth), quantization.block)
     is_whole = group % 32 == 0
     if dtype == "F8_E4M3":
         part = PackedPart("fp8", tensors, 8, group, rows=rows)
         return module.joined(fp8_dtype(depth, group), (num_rows, depth), part)
+    module.check(depth % group == 0)
     if module.has("weight_zero_point"):
         tensors["zeros"] = module.take("weight_zero_point", ("I8",), 2)
         module.check(tensors["zeros"][1].shape == tensors["scales"][1].shape)
@@ -183,31 +186,58 @@ def _compressed(module: _Module, quantization: QuantizationSpec) -> TensorInfo:
     )
 
 
-def _shared_scales(module: _Module, shape: tuple[int, ...], num_rows: int, depth: int) -> tuple[int, int]:
-    """Return the numbers of rows and of columns that share a scale."""
+def _shared_scales(
+    module: _Module, shape: tuple[int, ...], matrix: tuple[int, int], block: tuple[int, int]
+) -> tuple[int, int]:
+    """Return the numbers of rows and of columns that share a scale. shape: of the scales; in blocks the last ones may
+    be narrower. block: of matrices that have blocks."""
+    if len(shape) == 4:  # ModelOpt's, with dimensions of 1.
+        shape = shape[::2]
     num_bands, num_groups = {0: (1, 1), 1: (*shape, 1), 2: shape}.get(len(shape), (0, 0))
+    num_rows, depth = matrix
     module.check(num_bands > 0 and num_groups > 0)
-    rows, group = -(-num_rows // num_bands), depth // num_groups
-    module.check(depth % num_groups == 0 and -(-num_rows // rows) == num_bands)
-    return rows, group
+    if block != (1, 1) and (num_bands, num_groups) == (-(-num_rows // block[0]), -(-depth // block[1])):
+        return block
+    module.check(num_rows % num_bands == 0 and depth % num_groups == 0)
+    return num_rows // num_bands, depth // num_groups
 
 
-def _words(module: _Module, codes: tuple[str, TensorInfo], bits: int) -> TensorInfo:
+def _words(module: _Module, codes: tuple[str, TensorInfo], widths: tuple[tuple[int, int], ...]) -> TensorInfo:
     num_rows, num_words = codes[1].shape
     scales = module.take("weight_scale", _FLOATS, 2)
-    module.check(bits > 0 and scales[1].shape[0] == num_rows)
-    depth, num_groups = num_words * 32 // bits, scales[1].shape[1]
-    module.check(depth % num_groups == 0)
+    num_groups = scales[1].shape[1]
+    bits = _width_of(module, num_words, num_groups, widths)
+    depth = num_words * 32 // bits
+    module.check(scales[1].shape[0] == num_rows and depth % num_groups == 0)
     tensors, group = {"codes": codes, "scales": scales}, depth // num_groups
     if module.has("weight_zero_point"):
-        tensors["zeros"] = module.take("weight_zero_point", ("I32",), 2)
-        module.check(tensors["zeros"][1].shape == (-(-num_rows * bits // 32), num_groups))
+        zeros = tensors["zeros"] = module.take("weight_zero_point", ("I32", "I8"), 2)
+        rows = num_rows if zeros[1].dtype == "I8" else -(-num_rows * bits // 32)
+        module.check(zeros[1].shape == (rows, num_groups))
     if module.has("weight_g_idx"):
         tensors["groups"] = module.take("weight_g_idx", ("I32",), 1)
         module.check(tensors["groups"][1].shape == (depth,))
     has_order = num_groups > 1 and "groups" in tensors
     part = PackedPart("words", tensors, bits, group, has_order=has_order)
     return module.joined(_integers(bits, scales[1], depth, group), (num_rows, depth), part)
+
+
+def _width_of(module: _Module, num_words: int, num_groups: int, widths: tuple[tuple[int, int], ...]) -> int:
+    """Return the bits of a code: where there are several widths, of the one whose groups these are."""
+    found = {bits for bits, _ in widths}
+    if len(found) > 1:
+        found = {
+            bits for bits, group in widths if num_words * 32 // bits == num_groups * group or num_groups == 1 > group
+        }
+    module.check(len(found) == 1)
+    return found.pop()
+
+
+def _mxfp4(module: _Module, codes: tuple[str, TensorInfo]) -> TensorInfo:
+    num_rows, depth = codes[1].shape[0], 2 * codes[1].shape[1]
+    scales = module.take("weight_scale", ("U8",), 2)
+    module.check(depth % 32 == 0 and scales[1].shape == (num_rows, depth // 32))
+    return module.joined("MXFP4", (num_rows, depth), PackedPart("mxfp4", {"codes": codes, "scales": scales}, 4, 32))
 
 
 def _nvfp4(module: _Module, codes: tuple[str, TensorInfo]) -> TensorInfo:
@@ -224,11 +254,10 @@ def _nvfp4(module: _Module, codes: tuple[str, TensorInfo]) -> TensorInfo:
 
 
 _Finder = Callable[[_Module, QuantizationSpec], TensorInfo]
-_WORDS = (".qweight", ".qzeros", ".scales", ".g_idx")
+_WORDS = (".qzeros", ".scales", ".g_idx")
 # Scales of activations and of keys and values are not used: activations have scales of their own here, and keys and
 # values are kept in full.
 _COMPRESSED = (
-    ".weight_scale",
     ".weight_packed",
     ".weight_shape",
     ".weight_zero_point",
@@ -237,15 +266,19 @@ _COMPRESSED = (
     ".weight_scale_2",
     ".input_scale",
     ".input_global_scale",
+    ".activation_scale",
+    ".output_scale",
     ".q_scale",
     ".k_scale",
     ".v_scale",
+    ".kv_scale",
 )
-# By kind: the endings of the tensors of a matrix, first of the one that each matrix has, and how to find the others.
-_FINDERS: dict[str, tuple[tuple[str, ...], _Finder]] = {
-    "gptq": (_WORDS, _gptq),
-    "awq": (_WORDS, _awq),
-    "compressed-tensors": (_COMPRESSED, _compressed),
-    "modelopt": (_COMPRESSED, _compressed),
-    "fp8": (_COMPRESSED, _compressed),
+_SCALES = (".weight_scale", ".weight_scale_inv")
+# By kind: the endings of the one tensor that each matrix has, those of its others, and how to find these.
+_FINDERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], _Finder]] = {
+    "gptq": ((".qweight",), _WORDS, _gptq),
+    "awq": ((".qweight",), _WORDS, _awq),
+    "compressed-tensors": (_SCALES, _COMPRESSED, _compressed),
+    "modelopt": (_SCALES, _COMPRESSED, _compressed),
+    "fp8": (_SCALES, _COMPRESSED, _compressed),
 }

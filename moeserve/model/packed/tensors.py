@@ -7,7 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from kernels.weight_formats import QuantizedRows, rows_of_codes, rows_of_fp8, rows_of_nvfp4, rows_of_pairs
+from kernels.weight_formats import (
+    QuantizedRows,
+    rows_of_codes,
+    rows_of_fp8,
+    rows_of_mxfp4,
+    rows_of_nvfp4,
+    rows_of_pairs,
+)
 from moeserve.model.spec import CheckpointError
 from moeserve.model.stored import PackedPart
 
@@ -119,7 +126,10 @@ def _zeros_of_words(part: PackedPart, read: Read) -> Tensor:
     num_rows, num_groups = part.tensors["scales"][1].shape
     if "zeros" not in part.tensors:
         return torch.full((num_rows, num_groups), 1 << part.bits - 1, dtype=torch.uint8)
-    return unpack(read("zeros").T, part.bits).T[:num_rows]
+    zeros = read("zeros")
+    if zeros.dtype == torch.int8:  # As earlier versions wrote them, one in a byte.
+        return (zeros + (1 << part.bits - 1)).view(torch.uint8)
+    return unpack(zeros.T, part.bits).T[:num_rows]
 
 
 def _words_numbers(part: PackedPart, read: Read) -> Tensor:
@@ -192,6 +202,15 @@ def _nvfp4(part: PackedPart, read: Read) -> QuantizedRows:
     return rows_of_nvfp4(read("codes"), read("scales"), _factor(part, read))
 
 
+def _mxfp4(part: PackedPart, read: Read) -> QuantizedRows:
+    scales = read("scales")
+    return rows_of_mxfp4(read("codes").view(*scales.shape, 16), scales)
+
+
+def _mxfp4_numbers(part: PackedPart, read: Read) -> Tensor:
+    return _mxfp4(part, read).dequantise()
+
+
 def _nvfp4_numbers(part: PackedPart, read: Read) -> Tensor:
     return _nvfp4(part, read).dequantise()
 
@@ -207,6 +226,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
 
 
 _READERS = {"gptq": _gptq, "awq": _awq, "words": _words, "codes": _codes, "fp8": _fp8, "nvfp4": _nvfp4}
+_READERS |= {"mxfp4": _mxfp4}
 _NUMBERS = {
     "gptq": _gptq_numbers,
     "awq": _awq_numbers,
@@ -214,4 +234,5 @@ _NUMBERS = {
     "codes": _codes_numbers,
     "fp8": _fp8_numbers,
     "nvfp4": _nvfp4_numbers,
+    "mxfp4": _mxfp4_numbers,
 }
