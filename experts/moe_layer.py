@@ -12,8 +12,8 @@ from experts.observer import AnyObserver
 from kernels.activation import Activation
 from kernels.cpu.experts import NativeExperts
 from kernels.linear import Linear
-from kernels.moe_gate import native_choice
-from kernels.ops import Experts, GatedBlock, NormWeights, Ops
+from kernels.moe_gate import NativeChoice, native_choice
+from kernels.ops import Experts, GatedBlock, Ops
 from kernels.specs import GateSpec
 
 # How tokens reach their experts: (x [T, H], ids [T, k], weights [T, k], experts, activation) -> [T, H], a new tensor
@@ -78,14 +78,14 @@ class RoutedExperts:
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x [T, H], ids [T, k] int64, weights [T, k] fp32 -> [T, H], a new tensor unless T is 0."""
-        self.observe(x, ids, weights)
+        self._observe(x, ids)
         return self._dispatch(x, ids, weights, self.experts, self._activation)
 
     def beside(self, x: Tensor, ids: Tensor, weights: Tensor, other: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the rows [T, H] as `__call__` does, and the result of `other`, computed while experts load."""
         if self._loading is None:
             return self(x, ids, weights), other()
-        self.observe(x, ids, weights)
+        self._observe(x, ids)
         return self._loading.while_loading(x, ids, weights, self._activation, other)
 
     def attended(self, residual: Tensor | None, shared: Tensor | None) -> None:
@@ -94,10 +94,11 @@ class RoutedExperts:
             for observer in self._observers:
                 observer.attended(self._place, residual, shared)
 
-    def observe(self, x: Tensor, ids: Tensor, weights: Tensor) -> None:
-        """Tell observers of the gate's choice; see `StepObserver.chose`."""
+    def _observe(self, x: Tensor, ids: Tensor) -> None:
         for observer in self._observers:
-            observer.chose(self._place, x, ids, weights)
+            observer.gated(self._place, x, ids)
+        for observer in self._observers:
+            observer.chose(self._place, ids)
 
     def serve_others(self, no_rows: Tensor, top_k: int) -> None:
         """Compute the rows that other ranks send while this rank has none. no_rows: [0, H]."""
@@ -138,8 +139,7 @@ class MoeLayer:
         self._choose = native_choice(gate, gate_spec, correction_bias)
         self._shared, self._shared_gate = shared, shared_gate
         self._serves_others = dispatch is not None
-        is_plain = dispatch is None and shared is None and gate_dtype is torch.float32
-        self._native = experts if is_plain and isinstance(experts, NativeExperts) else None
+        self._is_plain = dispatch is None and shared is None and gate_dtype is torch.float32
         self._activation = activation
         self._routed = RoutedExperts(experts, activation, dispatch or ops.compute_experts, place, observers)
 
@@ -170,23 +170,12 @@ class MoeLayer:
         out, of_shared = self._routed.beside(x, ids, weights, lambda: self._of_shared(shared, x, residual))
         return out.add_(of_shared)
 
-    def between_norms(
-        self, x: Tensor, residual: Tensor, before: NormWeights, after: NormWeights, multiplier: float
-    ) -> Tensor | None:
-        """Compute a layer from the mixer's result x [T, H] to the norm before the next mixer, in two calls of the
-        compiled kernels: add x times `multiplier` to `residual` in place, then the block's result for the norm of the
-        sum. x is overwritten. Return the norm of the last sum; None, and change nothing, where they do not compute it.
-        """
-        choose, experts = self._choose, self._native
-        if choose is None or experts is None or before.bias is not None or after.bias is not None:
+    def native(self) -> tuple[NativeChoice, NativeExperts, Activation] | None:
+        """Return what chooses and computes experts, if the compiled kernels do both and nothing else is computed."""
+        choose, experts = self._choose, self.experts
+        if choose is None or not self._is_plain or not isinstance(experts, NativeExperts):
             return None
-        tensors = x, residual, before.weight, after.weight
-        if not all(tensor.dtype is torch.float32 and tensor.is_contiguous() for tensor in tensors):
-            return None
-        normed, ids, weights = choose.after_sum(x, residual, before.weight, before.eps, multiplier)
-        self._routed.observe(normed, ids, weights)
-        self._routed.attended(residual, None)
-        return experts.added(normed, ids, weights, self._activation, residual, after.weight, after.eps, multiplier)
+        return choose, experts, self._activation
 
     def _of_shared(self, shared: GatedBlock, x: Tensor, residual: Tensor | None) -> Tensor:
         out = shared(x)

@@ -34,19 +34,26 @@ Result_contra = TypeVar("Result_contra", contravariant=True)
 class StepObserver(Generic[Plan_contra, Result_contra]):
     """Observes the steps of one rank. Every method does nothing by default.
 
-    Methods are called in the order below, in the thread that computes: `chose`, `arrived` and `attended` once per layer
-    with experts, which `layer` numbers from 0, `passed` once per layer of any kind. The next step begins after
-    `launched`; on a device with a queue it may begin before `end`. Steps end in their order; if one fails, `abandon`
-    comes in place of its `end`. Replaying a CUDA graph calls no method of its layers.
+    Methods are called in the order below, in the thread that computes: `gated`, `chose`, `arrived` and `attended` once
+    per layer with experts, which `layer` numbers from 0, `passed` once per layer of any kind. A step whose layers are
+    computed in one call has `chose_all` in place of all of these, unless an observer has `gated` or `attended`. The
+    next step begins after `launched`; on a device with a queue it may begin before `end`. Steps end in their order; if
+    one fails, `abandon` comes in place of its `end`. Replaying a CUDA graph calls no method of its layers.
     """
 
     def begin(self, plan: Plan_contra) -> None:
         """Observe that a step begins."""
 
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        """Observe the gate's choice for the rank's own rows, before any expert computes.
+    def gated(self, layer: int, x: Tensor, expert_ids: Tensor) -> None:
+        """Observe the gate's input x [T, H] and its choice, as `chose`, before any expert computes."""
 
-        x: [T, H]. expert_ids: [T, k] int64. weights: [T, k] fp32. T is 0 if the rank has only rows of other ranks.
+    def chose(self, layer: int, expert_ids: Tensor) -> None:
+        """Observe the gate's choice [T, k] int64 for the rank's own rows. T is 0 if it has only rows of other ranks."""
+
+    def chose_all(self, expert_ids: Tensor) -> None:
+        """Observe the choices of all gates [R, k] int64, layer by layer and row by row; all layers have experts.
+
+        All layers but the last have the same rows. The last one has the rows that need logits.
         """
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
@@ -78,3 +85,9 @@ class StepObserver(Generic[Plan_contra, Result_contra]):
 
 
 AnyObserver = StepObserver[Any, Any]
+
+
+def observes_states(observer: AnyObserver) -> bool:
+    """Return True if the observer reads states between the layers of a step, which change behind it."""
+    kind = type(observer)
+    return kind.gated is not StepObserver.gated or kind.attended is not StepObserver.attended

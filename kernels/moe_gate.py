@@ -54,10 +54,13 @@ class _Gate(Structure):
 
 
 class NativeChoice:
-    """Chooses experts for rows x [T, H] float32 with the bits of `select_experts` on the gate's logits."""
+    """Chooses experts for rows x [T, H] float32 with the bits of `select_experts` on the gate's logits.
+
+    address: of its `Gate` of gate.cpp.
+    """
 
     def __init__(self, gate: PanelLinear, spec: GateSpec, correction_bias: Tensor | None) -> None:
-        self._gate, self._correction_bias, self._top_k = gate, correction_bias, spec.top_k
+        self._gate, self._correction_bias, self.top_k = gate, correction_bias, spec.top_k
         of_chosen = softmax_of_chosen(spec, correction_bias is not None)
         self._record = _Gate(
             gate.address,
@@ -68,43 +71,18 @@ class NativeChoice:
             spec.norm_min,
             spec.scale,
         )
-        self._address = addressof(self._record)
+        self.address = addressof(self._record)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, the product is in float32")
         num_rows = x.shape[0]
-        ids = x.new_empty((num_rows, self._top_k), dtype=torch.int64)
-        weights = x.new_empty((num_rows, self._top_k))
+        ids = x.new_empty((num_rows, self.top_k), dtype=torch.int64)
+        weights = x.new_empty((num_rows, self.top_k))
         self._gate.kernels.choose_experts(
-            self._address, x.data_ptr(), x.stride(0), num_rows, ids.data_ptr(), weights.data_ptr()
+            self.address, x.data_ptr(), x.stride(0), num_rows, ids.data_ptr(), weights.data_ptr()
         )
         return ids, weights
-
-    def after_sum(
-        self, x: Tensor, residual: Tensor, norm: Tensor, eps: float, multiplier: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what `kernels.norm.rms_norm_of_sum` does, and the experts that are chosen for it and their weights.
-
-        x, residual [T, H] and norm [H], all contiguous in float32.
-        """
-        num_rows = x.shape[0]
-        normed = x.new_empty(x.shape)
-        ids = x.new_empty((num_rows, self._top_k), dtype=torch.int64)
-        weights = x.new_empty((num_rows, self._top_k))
-        self._gate.kernels.choose_after_sum(
-            self._address,
-            x.data_ptr(),
-            residual.data_ptr(),
-            num_rows,
-            multiplier,
-            norm.data_ptr(),
-            eps,
-            normed.data_ptr(),
-            ids.data_ptr(),
-            weights.data_ptr(),
-        )
-        return normed, ids, weights
 
 
 class NativeForesight:

@@ -105,7 +105,7 @@ class Prefetcher(PrefetchObserver):
 class RankPrefetcher(Prefetcher):
     """A prefetcher on one rank of several. It follows a layer once the loads that the layer needs have begun."""
 
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    def chose(self, layer: int, expert_ids: Tensor) -> None:
         self._own_ids = expert_ids
 
     def arrived(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
@@ -131,7 +131,7 @@ class GateRecall(StepObserver[PlannedStep, object]):
         self._num_rows = sum(len(chunk.token_ids) for chunk in plan.chunks)
         self._is_counting = self._prefetcher.is_on and self._num_rows > 0 and self._recall.is_counting
 
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    def gated(self, layer: int, x: Tensor, expert_ids: Tensor) -> None:
         if not self._is_counting or len(x) != self._num_rows:
             return
         every = -(-self._num_rows // _MAX_ROWS)

@@ -20,7 +20,10 @@ class HeardIds:
     __slots__ = ("_ids", "_narrow")
 
     def __init__(self, ids: Sequence[Tensor], narrow: torch.dtype) -> None:
-        """ids: [T, k] of each layer that computed any row. narrow: the dtype of the bytes."""
+        """ids: [T, k] of each layer that computed any row, or of several layers, one after another.
+
+        narrow: the dtype of the bytes.
+        """
         self._ids = ids
         self._narrow = narrow
 
@@ -42,15 +45,19 @@ class RoutingTap(AnyObserver):
 
     def __init__(self, num_layers: int, num_experts: int) -> None:
         """num_layers: the number of layers with experts."""
+        self._num_layers = num_layers
         self._chosen: list[Tensor | None] = [None] * num_layers
         self._narrow = torch.uint8 if num_experts <= 256 else torch.int16
 
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    def chose(self, layer: int, expert_ids: Tensor) -> None:
         self._chosen[layer] = expert_ids
+
+    def chose_all(self, expert_ids: Tensor) -> None:
+        self._chosen = [expert_ids]
 
     def clear(self) -> None:
         """Forget the ids of an earlier step. Called before a step."""
-        self._chosen = [None] * len(self._chosen)
+        self._chosen = [None] * self._num_layers
 
     def abandon(self, plan: object) -> None:
         self.clear()

@@ -99,7 +99,7 @@ class _PreparedRows:
 
 
 class AttentionBlock:
-    """The attention of one layer."""
+    """The attention of one layer. width: of its results. address: of its `Attention` of block.cpp."""
 
     def __init__(self, weights: AttentionWeights, qkv: PanelLinear, out: PanelLinear) -> None:
         def pointers(norms: tuple[Tensor, Tensor] | None) -> tuple[int | None, int | None]:
@@ -107,7 +107,7 @@ class AttentionBlock:
 
         # The weights keep the tensors alive whose addresses are in the record.
         self._weights = weights
-        self._run, self._width = qkv.kernels.attention_block, out.out_features
+        self.kernels, self.width = qkv.kernels, out.out_features
         self._record = _Attention(
             qkv.address,
             len(qkv.matrices),
@@ -123,7 +123,7 @@ class AttentionBlock:
             weights.window or 0,
             None if weights.sinks is None else weights.sinks.data_ptr(),
         )
-        self._address = addressof(self._record)
+        self.address = addressof(self._record)
         self._pools: tuple[Tensor, Tensor, _Pools] | None = None
 
     def __call__(
@@ -135,17 +135,28 @@ class AttentionBlock:
         """
         if x.dtype is not torch.float32:
             raise TypeError(f"x is {x.dtype}, the product is in float32")
+        rows, pools = self.rows_of(cos, sin, slots, plan), self.pools_of(keys, values)
+        result = x.new_empty((x.shape[0], self.width))
+        self.kernels.attention_block(
+            self.address, addressof(rows), addressof(pools), x.data_ptr(), x.stride(0), result.data_ptr()
+        )
+        return result
+
+    @staticmethod
+    def rows_of(cos: Tensor, sin: Tensor, slots: Tensor, plan: AttentionPlan) -> Structure:
+        """Return the `Rows` of block.cpp, which the plan keeps for all layers of a step."""
         prepared = plan.prepared.get("block")
         if not isinstance(prepared, _PreparedRows) or not prepared.are_of(cos, sin, slots):
             prepared = plan.prepared["block"] = _PreparedRows(cos, sin, slots, _rows(cos, sin, slots, plan))
-        rows = prepared.rows
+        return prepared.rows
+
+    def pools_of(self, keys: Tensor, values: Tensor) -> Structure:
+        """Return the `Pools` of block.cpp, which is kept until other pools come."""
         pools = self._pools
         if pools is None or pools[0] is not keys or pools[1] is not values:
             record = _Pools(keys.data_ptr(), values.data_ptr(), keys.shape[1], KINDS[keys.dtype])
             pools = self._pools = keys, values, record
-        result = x.new_empty((x.shape[0], self._width))
-        self._run(self._address, addressof(rows), addressof(pools[2]), x.data_ptr(), x.stride(0), result.data_ptr())
-        return result
+        return pools[2]
 
 
 def _rows(cos: Tensor, sin: Tensor, slots: Tensor, plan: AttentionPlan) -> _Rows:

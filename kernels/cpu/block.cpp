@@ -20,7 +20,6 @@ void moeserve_attention(const float* q, int64_t q_stride, int64_t num_heads, int
 }
 
 namespace moeserve {
-namespace {
 
 // What stays from step to step. Norms are weights or null: of whole queries and keys, or of each head [dim].
 struct Attention {
@@ -50,6 +49,8 @@ struct Pools {
   uint8_t *keys, *values;
   int64_t num_slots, kind;
 };
+
+namespace {
 
 constexpr int64_t kKeptFloats = 1 << 20;
 

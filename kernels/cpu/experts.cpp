@@ -6,8 +6,6 @@
 #include "matrix.h"
 #include "team.h"
 
-extern "C" void moeserve_norm_of_sum(float* x, float* residual, int64_t num_rows, int64_t width, double multiplier,
-                                     const float* weight, double eps, float* out);
 
 namespace moeserve {
 namespace {
@@ -294,18 +292,6 @@ extern "C" int64_t moeserve_experts(const MoeExperts* layer, const float* x, int
   step.rounded_hidden = step.rounded_x + x_bytes;
   run(shape, step, ids, weights, out, out_stride);
   return -1;
-}
-
-// moeserve_experts, and moeserve_norm_of_sum of its result, with rows of `hidden` floats side by side.
-extern "C" int64_t moeserve_add_experts(const MoeExperts* layer, const float* x, int64_t num_tokens, const int64_t* ids,
-                                        const float* weights, int64_t top_k, float* residual, double multiplier,
-                                        const float* norm, double eps, float* out) {
-  static thread_local std::vector<float> sums;
-  const int64_t hidden = layer->hidden;
-  float* sum = moeserve::scratch(sums, num_tokens * hidden);
-  const int64_t missing = moeserve_experts(layer, x, hidden, num_tokens, ids, weights, top_k, sum, hidden);
-  if (missing < 0) moeserve_norm_of_sum(sum, residual, num_tokens, hidden, multiplier, norm, eps, out);
-  return missing;
 }
 
 // out [num_tokens, hidden] = sum over k of weight * product, with the bits that moeserve_experts gives.

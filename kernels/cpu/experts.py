@@ -142,7 +142,7 @@ class NativeExperts(SplitExperts):
 
     def __init__(self, layout: PanelLayout, kernels: NativeKernels, num_experts: int) -> None:
         self._layout = layout
-        self._run, self._run_and_add = kernels.experts, kernels.add_experts
+        self._run = kernels.experts
         self._combine = kernels.combine
         self._packed: list[Tensor | None] = [None] * num_experts
         self._addresses = torch.zeros(num_experts, dtype=torch.int64)
@@ -189,40 +189,6 @@ class NativeExperts(SplitExperts):
         )
         return out
 
-    def added(
-        self,
-        x: Tensor,
-        expert_ids: Tensor,
-        expert_weights: Tensor,
-        activation: Activation,
-        residual: Tensor,
-        norm: Tensor,
-        eps: float,
-        multiplier: float,
-    ) -> Tensor:
-        """Return what `kernels.norm.rms_norm_of_sum` does for the result of the experts.
-
-        x, residual [T, H] in float32, ids and weights [T, k], and norm [H] in float32 are contiguous. T is at least 1.
-        """
-        num_tokens, top_k = expert_ids.shape
-        out = x.new_empty(x.shape)
-        missing = self._run_and_add(
-            self._address_for(activation),
-            x.data_ptr(),
-            num_tokens,
-            expert_ids.data_ptr(),
-            expert_weights.data_ptr(),
-            top_k,
-            residual.data_ptr(),
-            multiplier,
-            norm.data_ptr(),
-            eps,
-            out.data_ptr(),
-        )
-        if missing >= 0:
-            raise ValueError(f"expert {missing} is not here")
-        return out
-
     def _run_all(
         self, x: Tensor, expert_ids: Tensor, expert_weights: Tensor | None, activation: Activation, out: Tensor
     ) -> None:
@@ -233,7 +199,7 @@ class NativeExperts(SplitExperts):
         # A contiguous copy must outlive the call.
         expert_ids = expert_ids.contiguous()
         missing = self._run(
-            self._address_for(activation),
+            self.address_for(activation),
             x.data_ptr(),
             x.stride(0),
             num_tokens,
@@ -246,8 +212,8 @@ class NativeExperts(SplitExperts):
         if missing >= 0:
             raise ValueError(f"expert {missing} is not here")
 
-    def _address_for(self, activation: Activation) -> int:
-        """Return the address of what the kernel has to know of these experts, which stays as long as the activation."""
+    def address_for(self, activation: Activation) -> int:
+        """Return the address of the `MoeExperts` of experts.cpp, which stays as long as the activation."""
         if self._activation is not activation:
             shape = self._layout.shape
             check_gate(shape, activation)

@@ -11,12 +11,9 @@
 extern "C" {
 void moeserve_rms_norm(const float* x, int64_t x_stride, int64_t num_rows, int64_t width, const float* weight,
                        double eps, float* out, int64_t out_stride);
-void moeserve_norm_of_sum(float* x, float* residual, int64_t num_rows, int64_t width, double multiplier,
-                          const float* weight, double eps, float* out);
 }
 
 namespace moeserve {
-namespace {
 
 enum class Score : int64_t { kSoftmaxOfChosen, kSoftmax, kSigmoid };
 
@@ -30,6 +27,8 @@ struct Gate {
 
   int64_t num_experts() const { return product->width; }
 };
+
+namespace {
 
 // e^x as torch's softmax has it; x is at most 0.
 inline Floats exp_of_softmax(Floats x) {
@@ -183,13 +182,4 @@ extern "C" void moeserve_choose_experts(const moeserve::Gate* gate, const float*
     choose_row(*gate, logits + row * num_experts, choices + row * num_experts, ids + row * gate->top_k,
                weights + row * gate->top_k);
   });
-}
-
-// moeserve_norm_of_sum, and the choice of experts for its result, `normed`.
-extern "C" void moeserve_choose_after_sum(const moeserve::Gate* gate, float* x, float* residual, int64_t num_rows,
-                                          double multiplier, const float* weight, double eps, float* normed,
-                                          int64_t* ids, float* weights) {
-  const int64_t depth = gate->product->depth;
-  moeserve_norm_of_sum(x, residual, num_rows, depth, multiplier, weight, eps, normed);
-  moeserve_choose_experts(gate, normed, depth, num_rows, ids, weights);
 }

@@ -31,6 +31,7 @@ _SOURCES = (
     "elementwise.cpp",
     "sampling.cpp",
     "block.cpp",
+    "layers.cpp",
     "checksum.cpp",
     "team.cpp",
 )
@@ -58,13 +59,12 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "experts": (_P, _P, _N, _N, _P, _P, _N, _P, _N),
     "combine": (_P, _N, _N, _N, _P, _P, _N),
     "choose_experts": (_P, _P, _N, _N, _P, _P),
-    "choose_after_sum": (_P, _P, _P, _N, _R, _P, _R, _P, _P, _P),
-    "add_experts": (_P, _P, _N, _P, _P, _N, _P, _R, _P, _R, _P),
     "largest": (_P, _N, _N, _N, _P, _P),
     "foresee": (_P, _P, _P, _N, _P, _R, _N, _R, _P),
     "rms_norm": (_P, _N, _N, _N, _P, _R, _P, _N),
     "norm_of_sum": (_P, _P, _N, _N, _R, _P, _R, _P),
     "attention_block": (_P, _P, _P, _P, _N, _P),
+    "layers": (_P, _P, _P, _P, _P, _N, _P, _N, _P, _P, _P),
     "rotate_and_store": (_P, _N, _N, _N, _N, _N, _P, _P, _R, _P, _P, _N, _N, _P, _P, _P, _N, _N),
     "attention": (_P, _N, _N, _N, _N, _N, _P, _P, _N, _N, _N, _N, _P, _P, _P, _P, _R, _N, _P, _P),
     "short_conv": (_P, _N, _P, _P, _N, _N, _N, _P, _N, _P, _P, _N, _P),
@@ -79,7 +79,7 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
 
 # Those that return a number, and those that take microseconds: they keep the interpreter lock, since another thread may
 # hold it for longer than they compute.
-_COUNTING = ("experts", "add_experts", "foresee", "crc32")
+_COUNTING = ("experts", "layers", "foresee", "crc32")
 _SHORT = ("foresee",)
 
 
@@ -97,12 +97,11 @@ class NativeKernels:
     experts: Callable[..., int]
     combine: Callable[..., None]
     choose_experts: Callable[..., None]
-    choose_after_sum: Callable[..., None]
-    add_experts: Callable[..., int]
     largest: Callable[..., None]
     foresee: Callable[..., int]
     norm_of_sum: Callable[..., None]
     attention_block: Callable[..., None]
+    layers: Callable[..., int]
     rms_norm: Callable[..., None]
     rotate_and_store: Callable[..., None]
     attention: Callable[..., None]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from experts.moe_layer import MoeLayer
-from experts.observer import AnyObserver
+from experts.observer import AnyObserver, observes_states
 from experts.routing.gates import GatedBlock as AskedGate
 from kernels.cpu.attention_block import AttentionWeights, attention_block
+from kernels.cpu.layers import LayerParts, NativeLayers, native_layers
 from kernels.linear import Linear
 from kernels.ops import AttentionContext, Experts, GatedBlock, HeadLinear, NormWeights, Ops, StepInputs
 from kernels.state_rows import StateRows
@@ -26,13 +27,17 @@ from moeserve.model.rounding import look_up
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, ModelSpec, RopeSpec
 from moeserve.model.state_pool import StatePool, pools_by_layer
 
+# Rows of a step that is computed in one call. In longer steps others read which layers are done, for example to send
+# their keys and values, and Python between the layers takes no time to speak of.
+_ROWS_OF_ONE_CALL = 128
+
 
 class GqaAttention:
     """Multi-head attention with shared key-value heads; queries, keys and values come from one packed projection.
 
     qkv: rows of all query heads, then key heads, then value heads, then the gates of all query heads if there are any.
-    q_norm, k_norm: weights of ``head`` ([D]) or
-    ``flat`` norms. sinks: [H].
+    q_norm, k_norm: weights of ``head`` ([D]) or ``flat`` norms. sinks: [H]. block: all of it as one call of the
+    compiled kernels, None where they do not compute it.
     """
 
     def __init__(
@@ -60,7 +65,7 @@ class GqaAttention:
                 self._flat_norms = (NormWeights(q_norm, None, eps), NormWeights(k_norm, None, eps))
             else:
                 self._head_norms = (q_norm, k_norm)
-        self._block = None if spec.gated or spec.clip_qkv is not None else attention_block(self._weights())
+        self.block = None if spec.gated or spec.clip_qkv is not None else attention_block(self._weights())
 
     def _weights(self) -> AttentionWeights:
         spec, norms = self._spec, [norm.weight for norm in self._flat_norms]
@@ -82,9 +87,9 @@ class GqaAttention:
     def __call__(self, x: Tensor, step: StepInputs, keys: Tensor, values: Tensor | None) -> Tensor:
         """x [T, hidden] -> [T, hidden]. Writes the new keys and values into the pools [KV, num_slots, D]."""
         assert values is not None
-        if self._block is not None:
+        if self.block is not None:
             context = step.context
-            return self._block(x, step.cos, step.sin, context.slots, context.plan, keys, values)
+            return self.block(x, step.cos, step.sin, context.slots, context.plan, keys, values)
         spec, ops, num_tokens = self._spec, self._ops, x.shape[0]
         projected = self._qkv(x)
         qkv = projected[:, : self._width] if spec.gated else projected
@@ -272,17 +277,13 @@ class DecoderLayer:
         block = self.block
         return block(x, num_valid, residual) if isinstance(block, MoeLayer) else block(x)
 
-    def between_norms(
-        self, x: Tensor, residual: Tensor, num_valid: Tensor | None, next_norm: NormWeights, multiplier: float, ops: Ops
-    ) -> Tensor:
-        """Add x, the mixer's result, and the block's to `residual` in place, each times `multiplier`; return the norm
-        of the sum. x is overwritten."""
-        if isinstance(self.block, MoeLayer):
-            normed = self.block.between_norms(x, residual, self.post_norm, next_norm, multiplier)
-            if normed is not None:
-                return normed
-        normed = ops.norm_of_sum(x, residual, self.post_norm, multiplier)
-        return ops.norm_of_sum(self.feed_forward(normed, num_valid, residual), residual, next_norm, multiplier)
+    def native(self, next_norm: NormWeights, *, is_windowed: bool) -> LayerParts | None:
+        """Return the layer's parts if the compiled kernels compute all of them."""
+        attention = self.mixer.block if isinstance(self.mixer, GqaAttention) else None
+        experts = self.block.native() if isinstance(self.block, MoeLayer) else None
+        if attention is None or experts is None:
+            return None
+        return LayerParts(attention, *experts, self.post_norm, next_norm, is_windowed)
 
 
 class MtpLayer:
@@ -363,6 +364,7 @@ class Decoder:
         self._lm_head = lm_head
         self._rope = RopeTable(spec.rope, max_model_len, torch.float32 if ops.wide_angles else dtype, ops.device)
         self._observers = observers
+        self._native = _native_layers(spec, self._layers, self._next_norms) if dtype is torch.float32 else None
 
     def settle(self, begin_step: Callable[[int], None]) -> None:
         """Do nothing: there is nothing to choose. See `StepDecoder.settle`."""
@@ -403,6 +405,15 @@ class Decoder:
         if batch.window_attention is not None:
             windowed = StepInputs(step.cos, step.sin, batch.window_attention, batch.states)
         normed = ops.norm(residual, self._layers[0].input_norm)
+        if (
+            self._native is not None
+            and len(normed) <= _ROWS_OF_ONE_CALL
+            and not any(map(observes_states, self._observers))
+        ):
+            normed, chosen = self._native(normed, residual, step, windowed, kv_pools, rows)
+            for observer in self._observers:
+                observer.chose_all(chosen)
+            return normed
         last, multiplier = len(self._layers) - 1, spec.residual_multiplier
         for number, (layer, (keys, values), next_norm) in enumerate(
             zip(self._layers, kv_pools[: len(self._layers)], self._next_norms, strict=True)
@@ -414,10 +425,18 @@ class Decoder:
                 if not rows.shape[0]:
                     _serve_others(layer, residual)
                     return residual
-            normed = layer.between_norms(out, residual, num_valid, next_norm, multiplier, ops)
+            normed = ops.norm_of_sum(out, residual, layer.post_norm, multiplier)
+            out = layer.feed_forward(normed, num_valid, residual)
+            normed = ops.norm_of_sum(out, residual, next_norm, multiplier)
             for observer in self._observers:
                 observer.passed()
         return normed
+
+    def _one_call(self, num_rows: int) -> NativeLayers | None:
+        """Return the layers as one call; None where there is none or others have to observe what is between layers."""
+        if num_rows > _ROWS_OF_ONE_CALL or any(map(observes_states, self._observers)):
+            return None
+        return self._native
 
     def _embed(self, token_ids: Tensor) -> Tensor:
         embedded = look_up(self._embedding, token_ids).to(self.dtype)
@@ -444,6 +463,20 @@ class Decoder:
         for layer in self._layers:
             _serve_others(layer, no_rows)
         return no_rows
+
+
+def _native_layers(
+    spec: DecoderSpec, layers: Sequence[DecoderLayer], next_norms: Sequence[NormWeights]
+) -> NativeLayers | None:
+    """Return all layers as one call of the compiled kernels, None where they do not compute all parts of each."""
+    parts = [
+        layer.native(norm, is_windowed=window is not None)
+        for layer, norm, window in zip(layers, next_norms, spec.windows, strict=True)
+    ]
+    known = [part for part in parts if part is not None]
+    if not known or len(known) < len(parts):
+        return None
+    return native_layers(known, known[0].attention.kernels, spec.hidden_size, spec.residual_multiplier)
 
 
 def _serve_others(layer: DecoderLayer, no_rows: Tensor) -> None:

@@ -6,19 +6,23 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from experts.observer import AnyObserver
+from kernels.cpu.library import native_kernels
+from kernels.packed_experts import SplitExperts
 from kernels.specs import GateSpec
 from moeserve.model.decoder import Decoder
 from moeserve.model.families import build_spec, load_config
+from moeserve.model.rounding import INT8, NO_ROUNDING, Rounding
 from moeserve.model.spec import AttentionSpec, DecoderSpec, MlaSpec, MoeSpec
 from moeserve.model.weights import load_decoder
 from tests.support.paged_runner import PagedRunner
-from tests.support.tiny_models import CASES, save
+from tests.support.tiny_models import CASES, build, save
 
 _REQUESTS = [torch.randint(1, 128, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (21, 9, 70)]
 
@@ -74,8 +78,10 @@ class _Log(AnyObserver):
         self.heard: list[tuple[str, int, tuple[int, ...]]] = []
         self.num_passed = 0
 
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        assert len(x) == len(expert_ids) == len(weights)
+    def gated(self, layer: int, x: Tensor, expert_ids: Tensor) -> None:
+        assert len(x) == len(expert_ids)
+
+    def chose(self, layer: int, expert_ids: Tensor) -> None:
         self.heard.append(("chose", layer, tuple(expert_ids.shape)))
 
     def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
@@ -101,6 +107,91 @@ def test_observers_hear_of_every_layer_with_experts_and_of_the_stream_before_the
         for event in (("chose", layer, (count, top_k)), ("attended", layer, (count, spec.hidden_size)))
     ]
     assert log.num_passed == spec.num_layers
+
+
+class _Choices(AnyObserver):
+    """The chosen experts of the last step, layer by layer."""
+
+    def __init__(self) -> None:
+        self.parts: list[Tensor] = []
+        self.num_whole = 0
+
+    def chose(self, layer: int, expert_ids: Tensor) -> None:
+        self.parts.append(expert_ids)
+
+    def chose_all(self, expert_ids: Tensor) -> None:
+        self.parts.append(expert_ids)
+        self.num_whole += 1
+
+    def take(self) -> Tensor:
+        parts, self.parts = self.parts, []
+        return torch.cat(parts)
+
+
+class _StateChoices(_Choices):
+    """Observes inputs of gates, which a step that is one call does not show."""
+
+    def gated(self, layer: int, x: Tensor, expert_ids: Tensor) -> None:
+        assert len(x) == len(expert_ids)
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
+@pytest.mark.parametrize(
+    "rounding",
+    [NO_ROUNDING, replace(NO_ROUNDING, narrow=True), Rounding(INT8, INT8)],
+    ids=["float32", "bfloat16", "int8"],
+)
+@pytest.mark.parametrize(
+    ("case", "fields"),
+    [
+        ("mixtral", {}),
+        ("mixtral-window", {}),
+        ("olmoe-mha", {}),
+        ("granitemoe", {}),
+        ("gpt_oss", {}),
+        ("minimax_m2", {}),
+        ("qwen3_moe", {"mlp_only_layers": []}),
+    ],
+)
+def test_layers_in_one_call_have_the_bits_of_one_layer_after_another(
+    case: str, fields: dict[str, Any], rounding: Rounding, tmp_path: Path
+) -> None:
+    build(case, **fields).save_pretrained(tmp_path)
+    spec, at_once, by_layers = build_spec(load_config(tmp_path)), _Choices(), _StateChoices()
+    runners = [
+        PagedRunner(load_decoder(tmp_path, spec, max_model_len=80, observers=[heard], rounding=rounding), _REQUESTS)
+        for heard in (at_once, by_layers)
+    ]
+    steps = [([(0, 0, 7), (2, 0, 61)], [3, 6, 67]), ([(2, 61, 62)], None), ([(1, 0, 8), (0, 7, 20)], [])]
+    steps += [([(2, 62, 70), (0, 20, 21), (1, 8, 9)], [9, 7])]
+    for chunks, logit_rows in steps:
+        whole, parts = (runner.step(chunks, logit_rows) for runner in runners)
+        assert torch.equal(whole, parts)
+        assert torch.equal(at_once.take(), by_layers.take())
+    assert (at_once.num_whole, by_layers.num_whole) == (len(steps), 0)
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
+def test_a_long_step_is_computed_layer_by_layer(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    spec, heard = build_spec(load_config(tmp_path)), _Choices()
+    tokens = [1 + place % 100 for place in range(200)]
+    decoder = load_decoder(tmp_path, spec, max_model_len=200, observers=[heard])
+    PagedRunner(decoder, [tokens]).step([(0, 0, 200)])
+    assert not heard.num_whole
+    assert len(heard.parts) == spec.num_layers
+
+
+@pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
+def test_an_absent_expert_fails_a_step_in_one_call(tmp_path: Path) -> None:
+    save("mixtral", tmp_path)
+    decoder = load_decoder(tmp_path, build_spec(load_config(tmp_path)), max_model_len=80)
+    experts = decoder.experts[1]
+    assert isinstance(experts, SplitExperts)
+    for expert in range(len(experts)):
+        experts.drop(expert)
+    with pytest.raises(ValueError, match="is not here"):
+        PagedRunner(decoder, _REQUESTS).step([(0, 0, 4)])
 
 
 def _gqa(**fields: object) -> object:

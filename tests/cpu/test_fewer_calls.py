@@ -10,19 +10,14 @@ from torch import Tensor
 
 from experts.memory.eviction import lru
 from experts.memory.residency import ResidencyControl
-from experts.moe_layer import MoeLayer
-from experts.observer import AnyObserver
 from experts.prediction.planning import SURE, LookaheadPlanner
-from kernels.activation import Activation
 from kernels.attention import paged_attention
 from kernels.attention_plan import AttentionPlan, ChunkSpan
 from kernels.cpu.attention_block import AttentionWeights, attention_block
 from kernels.cpu.library import native_kernels
 from kernels.linear import Linear, join, pack_linear
-from kernels.moe import pack_experts
 from kernels.moe_gate import native_choice, native_foresight, select_experts
 from kernels.norm import rms_norm, rms_norm_of_sum
-from kernels.ops import CpuOps, NormWeights
 from kernels.rope_kv import rotate_and_store
 from kernels.sampling import likeliest
 from kernels.specs import GateSpec
@@ -178,54 +173,6 @@ def test_a_norm_of_a_sum_has_the_bits_of_the_sum_and_the_norm(shape: tuple[int, 
     found = rms_norm_of_sum(x.clone(), residual, weight, 1e-6, multiplier)
     assert torch.equal(residual, total)
     assert torch.equal(found, rms_norm(total, weight, 1e-6))
-
-
-class _Heard(AnyObserver):
-    """Keeps copies of all that it is told."""
-
-    def __init__(self) -> None:
-        self.tensors: list[Tensor] = []
-
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
-        self.tensors += [x.clone(), expert_ids.clone(), weights.clone()]
-
-    def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
-        assert shared is None
-
-
-@pytest.mark.parametrize("multiplier", [1.0, 0.37])
-@pytest.mark.parametrize("num_rows", [1, 5, 40])
-def test_a_block_of_experts_between_its_norms_has_the_bits_of_its_parts(num_rows: int, multiplier: float) -> None:
-    ops, activation = CpuOps(), Activation("silu")
-    gate = pack_linear(torch.randn(6, 64))
-    experts = pack_experts(torch.randn(6, 96, 64) / 8, torch.randn(6, 64, 48) / 8)
-    norms = [NormWeights(torch.rand(64), None, 1e-5) for _ in range(2)]
-    heard = [_Heard(), _Heard()]
-    blocks = [
-        MoeLayer(ops, gate, NORMALISED, experts, activation, gate_dtype=torch.float32, observers=[observer])
-        for observer in heard
-    ]
-    x, residual = torch.randn(num_rows, 64), torch.randn(num_rows, 64)
-    residuals = [residual.clone(), residual.clone()]
-    normed = ops.norm_of_sum(x.clone(), residuals[0], norms[0], multiplier)
-    parts = ops.norm_of_sum(blocks[0](normed), residuals[0], norms[1], multiplier)
-    at_once = blocks[1].between_norms(x.clone(), residuals[1], norms[0], norms[1], multiplier)
-    assert at_once is not None
-    assert torch.equal(at_once, parts)
-    assert torch.equal(*residuals)
-    assert all(map(torch.equal, heard[0].tensors, heard[1].tensors))
-    assert len(heard[1].tensors) == 3
-
-
-def test_a_block_whose_norms_have_biases_or_whose_rows_lie_apart_is_not_two_calls() -> None:
-    experts = pack_experts(torch.randn(4, 64, 32), torch.randn(4, 32, 32))
-    gate = pack_linear(torch.randn(4, 32))
-    block = MoeLayer(CpuOps(), gate, NORMALISED, experts, Activation("silu"), gate_dtype=torch.float32)
-    norm, other = (NormWeights(torch.rand(32), bias, 1e-5) for bias in (None, torch.rand(32)))
-    x = torch.randn(3, 32)
-    assert block.between_norms(x.clone(), x.clone(), norm, norm, 1.0) is not None
-    assert block.between_norms(x, x.clone(), norm, other, 1.0) is None
-    assert block.between_norms(x.repeat(1, 2)[:, :32], x.clone(), norm, norm, 1.0) is None
 
 
 @pytest.mark.parametrize("width", [1, 17, 1024, 5000])

@@ -44,9 +44,9 @@ def test_own_rows_are_followed_once_the_loads_have_begun_and_also_where_no_rows_
             self.followed.append((layer, expert_ids.tolist()))
 
     observer = Followed()
-    x, ids, weights = torch.zeros(1, NUM_EXPERTS), torch.tensor([[2, 3]]), torch.ones(1, 2)
+    ids = torch.tensor([[2, 3]])
     for layer, come in enumerate(([[2, -1]], [])):
-        observer.chose(layer, x, ids, weights)
+        observer.chose(layer, ids)
         assert len(observer.followed) == layer
         arrived = torch.tensor(come, dtype=torch.int64).view(-1, 2)
         observer.arrived(layer, torch.eye(NUM_EXPERTS)[: len(come)], arrived, torch.ones(len(come), 2))
@@ -59,14 +59,13 @@ def test_gates_are_judged_by_the_rows_at_home(num_rows: int) -> None:
     observer = GateRecall(PrefetchObserver(), gates(3), recall)
     rows = torch.eye(NUM_EXPERTS)[torch.tensor([1, 2] * 10)[:num_rows]] + 0.1 * torch.eye(NUM_EXPERTS)[0]
     right, wrong = rows.topk(TOP_K).indices, (-rows).topk(TOP_K).indices
-    weights = torch.ones(right.shape)
     observer.begin(plan(num_rows))
-    observer.chose(2, rows, wrong, weights)
+    observer.gated(2, rows, wrong)
     observer.abandon(plan(num_rows))
     for _ in range(2):
         observer.begin(plan(num_rows))
         for layer, chosen in enumerate((wrong, right, wrong)):
-            observer.chose(layer, rows, chosen, weights)
+            observer.gated(layer, rows, chosen)
         observer.launched()
         observer.begin(plan(0))
         observer.launched()
@@ -85,6 +84,6 @@ def test_rows_that_a_layer_leaves_out_are_not_judged() -> None:
     observer.begin(plan(16))
     for layer, count in enumerate((16, 8)):
         chosen = rows[:count].topk(TOP_K).indices
-        observer.chose(layer, rows[:count], chosen, torch.ones(chosen.shape))
+        observer.gated(layer, rows[:count], chosen)
     observer.launched()
     assert recall.counts() == []

@@ -42,10 +42,12 @@ def test_logits_keep_their_bits_and_all_choices_are_heard(case: str, tmp_path: P
 
 def test_a_tap_hears_the_ids_that_the_gate_gave() -> None:
     logits = torch.randn(5, 300)
-    ids, weights = select_experts(logits, GateSpec(4, renormalise=True))
+    ids, _ = select_experts(logits, GateSpec(4, renormalise=True))
     tap = RoutingTap(1, 300)
-    tap.chose(0, torch.zeros(5, 8), ids, weights)
+    tap.chose(0, ids)
     shape = RoutingShape(1, 300, 4, last_is_sparse=False)
+    np.testing.assert_array_equal(unpack(bytes(tap.take()), shape, 5, [])[0], ids.numpy())
+    tap.chose_all(ids)
     np.testing.assert_array_equal(unpack(bytes(tap.take()), shape, 5, [])[0], ids.numpy())
 
 

@@ -98,7 +98,7 @@ class Heard(AnyObserver):
     def passed(self) -> None:
         self.num_passed += 1
 
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    def gated(self, layer: int, x: Tensor, expert_ids: Tensor) -> None:
         self.choices[layer] = x, expert_ids
 
 

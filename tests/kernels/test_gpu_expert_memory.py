@@ -124,7 +124,7 @@ class HeardPreviews(AnyObserver):
         self._num_layers = len(blocks)
         self.said: dict[tuple[str, bool, int, int], Tensor] = {}
 
-    def chose(self, layer: int, x: Tensor, *_: Tensor) -> None:
+    def gated(self, layer: int, x: Tensor, _: Tensor) -> None:
         self._hear(Tap.EARLY, layer, x)
 
     def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:

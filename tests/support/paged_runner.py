@@ -68,12 +68,17 @@ class PagedRunner:
         ]
         if self._states is not None:
             self._states.begin(planned)
+        attention, of_windows = (
+            PagedRows(torch.tensor(slots), AttentionPlan(spans, self._block_size)) for _ in range(2)
+        )
+        has_windows = any(window is not None for window in self._decoder.spec.windows)
         batch = ForwardBatch(
             torch.tensor(tokens),
             torch.tensor(positions),
-            PagedRows(torch.tensor(slots), AttentionPlan(spans, self._block_size)),
+            attention,
             None if logit_rows is None else torch.tensor(logit_rows, dtype=torch.int64),
             states=None if self._states is None else state_rows(planned),
+            window_attention=of_windows if has_windows else None,
         )
         with torch.inference_mode():
             return self._decoder.forward(batch, self._pools)

@@ -110,7 +110,7 @@ class _Seen(AnyObserver):
         self.choices: dict[int, tuple[Tensor, Tensor]] = {}
         self.shared: dict[int, Tensor] = {}
 
-    def chose(self, layer: int, x: Tensor, expert_ids: Tensor, weights: Tensor) -> None:
+    def gated(self, layer: int, x: Tensor, expert_ids: Tensor) -> None:
         self.choices[layer] = x, expert_ids
 
     def attended(self, layer: int, residual: Tensor, shared: Tensor | None) -> None:
