@@ -53,7 +53,8 @@ class RoutingTap(AnyObserver):
         self._chosen[layer] = expert_ids
 
     def chose_all(self, expert_ids: Tensor) -> None:
-        self._chosen = [expert_ids]
+        self.clear()
+        self._chosen[0] = expert_ids
 
     def clear(self) -> None:
         """Forget the ids of an earlier step. Called before a step."""

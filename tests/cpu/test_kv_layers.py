@@ -17,6 +17,7 @@ from moeserve.engine.memory_plan import plan_model
 from moeserve.engine.planner import build_scheduler
 from moeserve.engine.rank import StepProgress
 from moeserve.kv_transfer import TicketOffice
+from moeserve.model import decoder
 from moeserve.plan import Request, SamplingParams
 from moeserve.scheduling.steps import LocalExecutor, Steps
 from tests.support.tiny_models import save
@@ -31,6 +32,8 @@ CONFIG = ServeConfig(
 def test_layers_that_are_sent_while_a_step_is_computed_are_those_of_the_step(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # As in a long step: a step of few rows is one call, during which no layer is said to be computed.
+    monkeypatch.setattr(decoder, "_ROWS_OF_ONE_CALL", 0)
     save(case, tmp_path)
     rank = load_rank(tmp_path, plan_model(tmp_path, CONFIG), CONFIG, lambda _: None).start()
     assert rank.kv_pool is not None

@@ -47,6 +47,9 @@ def test_a_tap_hears_the_ids_that_the_gate_gave() -> None:
     tap.chose(0, ids)
     shape = RoutingShape(1, 300, 4, last_is_sparse=False)
     np.testing.assert_array_equal(unpack(bytes(tap.take()), shape, 5, [])[0], ids.numpy())
+    tap.chose_all(ids[1:])
+    tap.chose_all(ids)
+    tap.clear()
     tap.chose_all(ids)
     np.testing.assert_array_equal(unpack(bytes(tap.take()), shape, 5, [])[0], ids.numpy())
 
