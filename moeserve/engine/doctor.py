@@ -40,7 +40,7 @@ from moeserve.model.families import build_spec, is_native, load_config, read_mod
 from moeserve.model.kv_pool import kv_block_bytes, kv_pool_bytes, window_demand, windowed
 from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding
 from moeserve.model.sizes import ParameterCount, count_parameters, expected_index, stored_dtype
-from moeserve.model.spec import CheckpointError, DecoderSpec, MlaSpec, ModelError, ModelSpec
+from moeserve.model.spec import DecoderSpec, MissingWeights, MlaSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
 from moeserve.settings.quantities import parse_size
@@ -154,7 +154,7 @@ class Setup:
 def examine(folder: Path) -> KnownModel:
     """Read a folder that holds config.json and perhaps weights.
 
-    Raise ModelError, also for a type that is not served.
+    Raise ModelError, also for a type that is not served and for damaged weights.
     """
     if not is_native(read_model_type(folder), "auto"):
         return _examine_borrowed(folder)
@@ -163,7 +163,7 @@ def examine(folder: Path) -> KnownModel:
     assumptions = []
     try:
         index = read_index(folder)
-    except CheckpointError as error:
+    except MissingWeights as error:
         reason = f"{error} Sizes" if has_weights(folder) else "There are no weights: sizes"
         assumptions.append(f"{reason} go by config.json.")
         dtype = stored_dtype(config.get("dtype") or config.get("torch_dtype"))

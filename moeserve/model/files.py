@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from moeserve.model.spec import CheckpointError, ModelError
+from moeserve.model.spec import CheckpointError, MissingWeights, ModelError
 
 _MIB = 2**20
 # The beginning of what Git LFS leaves in the place of a file that it has not fetched.
@@ -62,7 +62,7 @@ def check_weights_file(path: Path) -> int:
     if not start:
         raise CheckpointError(f"{path} is empty: download it again.")
     if start == _LFS_POINTER:
-        raise CheckpointError(f"{path} is a pointer of Git LFS and no weights: run git lfs pull in its folder.")
+        raise MissingWeights(f"{path} is a pointer of Git LFS and no weights: run git lfs pull in its folder.")
     return size
 
 

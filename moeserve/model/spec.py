@@ -332,6 +332,10 @@ class CheckpointError(ModelError):
     """The weight files are missing, damaged or do not fit the configuration."""
 
 
+class MissingWeights(CheckpointError):
+    """Weight files are not there, in part or in a form that is read."""
+
+
 # The message for weights that load but compute no finite numbers.
 NO_NUMBERS = "The model's answer to a first prompt is not finite numbers: its weights are damaged."
 

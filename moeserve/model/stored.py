@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from moeserve.model.files import check_weights_file, read_json
-from moeserve.model.spec import CheckpointError, ModelError
+from moeserve.model.spec import CheckpointError, MissingWeights, ModelError
 
 if TYPE_CHECKING:
     from moeserve.model.gguf.parts import GgufPart
@@ -81,10 +81,10 @@ def read_headers(directory: Path) -> dict[str, TensorInfo]:
     if len(others) == 1:
         return _read_header(others[0])
     if others:
-        raise CheckpointError(f"{directory} holds {len(others)} safetensors files but no {_INDEX}.")
+        raise MissingWeights(f"{directory} holds {len(others)} safetensors files but no {_INDEX}.")
     if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
-        raise CheckpointError(f"{directory} holds pickled weights only; moeserve reads safetensors.")
-    raise CheckpointError(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
+        raise MissingWeights(f"{directory} holds pickled weights only; moeserve reads safetensors.")
+    raise MissingWeights(f"There are no weights in {directory}: neither {_SINGLE} nor {_INDEX}.")
 
 
 def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
@@ -99,7 +99,7 @@ def _read_sharded(directory: Path) -> dict[str, TensorInfo]:
         if file.parent != directory:
             raise CheckpointError(f"{path} names a file outside its folder.")
         if not file.is_file():
-            raise CheckpointError(f"{file.name} is missing from {directory}.")
+            raise MissingWeights(f"{file.name} is missing from {directory}.")
         tensors |= _read_header(file)
     for name, file in files.items():
         if name not in tensors:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from math import prod
@@ -27,7 +29,7 @@ from moeserve.model.gpu.kernels import expert_storage
 from moeserve.model.hf.spec import read_transformers_spec
 from moeserve.model.kv_pool import kv_block_bytes
 from moeserve.model.sizes import count_parameters, expected_index
-from moeserve.model.spec import ModelError
+from moeserve.model.spec import CheckpointError, ModelError
 from moeserve.model.state_pool import state_row_bytes
 from tests.support.checkpoints import spec_of
 from tests.support.fp8 import to_fp8
@@ -411,10 +413,38 @@ def try_values(whole: dict[str, Any], tmp_path: Path) -> None:
     assert answers > len(whole)
 
 
-def test_damaged_weights_are_named_and_sizes_go_by_the_configuration(tmp_path: Path, machine: None) -> None:
-    save("mixtral", tmp_path)
-    (tmp_path / "model.safetensors").write_bytes(b"nothing")
-    assert "truncated or not a safetensors file: download it again. Sizes go by config.json." in ask(tmp_path).stdout
+@pytest.mark.parametrize("model_type", ["mixtral", "starcoder2"])
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda data: data[:-100], r"is truncated, \d+ of \d+ bytes are there: download it again\.$"),
+        (lambda data: bytes(7) + b"\x80" + data[8:], "is truncated or not a safetensors file: download it again"),
+        (lambda data: data[:8] + b"[]" + b" " * (len(data) - 10), "is damaged, its header is no list of tensors"),
+    ],
+)
+def test_damaged_weights_are_refused_in_the_sentence_of_a_start(
+    model_type: str, damage: Callable[[bytes], bytes], sentence: str, tmp_path: Path, machine: None
+) -> None:
+    save(model_type, tmp_path) if model_type in CASES else save_tiny(model_type, tmp_path)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(damage(path.read_bytes()))
+    result = ask(tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert re.match(rf"^Error: model\.safetensors {sentence}", result.stderr)
+    with pytest.raises(CheckpointError, match=sentence):
+        read_index(tmp_path)
+
+
+@pytest.mark.parametrize("content", [None, b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"])
+def test_of_weights_that_are_not_all_there_sizes_go_by_the_configuration(
+    content: bytes | None, tmp_path: Path, machine: None
+) -> None:
+    save("mixtral", tmp_path, max_shard_size="500KB")
+    path = sorted(tmp_path.glob("*.safetensors"))[1]
+    path.unlink() if content is None else path.write_bytes(content)
+    said = ask(tmp_path).stdout
+    assert re.search(rf"{path.name} is [^\n]*\. Sizes go by config\.json\.", said)
+    assert "moeserve serve MODEL: fits" in said
 
 
 def test_weights_that_do_not_fit_the_configuration_are_one_sentence(tmp_path: Path, machine: None) -> None:

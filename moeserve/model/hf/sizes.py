@@ -16,7 +16,7 @@ from moeserve.model.hf.modelling import ModellingCode, empty_model, read_hf_conf
 from moeserve.model.hf.spec import TransformersSpec, describe, experts_by_layer
 from moeserve.model.hf.weights import Source, WeightMap, map_weights, num_loaded_bytes
 from moeserve.model.sizes import stored_dtype
-from moeserve.model.spec import CheckpointError
+from moeserve.model.spec import MissingWeights
 from moeserve.model.stored import TensorInfo, item_bits
 
 _NOWHERE = Path("config.json")
@@ -70,7 +70,7 @@ def size_model(folder: Path) -> SizedModel:
     assumptions = []
     try:
         read_index(folder)
-    except CheckpointError as error:
+    except MissingWeights as error:
         reason = f"{error} Sizes" if has_weights(folder) else "There are no weights: sizes"
         assumptions.append(f"{reason} go by config.json.")
         dtype = stored_dtype(config.dtype)
