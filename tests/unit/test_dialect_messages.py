@@ -136,6 +136,12 @@ def test_results_come_in_the_order_of_their_calls() -> None:
     assert ids == [["call_1", "call_2"], ["call_2", "call_9"], ["call_2"]]
 
 
+def test_a_result_without_its_call_and_a_call_without_its_result_are_taken() -> None:
+    trimmed = said(user([tool_result("toolu_1", "sun")]), assistant([tool_use("toolu_2")]), user("never mind"))
+    assert [message["role"] for message in trimmed] == ["tool", "assistant", "user"]
+    assert trimmed[0]["content"] == "sun"
+
+
 def test_messages_of_one_role_are_one_turn() -> None:
     assert said(user("a"), user([text("b")]), assistant("c"), assistant([text("d")]), user("e")) == [
         user("a\nb"),
