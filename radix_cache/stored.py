@@ -30,8 +30,8 @@ from radix_cache.worth_queue import WorthQueue
 NAME_BYTES = 16
 # A file that is used has a new time of last use written to it when the old one is as many seconds old.
 _STAMP_SECONDS = 3600.0
-# A clock that goes back by more seconds was set; by fewer it was corrected.
-_SET_BACK_SECONDS = 60.0
+# A clock that is off by more seconds was set; by fewer it was corrected.
+_SET_SECONDS = 60.0
 # Rows of the queue are weighed in units of as many bytes.
 _WEIGHED_BYTES = 1024
 
@@ -100,7 +100,8 @@ class StoredBlocks:
         self._fingerprint = fingerprint
         self._max_bytes = max_bytes
         self._max_age = max_age
-        self._now = 0.0
+        # Seconds since the epoch, and the same at the beginning of the clock that nobody sets.
+        self._now, self._beginning = 0.0, 0.0
         # The block that was used longest ago first.
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()
         self._queue: WorthQueue[bytes] = WorthQueue(_excess)
@@ -172,14 +173,17 @@ class StoredBlocks:
             first += 1
         return first
 
-    def set_time(self, now: float) -> None:
+    def set_time(self, now: float, steady: float) -> None:
         """Set the time, in seconds since the epoch, and remove blocks that were not used for long.
 
-        Where the clock was set back, blocks that were used later than now count as used now.
+        steady: the seconds of a clock that nobody sets. Where the other one was set, times of last use move with it:
+        blocks are as old as before.
         """
-        if now < self._now - _SET_BACK_SECONDS:
+        jump = now - steady - self._beginning
+        if abs(jump) > _SET_SECONDS:
+            self._beginning += jump
             for entry in self._entries.values():
-                entry.used_at = min(entry.used_at, now)
+                self._set_used_at(entry, min(entry.used_at + jump, now))
         self._now = now
         while self._entries:
             name, entry = next(iter(self._entries.items()))
@@ -218,10 +222,12 @@ class StoredBlocks:
         entry = self._entries.get(name)
         if entry is None:
             return
-        block, seconds = entry.block, used_at(self._now, depth)
-        entry.used_at = seconds
-        self._entries.move_to_end(block.name)
-        self._queue.put(block.name, entry.account, self._queue.age + 1)
+        self._entries.move_to_end(name)
+        self._queue.put(name, entry.account, self._queue.age + 1)
+        self._set_used_at(entry, used_at(self._now, depth))
+
+    def _set_used_at(self, entry: _Entry, seconds: float) -> None:
+        block, entry.used_at = entry.block, seconds
         if abs(seconds - block.used_at) > _STAMP_SECONDS:
             entry.block = StoredBlock(block.name, block.folder, block.num_bytes, seconds)
             self._stamps.append((block.path, seconds))

@@ -331,7 +331,7 @@ class LowerTier:
     def take_jobs(self, now: float, num_running: int) -> list[CopyJob]:
         """Return the jobs that are to begin. now: in seconds since the epoch. num_running: requests."""
         jobs, self._new_jobs = self._new_jobs, []
-        self._stored.set_time(now)
+        self._stored.set_time(now, self._pace.now)
         for rank, (cache, tree) in enumerate(zip(self._caches, self._trees, strict=True)):
             if rank in self._writing:
                 continue
@@ -349,6 +349,7 @@ class LowerTier:
         """Take note of the end of a job. Return the requests that go back to the queue."""
         job, counters, cache = result.job, self.counters, self._caches[result.job.rank]
         num_bytes = sum(result.num_bytes)
+        self._stored.set_time(now, self._pace.now)
         if job.chores is not None:
             self._stored.end_removals(job.chores.removals)
         if job.is_write:

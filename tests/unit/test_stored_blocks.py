@@ -80,29 +80,29 @@ def test_the_account_that_has_most_gives_way() -> None:
 def test_blocks_that_were_not_used_for_long_go_and_used_ones_get_a_new_time() -> None:
     blocks = stored(max_age=10_000.0)
     used, unused = put(blocks, "", list(range(8)), 0.0), put(blocks, "", list(range(50, 58)), 0.0)
-    blocks.set_time(8_000.0)
+    blocks.set_time(8_000.0, 8_000.0)
     blocks.touch(used)
     chores = blocks.take_chores()
     assert chores is not None
     assert [seconds for _, seconds in chores.stamps] == [7_999.0, 8_000.0]
-    blocks.set_time(12_000.0)
+    blocks.set_time(12_000.0, 12_000.0)
     blocks.check()
     assert [name in blocks for name in (*used, *unused)] == [True, True, False, False]
 
 
-def test_blocks_age_from_now_on_if_the_clock_is_set_back() -> None:
+@pytest.mark.parametrize("jump", [-950_000.0, 30_000.0])
+def test_a_clock_that_is_set_makes_no_block_older_and_files_get_times_by_it(jump: float) -> None:
     blocks = stored(max_age=10_000.0)
-    blocks.set_time(1_000_000.0)
-    first, second = (put(blocks, "", [start, start, start, start], 1_000_000.0) for start in range(2))
-    blocks.set_time(50_000.0)
-    assert blocks.oldest_age == 0
-    blocks.touch(second)
+    blocks.set_time(1_000_000.0, 500.0)
+    names = put(blocks, "", [0, 0, 0, 0], 999_000.0) + put(blocks, "", [1, 1, 1, 1], 1_000_000.0)
+    blocks.set_time(1_005_000.0 + jump, 5_500.0)
+    assert (len(blocks), blocks.oldest_age) == (2, 6_000.0)
     chores = blocks.take_chores()
     assert chores is not None
-    assert [seconds for _, seconds in chores.stamps] == [50_000.0]
-    blocks.set_time(60_001.0)
+    assert [seconds for _, seconds in chores.stamps] == [999_000.0 + jump, 1_000_000.0 + jump]
+    blocks.set_time(1_009_500.0 + jump, 10_000.0)
     blocks.check()
-    assert not any(name in blocks for name in (*first, *second))
+    assert [name in blocks for name in names] == [False, True]
 
 
 def test_dropping_a_namespace_leaves_the_others() -> None:

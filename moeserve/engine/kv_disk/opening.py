@@ -97,7 +97,7 @@ def open_kv_disk(context: RunContext, rank: Rank) -> KvDisk:
         files.describe(msgspec.json.encode(about) + b"\n")
         stored = StoredBlocks(secret, fingerprint, config.kv_disk_size, _DAY_SECONDS * config.kv_disk_age)
         now = time.time()
-        stored.set_time(now)
+        stored.set_time(now, time.monotonic())
         found = sorted(scan(root, now), key=lambda block: (block.used_at, block.name))
         for block in found:
             stored.put(block)
