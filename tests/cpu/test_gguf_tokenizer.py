@@ -11,7 +11,8 @@ from tokenizers import Regex, pre_tokenizers
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX as QWEN2
 from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX as QWEN35
 
-from moeserve.model.gguf.header import read_gguf
+from moeserve.model.gguf.config import generation_config_of
+from moeserve.model.gguf.header import GgufHeader, read_gguf
 from moeserve.model.gguf.tokenizer import build_tokenizer, tokenizer_config_of
 from moeserve.model.spec import ModelError
 
@@ -138,6 +139,22 @@ def test_texts_begin_with_the_bos_token_where_the_file_or_its_family_says_so(
     assert tokens == ["<s>"] * has_bos + ["h", "i"]
     spm = build_tokenizer(metadata_of(*pieces()) | fields)
     assert (spm.encode("a").ids[0] == 1) == fields.get("tokenizer.ggml.add_bos_token", True)
+
+
+@pytest.mark.parametrize(
+    ("eos", "tokens", "ends"),
+    [
+        (1, ["<|endoftext|>", "<|im_end|>", "<|im_start|>"], [1, 0]),
+        (2, ["<|endoftext|>", "<|end|>", "<|return|>", "<|call|>"], [2, 0, 3]),
+        (0, ["</s>", "<|end|>"], [0, 1]),
+    ],
+)
+def test_answers_end_with_all_tokens_that_end_them_in_published_models(
+    eos: int, tokens: list[str], ends: list[int]
+) -> None:
+    fields = {"tokens": [*tokens, "<|end|>"], "token_type": [3] * len(tokens) + [1], "eos_token_id": eos}
+    header = GgufHeader({f"tokenizer.ggml.{name}": value for name, value in fields.items()}, {}, ())
+    assert generation_config_of(header) == {"eos_token_id": ends}
 
 
 def test_the_demos_own_file_gives_the_demos_tokens() -> None:

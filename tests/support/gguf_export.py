@@ -23,6 +23,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {}),
     "qwen2moe": ("qwen2_moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
+    "qwen3vlmoe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
     "qwen3next": ("qwen3_next", {"mlp_only_layers": []}),
     "qwen35": ("qwen3_5_text", {}),
     "qwen35moe": ("qwen3_5_moe_text", {}),

@@ -19,6 +19,12 @@ _SIGMOID = 2
 _TOKEN_IDS = {"eos_token_id": "eos_token_id", "bos_token_id": "bos_token_id", "pad_token_id": "padding_token_id"}
 # Tokens that end a turn, beside the end of the text.
 _ENDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+# The texts of tokens that end a turn or the text in the `generation_config.json` of published models. Files name one.
+_ENDING_TEXTS = frozenset(("<|im_end|>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|eom_id|>", "<|end|>"))
+# In the Harmony format, which has both of these, `<|end|>` ends a message, after which there may be others.
+_HARMONY_ENDS = frozenset(("<|return|>", "<|call|>"))
+# Kinds of tokens in `tokenizer.ggml.token_type`: control and user-defined.
+_NO_TEXT = (3, 4)
 
 
 class Fields:
@@ -75,8 +81,18 @@ def config_of(header: GgufHeader) -> Config:
 def generation_config_of(header: GgufHeader) -> Config:
     """Return `generation_config.json`: the tokens that end an answer."""
     ids = [header.metadata.get(f"tokenizer.ggml.{name}") for name in _ENDS]
-    ends = list(dict.fromkeys(token for token in ids if type(token) is int))
+    ends = list(dict.fromkeys([*(token for token in ids if type(token) is int), *_ending_tokens(header.metadata)]))
     return {"eos_token_id": ends} if ends else {}
+
+
+def _ending_tokens(metadata: Mapping[str, Any]) -> list[int]:
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list) or not isinstance(types, list):
+        return []
+    found = {token: i for i, (token, kind) in enumerate(zip(tokens, types, strict=False)) if kind in _NO_TEXT}
+    is_harmony = found.keys() >= _HARMONY_ENDS
+    ending = _ENDING_TEXTS - {"<|end|>"} | _HARMONY_ENDS if is_harmony else _ENDING_TEXTS
+    return sorted(token_id for token, token_id in found.items() if token in ending)
 
 
 def _token_ids(header: GgufHeader) -> Config:
@@ -377,6 +393,9 @@ _BUILDERS: Mapping[str, Callable[[Fields], Config]] = {
     "qwen3": _qwen3,
     "qwen2moe": _qwen2moe,
     "qwen3moe": _qwen3moe,
+    # Without images the positions of all parts of a head are the same, as in other models.
+    "qwen3vlmoe": _qwen3moe,
+    "qwen3vl": _qwen3,
     "qwen3next": _qwen3next,
     "qwen35": _qwen35,
     "qwen35moe": _qwen35moe,
