@@ -23,7 +23,7 @@ from moeserve.model.expert_weights import expert_shape
 from moeserve.model.families import build_spec, is_native, load_config, read_model_type
 from moeserve.model.files import is_gguf_folder
 from moeserve.model.kv_pool import kv_block_bytes, window_demand
-from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file
+from moeserve.model.rounding import FLOATS_OF_8_BITS, NO_ROUNDING, Rounding, format_in_file, shown_format
 from moeserve.model.spec import DecoderSpec, ModelError, ModelSpec
 from moeserve.model.state_pool import state_row_bytes
 from moeserve.model.stored import TensorInfo
@@ -353,9 +353,7 @@ def rounding_of(config: ServeConfig, spec: ModelSpec, index: Mapping[str, Tensor
         return NO_ROUNDING
     rounding = Rounding.named(config.quantization, config.expert_quantization, config.arithmetic)
     stored = {
-        form.name if form.name == info.dtype.lower() else f"{form.name} (rounded from {info.dtype})"
-        for info in index.values()
-        if (form := format_in_file(info.dtype)) is not None
+        shown_format(info.dtype, form) for info in index.values() if (form := format_in_file(info.dtype)) is not None
     }
     if spec.quantization is not None and spec.quantization.kind == "mxfp4":
         stored.add(spec.quantization.kind)

@@ -6,9 +6,12 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
+from gguf.quants import dequantize
 
 import moeserve.device
 from experts.errors import ExpertStoreError
@@ -20,6 +23,8 @@ from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
+from moeserve.model.gguf.recoded import recode
+from moeserve.model.rounding import format_in_file
 from moeserve.model.weights import load_decoder
 from tests.support.gguf_export import write_gguf
 from tests.support.llm_prompts import assert_same_alone_together_and_with_few_experts
@@ -126,6 +131,19 @@ def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(
     # Experts were packed out of the file, and out of an expert file only where one was asked for.
     assert not (tmp_path / "cache" / "experts").exists()
     assert list((tmp_path / "store").glob("*/experts.bin"))
+
+
+@pytest.mark.parametrize("kind", [Kind.IQ4_NL, Kind.IQ4_XS, Kind.Q3_K])
+def test_kinds_without_a_format_are_kept_in_one_that_holds_their_values(kind: Kind) -> None:
+    block, block_bytes = GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(3)
+    blocks = draw.integers(0, 256, (7, 512 // block, block_bytes), dtype=np.uint8)
+    scale = slice(-2, None) if kind is Kind.Q3_K else slice(2)  # float16
+    blocks[..., scale] = draw.uniform(-1, 1, (7, 512 // block, 1)).astype("<f2").view(np.uint8)
+    rows = recode(kind.name, blocks.reshape(7, -1), 512)
+    assert rows is not None
+    assert rows.format is format_in_file(kind.name)
+    assert np.array_equal(rows.dequantise().numpy(), dequantize(blocks.reshape(7, -1), kind))
 
 
 def test_a_file_that_changes_while_experts_are_read_from_it_gets_one_sentence(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from kernels.weight_formats import FORMATS, Q8_0, QuantizedRows, joined_rows
 from moeserve.model.gguf.header import GgufTensor
 from moeserve.model.gguf.parts import GgufPart, Heads
+from moeserve.model.gguf.recoded import recode
 from moeserve.model.spec import CheckpointError
 
 _Array = np.ndarray[Any, np.dtype[Any]]
@@ -158,5 +159,8 @@ def _packed(tensor: GgufTensor, *, holds_pages: bool = False) -> QuantizedRows:
     form = FORMATS.get(tensor.kind.lower())
     if form is not None:
         return QuantizedRows(form, torch.from_numpy(_by_rows(tensor, holds_pages=holds_pages)), depth)
+    held = recode(tensor.kind, _by_rows(tensor), depth)
+    if held is not None:
+        return held
     rounded = quantize(_numbers(tensor).float().numpy(), GGMLQuantizationType.Q8_0)
     return QuantizedRows(Q8_0, torch.from_numpy(rounded), depth)
