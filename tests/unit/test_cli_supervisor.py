@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -52,6 +52,13 @@ class Service:
     def leaves_nothing(self) -> bool:
         return not any(is_alive(pid) for pid in self.pids) and not list(self.run_root.iterdir())
 
+    def check_end(self, code: int, by: signal.Signals | None = None) -> None:
+        """Send a signal, if any. Raise AssertionError unless the service ends with this code and leaves nothing."""
+        if by is not None:
+            self.process.send_signal(by)
+        assert self.end() == code
+        assert self.leaves_nothing()
+
 
 def wait_until_dead(pids: list[int]) -> None:
     deadline = time.monotonic() + 60
@@ -76,7 +83,7 @@ def processes_with(argument: str) -> Iterator[int]:
 
 
 @pytest.fixture
-def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Service]]:
     services: list[Service] = []
 
     def start_service(**manners: str) -> Service:
@@ -92,55 +99,51 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
             service.process.stdout.close()
 
 
-def test_sigterm_drains_and_exits_with_zero(start):
-    service = start()
-    service.wait_until_ready()
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+@pytest.fixture
+def serve(start: Callable[..., Service]) -> Callable[..., Service]:
+    """Return a function that starts a service and waits until it is ready."""
+
+    def start_and_wait(**manners: str) -> Service:
+        service = start(**manners)
+        service.wait_until_ready()
+        return service
+
+    return start_and_wait
 
 
-def test_a_second_sigterm_stops_streams_at_once(start):
-    service = start(STANDIN_FRONTEND="has streams")
-    service.wait_until_ready()
+def test_sigterm_drains_and_exits_with_zero(serve):
+    service = serve()
+    service.check_end(0, by=signal.SIGTERM)
+
+
+def test_a_second_sigterm_stops_streams_at_once(serve):
+    service = serve(STANDIN_FRONTEND="has streams")
     service.process.send_signal(signal.SIGTERM)
     service.wait_for("frontend got a signal")
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 143
-    assert service.leaves_nothing()
+    service.check_end(143, by=signal.SIGTERM)
 
 
 @pytest.mark.parametrize("manner", ["", "has streams", "ignores signals"])
-def test_ctrl_c_stops_at_once_without_orphans(start, manner):
-    service = start(STANDIN_FRONTEND=manner)
-    service.wait_until_ready()
-    service.process.send_signal(signal.SIGINT)
-    assert service.end() == 130
-    assert service.leaves_nothing()
+def test_ctrl_c_stops_at_once_without_orphans(serve, manner):
+    service = serve(STANDIN_FRONTEND=manner)
+    service.check_end(130, by=signal.SIGINT)
 
 
 @pytest.mark.skipif(signal.getsignal(signal.SIGHUP) is signal.SIG_IGN, reason="nohup: a SIGHUP stays ignored")
-def test_sighup_drains_as_sigterm_does(start):
-    service = start(STANDIN_FRONTEND="has streams")
-    service.wait_until_ready()
+def test_sighup_drains_as_sigterm_does(serve):
+    service = serve(STANDIN_FRONTEND="has streams")
     service.process.send_signal(signal.SIGHUP)
     service.wait_for("frontend got a signal")
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 143
-    assert service.leaves_nothing()
+    service.check_end(143, by=signal.SIGTERM)
 
 
-def test_sigquit_stops_at_once(start):
-    service = start(STANDIN_FRONTEND="has streams")
-    service.wait_until_ready()
-    service.process.send_signal(signal.SIGQUIT)
-    assert service.end() == 131
-    assert service.leaves_nothing()
+def test_sigquit_stops_at_once(serve):
+    service = serve(STANDIN_FRONTEND="has streams")
+    service.check_end(131, by=signal.SIGQUIT)
 
 
-def test_sigusr1_tells_the_state_and_ends_nothing(start):
-    service = start()
-    service.wait_until_ready()
+def test_sigusr1_tells_the_state_and_ends_nothing(serve):
+    service = serve()
     service.wait_for("beating")
     service.process.send_signal(signal.SIGUSR1)
     said = service.wait_for("state")
@@ -149,21 +152,19 @@ def test_sigusr1_tells_the_state_and_ends_nothing(start):
     assert service.end() == 0
 
 
-def test_no_child_leaves_a_core_file_with_prompts_and_keys(start):
+def test_no_child_leaves_a_core_file_with_prompts_and_keys(serve):
     soft, hard = resource.getrlimit(resource.RLIMIT_CORE)
     resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
     try:
-        service = start()
+        service = serve()
     finally:
         resource.setrlimit(resource.RLIMIT_CORE, (soft, hard))
-    service.wait_until_ready()
     assert [resource.prlimit(pid, resource.RLIMIT_CORE)[0] for pid in service.pids] == [0, 0]
 
 
 @pytest.mark.slow
-def test_signals_to_the_whole_group_end_no_child(start):
-    service = start()
-    service.wait_until_ready()
+def test_signals_to_the_whole_group_end_no_child(serve):
+    service = serve()
     for number in (signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1):
         for pid in service.pids:
             os.kill(pid, number)
@@ -174,74 +175,61 @@ def test_signals_to_the_whole_group_end_no_child(start):
 
 
 @pytest.mark.slow
-def test_a_stopped_frontend_is_taken_for_hung_and_killed(start):
-    service = start(**HANGS)
-    service.wait_until_ready()
+def test_a_stopped_frontend_is_taken_for_hung_and_killed(serve):
+    service = serve(**HANGS)
     os.kill(service.pids[1], signal.SIGSTOP)
     assert service.wait_for("failed") == "failed The HTTP process hung (no heartbeat for 1 s) and was ended."
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
 @pytest.mark.slow
 def test_a_frontend_that_does_not_become_ready_ends_the_service(start):
     service = start(STANDIN_FRONTEND="is never ready", STANDIN_HTTP_READY="1")
     assert service.wait_for("failed") == "failed The HTTP process did not become ready within 1 s."
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
 def test_a_frontend_that_cannot_serve_the_model_says_why(start):
     service = start(STANDIN_FRONTEND="cannot serve the model")
     assert service.wait_for("failed") == "failed The tokenizer is none."
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
-def test_a_killed_worker_ends_the_service_with_a_sentence(start):
-    service = start()
-    service.wait_until_ready()
+def test_a_killed_worker_ends_the_service_with_a_sentence(serve):
+    service = serve()
     os.kill(service.pids[0], signal.SIGKILL)
     assert "model process was ended by SIGKILL" in service.wait_for("failed")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
-def test_a_worker_that_dies_during_a_drain_makes_the_exit_code_one(start):
-    service = start(STANDIN_FRONTEND="has streams")
-    service.wait_until_ready()
+def test_a_worker_that_dies_during_a_drain_makes_the_exit_code_one(serve):
+    service = serve(STANDIN_FRONTEND="has streams")
     service.process.send_signal(signal.SIGTERM)
     service.wait_for("frontend got a signal")
     os.kill(service.pids[0], signal.SIGKILL)
     service.wait_for("failed")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
-def test_a_frontend_that_is_killed_during_a_drain_makes_the_exit_code_one(start):
-    service = start(STANDIN_FRONTEND="has streams")
-    service.wait_until_ready()
+def test_a_frontend_that_is_killed_during_a_drain_makes_the_exit_code_one(serve):
+    service = serve(STANDIN_FRONTEND="has streams")
     service.process.send_signal(signal.SIGTERM)
     service.wait_for("frontend got a signal")
     os.kill(service.pids[1], signal.SIGKILL)
     assert "HTTP process was ended by SIGKILL" in service.wait_for("failed")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
-def test_a_killed_frontend_ends_the_service_with_a_sentence(start):
-    service = start()
-    service.wait_until_ready()
+def test_a_killed_frontend_ends_the_service_with_a_sentence(serve):
+    service = serve()
     os.kill(service.pids[1], signal.SIGKILL)
     assert "HTTP process was ended by SIGKILL" in service.wait_for("failed")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
 @pytest.mark.parametrize("manner", ["has streams", pytest.param("ignores signals", marks=pytest.mark.slow)])
-def test_a_killed_supervisor_leaves_nothing(start, manner):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_FRONTEND=manner)
-    service.wait_until_ready()
+def test_a_killed_supervisor_leaves_nothing(serve, manner):
+    service = serve(STANDIN_FRONTENDS="2", STANDIN_FRONTEND=manner)
     service.process.kill()
     # Clients are told: the HTTP processes do not die as the model process does.
     for _ in range(2):
@@ -261,9 +249,8 @@ def test_a_supervisor_killed_while_it_loads_leaves_nothing(start):
 
 
 @pytest.mark.slow
-def test_what_a_supervisor_leaves_that_was_killed_with_its_janitor_the_next_one_removes(start):
-    service = start()
-    service.wait_until_ready()
+def test_what_a_supervisor_leaves_that_was_killed_with_its_janitor_the_next_one_removes(serve):
+    service = serve()
     [run_dir] = service.run_root.iterdir()
     [janitor] = set(processes_with(str(run_dir))) - set(service.pids)
     os.kill(janitor, signal.SIGKILL)
@@ -283,27 +270,23 @@ def test_what_a_supervisor_leaves_that_was_killed_with_its_janitor_the_next_one_
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_taken_for_hung_and_killed(start):
-    service = start(**HANGS)
-    service.wait_until_ready()
+def test_a_stopped_worker_is_taken_for_hung_and_killed(serve):
+    service = serve(**HANGS)
     os.kill(service.pids[0], signal.SIGSTOP)
     assert "hung (no heartbeat for 1 s)" in service.wait_for("failed")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
 @pytest.mark.slow
-def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(start):
-    service = start(STANDIN_WORKER="hangs", **HANGS)
-    service.wait_until_ready()
+def test_a_busy_worker_whose_step_stands_still_is_taken_for_hung(serve):
+    service = serve(STANDIN_WORKER="hangs", **HANGS)
     assert "hung (busy without progress for 1 s)" in service.wait_for("failed")
     assert service.end() == 1
 
 
 @pytest.mark.slow
-def test_an_idle_worker_that_stands_still_is_taken_for_hung(start):
-    service = start(STANDIN_WORKER="wedges idle", **HANGS)
-    service.wait_until_ready()
+def test_an_idle_worker_that_stands_still_is_taken_for_hung(serve):
+    service = serve(STANDIN_WORKER="wedges idle", **HANGS)
     assert "hung (idle without progress for 1 s)" in service.wait_for("failed")
     assert service.end() == 1
 
@@ -311,8 +294,7 @@ def test_an_idle_worker_that_stands_still_is_taken_for_hung(start):
 def test_a_worker_that_cannot_serve_says_why_and_nothing_becomes_ready(start):
     service = start(STANDIN_WORKER="refuses")
     assert service.wait_for("failed") == "failed The model is too big for this machine."
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
 def test_a_crash_names_the_exit_code(start):
@@ -341,52 +323,41 @@ def test_a_killed_worker_is_started_again_as_another_engine(start):
     os.kill(new_worker, signal.SIGSEGV)
     assert "was ended by SIGSEGV" in service.wait_for("failed")
     service.wait_for("frontend hears of engine None")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
-def test_ranks_are_started_again_when_rank_0_has_ended_whatever_their_agent_does(start):
-    service = start(STANDIN_WORKER="is an agent", STANDIN_RESTARTS="1")
-    service.wait_until_ready()
+def test_ranks_are_started_again_when_rank_0_has_ended_whatever_their_agent_does(serve):
+    service = serve(STANDIN_WORKER="is an agent", STANDIN_RESTARTS="1")
     service.process.send_signal(signal.SIGUSR1)
     [rank] = re.findall(r"model process (\d+) ", service.wait_for("state"))
     assert int(rank) not in service.pids
     os.kill(int(rank), signal.SIGKILL)
     assert f"Rank 0 (process {rank}) ended; it is started again" in service.wait_for("notice")
     assert "serves again" in service.wait_for("notice")
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0, by=signal.SIGTERM)
 
 
 @pytest.mark.slow
-def test_a_hung_worker_is_started_again(start):
-    service = start(STANDIN_RESTARTS="1", **HANGS)
-    service.wait_until_ready()
+def test_a_hung_worker_is_started_again(serve):
+    service = serve(STANDIN_RESTARTS="1", **HANGS)
     os.kill(service.pids[0], signal.SIGSTOP)
     assert "hung (no heartbeat for 1 s) and was ended; it is started again" in service.wait_for("notice")
     assert "serves again" in service.wait_for("notice")
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0, by=signal.SIGTERM)
 
 
 @pytest.mark.slow
-def test_a_worker_that_hangs_while_it_loads_again_is_ended(start):
-    service = start(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2", **HANGS)
-    service.wait_until_ready()
+def test_a_worker_that_hangs_while_it_loads_again_is_ended(serve):
+    service = serve(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2", **HANGS)
     os.kill(service.pids[0], signal.SIGKILL)
     assert "was ended by SIGKILL" in service.wait_for("notice")
     assert "did not load its model again within" in service.wait_for("notice")
-    service.process.send_signal(signal.SIGINT)
-    assert service.end() == 130
-    assert service.leaves_nothing()
+    service.check_end(130, by=signal.SIGINT)
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_stopped_while_it_loads_again_is_ended_after_the_timeout_of_an_engine(start):
-    service = start(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2", **HANGS)
-    service.wait_until_ready()
+def test_a_worker_that_is_stopped_while_it_loads_again_is_ended_after_the_timeout_of_an_engine(serve):
+    service = serve(STANDIN_WORKER="loads for ever again", STANDIN_RESTARTS="2", **HANGS)
     before = descendants(service.process.pid)
     os.kill(service.pids[0], signal.SIGKILL)
     assert "was ended by SIGKILL" in service.wait_for("notice")
@@ -395,34 +366,28 @@ def test_a_worker_that_is_stopped_while_it_loads_again_is_ended_after_the_timeou
     os.kill(loading, signal.SIGSTOP)
     sentence = f"hung at its start (process {loading} was stopped for 1 s) and was ended; it is started again"
     assert sentence in service.wait_for("notice")
-    service.process.send_signal(signal.SIGINT)
-    assert service.end() == 130
-    assert service.leaves_nothing()
+    service.check_end(130, by=signal.SIGINT)
 
 
-def test_a_worker_that_dies_during_a_drain_is_started_again_for_the_streams(start):
-    service = start(STANDIN_FRONTEND="has streams", STANDIN_RESTARTS="1")
-    service.wait_until_ready()
+def test_a_worker_that_dies_during_a_drain_is_started_again_for_the_streams(serve):
+    service = serve(STANDIN_FRONTEND="has streams", STANDIN_RESTARTS="1")
     service.process.send_signal(signal.SIGTERM)
     service.wait_for("frontend got a signal")
     os.kill(service.pids[0], signal.SIGKILL)
     service.wait_for("frontend hears of engine 8")
     os.kill(service.pids[1], signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0)
 
 
 def test_a_worker_that_crashes_again_and_again_ends_the_service(start):
     service = start(STANDIN_WORKER="crashes", STANDIN_RESTARTS="2")
     assert "(1 of at most 2 in a row)" in service.wait_for("notice")
     assert service.wait_for("failed").endswith("ended with exit code 7.")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
-def test_a_killed_frontend_is_started_again_on_the_same_port(start):
-    service = start(STANDIN_RESTARTS="1")
-    service.wait_until_ready()
+def test_a_killed_frontend_is_started_again_on_the_same_port(serve):
+    service = serve(STANDIN_RESTARTS="1")
     os.kill(service.pids[1], signal.SIGKILL)
     assert "HTTP process was ended by SIGKILL" in service.wait_for("notice")
     service.wait_for("beating")
@@ -431,14 +396,12 @@ def test_a_killed_frontend_is_started_again_on_the_same_port(start):
     [new] = re.findall(r"HTTP process (\d+) heard", service.wait_for("state"))
     os.kill(int(new), signal.SIGKILL)
     assert "HTTP process was ended by SIGKILL" in service.wait_for("failed")
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
 @pytest.mark.slow
-def test_a_killed_frontend_of_two_is_started_again_and_hears_of_the_engine(start):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
-    service.wait_until_ready()
+def test_a_killed_frontend_of_two_is_started_again_and_hears_of_the_engine(serve):
+    service = serve(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
     worker, first, second = service.pids
     os.kill(second, signal.SIGKILL)
     said = service.wait_for("notice")
@@ -459,33 +422,26 @@ def test_a_killed_frontend_of_two_is_started_again_and_hears_of_the_engine(start
 
 
 @pytest.mark.slow
-def test_a_stopped_frontend_of_two_is_killed_and_started_again(start):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1", **HANGS)
-    service.wait_until_ready()
+def test_a_stopped_frontend_of_two_is_killed_and_started_again(serve):
+    service = serve(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1", **HANGS)
     os.kill(service.pids[1], signal.SIGSTOP)
     assert "HTTP process 0 hung (no heartbeat for 1 s) and was ended; it is started" in service.wait_for("notice")
     for _ in range(2):
         service.wait_for("beating")
     assert is_alive(service.pids[2])
     assert not is_alive(service.pids[1])
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0, by=signal.SIGTERM)
 
 
-def test_every_frontend_hears_of_the_next_engine(start):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
-    service.wait_until_ready()
+def test_every_frontend_hears_of_the_next_engine(serve):
+    service = serve(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
     os.kill(service.pids[0], signal.SIGKILL)
     assert [service.wait_for("frontend hears of engine 8") for _ in range(2)]
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0, by=signal.SIGTERM)
 
 
-def test_a_drain_waits_for_the_last_frontend(start):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_FRONTEND="has streams")
-    service.wait_until_ready()
+def test_a_drain_waits_for_the_last_frontend(serve):
+    service = serve(STANDIN_FRONTENDS="2", STANDIN_FRONTEND="has streams")
     service.process.send_signal(signal.SIGTERM)
     for _ in range(2):
         service.wait_for("frontend got a signal")
@@ -495,59 +451,46 @@ def test_a_drain_waits_for_the_last_frontend(start):
     assert is_alive(worker)
     assert is_alive(second)
     os.kill(second, signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0)
 
 
-def test_a_frontend_that_ends_too_often_lets_the_others_finish_and_ends_the_service(start):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_FRONTEND="has streams")
-    service.wait_until_ready()
+def test_a_frontend_that_ends_too_often_lets_the_others_finish_and_ends_the_service(serve):
+    service = serve(STANDIN_FRONTENDS="2", STANDIN_FRONTEND="has streams")
     worker, first, second = service.pids
     os.kill(first, signal.SIGKILL)
     assert "HTTP process 0 was ended by SIGKILL" in service.wait_for("failed")
     service.wait_for("frontend got a signal")
     assert is_alive(worker)
     os.kill(second, signal.SIGTERM)
-    assert service.end() == 1
-    assert service.leaves_nothing()
+    service.check_end(1)
 
 
-def test_a_frontend_that_is_between_two_lives_does_not_outlast_a_drain(start):
-    service = start(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
-    service.wait_until_ready()
+def test_a_frontend_that_is_between_two_lives_does_not_outlast_a_drain(serve):
+    service = serve(STANDIN_FRONTENDS="2", STANDIN_RESTARTS="1")
     os.kill(service.pids[1], signal.SIGKILL)
     service.wait_for("notice")
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0, by=signal.SIGTERM)
 
 
 @pytest.mark.slow
-def test_both_processes_that_die_at_once_are_started_again(start):
-    service = start(STANDIN_RESTARTS="1")
-    service.wait_until_ready()
+def test_both_processes_that_die_at_once_are_started_again(serve):
+    service = serve(STANDIN_RESTARTS="1")
     for pid in service.pids:
         os.kill(pid, signal.SIGKILL)
     service.wait_for("notice")
     service.wait_for("notice")
     service.wait_for("beating")
     service.wait_for("beating")
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0, by=signal.SIGTERM)
 
 
 def test_a_signal_between_two_lives_ends_the_service(start):
     service = start(STANDIN_WORKER="crashes", STANDIN_RESTARTS="1")
     service.wait_for("notice")
-    service.process.send_signal(signal.SIGINT)
-    assert service.end() == 130
-    assert service.leaves_nothing()
+    service.check_end(130, by=signal.SIGINT)
 
 
 def test_sigterm_while_loading_does_not_wait_for_the_worker(start):
     service = start(STANDIN_WORKER="loads for ever")
     service.wait_for("loading 1 2")
-    service.process.send_signal(signal.SIGTERM)
-    assert service.end() == 0
-    assert service.leaves_nothing()
+    service.check_end(0, by=signal.SIGTERM)
