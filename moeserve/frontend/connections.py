@@ -29,6 +29,7 @@ from moeserve.frontend.wills import Connection, WillLink
 
 log = structlog.get_logger(__name__)
 
+_TOO_LARGE = "Request headers are too large."
 _FRAMING = (b"content-length", b"transfer-encoding")  # the headers that say where a body ends
 _SECONDS_BETWEEN_PROBES = 0.2
 _POKES_AT_FIRST = 3
@@ -41,6 +42,10 @@ _AHEAD = 2  # a process that has this many connections more than another leaves 
 _PATIENCE_S = 0.02  # seconds that a connection is left to the others at most: a few turns of a busy core
 _PAUSE_S = 0.001
 _HURRY_S = 0.05  # seconds for which a process that has waited in vain waits no more
+
+
+class _Refused(Exception):
+    """A request whose head is refused. The message is a sentence for its client."""
 
 
 class BoundedHttpProtocol(HttpToolsProtocol):
@@ -60,7 +65,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     A request that offers another protocol (`Upgrade: h2c`, as Java's client does with each first one) is answered in
     this one, its body included, which httptools takes for bytes of the other. Trailers behind a chunked body are no
-    headers.
+    headers. A request of HTTP/1.1 that does not name one host gets 400 (RFC 9112, 3.2).
 
     places: of the process. wills: to whom last wills are left, load: where busy connections are counted, if anywhere.
     """
@@ -142,16 +147,17 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
-        except httptools.HttpParserError:
+        except httptools.HttpParserError as error:
             log.info("invalid_http")
-            self.send_400_response("Invalid HTTP request received.")
+            reason = error.__context__
+            self.send_400_response(str(reason) if isinstance(reason, _Refused) else "Invalid HTTP request received.")
             return
         if not self._in_headers:
             return
         # One packet may hold headers and body, so data counts only while the headers are not complete.
         self._received_bytes += len(data)
         if self._received_bytes > limits.MAX_HEADER_BYTES and not self.transport.is_closing():
-            self.send_400_response("Request headers are too large.")
+            self.send_400_response(_TOO_LARGE)
 
     def _feed(self, data: bytes) -> None:
         """Have the parser read. Raise HttpParserError."""
@@ -193,12 +199,14 @@ class BoundedHttpProtocol(HttpToolsProtocol):
             super().on_header(name, value)
         self._header_bytes += len(name) + len(value)
         if len(self.headers) > limits.MAX_HEADERS or self._header_bytes > limits.MAX_HEADER_BYTES:
-            raise ValueError("request headers are too large")
+            raise _Refused(_TOO_LARGE)
 
     def on_headers_complete(self) -> None:
         if self._repeats_head:
             self._repeats_head = False
             return
+        if [name for name, _ in self.headers].count(b"host") != 1 and self.parser.get_http_version() == "1.1":
+            raise _Refused("A request of HTTP/1.1 has one header Host.")
         self._in_headers = False
         self._received_bytes = 0
         self._disarm()

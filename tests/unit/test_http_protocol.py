@@ -534,6 +534,27 @@ def test_a_request_that_offers_another_protocol_is_answered_in_this_one(framed: 
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("request_", "status"),
+    [
+        (b"GET / HTTP/1.1\r\nconnection: close\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: x\r\nHost: y\r\nconnection: close\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nHost:\r\nconnection: close\r\n\r\n", 200),
+        (b"GET / HTTP/1.0\r\n\r\n", 200),
+    ],
+)
+def test_a_request_of_http_1_1_has_one_header_host(request_: bytes, status: int) -> None:
+    async def scenario() -> None:
+        async with Server(small, 10).listening() as port:
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as client:
+                client.sendall(request_)
+                received = await all_of(client)
+        assert received.split()[1] == str(status).encode()
+        assert received.endswith(b"{}" if status == 200 else b"\r\n\r\nA request of HTTP/1.1 has one header Host.")
+
+    run(scenario())
+
+
 def test_trailers_are_no_headers() -> None:
     request = (
         b"POST / HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\nconnection: close\r\n\r\n"
