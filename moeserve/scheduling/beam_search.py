@@ -37,7 +37,7 @@ class BeamSearch:
     def __init__(
         self, params: BeamParams, *, max_tokens: int, min_tokens: int = 0, stop_token_ids: Collection[int]
     ) -> None:
-        """min_tokens: a stop token that comes before is none that may be chosen."""
+        """min_tokens: up to this length no stop token may be chosen."""
         self.beams = [Beam()]
         self.is_done = False
         self._params = params
@@ -84,7 +84,7 @@ class BeamSearch:
         self.is_done = is_last or not beams or not self._may_improve(beams[0].total)
 
     def best(self) -> list[FoundText]:
-        """Return the answers, the best first, once the search is over; fewer than asked for if there are no more."""
+        """Return the answers, the best first, once the search is over: fewer than asked for if fewer were found."""
         return self._ended[: self._params.num_answers]
 
     def _may_improve(self, best_total: float) -> bool:

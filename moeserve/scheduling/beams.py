@@ -1,7 +1,7 @@
 """The beams of requests that search with beams: requests of their own, which share the blocks of their common text.
 
-A beam that two continuations follow is forked: full blocks are shared, the last one is copied. Where memory for the
-copy is short, the new beam computes its last tokens anew, as a preempted request does.
+A beam that two continuations follow is forked: full blocks are shared, the last one is copied. If memory for the copy
+is short, the new beam computes its last tokens again, as a preempted request does.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Beams:
             self._memories[beam.rank].attach(beam)
 
     def plan_copies(self, draft: PlanDraft) -> None:
-        """Have the step that is planned copy the blocks of beams that were forked since the last one."""
+        """Add the blocks of beams that were forked since the last step to the copies of the step in `draft`."""
         for group in self._groups.values():
             for fork in group.forks:
                 draft.copy(group.leader.rank, fork.copies, fork.window_copies)
@@ -122,7 +122,7 @@ class Beams:
         return [beam for beam in leader.beams if beam.lease is not None]
 
     def _go_on(self, group: _Group) -> None:
-        """Give each beam of the search a request: that of the beam that it continues, or a fork of it."""
+        """Give each beam of the search a request: the request of the beam that it continues, or a fork of it."""
         leader, memory = group.leader, self._memories[group.leader.rank]
         before, free = leader.beams or [leader], set[int]()
         if leader.beams:

@@ -64,8 +64,8 @@ class Chunks:
     def plan_run(self, requests: Sequence[Request], first: int, draft: PlanDraft, num_drafts: Mapping[str, int]) -> int:
         """Plan the token that each request lacks and its drafts, from place `first` on, up to one that lacks memory.
 
-        So it is with most requests of a large step, which costs by their number. num_drafts: by request, where there
-        are any. Return the place of the request that is not planned, the number of requests without one.
+        This is the case of most requests of a large step, whose cost grows with their number. num_drafts: by request,
+        where there are any. Return the place of the request that is not planned, the number of requests without one.
         """
         budgets, block_sizes, place = draft.budgets[:], self._block_sizes, first
         counts = list[int]()

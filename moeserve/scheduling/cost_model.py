@@ -16,14 +16,14 @@ _SLOPE = _NUM_KNOTS
 # The unit of attended positions: with it context and rows are learnt about equally fast.
 _POSITIONS = 131072.0
 _RATE = 0.2
-# The weight of a parameter grows with the steps that have told about it, up to this number of steps.
+# The weight of a parameter grows with the number of steps that it was learnt from, up to this number.
 _MOST_WEIGHT = 32.0
 # A delayed step (by the machine, a first compilation) counts as at most this many times the expected seconds.
 _MOST_TIMES_EXPECTED = 4.0
 # The number of observed steps from which on the model is trusted.
 _TRUSTED_FROM = 6
-# A step with prompts is taken to last this many times the expected seconds while none has told: requests have just
-# come, and the processes that receive them want the same cores.
+# Until a step with prompts was measured, one is assumed to last this many times the expected seconds: requests have
+# just come, and the processes that receive them use the same cores.
 _UNTOLD = 2.0
 _MOST_STRETCHED = 4.0
 # The share of the way to the latest step's ratio, and back to _UNTOLD with a step without prompts.
@@ -33,14 +33,14 @@ _TOLD_SHARE, _FORGOTTEN_SHARE = 0.5, 0.05
 class Stretch:
     """How many times the expected seconds steps with prompts take of late, since other processes use the same cores.
 
-    The cost model follows what lasts; this follows a crowd of requests that is gone after a second.
+    The cost model follows lasting changes; this class follows a crowd of requests that is gone after a second.
     """
 
     def __init__(self) -> None:
         self.times = _UNTOLD
 
     def observe(self, expected_s: float, seconds: float, *, has_prompts: bool) -> None:
-        """Learn from a measured step. expected_s: what the cost model says without it, 0 if it knows nothing."""
+        """Learn from a measured step. expected_s: the cost model's prediction, 0 if it has none."""
         if not has_prompts:
             self.times += _FORGOTTEN_SHARE * (_UNTOLD - self.times)
         elif expected_s > 0:

@@ -24,9 +24,9 @@ _NUM_CLASSES = len(_MATCHES) + 1
 # By the number of tokens that matched, the class; longer matches are of the last one.
 _CLASSES = tuple(bisect_left(_MATCHES, number) for number in range(_MATCHES[-1] + 2))
 _CLASS_OF, _LAST = np.array(_CLASSES), len(_CLASSES) - 1
-# The number of latest guesses that the expectation before any was seen counts as.
+# The expectation before any guess was seen weighs as much as this number of guesses.
 _FIRST_WEIGHT = 4.0
-# The numbers of latest guesses that count, of the service and of a request.
+# The numbers of latest guesses that count: of the service, and of a request.
 _REMEMBERED, _REMEMBERED_OF_REQUEST = 512.0, 24.0
 # A request's own guesses weigh as much as the service's once it has made this number.
 _WEIGHT_OF_SERVICE = 6.0

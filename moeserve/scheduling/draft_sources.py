@@ -1,5 +1,5 @@
-"""Where guesses of a request's next tokens come from: its own text, what the prefix cache has behind it, and the text
-that its client predicts.
+"""The sources of guesses of a request's next tokens: its own text, the cached text behind it, and the text that its
+client predicts.
 
 Tokens that grammars force come from `moeserve.grammars.masks`.
 """
@@ -25,9 +25,9 @@ MTP = "mtp"
 FORCED = "forced"
 # White space and punctuation as the request's output has had them, and the tokens that its grammar forces between them.
 LAYOUT = "layout"
-# An answer that has left its predicted text is in it again where this number of tokens is alike.
+# An answer that has left its predicted text is found in it again by this number of equal tokens.
 _FOUND_AGAIN = 3
-# Places of int32 values that are looked at in bytes; of crafted tokens most may not be aligned.
+# At most this many byte positions are tried as places of int32 values; with crafted tokens most may not be aligned.
 _MOST_PLACES = 16
 
 
@@ -103,8 +103,8 @@ class CachedText:
 class PredictedText:
     """The text that a client predicts for the answer: it is guessed from its beginning, and goes on after each edit.
 
-    A token that differs is taken for an exchanged one. From then on the answer is looked for in the text, first behind
-    the place that was reached, then before it.
+    A token that differs is assumed to be a replaced one. From then on the answer is searched for in the text, first
+    behind the place that was reached, then before it.
     """
 
     __slots__ = ("_num_followed", "_place", "_tokens")

@@ -82,7 +82,7 @@ class _Known:
     num_laid: int = 0
 
     def forget_added(self) -> None:
-        """The request has no drafts but those of the best guess."""
+        """Leave the request only the drafts of the best guess."""
         self.num_forced = self.num_laid = 0
 
 
@@ -178,7 +178,7 @@ class Drafting:
         self._allowance -= known.own.extend(request.token_ids, self._allowance)
         if not new_tokens:
             return
-        # After steps that were not read these are the tokens of several.
+        # After steps that were not read, these are the tokens of several steps.
         new_tokens, known.num_read = request.token_ids[known.num_read :], len(request.token_ids)
         for guess in known.guesses:
             self._judge(known, guess, new_tokens)
@@ -257,7 +257,7 @@ class Drafting:
             return [[0] * len(each.rooms) for each in asked]
         requests = [request for each in asked for request in each.requests]
         known = [self._known[request.request_id] for request in requests]
-        # Those of all ranks at once: for a few rows such arithmetic costs by the call.
+        # All ranks at once: for a few rows the cost of such arithmetic is per call.
         chances = self._acceptance.chances(
             [each.rates for each in known],
             [each.guesses[0] if each.guesses else _NO_GUESS for each in known],

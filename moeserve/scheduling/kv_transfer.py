@@ -1,8 +1,9 @@
-"""KV that moves between services: prompts whose blocks are held for another one, and blocks that are fetched from it.
+"""KV that moves between services: prompts whose blocks are held for another service, and blocks that are fetched from
+it.
 
 The service that computes a prompt holds its blocks by a lease, which ends when they have been fetched, or with its
-time. In the one that decodes, a request with a ticket waits outside the queue while threads fetch its blocks into
-leased ones; then it takes its place again, by its arrival, and finds them as a prefix hit. A failure is counted by its
+time. In the service that decodes, a request with a ticket waits outside the queue while threads fetch its blocks into
+leased ones. Then it takes its place again, by its arrival, and finds them as a prefix hit. A failure is counted by its
 reason, and the prompt is computed. An early ticket serves while its prompt is still computed: the request has been
 answered then and is computed for the other service alone. No sockets and no clock here: threads copy blocks.
 """
@@ -15,19 +16,17 @@ from dataclasses import dataclass, field
 
 from moeserve.kv_transfer import KvTicket, TicketOffice
 from moeserve.plan import Request
+from moeserve.scheduling.lower_tier import longest_wait_s
 from radix_cache import BlockCopy, Fill, Lease, PrefixCache, begin_fill, end_fill, is_still_full
 
 _MOST_HELD = 0.5  # share of all blocks that are held for other services; beyond it the oldest leases end
-# A request waits for its blocks at most as long as computing them would take, but at least for the first of these
-# times; for the second where that is not known.
-_LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
-_EARLY_WAITS = 3  # times as long for an early ticket: the other service computes the prompt meanwhile, among others
+_EARLY_WAITS = 3  # times that wait for an early ticket, whose prompt the other service still computes among others
 
 
 @dataclass(slots=True)
 class _Offer:
-    """Blocks that are held. request: the one whose prompt is still computed, None once it is; `num_seen` of its tokens
-    had been computed when the lease began."""
+    """Blocks that are held. request: the request while it still computes the prompt, else None; `num_seen` of its
+    tokens had been computed when the lease began."""
 
     lease: Lease
     deadline: float
@@ -67,8 +66,8 @@ class KvOffers:
         return None if offer is None else offer.lease.block_ids
 
     def is_growing(self, ticket_id: str) -> bool:
-        """Return whether further blocks of a ticket are still computed. Any thread may call it, before `blocks`: where
-        this is false, `blocks` has all that there will be."""
+        """Return whether further blocks of a ticket are still computed. Any thread may call it, before `blocks`: if
+        this is false, `blocks` returns all blocks that there will be."""
         offer = self._offers.get(ticket_id)
         return offer is not None and offer.request is not None
 
@@ -112,8 +111,7 @@ class KvOffers:
         self._keep_bound()
 
     def take_news(self) -> bool:
-        """Return whether the blocks of early tickets have become more, or all that there will be, since the last
-        call."""
+        """Return whether early tickets got further blocks, or are complete, since the last call."""
         has_news, self._has_news = self._has_news, False
         return has_news
 
@@ -123,7 +121,7 @@ class KvOffers:
             self._end(request.offered.request_id)
 
     def take_unwanted(self) -> list[Request]:
-        """Return the requests with early tickets whose blocks nobody waits for any more."""
+        """Return the requests with early tickets whose blocks no service waits for any more."""
         unwanted, self._unwanted = self._unwanted, []
         return [request for request in unwanted if not request.finished]
 
@@ -157,7 +155,7 @@ class KvOffers:
             self._has_news = True
 
     def record_fetch(self, ticket_id: str, now: float, *, is_last: bool) -> None:
-        """Record that blocks of a ticket were fetched, or the last of them, which ends its lease."""
+        """Record that blocks of a ticket were fetched. is_last: the fetch is over, which ends the lease."""
         offer = self._offers.get(ticket_id)
         if offer is not None and is_last:
             self._end(ticket_id)
@@ -165,8 +163,8 @@ class KvOffers:
             offer.deadline = now + self._office.lease_s
 
     def expire(self, now: float, *, lacks_memory: bool) -> None:
-        """End the leases whose time is over. If requests lack memory, end the oldest one but those of running requests:
-        these need the blocks themselves."""
+        """End the leases whose time is over. If requests lack memory, end the oldest one, except leases of running
+        requests: these need the blocks themselves."""
         for ticket_id in [one for one, offer in self._offers.items() if now > offer.deadline]:
             self._expire(ticket_id)
         if lacks_memory:
@@ -192,8 +190,8 @@ class KvOffers:
 class FetchJob:
     """Blocks to be fetched into memory, in their order, the first of them number `first` of the ticket.
 
-    Without any the lease is to be ended. is_cancelled: nobody wants further blocks. is_begun: a thread fetches them,
-    and ends the job soon once it is cancelled.
+    A job without blocks ends the lease. is_cancelled: further blocks are not wanted. is_begun: a thread fetches them,
+    and ends the job soon after it is cancelled.
     """
 
     ticket: KvTicket
@@ -205,7 +203,7 @@ class FetchJob:
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
-    """The end of a job: how many of its blocks were fetched, in how many seconds, and in a word why not all."""
+    """The end of a job. failure: a word for the reason if not all of its blocks were fetched."""
 
     job: FetchJob
     num_filled: int
@@ -251,7 +249,7 @@ class KvFetches:
         return self._of_request.keys()
 
     def check(self, request: Request) -> None:
-        """Take a ticket that does not serve it away from a new request, and count why."""
+        """Remove the ticket of a new request if it cannot serve it, and count the reason."""
         if request.ticket is not None:
             failure = self._office.why_unusable(request.ticket, request.token_ids)
             if failure is not None:
@@ -310,7 +308,8 @@ class KvFetches:
     def take_overdue(self, now: float) -> list[Request]:
         """Return the requests that have waited too long; they are to be computed.
 
-        Where blocks may have come, their requests wait on for the end of the job, which comes soon: `end` returns them.
+        If a job has begun, some blocks may have come: its requests wait for its end, which comes soon, and `end`
+        returns them.
         """
         overdue: list[Request] = []
         for fetch in self._fetches.values():
@@ -331,7 +330,7 @@ class KvFetches:
         return jobs
 
     def end(self, result: FetchResult) -> list[Request]:
-        """Take note of the end of a job. Return the requests that go back to the queue."""
+        """Receive the end of a job. Return the requests that go back to the queue."""
         job, counters = result.job, self.counters
         if not job.copies:
             return []
@@ -366,14 +365,13 @@ class KvFetches:
             return None
         job = FetchJob(ticket, fill.first, fill.copies)
         compute_s = self._compute_s(fill.first * size, stop * size)
-        wait_s = max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS
-        deadline = now + wait_s * (_EARLY_WAITS if ticket.is_early else 1)
+        deadline = now + longest_wait_s(compute_s) * (_EARLY_WAITS if ticket.is_early else 1)
         fetch = self._fetches[ticket.request_id] = _Fetch(fill, job, deadline)
         self._new_jobs.append(job)
         return fetch
 
     def _give_up(self, fetch: _Fetch) -> None:
-        """Release the lease of a fetch that nobody waits for. Its blocks are free once the job has ended."""
+        """Release the lease of a fetch without waiting requests. Its blocks are free once the job has ended."""
         fetch.job.is_cancelled = True
         self._cache.release(fetch.fill.lease)
 

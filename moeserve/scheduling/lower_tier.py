@@ -4,7 +4,7 @@ To a disk a block is written soon after it has entered the tree, to the host's m
 (`radix_cache.stored_tree`). A waiting request whose prefix goes on in the lower tier, beyond the part in memory, waits
 outside the queue while its blocks are read into leased blocks; then it takes its place again, by its arrival, and finds
 them as a prefix hit. Blocks are read only if that is expected to take less time than computing them. Both times are
-measured by others and told: plans depend on when copies end, as they do on when masks are made.
+measured elsewhere and reported here: plans depend on when copies end, as they do on when masks are made.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ _FREE_SHARE, _MOST_FREE_SHARE = 1 / 16, 1 / 4
 _RETRY_SECONDS = 30.0  # a write that fails stops all writes for this number of seconds
 _MOST_RESTORES = 3  # times that one request waits for blocks of its prefix
 _SMOOTHING = 0.3  # weight of a new time in the means of seconds per block
-# Requests wait for a prefix at most as long as computing it would take, but at least for the first of these times; for
-# the second where that is not known.
 _LEAST_WAIT_SECONDS, _UNKNOWN_WAIT_SECONDS = 5.0, 30.0
 # The expected time of a read falls by this share when it has kept a prefix from being read: one slow read must
 # not decide for good.
@@ -53,13 +51,18 @@ def num_kept_free(num_blocks: int, step_tokens: int, block_size: int) -> int:
     return max(1, min(int(_MOST_FREE_SHARE * num_blocks), max(of_step, int(_FREE_SHARE * num_blocks))))
 
 
+def longest_wait_s(compute_s: float) -> float:
+    """Return how long requests wait for blocks at most. compute_s: to compute these blocks, 0 if not known."""
+    return max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS
+
+
 @dataclass(eq=False, slots=True)
 class CopyJob:
     """Blocks of one rank's memory to be written, or to be read into it, in their order.
 
     chores: files to be removed or stamped, before that. sought: blocks whose files are looked for, each with files that
     it may have beside its own, up to the first block that is not there. is_gentle: the copying gives way to steps.
-    is_cancelled: nobody wants the blocks any more.
+    is_cancelled: the blocks are not wanted any more.
     """
 
     copies: Sequence[BlockCopy]
@@ -92,13 +95,13 @@ class Hosted(Protocol):
     """Blocks of the disk that are in the host's memory as well, by the paths of their files. Any thread may call it."""
 
     def keep(self, path: str, content: memoryview) -> None:
-        """Have a block, in place of those that were used longest ago."""
+        """Keep a block, in place of the blocks that were used longest ago."""
 
     def find(self, path: str, content: memoryview) -> bool:
         """Fill `content` with a block; return False if it is not there."""
 
     def free(self, path: str) -> None:
-        """Have a block no longer."""
+        """Drop a block."""
 
     def resident(self, folders: Collection[str] | None = None) -> tuple[int, int]:
         """Return the numbers of KV blocks and of bytes that are there, of `StoredBlock.folder`s or of all."""
@@ -113,9 +116,9 @@ class TierCounters:
     """Totals since the start. Bytes that were read, or written, with the seconds that this took.
 
     device_hit_tokens, lower_hit_tokens: tokens that requests found in memory, and in the lower tier. device_hits,
-    lower_hits: how often a request found some there. hosted_hit_tokens, hosted_hits: of these, in the host's memory
-    above a disk. num_slower: prefixes that were computed because reading them was
-    expected to take longer. num_overdue: readings that took too long and were ended. fates: of preempted requests.
+    lower_hits: the requests that found some there. hosted_hit_tokens, hosted_hits: of these, in the host's memory above
+    a disk. num_slower: prefixes that were computed because reading them was expected to take longer. num_overdue:
+    readings that took too long and were ended. fates: of preempted requests.
     """
 
     device_hits: int = 0
@@ -150,7 +153,8 @@ class _Reading:
 
 
 class LowerTier:
-    """Moves blocks between the caches of all ranks and what is below: what one rank has written any other can read."""
+    """Moves blocks between the caches of all ranks and the tier below: any rank can read what another one has
+    written."""
 
     def __init__(
         self,
@@ -193,7 +197,7 @@ class LowerTier:
 
     @property
     def is_reading(self) -> bool:
-        """True while blocks are being read that somebody may wait for."""
+        """True while blocks are read that requests may wait for."""
         return any(not job.is_cancelled for job in self._readings)
 
     @property
@@ -346,7 +350,7 @@ class LowerTier:
         return jobs
 
     def end(self, result: CopyResult, now: float) -> list[Request]:
-        """Take note of the end of a job. Return the requests that go back to the queue."""
+        """Receive the end of a job. Return the requests that go back to the queue."""
         job, counters, cache = result.job, self.counters, self._caches[result.job.rank]
         num_bytes = sum(result.num_bytes)
         self._stored.set_time(now, self._pace.now)
@@ -417,14 +421,13 @@ class LowerTier:
         self._new_jobs.append(job)
         first = fill.first * self._block_size
         compute_s = self._pace.compute_s(first, first + fill.num_blocks() * self._block_size)
-        deadline = now + (max(compute_s, _LEAST_WAIT_SECONDS) if compute_s else _UNKNOWN_WAIT_SECONDS)
-        reading = self._readings[job] = _Reading(fill, job, deadline)
+        reading = self._readings[job] = _Reading(fill, job, now + longest_wait_s(compute_s))
         for copy in fill.copies:
             self._coming[rank, copy.name] = reading
         return reading
 
     def _give_up(self, reading: _Reading) -> None:
-        """Release the lease of a reading that nobody waits for. Its blocks are free once the job has ended."""
+        """Release the lease of a reading without waiting requests. Its blocks are free once the job has ended."""
         reading.job.is_cancelled = True
         if reading.fill is not None:
             self._caches[reading.job.rank].release(reading.fill.lease)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-_UNSURE = 1.1  # a reading may wait for others: it has to promise this many times less than computing
+_UNSURE = 1.1  # a reading may wait for other ones: its expected time must be shorter than computing's by this factor
 
 
 class Overflow(StrEnum):

@@ -21,7 +21,7 @@ from moeserve.settings.quantities import parse_limits
 _LEAST_SHARE = 0.25
 # A request is refused once its predicted wait exceeds its limit by this factor.
 _BENEFIT_OF_DOUBT = 1.5
-# A request that was taken in during a burst is dropped after this multiple of the longest wait with which it was.
+# A request that was admitted to the queue in a burst is dropped after this multiple of the longest wait allowed then.
 _TIMES_IN_BURST = 6
 # A step has room for at least this number of prompt tokens, whatever pace the running requests need.
 LEAST_PROMPT_TOKENS = 16
@@ -38,9 +38,9 @@ _GIVEN_UP_FOR_GAPS = 1 / 5
 _MOST_GIVEN_UP = 1 / 2
 # The ratio between numbers of running requests that are compared.
 _NEXT_TRIED = 0.8
-# Most answers take at most this many times the average.
+# Most answers take at most this many times the average time.
 _SPREAD = 1.1
-# Where one more client in ten would have left, an answer comes too late.
+# At the deadline this share of the clients that stay until the best age are still there.
 _STAYING = 0.9
 # The deadline grows by this share while as many requests end as run at once, to notice when clients have become more
 # patient.
@@ -78,9 +78,9 @@ def allowance(ttft_s: float, prefill_s: float) -> float:
 class Patience:
     """Tells bursts from lasting overload, and so bounds the wait of a request without terms of its own.
 
-    An overload is lasting once requests wait that came when the queue had not been empty for the time of a burst. It
-    ends when no request has waited for long within as long a time: while requests are refused, the queue is empty now
-    and then.
+    An overload is lasting once requests wait that arrived after the queue had not been empty for the time of a burst.
+    It ends when no request has waited for long within as long a time: while requests are refused, the queue is empty
+    now and then.
 
     The time of a burst is `burst_s` where a step takes at most its share of the objective, and longer in proportion
     where it takes more: the same requests are a burst on a slow machine.
@@ -357,7 +357,7 @@ class Pace:
 
         Frontends refuse at the bound itself, and sooner, since this refusal comes only after a step.
         """
-        # In a burst a long step, before which nobody looked at the request, is none of its affair.
+        # In a burst, a long step during which the request arrived does not count as its wait.
         waited_s = 0.0 if self._is_of_burst(request) else self.now - request.arrived_at
         return waited_s + wait_s <= _BENEFIT_OF_DOUBT * self._limit(request)
 

@@ -2,9 +2,10 @@
 
 A turn that calls tools comes back when they have run. The service learns how long each tool of each account takes. From
 that it has the rate at which a conversation is expected back, which changes while it waits: KV leaves memory in the
-order of these rates, beside prefixes that go by their last use. Where it is stored it is read back as soon as it is
-expected sooner than what would have to go for it. In memory it is also retained against all other prefixes for the time
-that costs least: keeping costs a share of memory for as long, losing it the seconds that it takes to have it again.
+order of these rates, beside prefixes that go by their last use. Stored KV is read back as soon as it is expected to be
+used sooner than the KV that would have to leave for it. In memory it is also retained against all other prefixes for
+the time that costs least: keeping it costs a share of memory for that time, losing it costs the seconds to have it
+again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from moeserve.scheduling.waiting_room import WaitingRoom
 from radix_cache import PrefixCache, Retention, account_of
 
 _REMEMBERED = 64  # latest durations of a tool
-_KNOWN_FROM = 4  # with this number of durations of its own, a tool is judged by these alone
+_KNOWN_FROM = 4  # a tool with this number of durations of its own is judged by these alone
 # The durations, in seconds, of an unknown tool: eight quantiles of a log-normal distribution with a median of 5 s.
 _UNKNOWN = (0.5, 1.3, 2.4, 3.9, 6.4, 10.4, 19.0, 49.6)
 _MOST_TOOLS = 4096
@@ -34,20 +35,20 @@ _PRICE = 0.2
 # An open wait is expected to last its age times this factor.
 _TIMES_SO_FAR = 1.5
 _MARGIN = 1.1  # KV that is expected after a duration is kept for this many times the duration
-_WORTH_READING_S = 0.02  # readings that take less are left to the request that needs them
-# An answer whose tools are not told within this number of seconds calls none: its conversation waits for the user.
+_WORTH_READING_S = 0.02  # seconds; shorter readings are left to the request that needs them
+# An answer whose tools are not reported within this number of seconds calls none: its conversation waits for the user.
 _TOLD_WITHIN_S = 2.0
 _NO_TOOL = ""
 # Seconds between two looks at the waits that are due, and the most of them in one look: each takes some 60 us of the
-# engine's thread. A wait is due again after so many seconds, or this share of its time so far if that is longer.
+# engine's thread. A wait is due again after this number of seconds, or this share of its time so far if that is longer.
 _LOOK_S, _MOST_LOOKED_AT = 0.1, 8
 _DUE_S, _DUE_SHARE = 0.5, 0.1
-# The shortest time for which a rate of return is told, in seconds and as a share of the wait so far: with few durations
-# a shorter one would tell of chance.
+# The shortest time for which a rate of return is computed, in seconds and as a share of the wait so far: with few
+# durations the rate of a shorter time would be chance.
 _LEAST_RATED_S, _LEAST_RATED_SHARE = 0.25, 0.25
 _LEAST_RATE = 1e-6  # returns per second
-# A wait is placed anew once its expected time is this factor off. KV is read back if what has to go for it is expected
-# later by the second one: each reading takes from the lower tier and from memory.
+# A wait is placed anew once its expected time is this factor off. KV is read back if the KV that has to leave for it is
+# expected later by the second factor: each reading costs time of the lower tier and memory.
 _LONGER, _CLEARLY_LONGER = 1.3, 2.0
 _MOST_READ_BACK = 32  # waits, the first ones expected, that are looked at for reading
 
@@ -73,7 +74,7 @@ class Durations:
 
 
 def best_keep_s(samples: Sequence[float], lost_s: float, rent: float) -> float:
-    """Return for how long to keep KV, so that its expected cost is least; 0 not to keep it.
+    """Return the seconds to keep KV at the least expected cost; 0 not to keep it.
 
     samples: durations, the shortest first. lost_s: seconds to have the KV again. rent: seconds lost elsewhere for each
     second of keeping it.
@@ -173,7 +174,7 @@ class ToolWaits:
         return len(self._in_order)
 
     def record_end(self, request: Request, now: float, *, is_whole: bool) -> None:
-        """Record that a request has ended. is_whole: its answer, which may have called tools."""
+        """Record that a request has ended. is_whole: its answer is complete, and may have called tools."""
         wait = self._returned.pop(request.request_id, None)
         if wait is not None and wait.retention is not None:
             self._caches[wait.rank].retentions.end(wait.retention, wait.ttl)
@@ -213,7 +214,7 @@ class ToolWaits:
         if wait is None:
             return
         self._forget(wait)
-        # It is kept until the request has ended, which may have to wait for its turn.
+        # The KV is kept until the request, which may have to wait for its turn, has ended.
         self._returned[request.request_id] = wait
         seconds = now - wait.since
         if seconds <= _LATEST_S:

@@ -30,7 +30,7 @@ _CLEARLY_LATE = 1.2
 
 
 class WaitingRoom:
-    """Owns the queue and the requests outside of it, and says for which blocks to look elsewhere.
+    """Owns the queue and the requests outside of it, and decides which blocks to look for elsewhere.
 
     `running`: the requests that run, which the scheduler mutates. `lower`: None where blocks are in memory alone.
     `transfer`: None where no KV goes to or comes from other services.
