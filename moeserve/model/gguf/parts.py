@@ -105,6 +105,13 @@ _JOINED: dict[tuple[str, str], tuple[str, Arrangement]] = {
 }
 
 
+_GATE_AND_UP = {
+    "ffn_gate_exps.weight": "ffn_up_exps.weight",
+    "ffn_up_exps.weight": "ffn_gate_exps.weight",
+}
+_FLOATS = frozenset(("F64", "F32", "F16", "BF16"))
+
+
 @dataclass(frozen=True, slots=True)
 class Heads:
     """The numbers of query or key heads that an arrangement orders rows by. values: value heads per key head.
@@ -119,15 +126,20 @@ class Heads:
 
 @dataclass(frozen=True, slots=True)
 class GgufPart:
-    """One tensor of a checkpoint. sources: one, or the two parts of a `latent` or `by_key_head`."""
+    """One tensor of a checkpoint. sources: one, or the two parts of a `latent` or `by_key_head`. partner: the kind of
+    the tensor that is one matrix with it, if that is another one."""
 
     sources: tuple[GgufTensor, ...]
     arrangement: Arrangement = "plain"
     heads: Heads = Heads()
+    partner: str = ""
 
     @property
     def kind(self) -> str:
-        """The kind of its numbers; float32 where they are computed, or where two parts differ in their kinds."""
+        """The kind of its numbers; float32 where they are computed, or where two parts differ in their kinds. With a
+        partner both kinds, which no format has."""
+        if self.partner:
+            return "+".join(sorted((self.sources[0].kind, self.partner)))
         kinds = {source.kind for source in self.sources}
         is_kept = self.arrangement not in ("latent", "less_one", "logarithm") and len(kinds) == 1
         return self.sources[0].kind if is_kept else "F32"
@@ -162,7 +174,15 @@ class _Namer:
             if own in pair and not (arrangement == "by_key_head" and self._architecture in _IN_TURNS):
                 return self._joined(layer, own, tensor, pair, target, arrangement)
         arrangement, heads = self._arrangement(own)
-        return _own_name(own), GgufPart((tensor,), arrangement, heads)
+        return _own_name(own), GgufPart((tensor,), arrangement, heads, self._partner(layer, own, tensor))
+
+    def _partner(self, layer: int, own: str, tensor: GgufTensor) -> str:
+        """Return the kind of the other one of gate and up of a layer's experts where it is another one in blocks."""
+        other = _GATE_AND_UP.get(own)
+        found = None if other is None else self._fields.header.tensors.get(f"blk.{layer}.{other}")
+        if found is None or found.kind == tensor.kind or not _FLOATS.isdisjoint((found.kind, tensor.kind)):
+            return ""
+        return found.kind
 
     def check_whole(self) -> None:
         """Raise CheckpointError if half of a tensor is missing."""

@@ -60,7 +60,8 @@ def read_packed(part: GgufPart, expert: int | None = None, *, holds_pages: bool 
     Raise CheckpointError.
     """
     if expert is not None:
-        return _packed(_row_of(part.sources[0], expert), holds_pages=holds_pages)
+        tensor = _row_of(part.sources[0], expert)
+        return _rounded(tensor) if part.partner else _packed(tensor, holds_pages=holds_pages)
     rows = joined_rows([_packed(source, holds_pages=holds_pages) for source in part.sources])
     assert rows is not None, "parts of several kinds are read as numbers"
     if part.arrangement == "columns_in_turns":
@@ -162,5 +163,11 @@ def _packed(tensor: GgufTensor, *, holds_pages: bool = False) -> QuantizedRows:
     held = recode(tensor.kind, _by_rows(tensor), depth)
     if held is not None:
         return held
+    return _rounded(tensor)
+
+
+def _rounded(tensor: GgufTensor) -> QuantizedRows:
+    if tensor.kind == "Q8_0":
+        return _packed(tensor)
     rounded = quantize(_numbers(tensor).float().numpy(), GGMLQuantizationType.Q8_0)
-    return QuantizedRows(Q8_0, torch.from_numpy(rounded), depth)
+    return QuantizedRows(Q8_0, torch.from_numpy(rounded), tensor.shape[-1])
