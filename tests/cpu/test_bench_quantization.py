@@ -11,6 +11,7 @@ from click.testing import CliRunner
 from kernels.cpu.library import native_kernels
 from moeserve.bench import decode, quality
 from moeserve.model.families import build_spec, load_config
+from tests.support.quantised_files import compressed, quantise_checkpoint
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
@@ -44,6 +45,28 @@ def test_quality_compares_forms_with_the_checkpoint(tmp_path: Path, monkeypatch:
     assert eight.perplexity == pytest.approx(plain.perplexity, rel=0.02)
     assert small_kv.perplexity == pytest.approx(plain.perplexity, rel=0.02)
     assert four.perplexity == pytest.approx(plain.perplexity, rel=0.2)
+
+
+def test_quality_compares_quantised_files_as_they_are_with_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.support.tiny_checkpoint._FFN", 64)
+    plain, quantised = (write_tiny_checkpoint(tmp_path / name) for name in ("plain", "eight bits"))
+    quantise_checkpoint(quantised, *compressed("pack-quantized", 8, 32, symmetric=False))
+    result = CliRunner().invoke(quality.command, [str(plain), str(quantised), "--tokens", "1024"])
+    assert result.exit_code == 0, result.output
+    rows = [line.split(" | ") for line in result.output.splitlines()[4:]]
+    assert [row[0].lstrip("| ") for row in rows] == [
+        "as in the checkpoint",
+        "eight bits: int8_zero, activations exact",
+        "eight bits: int8_zero, activations int8, keys and values bfloat16",
+    ]
+    found = [float(row[1]) for row in rows]
+    assert len(set(found)) == 3
+    assert found[1:] == pytest.approx([found[0]] * 2, rel=0.1)
+    refused = CliRunner().invoke(quality.command, [str(quantised), str(plain), "--tokens", "1024"])
+    assert refused.exit_code == 1
+    assert "Error: plain has no quantised weights: name it first" in refused.output
 
 
 def test_decode_takes_the_sizes_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
