@@ -76,7 +76,7 @@ def test_a_row_of_a_product_has_the_same_bits_in_any_batch_and_with_any_number_o
         torch.set_num_threads(threads)
 
 
-def test_a_row_that_is_not_finite_spoils_itself_alone() -> None:
+def test_a_row_in_bfloat16_that_is_not_finite_spoils_itself_alone() -> None:
     linear, x = pack_linear(torch.randn(64, 96).bfloat16(), None, torch.float32, narrow_rows=True), torch.randn(5, 96)
     wanted = linear(x)
     x[2, 77] = float("nan")
@@ -168,13 +168,15 @@ def alone(model_dir: Path) -> list[Completion]:
 
 
 @in_any_batch
-def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+def test_products_of_bfloat16_give_the_same_bits_in_any_batch_and_chunking_cold_and_cached(
     model_dir: Path, alone: list[Completion], changes: dict[str, object]
 ) -> None:
     assert_same_cold_and_cached(TokenEngine(model_dir, replace(CONFIG, **changes)), alone)  # type: ignore[arg-type]
 
 
-def test_preempted_requests_end_with_the_same_bits(model_dir: Path, alone: list[Completion]) -> None:
+def test_requests_preempted_beside_products_of_bfloat16_end_with_the_same_bits(
+    model_dir: Path, alone: list[Completion]
+) -> None:
     llm = small_engine(model_dir, 24, max_num_seqs=8, max_num_batched_tokens=16, dtype="bfloat16")
     assert_same(llm.generate(PROMPTS, SAMPLINGS), alone)
 

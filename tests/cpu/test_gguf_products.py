@@ -123,7 +123,7 @@ def test_pages_leave_memory_behind_the_reader_where_they_do_not_fit_beside_the_w
     assert all(any(one.offset == offset and length <= one.num_bytes for one in sources) for offset, length in dropped)
 
 
-def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(
+def test_tokens_of_gguf_files_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))

@@ -126,7 +126,7 @@ def test_rows_of_bfloat16_are_multiplied_with_the_bits_of_the_widened_rows(windo
 @bodies
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("window", [None, 100])
-def test_a_row_has_the_same_bits_in_any_batch_chunking_and_place(
+def test_attention_over_narrow_kv_has_the_same_bits_in_any_batch_chunking_and_place(
     group: int, window: int | None, dtype: torch.dtype, body: object
 ) -> None:
     keys, values = pools(2, 64, dtype)
@@ -183,7 +183,7 @@ def alone(model_dir: Path, config: ServeConfig) -> list[Completion]:
 
 
 @in_any_batch
-def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+def test_narrow_kv_gives_the_same_bits_in_any_batch_and_chunking_cold_and_cached(
     model_dir: Path, config: ServeConfig, alone: list[Completion], changes: dict[str, object]
 ) -> None:
     llm = TokenEngine(model_dir, replace(config, **changes))  # type: ignore[arg-type]
@@ -191,7 +191,7 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
     assert llm.scheduler.counters.prefix_hit_tokens > 100
 
 
-def test_preempted_requests_end_with_the_same_bits(
+def test_requests_preempted_over_narrow_kv_end_with_the_same_bits(
     model_dir: Path, config: ServeConfig, alone: list[Completion]
 ) -> None:
     spec, dtype = read_spec(model_dir, config)

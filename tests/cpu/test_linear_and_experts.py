@@ -171,7 +171,7 @@ def test_biases_stay_in_float32(kind: str, activation: Activation) -> None:
 
 
 @every_layout
-def test_experts_refuse_an_activation_that_wants_other_matrices(kind: str) -> None:
+def test_experts_on_a_cpu_refuse_an_activation_that_wants_other_matrices(kind: str) -> None:
     arguments = torch.randn(1, HIDDEN), torch.tensor([[0]]), torch.ones(1, 1)
     for own, other in ((SILU, RELU2), (RELU2, SILU)):
         experts = packed(layout_of(kind, torch.float32, activation=own), *make_experts(activation=own))

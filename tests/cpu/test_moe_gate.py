@@ -78,7 +78,7 @@ def test_sparsemixer_masks_far_experts_and_then_the_chosen_one() -> None:
 
 @pytest.mark.parametrize("name", _SPECS)
 @pytest.mark.parametrize("experts", [8, 60, 128])
-def test_a_row_has_the_same_bits_in_any_batch(name: str, experts: int) -> None:
+def test_a_row_has_the_same_experts_and_weights_in_any_batch(name: str, experts: int) -> None:
     spec = _SPECS[name]
     logits = torch.randn(300, experts, generator=torch.Generator().manual_seed(4)) * 3
     ids, weights = select_experts(logits, spec)

@@ -17,7 +17,7 @@ _LENGTHS = (21, 9)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_logits_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
+def test_logits_on_a_cpu_equal_those_of_transformers(case: str, tmp_path: Path) -> None:
     model = save(case, tmp_path)
     generator = torch.Generator().manual_seed(2)
     requests = [torch.randint(1, 128, (length,), generator=generator).tolist() for length in _LENGTHS]

@@ -167,7 +167,9 @@ def test_no_matrix_is_widened_in_memory(layout: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", ["gptq-4-32-order", "awq-32", "codes-32-zeros", "deepseek-edges", "nvfp4"])
-def test_tokens_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(layout: str, tmp_path: Path) -> None:
+def test_tokens_of_quantised_files_do_not_depend_on_chunks_memory_of_experts_or_what_else_runs(
+    layout: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "model"
     write(folder, layout)
     assert_same_alone_together_and_with_few_experts(folder, BASE, TOKENS, [tmp_path / "store"])

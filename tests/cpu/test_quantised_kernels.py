@@ -112,7 +112,9 @@ def test_int8_products_sum_rounded_rows_times_the_weights(form: WeightFormat, is
 
 @every_format
 @pytest.mark.parametrize(("arithmetic", "is_fine"), [("int8", False), ("int8", True), ("exact", False)])
-def test_a_row_has_the_same_bits_in_any_batch(form: WeightFormat, arithmetic: Arithmetic, is_fine: bool) -> None:
+def test_a_product_with_quantised_weights_has_the_same_bits_in_any_batch(
+    form: WeightFormat, arithmetic: Arithmetic, is_fine: bool
+) -> None:
     linear = pack_quantized_linear(rows_for(form, 48, 256, is_fine), None, arithmetic)
     x = torch.randn(300, 256)
     whole = linear(x)
@@ -137,7 +139,9 @@ def test_a_row_has_the_same_bits_with_any_number_of_threads() -> None:
 
 @pytest.mark.parametrize("form", [Q8_0, Q4_K, FORMATS["int4_f16"]], ids=lambda form: form.name)
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
-def test_a_row_that_is_not_finite_spoils_itself_alone(form: WeightFormat, value: float) -> None:
+def test_beside_quantised_weights_a_row_that_is_not_finite_spoils_itself_alone(
+    form: WeightFormat, value: float
+) -> None:
     linear, x = pack_quantized_linear(random_rows(form, 32, 256)), torch.randn(5, 256)
     wanted = linear(x)
     x[2, 77] = value

@@ -58,7 +58,7 @@ def alone(model_dir: Path, config: ServeConfig) -> list[Completion]:
 
 
 @in_any_batch
-def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+def test_rounded_weights_give_the_same_bits_in_any_batch_and_chunking_cold_and_cached(
     model_dir: Path, config: ServeConfig, alone: list[Completion], changes: dict[str, object]
 ) -> None:
     llm = TokenEngine(model_dir, replace(config, **changes))  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
     assert llm.scheduler.counters.prefix_hit_tokens > 100
 
 
-def test_preempted_requests_end_with_the_same_bits(
+def test_requests_preempted_beside_rounded_weights_end_with_the_same_bits(
     model_dir: Path, config: ServeConfig, alone: list[Completion]
 ) -> None:
     llm = small_engine(model_dir, 24, max_num_seqs=8, max_num_batched_tokens=16, quantization=config.quantization)

@@ -55,7 +55,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 @in_any_batch
-def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+def test_transformers_code_gives_the_same_bits_in_any_batch_and_chunking_cold_and_cached(
     alone: tuple[Path, list[Completion]], changes: dict[str, object]
 ) -> None:
     folder, completions = alone

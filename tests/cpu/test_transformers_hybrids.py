@@ -49,7 +49,7 @@ def alone(model_dir: Path) -> list[Completion]:
 
 
 @pytest.mark.parametrize("changes", [{"max_num_seqs": 3, "max_num_batched_tokens": 5}, {"max_num_batched_tokens": 256}])
-def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
+def test_hybrids_give_the_same_bits_in_any_batch_and_chunking_cold_and_cached(
     model_dir: Path, alone: list[Completion], changes: dict[str, int]
 ) -> None:
     llm = TokenEngine(model_dir, replace(BASE, **changes))  # type: ignore[arg-type]
@@ -57,7 +57,9 @@ def test_any_batch_and_chunking_cold_and_cached_gives_the_same_bits(
     assert llm.scheduler.counters.prefix_hit_tokens > 100
 
 
-def test_a_hit_at_every_block_border_gives_the_same_bits(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_transformers_code_a_hit_at_every_block_border_gives_the_same_bits(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # As the policy stands, a snapshot is saved only where it spares many tokens.
     monkeypatch.setattr("moeserve.engine.planner.StatePolicy", partial(StatePolicy, min_gain=1))
     hits, alone = complete_at_every_border(model_dir)

@@ -63,7 +63,9 @@ def test_ragged_steps_give_the_logits_of_the_own_forward(model_type: str) -> Non
     "model_type",
     [pytest.param(name, marks=() if name in _BITS else pytest.mark.long) for name in _ALWAYS if name not in _VARIES],
 )
-def test_logits_have_the_same_bits_in_any_batch_and_chunking(model_type: str, tmp_path: Path) -> None:
+def test_transformers_code_gives_logits_the_same_bits_in_any_batch_and_chunking(
+    model_type: str, tmp_path: Path
+) -> None:
     assert has_same_bits(model_type, tmp_path)
 
 

@@ -61,7 +61,9 @@ def test_a_checkpoint_that_does_not_fit_is_one_sentence(change: Any, sentence: s
         (lambda data: b"PK\x03\x04" + b"\xff" * 50, "truncated or not a safetensors file"),
     ],
 )
-def test_a_damaged_file_is_one_sentence(damage: Callable[[bytes], bytes], sentence: str, tmp_path: Path) -> None:
+def test_a_damaged_file_of_weights_is_one_sentence(
+    damage: Callable[[bytes], bytes], sentence: str, tmp_path: Path
+) -> None:
     save("llama", tmp_path)
     path = tmp_path / "model.safetensors"
     path.write_bytes(damage(path.read_bytes()))

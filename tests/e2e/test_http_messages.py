@@ -179,7 +179,7 @@ def test_a_failure_before_the_answer_is_a_status(server: Frontend) -> None:
 
 
 @pytest.mark.parametrize("header", [{"x-api-key": "alice"}, {"authorization": "Bearer alice"}])
-def test_a_key_comes_in_either_header(server: Frontend, header: dict[str, str]) -> None:
+def test_messages_and_models_take_a_key_in_either_header(server: Frontend, header: dict[str, str]) -> None:
     assert server.http.post("/v1/messages", json=BODY, headers=header).status_code == 200
     assert server.http.get("/v1/models", headers=header).status_code == 200
 

@@ -49,7 +49,7 @@ def test_every_choice_of_an_answer_validates(running: Service) -> None:
         jsonschema.validate(json.loads(text), PERSON)
 
 
-def test_a_stream_says_what_the_whole_answer_says(running: Service) -> None:
+def test_a_stream_in_a_form_says_what_the_whole_answer_says(running: Service) -> None:
     asked = {"response_format": json_schema(PERSON), "seed": 5, "max_tokens": 500}
     whole = chat(running, **asked).json()["choices"][0]["message"]["content"]
     events = [line.removeprefix("data: ") for line in chat(running, stream=True, **asked).text.split("\n\n") if line]

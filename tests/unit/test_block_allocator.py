@@ -116,7 +116,7 @@ def test_senseless_counts_raise() -> None:
         lambda allocator: setattr(allocator, "_num_free", 4),
     ],
 )
-def test_check_invariants_notices_corruption(corrupt: Callable[[BlockAllocator], None]) -> None:
+def test_check_invariants_notices_a_corrupt_allocator(corrupt: Callable[[BlockAllocator], None]) -> None:
     allocator = BlockAllocator(8)
     allocator.allocate(3)
     allocator.check_invariants()

@@ -94,7 +94,7 @@ def test_a_bad_file_is_refused(tmp_path, text, words):
     assert words in str(caught.value)
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_a_missing_file_of_settings_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"cannot read .*none\.toml: No such file"):
         load_config({}, {}, tmp_path / "none.toml")
 

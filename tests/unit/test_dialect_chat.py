@@ -182,7 +182,7 @@ def test_the_generation_prompt_can_be_left_out() -> None:
     assert prompt_of(parse(add_generation_prompt=False)).add_generation_prompt is False
 
 
-def test_a_whole_answer_has_the_fields_of_openais() -> None:
+def test_a_whole_answer_has_the_fields_of_openais_chat() -> None:
     body = answer_of(formatter(logprobs=True).complete([Delta(0, 'é"', [TOKEN], "stop")], USAGE))
     openai_type("chat.ChatCompletion").validate_python(body)
     assert body["object"] == "chat.completion"

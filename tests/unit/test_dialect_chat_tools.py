@@ -123,7 +123,7 @@ def named(name: Any) -> dict[str, Any]:
         ({"function_call": {"name": "f"}}, "function_call"),
     ],
 )
-def test_bad_tools_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+def test_bad_tools_and_functions_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
     assert refuse(**fields).param == param
 
 

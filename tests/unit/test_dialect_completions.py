@@ -70,7 +70,7 @@ def test_every_prompt_gives_n_choices() -> None:
     assert parse(prompt=["a", "b"], n=3).num_choices == 6
 
 
-def test_a_whole_answer_has_the_fields_of_openais() -> None:
+def test_a_whole_answer_has_the_fields_of_openais_completions() -> None:
     tokens = [
         TokenText(ord("h"), 0),
         TokenText(ord("i"), 1, TokenLogprobs(-0.5, ((ord("a"), -0.25), (ord("b"), -0.375)))),

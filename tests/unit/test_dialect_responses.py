@@ -252,7 +252,7 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
         ([{"type": "custom", "name": "c", "format": {"type": "grammar"}}], "tools[0].format.type"),
     ],
 )
-def test_bad_tools_are_refused_by_name(tools: Any, param: str) -> None:
+def test_bad_tools_and_namespaces_are_refused_by_name(tools: Any, param: str) -> None:
     assert refuse(tools=tools).param == param
 
 

@@ -90,7 +90,7 @@ def test_the_description_without_recording_and_with_one_rank(tmp_path: Path):
     assert described == {"layers": [1, 2], "num_experts": 4, "top_k": 1, "num_ranks": 2}
 
 
-def test_statistics_are_saved_on_demand(tmp_path: Path):
+def test_statistics_asked_for_are_saved_by_a_file_job(tmp_path: Path):
     path = tmp_path / "experts.safetensors"
     job = monitor(tmp_path, recording(path)).command("save_expert_statistics", {})
     assert isinstance(job, FileJob)

@@ -35,7 +35,7 @@ def test_a_tenant_with_dear_jobs_waits_until_others_have_had_as_much() -> None:
     assert drain(jobs) == ["b0", "b1", "b2", "a1", "b3"]
 
 
-def test_idleness_earns_nothing() -> None:
+def test_idleness_earns_no_grammars() -> None:
     jobs = FairJobs[str](0)
     jobs.put("b", "b0")
     assert jobs.pop() == "b0"

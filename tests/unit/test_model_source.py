@@ -66,7 +66,7 @@ def test_a_file_is_refused(folder: Path) -> None:
         ("model.safetensors", "no weights"),
     ],
 )
-def test_a_missing_file_is_named(folder: Path, name: str, words: str) -> None:
+def test_a_missing_file_of_a_model_is_named(folder: Path, name: str, words: str) -> None:
     (folder / name).unlink()
     assert words in refusal(str(folder))
 

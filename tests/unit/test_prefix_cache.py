@@ -285,7 +285,7 @@ def test_senseless_block_size_raises() -> None:
         lambda cache, lease: cache._tree.victims.count("other", 1),
     ],
 )
-def test_check_invariants_notices_corruption(corrupt: Callable[[PrefixCache, Lease], object]) -> None:
+def test_check_invariants_notices_a_corrupt_cache(corrupt: Callable[[PrefixCache, Lease], object]) -> None:
     cache = PrefixCache(8, SIZE)
     remember(cache, tokens(4, 50))
     lease = cache.match(tokens(9))

@@ -22,7 +22,7 @@ def prompt_of(seed: int, length: int) -> list[int]:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("depth", [0, 1])
 @pytest.mark.parametrize(("num_blocks", "budget"), [(17, 8), (17, 40), (250, 13)])
-def test_conversations_get_the_tokens_of_an_undisturbed_run(
+def test_conversations_on_several_ranks_get_the_tokens_of_an_undisturbed_run(
     num_ranks: int, depth: int, num_blocks: int, budget: int
 ) -> None:
     random = Random(f"{num_ranks} {depth} {num_blocks} {budget}")

@@ -20,7 +20,7 @@ GREEDY = SamplingParams(max_tokens=4)
 
 
 @pytest.mark.parametrize(("block_size", "window"), first(4, [(1, 7), (4, 5), (4, 9), (16, 10), (1, 1), (3, 5), (4, 4)]))
-def test_conversations_get_the_tokens_of_an_undisturbed_run(block_size: int, window: int) -> None:
+def test_conversations_with_windows_get_the_tokens_of_an_undisturbed_run(block_size: int, window: int) -> None:
     longest = 30 + 6 + 12 + 3 + 12
     tiny, roomy = -(-longest // block_size) + 1, 1000 // block_size
     least = least_window_blocks(window, block_size)

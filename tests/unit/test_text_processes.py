@@ -77,7 +77,9 @@ def test_a_template_that_takes_all_is_refused_at_start(template: str, sentence: 
         ("chat_template.jinja", b"caf\xe9", "chat_template.jinja is not text in UTF-8"),
     ],
 )
-def test_a_damaged_file_is_one_sentence(name: str, content: bytes, sentence: str, folder: Path) -> None:
+def test_a_damaged_tokenizer_or_template_is_one_sentence(
+    name: str, content: bytes, sentence: str, folder: Path
+) -> None:
     (folder / name).write_bytes(content)
     assert sentence in refusal(folder)
 
