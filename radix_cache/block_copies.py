@@ -1,4 +1,4 @@
-"""The blocks that are copied between memory and the lower tier, or wait for it. Nothing is copied here."""
+"""The blocks that are copied between memory and the lower tier, or wait for that. This module copies nothing."""
 
 from __future__ import annotations
 
@@ -68,13 +68,14 @@ class WriteQueue(Generic[Owner]):
         return name in self._names
 
     def want(self, owner: Owner, copy: BlockCopy) -> None:
-        """Have the content of `owner` written. Do nothing if a copy of it waits, or one of that name is on its way."""
+        """Queue the content of `owner` to be written. Do nothing if it is queued, or a copy of that name is being
+        written."""
         if copy.name not in self._names and owner not in self._waiting:
             self._waiting[owner] = copy
             self._names.add(copy.name)
 
     def hurry(self, names: Iterable[bytes]) -> None:
-        """Have the copies of these names that wait written before all others, in the order in which they wait."""
+        """Move the waiting copies of these names to the front of the queue, in their order."""
         hurried = set(names)
         for owner in reversed([owner for owner, copy in self._waiting.items() if copy.name in hurried]):
             self._waiting.move_to_end(owner, last=False)
@@ -112,7 +113,7 @@ class WriteQueue(Generic[Owner]):
             self.revoke_all(lambda copy: copy.name not in gone)
 
     def revoke_all(self, keeps: Callable[[BlockCopy], bool]) -> None:
-        """Write nothing that `keeps` is False for, and keep nothing in the lower tier that is being written."""
+        """Forget the waiting copies for which `keeps` is False, and keep no file of those that are being written."""
         for owner in [owner for owner, copy in self._waiting.items() if not keeps(copy)]:
             self.forget(owner)
         self._revoked |= {copy.name for copy in self._written.values() if not keeps(copy)}
@@ -141,7 +142,8 @@ class BlockCopies:
         return bool(self.queue or self._copied)
 
     def want(self, copy: BlockCopy) -> None:
-        """Have a block of the tree written. Do nothing if a block of that name, or that block, is on its way."""
+        """Queue a block of the tree to be written. Do nothing if this block, or one of that name, is queued or being
+        copied."""
         if copy.block not in self._copied:
             self.queue.want(copy.block, copy)
 

@@ -23,7 +23,8 @@ _Owner = int | Snapshot
 class BorderCopies:
     """The window blocks and snapshots that are being written, and the `queue` of copies that wait.
 
-    A copy borrows them: nobody evicts them meanwhile. If their KV block goes, they are free once the copy has ended.
+    A copy borrows them: they are not evicted meanwhile. If their KV block leaves the tree, they are free once the copy
+    has ended.
     """
 
     def __init__(self, windows: WindowBlocks | None, snapshots: SnapshotTable) -> None:
@@ -33,7 +34,7 @@ class BorderCopies:
         self._lent: dict[bytes, _Owner] = {}
 
     def take(self, most: int) -> list[BlockCopy]:
-        """Begin the copies that have waited longest, at most `most`, and one snapshot at most, as few rows are left."""
+        """Begin the copies that have waited longest, at most `most`. Of snapshots only one: there are few rows."""
         taken: list[BlockCopy] = []
         while self.queue and len(taken) < most and not (taken and taken[-1].kind is Kind.STATE):
             owner, copy = self.queue.begin()

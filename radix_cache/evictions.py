@@ -1,4 +1,5 @@
-"""Which prefixes were evicted: a bounded record, so that a miss can be told from a prompt that was never seen.
+"""Which prefixes were evicted: a bounded record, by which a miss of an evicted prefix differs from a prompt that was
+never seen.
 
 Hashing evicted blocks costs as much as evicting them. So the record of an account begins when it first asks, and ends
 when it has not asked for a while.
@@ -24,7 +25,7 @@ _UNREAD_SECONDS = 600.0  # a record ends this long after the account last asked
 class EvictionRecord:
     """The digests of the prefixes that were evicted last of each account that asks, at most `limit` of all together.
 
-    If there are more, the record ends whose account asked longest ago. Time is the caller's (`set_time`).
+    Beyond that, the record of the account that asked longest ago ends. Time is the caller's (`set_time`).
     """
 
     def __init__(self, block_bytes: int, limit: int) -> None:
@@ -49,7 +50,7 @@ class EvictionRecord:
         self._read_at.move_to_end(account)
 
     def set_time(self, now: float) -> None:
-        """Set the time, which never goes back, in seconds, and end the records that nobody has asked for."""
+        """Set the time, in seconds, which never goes back, and end the records that no account has asked for lately."""
         self._now = now
         while self._read_at:
             account, read_at = next(iter(self._read_at.items()))

@@ -38,7 +38,7 @@ def begin_restore(
     """Lease the cached prefix of `tokens` and blocks for as much of its continuation as is stored.
 
     Return None, with no lease made, if nothing is stored or too few blocks are available. names: see
-    `StoredTree.num_stored`. spare: blocks that are to be available beside these.
+    `StoredTree.num_stored`. spare: further blocks that must stay available.
     """
     below = cache.lower
     assert below is not None
@@ -102,7 +102,7 @@ def end_fill(cache: PrefixCache, fill: Fill, num_filled: int) -> None:
 
 
 def _extend_beside(cache: PrefixCache, lease: Lease, count: int, spare: int) -> list[int] | None:
-    """Extend a lease by blocks to be copied into, beside which `spare` are available.
+    """Extend a lease by blocks to be filled, if `spare` further ones stay available.
 
     Return None, with the lease released, if that is not possible or `count` is not positive.
     """

@@ -18,7 +18,7 @@ from radix_cache.tree import RadixTree
 
 _MAX_SIBLINGS = 64
 _MAX_NAMESPACES = 256
-_MAX_VISITED = 4096  # children or namespaces that are looked at to find these
+_MAX_VISITED = 4096  # children or namespaces that one search looks at
 _TOKENS_BEFORE, _TOKENS_AFTER = 12, 12  # shown on both sides of a miss
 # A head is volatile if a prompt diverges within its first _HEAD_TOKENS tokens, and after at most _MAX_DIFFERENT_TOKENS
 # different tokens it equals at least _MIN_WITNESSES earlier prompts again for _SAME_TOKENS tokens. No more than
@@ -35,8 +35,8 @@ class MissReason(StrEnum):
     BYPASSED = "bypassed"  # the request did not ask the cache, or there is none
     LAST_TOKEN = "last_token"  # all but the last token, whose logits are needed, and the block that it ends
     BLOCK_BOUNDARY = "block_boundary"  # the rest is less than a block
-    NO_STATE = "no_state"  # its KV goes on, but no snapshot of the recurrent state that the model also needs
-    NO_WINDOW = "no_window"  # the KV of layers that see all goes on, but not that of layers with a sliding window
+    NO_STATE = "no_state"  # KV continues, but not with a snapshot of the recurrent state that the model needs too
+    NO_WINDOW = "no_window"  # the KV of layers without a window continues, but not that of layers with a window
     EVICTED = "evicted"
     OTHER_SALT = "other_salt"
     VOLATILE_HEAD = "volatile_head"  # diverged, and behind a short difference the prompts are the same again

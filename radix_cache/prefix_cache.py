@@ -144,7 +144,7 @@ class PrefixCache:
     def room(self, num_spoken_for: int) -> Room | None:
         """Return the room that a waiting request finds now, None where prefixes need windows or states as well.
 
-        num_spoken_for: available blocks that others will need.
+        num_spoken_for: available blocks that other requests will need.
         """
         is_told = self._windows is None and not self._stateful
         return Room(self, self._num_changes, self.num_available - num_spoken_for) if is_told else None
@@ -161,7 +161,7 @@ class PrefixCache:
 
     @property
     def age(self) -> float:
-        """The time for which the prefix that would be evicted next was not used; 0 without any."""
+        """The time since the last use of the prefix that would be evicted next; 0 without any."""
         leaf = self._tree.victims.next_leaf()
         return 0.0 if leaf is None else max(0.0, self._tree.now - leaf.used_at)
 
@@ -183,7 +183,7 @@ class PrefixCache:
 
     @property
     def lower(self) -> StoredTree | None:
-        """The blocks that are kept in the lower tier as well; None if none are."""
+        """The blocks in the lower tier; None without one."""
         return self._lower
 
     @property
@@ -491,8 +491,8 @@ class PrefixCache:
     def continuation(self, lease: Lease, tail: array[int], most: int) -> array[int]:
         """Return up to `most` tokens that are cached behind the lease's published tokens and `tail`.
 
-        Of several continuations that the lease's namespace may see, it is the one that was released last, as far as few
-        are beside it. Change nothing.
+        Of several continuations that the lease's namespace may see, it is the one released last, if only a few are to
+        be compared. Change nothing.
         """
         self._check(lease)
         found = self._tree.continuation(lease.node, tail.tobytes(), most * tail.itemsize, lease.namespace)
@@ -533,8 +533,8 @@ class PrefixCache:
     ) -> Retention | None:
         """Record that the cached prefix of `tokens` is next used in about `after_s` seconds.
 
-        Until then it goes like prefixes that were last used as long ago. For `ttl` seconds, if it is not 0, it is
-        retained as by `retain`. Return the retention, for `Retentions.end`; None if there is none, or one before.
+        Until then it is evicted like prefixes that were last used that long ago. For `ttl` seconds, if it is not 0, it
+        is retained as by `retain`. Return the retention, for `Retentions.end`; None if there is none, or one before.
         """
         lease, before = self.match(tokens, namespace), len(self._tree.ledger.account(account_of(namespace)).retentions)
         if ttl > 0:
@@ -546,7 +546,8 @@ class PrefixCache:
         return node.retention if is_new else None
 
     def place(self, tokens: array[int], namespace: str, seconds: float) -> bool:
-        """Let the cached prefix of `tokens` go like prefixes that were last used `seconds` ago.
+        """Place the cached prefix of `tokens` in the order of eviction among prefixes that were last used `seconds`
+        ago.
 
         Return False, with nothing changed, if nothing of it is cached or its end is retained.
         """
@@ -557,7 +558,8 @@ class PrefixCache:
         return True
 
     def seconds_of_next(self, num_blocks: int) -> float:
-        """Return how long ago the prefix was last used, by its place, that goes first if `num_blocks` are needed.
+        """Return the seconds since the last use, by its place, of the prefix that is evicted first if `num_blocks` are
+        needed.
 
         inf if as many are free; 0 if it is retained.
         """
@@ -600,7 +602,7 @@ class PrefixCache:
         self._copies.begin(blocks)
 
     def end_copy(self, block: int) -> None:
-        """Record that a block of `begin_copies` is filled, or is not going to be."""
+        """Record that a block of `begin_copies` is filled, or will not be."""
         is_alone, _ = self._copies.end(block)
         if is_alone:
             self._allocator.free([block])
@@ -632,7 +634,7 @@ class PrefixCache:
         return facts_of(self._tree.roots.values())
 
     def is_branch(self, lease: Lease) -> bool:
-        """Return whether other prompts are cached that go on in another way where the lease's published tokens end."""
+        """Return whether other cached prompts continue in another way where the lease's published tokens end."""
         self._check(lease)
         return lease.num_known_tokens > lease.num_published_tokens or bool(lease.node.children)
 

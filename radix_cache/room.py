@@ -1,4 +1,4 @@
-"""The room that a cache has for requests that wait, by which they know whether to look again."""
+"""The room of a cache for waiting requests, by which they know whether to look again."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ class Room(NamedTuple):
 
 
 def is_still_full(room: Room | None, before: Room | None) -> bool:
-    """Return whether a request finds no room now because it found none before.
+    """Return whether a request still finds no room, as it found none `before`.
 
-    While it waits its cached prefix gets no longer but by prompts, and for a block of it that is evicted the request
-    lacks one block more. room, before: None where they are not known.
+    While it waits, only published prompts make its cached prefix longer, and for each evicted block of it the request
+    lacks one block more. room, before: None if they are not known.
     """
     if room is None or before is None or room.owner is not before.owner:
         return False

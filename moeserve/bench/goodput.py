@@ -46,8 +46,8 @@ _HEADINGS = (
 class Crowd:
     """The clients of a curve: lengths, for how long they come, and how they behave.
 
-    `impatient_s`: they hang up if their answer is not whole by then. `retries`: they come back when the refusal says.
-    `rates`: clients per second; empty for multiples of the server's best rate.
+    `impatient_s`: clients hang up if their answer is not complete by then. `retries`: refused clients come back when
+    the refusal tells them to. `rates`: clients per second; empty for multiples of the server's best rate.
     """
 
     rates: tuple[float, ...]
@@ -93,7 +93,8 @@ class Point:
 
 
 async def measure_curve(client: ChatClient, crowd: Crowd, slo: Slo, progress: Callable[[str], None]) -> list[Point]:
-    """Return a point for each rate, the lowest first. The server is let alone between them until it is as before."""
+    """Return a point for each rate, the lowest first. Between two points the server is left alone until it has
+    recovered."""
     rates: Sequence[float] = crowd.rates
     if not rates:
         progress("finding out how many requests per second are answered at best")

@@ -62,8 +62,8 @@ class Findings:
 async def prepare(target: Target, settings: Settings, say: Callable[[str], None]) -> Target:
     """Find the model and the version, and warm the server up; return the server with them. Raise RequestFailed.
 
-    A server that is not ready is waited for, and `say` gets a sentence about that. A server that refuses `ignore_eos`
-    is asked again, and measured, without it.
+    Wait for a server that is not ready, and give `say` a sentence about that. A server that refuses `ignore_eos` is
+    asked again, and measured, without it.
     """
     client = target.client
     await _wait_until_ready(target, settings.wait_s, say)

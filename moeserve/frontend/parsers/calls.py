@@ -47,7 +47,7 @@ class CallShape(Protocol):
         """True if an answer that begins with a JSON object may be a call."""
 
     def read(self, marker: str, feed: Feed, sink: Sink, schemas: Schemas) -> Reading[str | None]:
-        """Read the calls after `marker`, which was read, and tell them; show text that is no call.
+        """Read the calls after `marker`, which was read, and report them; show text that is no call.
 
         An empty marker stands for the beginning of an answer, where calls must name tools of `schemas`.
 
@@ -89,8 +89,8 @@ class JsonCalls:
 def read_objects(feed: Feed, sink: Sink, known: Collection[str] | None) -> Reading[bool]:
     """Read calls one after the other, with commas, semicolons or a list's brackets around them.
 
-    Return whether one was told; if `sink.in_call`, the last one's arguments are broken and go on. `feed.kept` then has
-    the text after the last whole call.
+    Return whether one was reported; if `sink.in_call`, the last one's arguments are broken and continue. `feed.kept`
+    then has the text after the last whole call.
     """
     told = is_list = False
     feed.keep()
@@ -115,7 +115,7 @@ def read_objects(feed: Feed, sink: Sink, known: Collection[str] | None) -> Readi
 
 
 def read_arguments(feed: Feed, sink: Sink, name: str, end: Markers, call_id: str = "") -> Reading[str | None]:
-    """Read the JSON of a call's arguments up to a marker of `end`, told as it comes. Return that marker.
+    """Read the JSON of a call's arguments up to a marker of `end`, and report it as it comes. Return that marker.
 
     Arguments that are no JSON object are given as they are; without a name all is text.
     """
@@ -406,11 +406,11 @@ def _types_of(schema: dict[str, Any] | None, name: str) -> set[str]:
 
 
 def read_call(feed: Feed, sink: Sink, known: Collection[str] | None) -> Reading[bool]:
-    """Read `{"name": ..., "arguments": {...}}` and tell it as a call, its arguments as they come.
+    """Read `{"name": ..., "arguments": {...}}` and report it as a call, its arguments as they come.
 
-    Return False where it is no such object, or names no tool of `known`: then either nothing was told, or the call is
-    still open and the remainder belongs to its broken arguments. The keys stand in any order; other keys are passed
-    over, and so is anything wrong behind the arguments.
+    Return False where it is no such object, or names no tool of `known`: then either nothing was reported, or the call
+    is still open and the remainder belongs to its broken arguments. The keys stand in any order; other keys, and
+    anything invalid behind the arguments, are skipped.
     """
     if not (yield from feed.through("{")):
         return False

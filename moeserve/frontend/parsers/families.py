@@ -160,11 +160,11 @@ def _reasoning(rules: Rules, start: Start, reasoning: Reasoning | None) -> str:
 def _text_or(rules: Rules, calls: Calls) -> str:
     """Return the expression for text with calls behind it or without."""
     if not calls.opening:
-        # Nothing but the first character tells a call from text.
+        # Only the first character distinguishes a call from text.
         return f"{calls.rest} | {rules.add(_NO_OBJECT)}"
     if rules.is_token(calls.opening):
         return f"{rules.add(_ANY_TEXT)} ({rules.marker(calls.opening)} {calls.rest})?"
-    # The lexeme that ends with the marker wins over the one of any text as soon as the marker is there.
+    # As soon as the marker is complete, the lexeme that ends with it wins over the lexeme of any text.
     lead = rules.add(_ANY_TEXT, f"[suffix={literal(calls.opening)}]")
     return f"{lead} {calls.rest} | {rules.add(_ANY_TEXT)}"
 
@@ -520,8 +520,8 @@ def choose_shape(
 ) -> OutputShape:
     """Return the shape of a checkpoint's answers. templates: the sources of its chat templates.
 
-    calls, reasoning: names of `CALLS` and `REASONING`, `none` or `auto`. Where nothing tells the family, calls are
-    hermes': the prompt then explains that form to the model.
+    calls, reasoning: names of `CALLS` and `REASONING`, `none` or `auto`. Without a known family, calls are in hermes'
+    form, which the prompt then explains to the model.
     """
     source = "\n".join(templates)
     if calls == "auto":
@@ -589,7 +589,7 @@ def _forms(tokenizer: TextTokenizer, shape: OutputShape, reasoning: Reasoning) -
         return {False: form, True: form}
     silent = tokenizer.special_token_ids - tokenizer.special_ids(shape.markers)
     blanks = tuple(token_id for token_id, data in tokens if token_id in silent or is_blank(data))
-    # Other text before the marker says that the answer begins without a thought.
+    # If other text comes before the marker, the answer begins without a thought.
     (opening,) = make_markers([reasoning.begin], tokens, only_blanks_before=True)
     ends = make_markers([reasoning.end], tokens)
     calls = CALLS.get(shape.calls)

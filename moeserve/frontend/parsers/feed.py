@@ -32,20 +32,20 @@ _SPACE = re.compile(r"\s+")
 _JSON_SPACE = re.compile(r"[ \t\r\n]*")
 _SCALAR = re.compile(r"[-+.\w]*")
 _SCALAR_VALUE = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|true|false|null")
-# Where white space between tokens does not count: in a string or a number.
+# States inside of a string or number, where white space is not between tokens.
 _IN_TOKENS = frozenset({"string", "key string", "string escape", "key string escape", "scalar"})
 _ESCAPES = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
 def drop(_: str) -> None:
-    """Take text that nobody is to see."""
+    """Discard text."""
 
 
 class Markers:
     """A set of texts to look for.
 
-    The first character of each stands in none of them but at its beginning, so that a marker can begin at one place
-    only in the text that is left over. Raises ValueError for others, and for one that begins another.
+    The first character of each occurs in none of them but at its beginning, so that a marker can begin at only one
+    place of the remaining text. Raises ValueError for others, and for one that begins another.
     """
 
     def __init__(self, *texts: str) -> None:
@@ -105,7 +105,7 @@ class Feed:
         return piece
 
     def put_back(self, text: str) -> None:
-        """Have `text`, which was read last, read again."""
+        """Unread `text`, which was read last."""
         self._text = text + self.rest
 
     @property
@@ -231,7 +231,7 @@ class _Lane:
         self.trims = True
 
     def release(self) -> None:
-        """Let the held-back white space out."""
+        """Emit the held-back white space."""
         self._out += self._space
         self._space.clear()
 
