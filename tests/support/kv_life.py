@@ -9,7 +9,7 @@ from collections.abc import Collection
 from typing import Any
 
 from moeserve.plan import SamplingParams
-from moeserve.scheduling.lower_tier import GONE, CopyJob, CopyResult
+from moeserve.scheduling.lower_tier import GONE, CopyJob, CopyResult, TierCounters
 from radix_cache import Kind, StoredBlock, StoredBlocks, Tier
 from tests.support.kv_oracle import Cell, Record
 from tests.support.scheduler_simulation import Simulation
@@ -56,6 +56,12 @@ class Life(Simulation):
         super().__init__(**options, stored=self.blocks)
         self.disk, self.random, self.is_full, self.hosted = disk, choices, False, hosted
         self.jobs: deque[CopyJob] = deque()
+
+    @property
+    def counters(self) -> TierCounters:
+        """Of the tier below memory."""
+        assert self.scheduler.lower is not None
+        return self.scheduler.lower.counters
 
     def step(self) -> Any:
         while self.jobs and self.random.random() < 0.5:

@@ -139,8 +139,7 @@ def test_the_next_life_finds_prompt_and_output_on_disk() -> None:
     second.settle()
     assert (follow.request.num_cached_tokens, follow.request.num_lower_tokens) == (32, 32)
     assert (stranger.request.num_cached_tokens, stranger.request.num_lower_tokens) == (0, 0)
-    assert second.scheduler.lower is not None
-    assert second.scheduler.lower.counters.lower_hit_tokens == 32
+    assert second.counters.lower_hit_tokens == 32
     second.check_all_done()
 
 
@@ -155,8 +154,7 @@ def test_tokens_that_come_from_the_host_above_a_disk_are_told_apart() -> None:
     follow = ask(second, "b", [*record.history, 7, 7])
     second.settle()
     assert (follow.request.num_lower_tokens, follow.request.num_hosted_tokens) == (32, 3 * SIZE)
-    assert second.scheduler.lower is not None
-    counters = second.scheduler.lower.counters
+    counters = second.counters
     assert (counters.lower_hit_tokens, counters.hosted_hit_tokens, counters.hosted_hits) == (32, 3 * SIZE, 1)
     # In memory it is found on the device.
     again = ask(second, "c", [*record.history, 7, 7])
@@ -192,19 +190,13 @@ def test_what_is_gone_from_disk_is_computed_and_what_is_before_it_is_used() -> N
     record = ask(second, "b", PROMPT)
     second.settle()
     assert (record.request.num_cached_tokens, gone in disk.files) == (12, True)
-    assert second.scheduler.lower is not None
-    counters = second.scheduler.lower.counters
-    assert (counters.num_gone, counters.num_damaged) == (1, 0)
+    assert (second.counters.num_gone, second.counters.num_damaged) == (1, 0)
     second.check_all_done()
 
 
 def test_a_block_that_is_cleared_while_it_is_read_is_no_failure() -> None:
-    disk = Disk()
-    first = Life(disk, random.Random(1), **OPTIONS)
-    ask(first, "a", list(range(24)))
-    first.settle()
-    second = Life(disk, random.Random(2), **OPTIONS)
-    record = ask(second, "b", list(range(24)))
+    second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
+    record = ask(second, "b", PROMPT)
     (reading,) = second.scheduler.waiting.take_copies(0.0)
     second.cache.reset()
     (removal,) = second.scheduler.waiting.take_copies(0.0)
@@ -212,9 +204,7 @@ def test_a_block_that_is_cleared_while_it_is_read_is_no_failure() -> None:
     second.end(reading)
     second.settle()
     assert record.request.num_cached_tokens == 0
-    assert second.scheduler.lower is not None
-    counters = second.scheduler.lower.counters
-    assert (counters.num_gone, counters.num_damaged) == (0, 0)
+    assert (second.counters.num_gone, second.counters.num_damaged) == (0, 0)
     second.check_all_done()
 
 
@@ -249,7 +239,6 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
     second = Life(disk_with_prompt(), random.Random(2), **OPTIONS)
     ask(second, "b", PROMPT)
     second.settle()
-    assert second.scheduler.lower is not None
     second.cache.reset()
     second.settle()
     ask(second, "c", PROMPT)
@@ -260,7 +249,7 @@ def test_a_prefix_that_is_read_more_slowly_than_computed_is_computed() -> None:
     record = ask(second, "d", PROMPT)
     second.settle()
     assert record.request.num_cached_tokens == 0
-    assert second.scheduler.lower.counters.num_slower == 1
+    assert second.counters.num_slower == 1
 
 
 @pytest.mark.parametrize(("read_s", "from_disk"), [(10.0, 0), (1e-4, 20), (None, 20)])
@@ -271,8 +260,7 @@ def test_before_anything_was_read_a_first_guess_decides(read_s: float | None, fr
     second.scheduler.count_step(0.1)
     assert ask(second, "b", PROMPT).request.num_lower_tokens == 0
     second.settle()
-    assert second.scheduler.lower is not None
-    assert second.scheduler.lower.counters.lower_hit_tokens == from_disk
+    assert second.counters.lower_hit_tokens == from_disk
 
 
 # A prefix that is read misses a step of the stream, 1 s. Its 20 tokens add next to nothing to a step of equal seconds.
