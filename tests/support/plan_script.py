@@ -31,8 +31,7 @@ def digests(depth: int) -> list[str]:
         if number % 10 == 9:
             simulation.abort(random.choice(list(simulation.records)))
         simulation.step()
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
     counters = simulation.scheduler.counters
     assert counters.preemptions > 0
     assert counters.prefix_hit_tokens > 0

@@ -163,6 +163,11 @@ class Simulation:
             limit -= 1
             self.step()
 
+    def run_and_check(self) -> None:
+        """Run until nothing is left, and check that all is done."""
+        self.run()
+        self.check_all_done()
+
     def check_all_done(self) -> None:
         """Every request had one end and the tokens of an undisturbed run; every block is back."""
         assert self.scheduler.is_idle

@@ -130,8 +130,7 @@ def test_drafts_that_are_right_take_fewer_steps(states: StatePolicy | None) -> N
             states=states,
         )
         simulation.add("r", [1, 2, 3], SamplingParams(max_tokens=40))
-        simulation.run()
-        simulation.check_all_done()
+        simulation.run_and_check()
         steps[share_right] = len(simulation.plans)
     assert steps[0.0] == 40
     assert steps[1.0] < 20
@@ -143,8 +142,7 @@ def test_a_wrong_draft_costs_the_tokens_since_the_last_state_and_no_step() -> No
         num_blocks=32, block_size=4, drafting=KnowingDrafting(Random(1), 0.8), most_drafts=5, states=policy
     )
     simulation.add("r", [1, 2, 3], SamplingParams(max_tokens=60))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
     chunks = [chunk for plan in simulation.plans for chunk in plan.chunks]
     again = [chunk for chunk in chunks[1:] if len(chunk.token_ids) - chunk.num_drafts > 1]
     assert again
@@ -170,8 +168,7 @@ def test_a_draft_leaves_the_last_free_state_to_a_request_that_waits() -> None:
     late = simulation.add("late", [7] * 5, SamplingParams(max_tokens=60))
     simulation.step()
     assert late.request.state is not None
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_what_followed_a_prompt_is_drafted_for_its_own_namespace_alone() -> None:

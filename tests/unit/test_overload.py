@@ -256,5 +256,4 @@ def test_requests_that_share_a_prompt_are_not_taken_for_as_much_work_each() -> N
 
     with pytest.raises(TooLateError):
         add_others()
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()

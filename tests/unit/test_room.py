@@ -85,8 +85,7 @@ def test_in_memory_alone_it_is_looked_up_once_for_each_change(looked: Counter[st
         num_steps += 1
     assert num_steps > 10
     assert looked["match"] == 0
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
     assert looked["match"] == 1
 
 

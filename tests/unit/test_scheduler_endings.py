@@ -85,8 +85,7 @@ def test_everybody_can_leave_at_once(depth: int) -> None:
         for request_id in simulation.records:
             simulation.abort(request_id)
         assert simulation.scheduler.num_running == simulation.scheduler.num_waiting == 0
-        simulation.run()
-        simulation.check_all_done()
+        simulation.run_and_check()
 
 
 def test_ending_an_unknown_request_is_a_no_op() -> None:
@@ -140,8 +139,7 @@ def test_an_error_of_a_request_that_left_already_is_not_told(faulty_chunk: int) 
     for _ in range(faulty_chunk + 6):
         simulation.step()
     simulation.abort("r4")
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_failed_prompt_is_computed_anew() -> None:

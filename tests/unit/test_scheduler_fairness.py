@@ -40,8 +40,7 @@ def test_a_stream_of_hits_does_not_starve_a_request_that_hits_nothing() -> None:
         r.request.arrival > stranger.request.arrival and r.output != [] for r in simulation.records.values()
     )
     assert 0 < num_overtakers <= 32 + 2
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_long_prompt_does_not_stall_those_who_decode() -> None:
@@ -57,8 +56,7 @@ def test_a_long_prompt_does_not_stall_those_who_decode() -> None:
         num_steps += 1
         assert [len(stream.output) for stream in streams] == [length + num_steps for length in lengths]
     assert num_steps == -(-200 // (16 - 4))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_request_that_does_not_fit_yet_is_not_overtaken_for_ever() -> None:
@@ -71,8 +69,7 @@ def test_a_request_that_does_not_fit_yet_is_not_overtaken_for_ever() -> None:
         simulation.add(f"{index}", [index % 50] * 8, SamplingParams(max_tokens=4, seed=index))
         simulation.step()
     assert large.finish_reason is FinishReason.LENGTH
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 2])
@@ -162,8 +159,7 @@ def test_prompts_of_all_lengths_pass_each_other_and_all_are_served(num_ranks: in
             simulation.add(f"{number}", prompt, SamplingParams(num_tokens), priority=random.choice([0, 0, 0, 1]))
             for _ in range(random.randrange(3)):
                 simulation.step()
-        simulation.run()
-        simulation.check_all_done()
+        simulation.run_and_check()
 
 
 @pytest.mark.parametrize(("length", "priority"), [(50, 0), (4, 1)], ids=["about as long", "less urgent"])
@@ -174,8 +170,7 @@ def test_other_prompts_do_not_pass_a_long_one(length: int, priority: int) -> Non
     simulation.add("other", [2] * length, SamplingParams(max_tokens=1), priority=priority)
     simulation.step()
     assert tokens_by_step(simulation, 2) == [{"long": 8}]
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_who_runs_out_of_memory_takes_it_from_the_least_urgent() -> None:
@@ -200,8 +195,7 @@ def test_an_urgent_prompt_takes_memory_from_a_stream_that_cannot_grow(depth: int
     while not urgent.output:
         simulation.step()
     assert stream.request.num_preemptions == 1
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_an_urgent_prompt_takes_memory_from_a_prompt_behind_it() -> None:
@@ -217,8 +211,7 @@ def test_an_urgent_prompt_takes_memory_from_a_prompt_behind_it() -> None:
             simulation.step()
         assert stream.finish_reason is None
         num_preemptions += patient.request.num_preemptions
-        simulation.run()
-        simulation.check_all_done()
+        simulation.run_and_check()
     assert num_preemptions > 0
 
 
@@ -246,8 +239,7 @@ def test_what_just_fits_is_served() -> None:
     simulation = Simulation(num_blocks=10, block_size=4)
     for index in range(3):
         simulation.add(f"{index}", [index] * 10, SamplingParams(max_tokens=30))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_the_queue_is_bounded_beyond_the_free_places() -> None:
@@ -261,8 +253,7 @@ def test_the_queue_is_bounded_beyond_the_free_places() -> None:
         simulation.add("too many", [1], SamplingParams(max_tokens=1))
     simulation.abort("4")
     simulation.add("one more", [1], SamplingParams(max_tokens=1))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_request_id_is_used_by_one_request_at_a_time() -> None:
@@ -272,8 +263,7 @@ def test_a_request_id_is_used_by_one_request_at_a_time() -> None:
         simulation.add("r", [2], SamplingParams(max_tokens=1))
     simulation.run()
     simulation.add("r", [2], SamplingParams(max_tokens=1))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 @pytest.mark.parametrize(("prompt", "max_tokens"), [([], 1), ([1], 0), ([1], -5)])
@@ -361,8 +351,7 @@ def test_followers_of_one_prompt_end_nobodys_admission(num_equal: int, slo: Slo 
     simulation.add("short", [7, 8, 9], SamplingParams(max_tokens=2))
     simulation.step()
     assert "short" in {chunk.request_id for chunk in simulation.plans[-1].chunks}
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
     assert simulation.oracle.num_computed_tokens < 800 + 16 * num_equal
 
 
@@ -371,6 +360,5 @@ def test_requests_that_await_one_prompt_at_different_places_all_wait_and_none_co
     prompt = [token % 50 for token in range(400)]
     for number in range(30):
         simulation.add(f"{number}", prompt[: 400 - 8 * (number % 5)] + [number] * 6, SamplingParams(max_tokens=1))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
     assert simulation.oracle.num_computed_tokens < 400 + 40 * 30

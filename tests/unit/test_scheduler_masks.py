@@ -33,8 +33,7 @@ def test_a_request_whose_grammar_is_not_compiled_is_passed_by_all_others(depth: 
     assert (run.scheduler.num_waiting, run.scheduler.is_idle) == (1, False)
     assert run.scheduler.schedule() is None
     run.late.clear()
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
 
 
 def test_with_its_mask_it_takes_its_place_by_arrival() -> None:
@@ -66,8 +65,7 @@ def test_a_late_mask_leaves_its_own_row_out_of_steps_and_no_other(depth: int) ->
         run.step()
     assert len(run.records["late"].output) <= 3
     run.late.clear()
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert [len(record.output) for record in run.records.values()] == [9, 9, 9]
 
 
@@ -100,8 +98,7 @@ def test_a_failed_grammar_ends_its_request_alone() -> None:
         assert output is not None
         assert (output.finish_reason, output.error) == (FinishReason.ERROR, "broken")
         run.records[name].finish_reason = FinishReason.ERROR
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert len(run.records["free"].output) == 4
 
 
@@ -134,8 +131,7 @@ def test_a_preempted_request_keeps_its_mask_and_one_without_waits_for_it() -> No
         run.step()
     assert run.scheduler.counters.preemptions > 0
     run.late.clear()
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
 
 
 def test_plans_are_the_same_bytes_when_masks_come_at_the_same_steps() -> None:

@@ -111,8 +111,7 @@ def test_preempted_requests_continue_as_if_nothing_had_been(block_size: int, dep
             prompt = [random.randrange(VOCAB_SIZE) for _ in range(random.randrange(1, 7))]
             sampling = SamplingParams(max_tokens=60, seed=index, prompt_logprobs=random.choice([None, 0]))
             simulation.add(f"r{index}", prompt, sampling, priority=random.choice([0, 1]))
-        simulation.run()
-        simulation.check_all_done()
+        simulation.run_and_check()
         num_requests += 8
         num_preemptions += simulation.scheduler.counters.preemptions
     assert num_preemptions >= num_requests // 2

@@ -37,8 +37,7 @@ def test_requests_that_come_together_are_shared_out() -> None:
     records = [simulation.add(f"r{n}", prompt_of(n, 20), SamplingParams(max_tokens=4)) for n in range(6)]
     simulation.step()
     assert [record.request.rank for record in records] == [0, 1, 0, 1, 0, 1]
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_request_goes_where_its_prefix_is_cached() -> None:
@@ -72,8 +71,7 @@ def test_a_short_cached_prefix_does_not_outweigh_much_work() -> None:
     late = simulation.add("late", [*prompt_of(1, 8), 1], ONE)
     simulation.step()
     assert late.request.rank == 1
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_rank_without_room_leaves_a_request_to_another() -> None:
@@ -84,8 +82,7 @@ def test_a_rank_without_room_leaves_a_request_to_another() -> None:
     late = simulation.add("late", [*prompt[:28], *prompt_of(2, 10)], SamplingParams(max_tokens=2))
     simulation.step()
     assert (holder.request.rank, late.request.rank) == (0, 1)
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_the_token_budget_holds_for_each_rank_and_the_number_of_requests_for_all() -> None:
@@ -95,8 +92,7 @@ def test_the_token_budget_holds_for_each_rank_and_the_number_of_requests_for_all
     simulation.step()
     assert [plan.num_tokens for plan in simulation.plans] == [10, 10]
     assert simulation.scheduler.num_running <= 3
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_long_prompt_that_several_send_at_once_is_computed_on_one_rank_only() -> None:

@@ -30,8 +30,7 @@ def chunks_of(run: Simulation, request_id: str) -> list[tuple[int, int, int]]:
 def test_a_request_that_grows_beyond_the_switch_starts_again_with_other_angles(options: dict[str, object]) -> None:
     run = simulation(**options)
     run.add("a", [1, 2, 3, 4, 5], SamplingParams(max_tokens=6))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert chunks_of(run, "a") == [(0, 5, 0), (5, 1, 0), (6, 1, 0), (7, 1, 0), (0, 9, SWITCH), (9, 1, SWITCH)]
 
 
@@ -39,8 +38,7 @@ def test_a_prompt_beyond_the_switch_has_other_angles_from_its_start() -> None:
     run = simulation(budget=8)
     run.add("fits", list(range(8)), SamplingParams(max_tokens=1))
     run.add("longer", list(range(20, 29)), SamplingParams(max_tokens=2))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert chunks_of(run, "fits") == [(0, 8, 0)]
     assert chunks_of(run, "longer") == [(0, 8, SWITCH), (8, 1, SWITCH), (9, 1, SWITCH)]
 
@@ -66,8 +64,7 @@ def test_any_mixture_of_requests_ends_as_undisturbed_ones(options: dict[str, obj
         sampling = SamplingParams(max_tokens=rng.randrange(1, 14), seed=rng.randrange(3))
         run.add(str(number), prompt, sampling, namespace=rng.choice(["", "other"]))
         run.step()
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     for number in range(12):
         sides = [angle for _, _, angle in chunks_of(run, str(number))]
         assert sides == sorted(sides)

@@ -28,24 +28,21 @@ def chunks_of(simulation: Simulation, request_id: str) -> list[tuple[int, int, i
 def test_a_request_advances_in_every_step_though_its_token_is_not_known_yet() -> None:
     run = simulation()
     run.add("a", PROMPT, SamplingParams(max_tokens=6))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert chunks_of(run, "a") == [(1, 0, None), *((step, 3 + step, 0) for step in range(2, 7))]
 
 
 def test_a_long_prompt_goes_on_while_its_first_chunk_is_in_flight() -> None:
     run = simulation(budget=4, max_num_seqs=2)
     run.add("a", list(range(10)), SamplingParams(max_tokens=1))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert chunks_of(run, "a") == [(1, 0, None), (2, 4, None), (3, 8, None)]
 
 
 def test_nothing_is_planned_beyond_the_last_token() -> None:
     run = simulation()
     run.add("a", PROMPT, SamplingParams(max_tokens=1))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert len(chunks_of(run, "a")) == 1
 
 
@@ -54,8 +51,7 @@ def test_drawn_by_counts_the_sampled_chunks_of_the_plan_before() -> None:
     run.add("long", list(range(12)), SamplingParams(max_tokens=2))
     run.step()
     run.add("short", PROMPT[:2], SamplingParams(max_tokens=3, seed=1))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert [drawn_by for *_, drawn_by in chunks_of(run, "short")] == [None, 1, 1]
 
 
@@ -73,8 +69,7 @@ def test_penalties_bans_and_log_probabilities_of_prompts_halve_no_rate(sampling:
     run = simulation()
     record = run.add("a", PROMPT, sampling)
     run.add("plain", PROMPT[::-1], SamplingParams(max_tokens=8))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     steps = [(step, drawn_by) for step, _, drawn_by in chunks_of(run, "a")]
     assert steps == [(1, None), *((step, 0) for step in range(2, 1 + len(steps)))]
     assert len(record.output) >= sampling.min_tokens
@@ -83,8 +78,7 @@ def test_penalties_bans_and_log_probabilities_of_prompts_halve_no_rate(sampling:
 def test_a_grammar_waits_for_the_token_it_depends_on() -> None:
     run = simulation()
     run.add("a", PROMPT, SamplingParams(max_tokens=5, grammar="start: /a*/"))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert {drawn_by for *_, drawn_by in chunks_of(run, "a")} == {None}
 
 
@@ -94,8 +88,7 @@ def test_a_preempted_request_with_log_probabilities_of_its_prompt_runs_in_every_
     for _ in range(4):
         run.step()
     assert run.scheduler._requests["a"].is_plain
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert len(chunks_of(run, "a")) == 20
 
 
@@ -103,8 +96,7 @@ def test_a_request_that_ends_early_drops_what_was_computed_beyond_and_frees_its_
     run = simulation()
     record = run.add("a", PROMPT, SamplingParams(max_tokens=12, stop_token_ids=tuple(range(0, 50, 2))))
     other = run.add("b", PROMPT[:3], SamplingParams(max_tokens=12, seed=5))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert record.output[-1] % 2 == 0
     assert len(record.output) < 12
     assert len(other.output) == 12
@@ -130,16 +122,14 @@ def test_an_abort_between_two_steps_in_flight_gives_the_blocks_back_after_the_se
     run.step()
     run.step()
     run.abort("a")
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
 
 
 def test_short_of_memory_the_plain_path_preempts_and_all_end() -> None:
     run = Simulation(num_blocks=7, block_size=2, depth=1, run_ahead=True, max_num_seqs=3, max_model_len=14)
     for seed in range(3):
         run.add(f"{seed}", [seed, seed + 1, seed + 2], SamplingParams(max_tokens=8, seed=seed))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert run.scheduler.counters.preemptions > 0
 
 

@@ -43,8 +43,7 @@ def test_shared_blocks_are_held_once() -> None:
     while simulation.scheduler.num_waiting or any(not r.output for r in simulation.records.values()):
         simulation.step()
     assert simulation.cache.num_leased <= 25 + 4 * 2
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 @pytest.mark.parametrize("depth", [0, 1])
@@ -78,8 +77,7 @@ def test_a_follower_does_not_hold_up_those_who_share_nothing() -> None:
     simulation.add("other", [1, 2, 3], SamplingParams(max_tokens=3))
     simulation.step()
     assert [chunk.request_id for chunk in simulation.plans[0].chunks] == ["agent 0", "other"]
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 @pytest.mark.parametrize("depth", [0, 1])

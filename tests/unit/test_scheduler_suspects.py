@@ -192,16 +192,14 @@ def test_the_place_of_a_suspect_is_kept_from_other_keys_too() -> None:
     for n in range(4):
         played.add(f"new{n}", prompt(50 + n), SAMPLING, terms=Terms(tenant="b"))
     assert named_first(played) == {"s0", "new0", "new1"}
-    played.run()
-    played.check_all_done()
+    played.run_and_check()
 
 
 def test_a_full_queue_refuses_no_request_of_an_earlier_engine() -> None:
     played = simulation(max_num_seqs=1, max_num_queued_reqs=1)
     for n in range(5):
         played.add(f"r{n}", prompt(n), SAMPLING, resumed_from=float(n))
-    played.run()
-    played.check_all_done()
+    played.run_and_check()
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -232,5 +230,4 @@ def test_random_suspects_end_as_ever(seed: int) -> None:
     for _ in range(rng.randrange(4)):
         played.step()
         played.abort(f"r{rng.randrange(12)}")
-    played.run()
-    played.check_all_done()
+    played.run_and_check()

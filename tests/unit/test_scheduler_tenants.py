@@ -44,8 +44,7 @@ def test_random_tenants_get_the_tokens_of_an_undisturbed_run(seed: int, depth: i
         if number % 10 == 9:
             simulation.abort(random.choice(list(simulation.records)))
         simulation.step()
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 @pytest.mark.parametrize(("depth", "run_ahead"), [(0, False), (1, True)])
@@ -62,8 +61,7 @@ def test_a_place_is_taken_from_who_has_more_than_its_share(depth: int, run_ahead
     assert [record.request.num_preemptions > 0 for record in theirs[:2]] == [False, False]
     assert sum(record.request.num_preemptions for record in theirs) >= 2
     assert all(record.finish_reason is None for record in theirs)
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_memory_is_taken_from_who_has_more_than_its_share() -> None:
@@ -75,8 +73,7 @@ def test_memory_is_taken_from_who_has_more_than_its_share() -> None:
     while not ours.output:
         simulation.step()
     assert giant.request.num_preemptions == 1
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_tenant_keeps_to_its_part_of_the_running_places() -> None:
@@ -87,8 +84,7 @@ def test_a_tenant_keeps_to_its_part_of_the_running_places() -> None:
     for _ in range(5):
         simulation.step()
     assert (simulation.scheduler.num_running, simulation.scheduler.num_waiting) == (2, 4)
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_tenant_finds_its_share_of_the_queue_and_no_more() -> None:
@@ -103,8 +99,7 @@ def test_a_tenant_finds_its_share_of_the_queue_and_no_more() -> None:
         simulation.add("b more", [1], SamplingParams(max_tokens=1), terms=B)
     with pytest.raises(QueueFullError):
         simulation.add("c", [1], SamplingParams(max_tokens=1), terms=Terms("c", queue=0.0))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_background_requests_fill_a_queue_of_their_own() -> None:
@@ -117,8 +112,7 @@ def test_background_requests_fill_a_queue_of_their_own() -> None:
         simulation.add("one more", [1], SamplingParams(max_tokens=1), priority=BACKGROUND_PRIORITY, terms=background)
     for index in range(7):
         simulation.add(f"a{index}", [index] * 4, SamplingParams(max_tokens=4), terms=A)
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_a_giant_prompt_of_another_tenant_is_worked_on_in_turns() -> None:
@@ -131,8 +125,7 @@ def test_a_giant_prompt_of_another_tenant_is_worked_on_in_turns() -> None:
         simulation.step()
     assert all(record.finish_reason is FinishReason.LENGTH for record in ours)
     assert not giant.output
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_who_waits_too_long_is_dropped_but_not_before_a_step_that_might_take_it() -> None:
@@ -151,8 +144,7 @@ def test_who_waits_too_long_is_dropped_but_not_before_a_step_that_might_take_it(
     (late,) = scheduler.drop_late()
     assert (late.finish_reason, late.request.lease) == (FinishReason.LATE, None)
     simulation.records[late.request.request_id].finish_reason = late.finish_reason
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_prompts_leave_running_streams_the_pace_that_they_were_promised() -> None:
@@ -177,8 +169,7 @@ def test_prompts_leave_running_streams_the_pace_that_they_were_promised() -> Non
     rows = [step() for _ in range(5)]
     assert len(stream.output) == before + 5, "the stream is in every step"
     assert all(rows[0] < 256 and 17 <= count <= 60 for count in rows), rows
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 @pytest.mark.slow
@@ -212,8 +203,7 @@ def test_prompts_that_fill_the_cache_leave_the_prefixes_of_another_tenant_there(
             simulation.step()
         found.append(record.request.num_cached_tokens)
     assert (found == [80] * 4) == is_kept
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
 
 
 def test_the_terms_of_a_tenant_hold_for_its_cached_prefixes() -> None:
@@ -270,8 +260,7 @@ def test_who_waits_for_its_turn_alone_takes_memory_from_nobody() -> None:
         prompt = [(number + 3 * place) % VOCAB_SIZE for place in range(num_prompt)]
         sampling = SamplingParams(max_tokens=num_tokens)
         simulation.add(tenant, prompt, sampling, namespace=tenant, priority=priority, terms=Terms(tenant))
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
     assert simulation.scheduler.counters.preemptions < 6
 
 
@@ -285,5 +274,4 @@ def test_memory_is_given_for_who_lacks_it_while_prompts_fill_every_step() -> Non
         simulation.step()
     assert not giant.output
     assert giant.request.num_preemptions == 1
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()

@@ -32,8 +32,7 @@ def free_output(seed: int, max_tokens: int) -> list[int]:
 def test_the_end_follows_the_last_token_of_the_budget_and_is_computed_in_one_step(depth: int) -> None:
     run = Simulation(num_blocks=20, block_size=4, depth=depth, run_ahead=bool(depth))
     record = run.add("a", PROMPT, SamplingParams(max_tokens=9), budget=budget(3, 20, 21))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert record.output[:6] == [*free_output(0, 3), 20, 21, CLOSE]
     assert len(record.output) == 9
     chunks = [len(chunk.token_ids) for plan in run.plans for chunk in plan.chunks]
@@ -43,8 +42,7 @@ def test_the_end_follows_the_last_token_of_the_budget_and_is_computed_in_one_ste
 def test_a_budget_of_nothing_begins_behind_the_thought() -> None:
     run = Simulation(num_blocks=20, block_size=4)
     record = run.add("a", PROMPT, SamplingParams(max_tokens=5), budget=budget(0))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert record.output[0] == CLOSE
     assert len(record.output) == 5
 
@@ -55,8 +53,7 @@ def test_no_end_is_forced_behind_the_last_token_or_a_stop_token() -> None:
     stopped = run.add("stopped", PROMPT, SamplingParams(max_tokens=9, stop_token_ids=(20,)), budget=budget(3, 20, 21))
     last = free_output(0, 3)[-1]
     natural = run.add("natural", PROMPT, SamplingParams(max_tokens=9, stop_token_ids=(last,)), budget=budget(3, 20))
-    run.run()
-    run.check_all_done()
+    run.run_and_check()
     assert (cut.output, cut.finish_reason) == ([*free_output(0, 3), 20], FinishReason.LENGTH)
     assert (stopped.output, stopped.finish_reason) == ([*free_output(0, 3), 20], FinishReason.STOP)
     assert (natural.output[-1], natural.finish_reason) == (last, FinishReason.STOP)
@@ -80,8 +77,7 @@ def test_right_drafts_behind_the_end_of_a_thought_are_dropped() -> None:
         run = Simulation(num_blocks=32, block_size=4, drafting=drafting, most_drafts=MOST_DRAFTS)
         asks = [(SamplingParams(max_tokens=30, seed=number), budget(number, 20)) for number in range(8)]
         records = [run.add(f"{sampling.seed}", PROMPT, sampling, budget=asked) for sampling, asked in asks]
-        run.run()
-        run.check_all_done()
+        run.run_and_check()
         outputs.append([record.output for record in records])
     assert outputs[0] == outputs[1]
 
@@ -120,5 +116,4 @@ def test_budgets_hold_with_preemptions_grammars_ranks_and_steps_ahead(seed: int)
         run.add(f"{number}", prompt, sampling, budget=random.choice([None, asked, asked]))
         for _ in range(random.randrange(3)):
             run.step()
-    run.run()
-    run.check_all_done()
+    run.run_and_check()

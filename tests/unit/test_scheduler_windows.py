@@ -51,8 +51,7 @@ def test_requests_that_find_no_window_blocks_are_preempted_and_go_on(caching: bo
     simulation = Simulation(num_blocks=64, block_size=4, window=9, num_window_blocks=6, budget=8, caching=caching)
     for index in range(3):
         simulation.add(f"{index}", [index + 1], SamplingParams(max_tokens=40, seed=index), priority=0)
-    simulation.run()
-    simulation.check_all_done()
+    simulation.run_and_check()
     assert simulation.scheduler.counters.preemptions > 0
 
 
