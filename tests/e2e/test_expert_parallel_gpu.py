@@ -63,7 +63,6 @@ def complete_all(running: Service) -> list[str]:
 @pytest.fixture
 def expected(model: Path, tmp_path: Path) -> Iterator[list[str]]:
     """Return the answers of one rank on the CPU."""
-    (tmp_path / "one").mkdir()
     with service(model, tmp_path / "one", *SMALL) as one:
         yield complete_all(one)
 
@@ -74,7 +73,6 @@ def test_two_ranks_with_few_slots_say_what_a_cpu_says_and_a_killed_one_is_named(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "two").mkdir()
     spec, size = build_spec(load_config(model)), slots_on_gpu(model, NUM_SLOTS)
     bounded = ("--expert-memory", str(size), "--expert-prefetch", "gate")
     with service(model, tmp_path / "two", *SMALL, *RANKS, *bounded) as two:
@@ -98,7 +96,6 @@ def test_two_ranks_replay_decodes_and_one_that_dies_in_the_middle_of_them_is_nam
     model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
-    (tmp_path / "two").mkdir()
     with service(model, tmp_path / "two", *SMALL, *RANKS, "--dispatch", "auto") as two:
         pids = ranks_of(two)
         assert complete_all(two) == expected
@@ -117,7 +114,6 @@ def test_two_ranks_place_experts_anew_and_say_the_same(
     model: Path, expected: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
-    (tmp_path / "two").mkdir()
     with service(model, tmp_path / "two", *SMALL, *RANKS, *RESTLESS) as two:
         # With a trace, choices are counted after every step.
         two.http.post("/v1/experts/trace", json={"action": "start"})
@@ -133,8 +129,6 @@ def test_the_ranks_of_gpus_share_what_each_has_written_to_disk(
     monkeypatch.setenv("PYTHONPATH", f"{ROOT}/tests/support/interpreted_gpu:{ROOT}")
     prompts = [[number, *range(3, 15 + 4 * number)] for number in range(3)]
     disk = ("--kv-disk-path", str(tmp_path / "kv"))
-    for name in ("one", "0", "1"):
-        (tmp_path / name).mkdir()
     with service(model, tmp_path / "one", *SMALL) as one:
         expected = [complete(one, prompt) for prompt in prompts]
     with service(model, tmp_path / "0", *SMALL, *RANKS, *disk) as two:

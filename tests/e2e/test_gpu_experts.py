@@ -60,12 +60,10 @@ def test_a_gpu_with_few_slots_says_what_a_cpu_says_and_tells_what_its_gates_chos
     spec = build_spec(load_config(model))
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     keep_fitted_gates(model, some_gates(spec))
-    (tmp_path / "cpu").mkdir()
     with service(model, tmp_path / "cpu", *SMALL) as on_cpu:
         expected, _ = complete_all(on_cpu)
     take_device(monkeypatch)
     size = slots_on_gpu(model, 4)
-    (tmp_path / "gpu").mkdir()
     bounded = ("--device", "cuda", "--expert-memory", str(size), "--expert-prefetch", "fitted")
     with service(model, tmp_path / "gpu", *SMALL, *bounded) as on_gpu:
         assert on_gpu.http.post("/v1/experts/trace", json={"action": "start"}).json()["status"] == "recording"
@@ -97,7 +95,6 @@ def test_a_service_on_a_gpu_compiles_no_kernels_of_a_cpu_and_goes_on_after_a_cra
     monkeypatch.setenv("CXX", str(compiler))
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path / "cache"))
     take_device(monkeypatch)
-    (tmp_path / "s").mkdir()
     settings = ("--device", "cuda", "--dtype", "bfloat16", "--speculative-config", "none")
     with service(model, tmp_path / "s", *LIMITS, "--kv-cache-memory", "128KiB", *settings) as running:
         stream = running.stream(20, temperature=0, tells_resumed=True)

@@ -63,7 +63,6 @@ def test_a_prefix_that_left_the_gpu_comes_back_from_the_host_with_the_same_token
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str, fields: dict[str, int]
 ) -> None:
     model, settings = small_model(tmp_path, monkeypatch, case, **fields)
-    (tmp_path / "s").mkdir()
     with service(model, tmp_path / "s", *settings, "--kv-host-memory", "1MiB") as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING
@@ -105,7 +104,6 @@ def test_a_recurrent_state_that_left_the_gpu_comes_back_from_the_host_with_the_s
     # Memory has room for three snapshots, and for the KV blocks of all prompts.
     memory = ("--kv-cache-memory", str(7 * row_bytes + 60 * block_bytes), "--state-cache-memory", str(3 * row_bytes))
     settings = ("--device", "cuda", "--dtype", "float32", "--speculative-config", "none", *limits, *PATIENT, *memory)
-    (tmp_path / "s").mkdir()
     with service(model, tmp_path / "s", *settings, "--kv-host-memory", "16MiB") as running:
         cold, where = ask(running, prompt)
         assert where == NOTHING
@@ -122,8 +120,6 @@ def test_a_prefix_of_a_gpu_comes_back_from_disk_after_a_restart_with_the_same_to
 ) -> None:
     model, settings = small_model(tmp_path, monkeypatch, case, **fields)
     disk = ("--kv-disk-path", str(tmp_path / "kv"))
-    for life in range(2):
-        (tmp_path / f"s{life}").mkdir()
     with service(model, tmp_path / "s0", *settings, *disk) as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING
@@ -145,8 +141,6 @@ def test_a_prefix_comes_from_the_host_while_the_service_lives_and_from_disk_afte
         for first in range(6):
             ask(running, [first, *PROMPT[:-1]], max_tokens=1)
 
-    for life in range(2):
-        (tmp_path / f"s{life}").mkdir()
     with service(model, tmp_path / "s0", *settings, *tiers) as running:
         cold, where = ask(running, PROMPT)
         assert where == NOTHING

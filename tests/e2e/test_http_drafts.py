@@ -88,7 +88,6 @@ def _joined(choices: Sequence[dict[str, Any]]) -> tuple[Any, ...]:
 
 def answers(folder: Path, place: Path, bodies: list[dict[str, Any]], *settings: str) -> tuple[list[Any], float]:
     """Return all answers of a service, each body asked twice, and how many drafts were right."""
-    place.mkdir()
     with service(folder, place, *settings) as running, ThreadPoolExecutor(TOGETHER) as pool:
         found = [*pool.map(lambda body: ask(running, body), bodies), *pool.map(lambda body: ask(running, body), bodies)]
         settle(running)

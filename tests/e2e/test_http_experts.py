@@ -22,7 +22,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def running(folder: Path) -> Iterator[Service]:
     model = write_tiny_checkpoint(folder / "model")
-    (folder / "run").mkdir()
     with service(model, folder / "run", "--expert-statistics", str(folder / "statistics")) as started:
         yield started
 

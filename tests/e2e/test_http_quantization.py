@@ -44,7 +44,6 @@ def test_the_demo_has_the_same_texts_however_its_experts_lie(quantization: str, 
     found = {}
     for name, flags in ways.items():
         folder = tmp_path / name
-        folder.mkdir()
         with service(model, folder, *arguments, *flags) as running:
             rounded = f"weights {quantization}, activations int8 within products"
             assert arithmetic_of(running) == f"float32, keys and values bfloat16, {rounded}"

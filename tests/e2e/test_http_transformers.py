@@ -12,7 +12,6 @@ def test_a_service_on_transformers_code_writes_the_text_of_our_own(tmp_path: Pat
     model = write_tiny_checkpoint(tmp_path / "model")
     body = {"model": "m", "prompt": list(PROMPT.encode()), "max_tokens": 16, "temperature": 0}
     arguments = ("--max-model-len", "512", "--max-num-batched-tokens", "64")
-    (tmp_path / "native").mkdir()
     with service(model, tmp_path / "native", "--model-impl", "native", *arguments) as running:
         expected = running.http.post("/v1/completions", json=body).json()["choices"][0]["text"]
     assert len(expected) > 8

@@ -142,8 +142,6 @@ def test_a_repeated_request_is_answered_once_over_a_death(running: Service, undi
 def test_a_restarted_service_goes_on(model: Path, tmp_path: Path, undisturbed: str) -> None:
     """The whole service is killed amid a response; the next one with the same store completes it."""
     store = ("--response-store", str(tmp_path / "store"))
-    (tmp_path / "a").mkdir()
-    (tmp_path / "b").mkdir()
     with service(model, tmp_path / "a", *SETTINGS, *store) as first, client_of(first) as client:
         stream = client.responses.create(model="m", stream=True, **ASKED, **BIASED)
         seen = [next(stream) for _ in range(20)]
@@ -215,8 +213,6 @@ def test_a_batch_is_answered_once_over_deaths(running: Service, model: Path, tmp
     if seed:
         return
     store = ("--response-store", str(tmp_path / "store"))
-    for folder in ("a", "b"):
-        (tmp_path / folder).mkdir()
     with service(model, tmp_path / "a", *SETTINGS, *store) as first, client_of(first) as client:
         batch_id = begun_batch(client)
         wait_until(lambda: num_answered(client, batch_id) >= 4)
@@ -296,7 +292,6 @@ def test_what_is_kept_waits_for_room_and_everything_else_goes_on(
     model: Path, tmp_path: Path, undisturbed: str, target: str | None
 ) -> None:
     store = tmp_path / "store"
-    (tmp_path / "a").mkdir()
     with (
         service(model, tmp_path / "a", *SETTINGS, "--response-store", str(store)) as running,
         client_of(running) as client,

@@ -51,8 +51,6 @@ def files_of(folder: Path) -> list[Path]:
 
 def test_a_restart_and_kill_9_leave_prefixes_warm_with_the_same_bits(model: Path, tmp_path: Path) -> None:
     settings = ("--kv-disk-path", str(tmp_path / "kv"), "--engine-timeout", "30")
-    (tmp_path / "1").mkdir()
-    (tmp_path / "2").mkdir()
     with service(model, tmp_path / "1", *settings) as running:
         cold, where = ask(running)
         assert where == {"device": 0, "host": 0, "disk": 0}
@@ -92,8 +90,6 @@ def test_the_ranks_of_a_service_share_what_each_has_written(model: Path, tmp_pat
         with ThreadPoolExecutor(len(prompts)) as threads:
             return list(threads.map(lambda prompt: ask(running, prompt)[0], prompts))
 
-    for number in range(3):
-        (tmp_path / str(number)).mkdir()
     with service(model, tmp_path / "0", *settings) as running:
         cold = ask_all(running)
         wait_for_blocks(running, sum((len(prompt) + 19) // 16 for prompt in prompts))
@@ -135,8 +131,6 @@ def test_window_blocks_and_recurrent_states_come_back_from_disk_with_the_same_bi
     folder = tmp_path / "kv"
     settings = ("--kv-disk-path", str(folder), "--engine-timeout", "30", "--expert-parallel-size", ranks)
     warm = {"device": 0, "host": 0, "disk": 192}
-    for number in range(3):
-        (tmp_path / str(number)).mkdir()
     with service(model, tmp_path / "0", *settings) as running:
         cold, where = ask(running)
         assert where == {"device": 0, "host": 0, "disk": 0}
@@ -171,8 +165,6 @@ def is_ready(running: Service) -> bool:
 def test_damaged_files_and_other_settings_are_computed_anew(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     settings = ("--kv-disk-path", str(folder))
-    for number in range(3):
-        (tmp_path / str(number)).mkdir()
     with service(model, tmp_path / "0", *settings) as running:
         cold, _ = ask(running)
         wait_for_blocks(running, 13)
@@ -191,8 +183,6 @@ def test_damaged_files_and_other_settings_are_computed_anew(model: Path, tmp_pat
 def test_two_services_share_a_folder_within_its_size(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "kv"
     settings = ("--kv-disk-path", str(folder), "--kv-disk-size", "40KB")
-    for number in range(3):
-        (tmp_path / str(number)).mkdir()
     with service(model, tmp_path / "0", *settings) as one, service(model, tmp_path / "1", *settings) as two:
         for running in (one, two):
             cold = [ask(running, [*PROMPT[:100], last, last])[0] for last in range(3, 9)]
@@ -203,8 +193,6 @@ def test_two_services_share_a_folder_within_its_size(model: Path, tmp_path: Path
 
 def test_preempted_requests_come_back_from_disk_with_the_same_bits(model: Path, tmp_path: Path) -> None:
     prompts = [[number, *PROMPT[:40]] for number in range(3, 9)]
-    (tmp_path / "roomy").mkdir()
-    (tmp_path / "tight").mkdir()
     with service(model, tmp_path / "roomy", "--kv-disk-path", str(tmp_path / "other")) as running:
         expected = [ask(running, prompt, max_tokens=100)[0] for prompt in prompts]
     settings = ("--kv-disk-path", str(tmp_path / "kv"), "--kv-overflow", "swap", "--max-model-len", "256")
@@ -252,8 +240,6 @@ def test_a_prompt_is_computed_only_if_enough_of_it_is_cached_here_or_written_by_
     model: Path, tmp_path: Path
 ) -> None:
     settings = ("--kv-disk-path", str(tmp_path / "kv"))
-    for number in range(2):
-        (tmp_path / str(number)).mkdir()
     with service(model, tmp_path / "0", *settings) as prefills, service(model, tmp_path / "1", *settings) as decodes:
         nothing = {"device": 0, "host": 0, "disk": 0}
         assert decline(decodes, PROMPT, 0.5) == ("cache_threshold", 0, nothing)

@@ -141,8 +141,6 @@ def answers_are(
 ) -> None:
     """Kill one of two services, damage its files; the other one, and the first one's next life, answer right."""
     settings = ("--kv-disk-path", str(kv), "--response-store", str(tmp_path / "store"))
-    for name in "abc":
-        (tmp_path / name).mkdir()
     with ExitStack() as stack:
         victim, survivor = (stack.enter_context(service(model, tmp_path / name, *settings)) for name in "ab")
         kill_while_it_writes(victim, kv)
@@ -189,8 +187,6 @@ def test_services_of_other_weights_share_a_folder_and_find_nothing_of_each_other
 ) -> None:
     other, folder = write_tiny_checkpoint(tmp_path / "other", seed=1), tmp_path / "kv"
     settings = ("--kv-disk-path", str(folder))
-    for name in "abcd":
-        (tmp_path / name).mkdir()
     with ExitStack() as stack:
         victim = stack.enter_context(service(model, tmp_path / "a", *settings))
         changed = stack.enter_context(service(other, tmp_path / "b", *settings))

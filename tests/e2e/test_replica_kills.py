@@ -32,7 +32,6 @@ def replicas(model: Path, tmp_path: Path) -> Iterator[list[Service]]:
     with ExitStack() as stack:
         found = []
         for name in ("a", "b"):
-            (tmp_path / name).mkdir()
             found.append(stack.enter_context(service(model, tmp_path / name, *SETTINGS, *shared)))
         yield found
 
@@ -113,7 +112,6 @@ def test_a_request_repeated_at_another_replica_joins_the_one_that_runs(replicas:
 def test_a_service_of_another_kind_may_not_share_the_store(
     replicas: list[Service], model: Path, tmp_path: Path
 ) -> None:
-    (tmp_path / "c").mkdir()
     settings = ("--response-store", str(tmp_path / "store"), "--tool-call-parser", "none")
     with service(model, tmp_path / "c", *settings, ready=False) as refused:
         assert refused.end() == 1

@@ -169,7 +169,6 @@ def test_a_service_that_starts_again_with_other_keys_or_none_finds_nothing_of_a_
         ((), "nobody's", PREFIX),
     ]
     for number, (settings, key, on_disk) in enumerate(lives):
-        (tmp_path / str(number)).mkdir()
         with service(model, tmp_path / str(number), *disk, *settings) as running:
             assert ask(running, key, prompt_of(0))["usage"]["cached_tokens_details"]["disk"] == on_disk
             running.http.headers["authorization"] = f"Bearer {key}"

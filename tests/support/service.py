@@ -104,7 +104,7 @@ def service(
 ) -> Iterator[Service]:
     """A service, by default a ready one; killed at the end if it still runs, its children with it."""
     run_root = folder / "run"
-    run_root.mkdir()
+    run_root.mkdir(parents=True)
     settings = ("--served-model-name", "m", "--kv-cache-memory", "64MiB", *arguments)
     running = Service(model, run_root, *settings, forked=forked, most_files=most_files)
     try:
