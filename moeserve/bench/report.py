@@ -142,6 +142,7 @@ def _lengths(workload: str, shape: Shape) -> str:
 
 def _denominators(environment: Environment, targets: list[Target], settings: Settings) -> Iterator[str]:
     runs = "one run" if settings.repeat == 1 else f"medians of {settings.repeat} interleaved runs"
+    runs += f", {settings.rest_s:g} s of rest after each" if settings.rest_s else ""
     yield f"{environment.date}, {runs}, seed {settings.seed}, {environment.client}"
     yield f"{environment.cpu}, {environment.num_cores} cores, load {environment.load_before} before the start"
     for target in targets:

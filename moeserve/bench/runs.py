@@ -38,7 +38,7 @@ class Target:
 class Settings:
     """Workload names, lengths, seed, number of runs, objectives, and warm-up requests per server.
 
-    wait_s: the longest wait for a server that is not ready.
+    wait_s: the longest wait for a server that is not ready. rest_s: the pause after each run of a workload.
     """
 
     workloads: tuple[str, ...]
@@ -48,6 +48,7 @@ class Settings:
     slo: Slo | None
     warm_up: int
     wait_s: float
+    rest_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -93,6 +94,7 @@ async def measure(targets: list[Target], settings: Settings, progress: Callable[
                 label = f"{workload.name}, {workload.concurrency} at once,"
                 progress(f"run {run + 1} of {settings.repeat}: {label} on {target.name}")
                 await _measure_one(target, workload, run, settings.slo, findings)
+                await asyncio.sleep(settings.rest_s)
     # Columns are shown in the order in which the servers were named, whichever ran first.
     order = {target.name: index for index, target in enumerate(targets)}
     findings.runs.sort(key=lambda measured: order[measured.server])

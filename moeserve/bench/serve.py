@@ -125,6 +125,14 @@ def _slo(ctx: click.Context, param: click.Parameter, value: str | None) -> Slo |
 @click.option("--output-tokens", type=_COUNT, help="Tokens per answer.  [default: as usual for the workload]")
 @click.option("--honour-eos", is_flag=True, help="Let answers end where the model ends them.")
 @click.option(
+    "--rest",
+    "rest_s",
+    type=click.FloatRange(min=0),
+    default=0.0,
+    show_default=True,
+    help="Seconds of pause after each run of a workload on a server: some spin for seconds behind their last request.",
+)
+@click.option(
     "--wait",
     "wait_s",
     type=click.FloatRange(min=0),
@@ -245,6 +253,7 @@ def _settings(options: dict[str, Any]) -> Settings:
         slo=options["slo"],
         warm_up=options["warm_up"],
         wait_s=options["wait_s"],
+        rest_s=options["rest_s"],
     )
 
 

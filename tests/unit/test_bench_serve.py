@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from launcher.cli import main
+from moeserve.bench import runs
 from moeserve.bench.client import Endpoint, ExchangeError, exchange
 from tests.support.openai_server import ScriptedServer, serving
 
@@ -123,6 +124,19 @@ def test_servers_are_measured_in_turn_with_the_same_text_and_compared(server, tm
     assert report["medians"][1]["advantage"]["tokens_per_s"] > 0
     assert [r["messages"] for r in server.requests] == [r["messages"] for r in other.requests]
     assert "medians of 3 interleaved runs" in result.output
+
+
+def test_a_rest_follows_each_run_of_a_workload(server, monkeypatch):
+    rests, sleep = [], asyncio.sleep
+
+    def note(seconds):
+        rests.append(seconds)
+        return sleep(0)
+
+    monkeypatch.setattr(runs.asyncio, "sleep", note)
+    result = bench("--url", server.url, "--workload", "stream", "--repeat", "2", "--rest", "1.5")
+    assert [seconds for seconds in rests if seconds] == [1.5, 1.5]
+    assert "medians of 2 interleaved runs, 1.5 s of rest after each," in result.output
 
 
 def test_a_seed_used_before_is_called_out(server):
