@@ -203,6 +203,29 @@ def test_what_cannot_be_served_gets_one_sentence(
         folder_of(path, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("name", "numbers", "sentence"),
+    [
+        ("rope_freqs.weight", [1.0] * 7, "factors of rotary frequencies do not fit its configuration"),
+        ("rope_freqs.weight", [1.0] * 7 + [0.0], "factors of rotary frequencies are not all positive numbers"),
+        ("rope_factors_long.weight", [1.0] * 8, r"with long-context factors of rotary embeddings \(Phi\) are not"),
+    ],
+)
+def test_factors_of_rotary_frequencies_that_make_no_sense_get_one_sentence(
+    name: str, numbers: list[float], sentence: str, tmp_path: Path
+) -> None:
+    path, bad = tmp_path / "tiny.gguf", tmp_path / "bad.gguf"
+    write_gguf(path, "llama", build("mixtral"))
+    further = (name, np.array(numbers, np.float32), Kind.F32)
+
+    def change(own: str, tensor: gguf.ReaderTensor) -> object:
+        return [*as_it_is(own, tensor), *([further] if own == "output_norm.weight" else [])]
+
+    copy_gguf(path, bad, change)  # type: ignore[arg-type]
+    with pytest.raises(ModelError, match=sentence):
+        folder_of(bad, tmp_path)
+
+
 def test_a_file_is_refused_on_transformers_code(quantised: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="leave --model-impl at auto"):
         plan_model(folder_of(quantised, tmp_path), ServeConfig(model_impl="transformers"))

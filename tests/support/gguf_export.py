@@ -18,9 +18,12 @@ from gguf.constants import MODEL_ARCH, MODEL_ARCH_NAMES
 
 from tests.support.tiny_models import YARN
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 # Architecture -> (case of `tiny_models`, fields of its configuration that every file of the architecture has).
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("mixtral", {}),
+    "llama-frequencies": ("mixtral", {"rope_parameters": LLAMA3}),
     "qwen2moe": ("qwen2_moe", {"decoder_sparse_step": 1, "norm_topk_prob": False}),
     "qwen3moe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
     "qwen3vlmoe": ("qwen3_moe", {"mlp_only_layers": [], "norm_topk_prob": True}),
@@ -58,9 +61,16 @@ def write_gguf(
     path: Path, architecture: str, model: Any, quantise: Quantise = in_float32, latent: str = "split"
 ) -> None:
     """Write the model. latent: `split` by head, as files are written now, or `whole` as in older ones."""
-    config, name = model.config, architecture.removesuffix("-v3")
+    config, name = model.config, architecture.removesuffix("-v3").removesuffix("-frequencies")
     writer = gguf.GGUFWriter(path, name)
     _write_fields(writer, name, config, latent)
+    if config.rope_parameters["rope_type"] == "llama3":
+        stretched, dim = (
+            model.model.rotary_emb.inv_freq,
+            config.head_dim or config.hidden_size // config.num_attention_heads,
+        )
+        plain = config.rope_parameters["rope_theta"] ** -(torch.arange(0, dim, 2) / dim)
+        writer.add_tensor("rope_freqs.weight", (plain / stretched).numpy())
     for tensor_name, tensor in _tensors(name, config, model.state_dict(), latent):
         values = np.ascontiguousarray(tensor.float().numpy())
         kind = quantise(tensor_name, values) if values.ndim > 1 else Kind.F32

@@ -6,6 +6,8 @@ A builder per architecture, as llama.cpp writes it; the other side of each choic
 
 from __future__ import annotations
 
+import math
+import struct
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -133,6 +135,8 @@ def _base(fields: Fields) -> Config:
 
 
 def _rope(fields: Fields) -> Config:
+    if "rope_factors_long.weight" in fields.header.tensors:
+        raise UnsupportedModel("GGUF models with long-context factors of rotary embeddings (Phi) are not supported.")
     theta = {"rope_theta": fields.number("rope.freq_base", 10000.0)}
     kind = fields.get("rope.scaling.type", "none")
     if kind == "none" or (kind == "linear" and fields.number("rope.scaling.factor", 0.0) in (0.0, 1.0)):
@@ -168,17 +172,32 @@ def _expert_width(fields: Fields) -> int:
 
 
 def _llama(fields: Fields) -> Config:
+    rope = {"rope_parameters": _llama_rope(fields)}
     if not fields.count("expert_count", 0):
-        return {"model_type": "llama", "rope_parameters": _llama3_rope(fields)}
+        return {"model_type": "llama", **rope}
     experts = {"num_local_experts": fields.count("expert_count"), "sliding_window": None}
-    width = {"intermediate_size": _expert_width(fields)}
-    return {"model_type": "mixtral", **experts, "num_experts_per_tok": fields.count("expert_used_count"), **width}
+    width = {"intermediate_size": _expert_width(fields), "num_experts_per_tok": fields.count("expert_used_count")}
+    return {"model_type": "mixtral", **experts, **width, **rope}
 
 
-def _llama3_rope(fields: Fields) -> Config:
-    if "rope_freqs.weight" in fields.header.tensors:
-        raise UnsupportedModel("GGUF models with factors per rotary frequency (Llama 3.1) are not supported.")
-    return _rope(fields)
+def _llama_rope(fields: Fields) -> Config:
+    """Return the rotary embedding, with a factor for each frequency where the file holds them (Llama 3.1 and models
+    that were made of it)."""
+    rope, tensor = _rope(fields), fields.header.tensors.get("rope_freqs.weight")
+    if tensor is None:
+        return rope
+    if rope["rope_type"] != "default" or tensor.kind != "F32" or tensor.shape != (head_dim(fields) // 2,):
+        raise CheckpointError("The GGUF file's factors of rotary frequencies do not fit its configuration.")
+    try:
+        with tensor.file.open("rb") as file:
+            file.seek(tensor.offset)
+            factors = struct.unpack(f"<{tensor.shape[0]}f", file.read(tensor.num_bytes))
+    except (OSError, struct.error) as error:
+        raise CheckpointError(f"{tensor.file.name} cannot be read: {error}.") from None
+    if not all(math.isfinite(factor) and factor > 0 for factor in factors):
+        raise CheckpointError("The GGUF file's factors of rotary frequencies are not all positive numbers.")
+    same = {"short_factor": factors, "long_factor": factors, "attention_factor": 1.0}
+    return {**rope, "rope_type": "longrope", **same, "original_max_position_embeddings": fields.count("context_length")}
 
 
 def _qwen2(fields: Fields) -> Config:
@@ -307,8 +326,6 @@ def _granitemoe(fields: Fields) -> Config:
 
 
 def _phimoe(fields: Fields) -> Config:
-    if "rope_factors_long.weight" in fields.header.tensors:
-        raise UnsupportedModel("GGUF models with long-context factors of rotary embeddings (Phi) are not supported.")
     return {
         "model_type": "phimoe",
         "num_local_experts": fields.count("expert_count"),
