@@ -4,6 +4,7 @@ import gc
 import os
 from collections.abc import Generator
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +35,11 @@ def pytest_collection() -> Generator[None, object, object]:
 def pytest_unconfigure() -> None:
     """Let the end of the process collect it, or libraries report leaks."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    from tests.support.tiny_checkpoint import write_tiny_checkpoint
+
+    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))

@@ -17,15 +17,10 @@ from kernels.cpu.attention import AttentionTiles, torch_attention
 from kernels.rope_kv import write_kv
 from tests.support.parameters import pairs
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 BLOCK_SIZE = 8
 Attend = Callable[..., Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 def with_segments_of(segment_tokens: int) -> Attend:

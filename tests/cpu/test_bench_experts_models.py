@@ -1,7 +1,5 @@
 """`python -m benchmarks.experts` with models: recording, ranks that count, runs with part of the experts in memory."""
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 
@@ -19,14 +17,8 @@ from benchmarks.experts.memory import (
 )
 from benchmarks.experts.record_routing import record_with_fits
 from experts.routing.files import Tap
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 TEXTS = ["The harbour wakes before the town does.", "too short", "At half past four the first boats come back."]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 def test_every_text_is_a_request_and_gates_guess_ahead(model):

@@ -36,17 +36,13 @@ from tests.support.quantised_rows import random_rows
 from tests.support.tiny_models import build, save
 
 NATIVE = native_kernels()
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="There are no compiled kernels.")
+pytestmark = [
+    pytest.mark.usefixtures("inference"),
+    pytest.mark.skipif(NATIVE is None, reason="There are no compiled kernels."),
+]
 CONFIG = replace(BASE, dtype="bfloat16")
 FP8_MODEL = "mixtral in fp8"
 NUM_EXPERTS, HIDDEN, WIDTH = 6, 80, 40
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 def as_multiplied(x: Tensor) -> Tensor:

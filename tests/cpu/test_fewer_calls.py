@@ -24,18 +24,14 @@ from kernels.specs import GateSpec
 from kernels.weight_formats import Q4_K, Q6_K
 from tests.support.quantised_rows import random_rows
 
-pytestmark = pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels.")
+pytestmark = [
+    pytest.mark.usefixtures("inference"),
+    pytest.mark.skipif(native_kernels() is None, reason="There are no compiled kernels."),
+]
 HIDDEN, HEADS, KV_HEADS, DIM, BLOCK = 256, 4, 2, 32, 8
 NORMALISED = GateSpec(2, renormalise=True)
 # Tokens and start of the chunks of a step.
 STEPS = [[(1, 0)], [(1, 37)], [(1, 5), (1, 70), (3, 9)], [(50, 20), (1, 3)]]
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 def make_linears(*, is_quantised: bool) -> tuple[Linear, Linear]:

@@ -16,14 +16,8 @@ from launcher.cli import main
 from moeserve.config import ConfigError, ServeConfig
 from moeserve.engine.experts.fit import GateFit, TextReader, fit_gates, pieces
 from moeserve.plan import SamplingParams
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 TEXT = "The harbour wakes before the town does. At half past four the first boats come back. " * 8
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 def test_what_the_layers_between_add_is_learnt_and_the_rest_left_to_the_plain_gate() -> None:

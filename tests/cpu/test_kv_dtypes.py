@@ -34,6 +34,8 @@ from tests.support.llm_prompts import (
 )
 from tests.support.tiny_models import build
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 BLOCK_SIZE = 8
 
 
@@ -43,13 +45,6 @@ def multiplies_bfloat16() -> bool:
 
 
 kinds = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 def with_torch(q: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, **flags: object) -> Tensor:

@@ -15,6 +15,8 @@ from kernels.packed_experts import ExpertLayout, ExpertShape, PackedExperts
 from kernels.weight_formats import Q4_K, Q6_K
 from tests.support.quantised_rows import random_rows
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 SILU, RELU2 = Activation(), Activation("relu2")
 NUM_EXPERTS, HIDDEN, INTERMEDIATE = 6, 80, 40
 ACTIVATIONS = [
@@ -26,13 +28,6 @@ ACTIVATIONS = [
     Activation("silu", limit=0.7),
     RELU2,
 ]
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -23,12 +23,7 @@ from kernels.linear import pack_linear
 from kernels.norm import rms_norm
 from kernels.rope_kv import rotate_and_store, rotate_and_store_reference
 
-
-@pytest.fixture(autouse=True)
-def _inference_mode():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
+pytestmark = pytest.mark.usefixtures("inference")
 
 
 def test_the_kernels_are_compiled_where_the_suite_runs() -> None:

@@ -38,17 +38,13 @@ from kernels.weight_formats import (
 from tests.support.quantised_rows import random_rows
 
 NATIVE = native_kernels()
-pytestmark = pytest.mark.skipif(NATIVE is None, reason="There are no compiled kernels.")
+pytestmark = [
+    pytest.mark.usefixtures("inference"),
+    pytest.mark.skipif(NATIVE is None, reason="There are no compiled kernels."),
+]
 DEPTH = 512
 every_format = pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 every_arithmetic = pytest.mark.parametrize("arithmetic", ["int8", "exact"])
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode():
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 @pytest.mark.parametrize("name", [name for name in FORMATS if name.upper() in gguf.GGMLQuantizationType.__members__])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import pytest
@@ -23,6 +23,8 @@ from kernels.norm import gated_norm, gated_norm_reference
 from kernels.short_conv import short_conv, short_conv_reference
 from kernels.state_rows import StateRows
 
+pytestmark = pytest.mark.usefixtures("inference")
+
 # Tokens of three requests, and in what chunks a second run computes them.
 LENGTHS = (1, 23, 90)
 STEPS = (((1, 5), (2, 1)), ((2, 64), (1, 1)), ((0, 1), (2, 2), (1, 15)), ((2, 23),), ((1, 2),))
@@ -31,13 +33,6 @@ NUM_SLOTS = 6
 
 # A body of a kernel: rows of a step and their states -> results; mutates the states.
 Body = Callable[[Tensor, Tensor, StateRows], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _inference_mode() -> Iterator[None]:
-    torch.manual_seed(0)
-    with torch.inference_mode():
-        yield
 
 
 def step_rows(chunks: Sequence[tuple[int, int]]) -> StateRows:

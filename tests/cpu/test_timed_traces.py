@@ -11,7 +11,6 @@ import pytest
 from benchmarks.token_engine import TokenEngine
 from moeserve.config import ServeConfig
 from tests.support.timed_traces import LONGEST, Asked, Played, known_requests, play_traces
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 BLOCK_SIZE = 4
 TOKEN_BYTES = 256  # of keys and values, in the two layers of the model
@@ -25,11 +24,6 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "room": {"kv_cache_memory": 4 * LONGEST * TOKEN_BYTES, "max_num_batched_tokens": 20},
 }
 MEMORY = 3 * LONGEST * TOKEN_BYTES // 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("model"))
 
 
 def play(model: Path, requests: list[Asked], name: str, count: int) -> Played:

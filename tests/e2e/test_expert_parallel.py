@@ -20,7 +20,7 @@ from moeserve.engine.experts.settings import statistics_key
 from tests.support.kills import pid_of
 from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, is_alive, listening_addresses, service, wait_until
-from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
+from tests.support.tiny_checkpoint import MAX_POSITION
 from tests.support.tiny_model import write_model_dir
 
 REPLICAS = ("--num-redundant-experts", "4")
@@ -122,11 +122,6 @@ def write_statistics(model: Path) -> Path:
     file = model / "statistics"
     save_statistics(file, statistics, statistics_key(model))
     return file
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture(scope="module")

@@ -22,16 +22,10 @@ import pytest
 from openai import OpenAI
 
 from tests.support.service import Service, children_of, service, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SETTINGS = ("--num-frontends", "2", "--engine-timeout", "4", "--max-restarts", "1000", "--max-model-len", "4096")
 ASKED = {"input": "once upon a time", "temperature": 1.2, "max_output_tokens": 250, "background": True}
 BIASED = {"extra_body": {"seed": 5, "ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture(scope="module")

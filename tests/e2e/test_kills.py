@@ -18,7 +18,6 @@ import pytest
 from tests.support.crash_traffic import KINDS, Answered, Traffic
 from tests.support.kills import Kill, assert_nothing_is_left, assert_whole, kill, pid_of
 from tests.support.service import Service, children_of, service, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SIGNALS = (signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGTERM, signal.SIGSTOP)
 # The part of the matrix that is in the short suite, beside the tests of single processes.
@@ -43,11 +42,6 @@ TRAFFIC = {
     name: KINDS[name]
     for name in ("greedy", "sampled stream", "penalties", "several choices", "schema", "tool call", "pattern")
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture(scope="module")

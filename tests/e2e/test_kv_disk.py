@@ -14,17 +14,11 @@ import pytest
 
 from tests.support.saved_models import saved_model
 from tests.support.service import Service, children_of, descendants, service, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
 # The tiny model's KV takes 4 KiB per block of 16 tokens.
 KV_OF_24_BLOCKS = str(24 * 4096)
 PROMPT = [3 + i * 7 % 50 for i in range(200)]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 def ask(running: Service, prompt: list[int] = PROMPT, **fields: Any) -> tuple[list[float], dict[str, int]]:

@@ -24,11 +24,6 @@ SIGKILL = 9
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
-
-
-@pytest.fixture(scope="module")
 def expected(model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[float]]:
     """The bits of each prompt's answer without a disk."""
     with service(model, tmp_path_factory.mktemp("plain")) as running:

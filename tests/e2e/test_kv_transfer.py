@@ -31,15 +31,9 @@ from tests.support.kv_pair import (
     wait_for_failures,
 )
 from tests.support.service import children_of, descendants, settle, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 PROMPT = [3 + i * 7 % 50 for i in range(200)]
 HELD = 192  # tokens in whole blocks without the last token
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture(scope="module")

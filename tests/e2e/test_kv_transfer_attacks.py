@@ -40,17 +40,11 @@ from tests.support.kv_pair import (
 )
 from tests.support.rogue_peers import Forger, HoldsKey, Message, Stranger, connections
 from tests.support.service import Service, children_of, descendants, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 NUM_TOKENS, HELD = 200, 192
 # The beginning of a greeting of ZeroMQ's protocol, and one that ends before its mechanism is named.
 SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 SETTINGS = ("--max-model-len", "20000", "--engine-timeout", "60")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture(scope="module")

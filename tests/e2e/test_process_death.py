@@ -11,14 +11,9 @@ import httpx2
 import pytest
 
 from tests.support.service import Service, service, wait_until
-from tests.support.tiny_checkpoint import MAX_POSITION, write_tiny_checkpoint
+from tests.support.tiny_checkpoint import MAX_POSITION
 
 ENDLESS = MAX_POSITION // 2
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture

@@ -15,15 +15,9 @@ import pytest
 from tests.support.parameters import first
 from tests.support.reconnecting import NUM_TOKENS, Repeated, TakenUp, Underway, body_of, events_of, prompt_of
 from tests.support.service import Service, children_of, descendants, service, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 NUM_STREAMS = 16
 SETTINGS = ("--engine-timeout", "20", "--max-model-len", "4096", "--max-num-seqs", "32")
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture

@@ -15,14 +15,8 @@ import httpx2
 import pytest
 
 from tests.support.service import Service, children_of, descendants, read_of_process, service, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SAMPLED = {"model": "m", "prompt": "once upon a time", "temperature": 1.1, "seed": 4, "ignore_eos": True}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @pytest.fixture(scope="module")

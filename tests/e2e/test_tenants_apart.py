@@ -17,18 +17,12 @@ import pytest
 
 from benchmarks.timing_attack import auc
 from tests.support.service import ROOT, Service, service, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 KEYS = ("victim", "attacker")
 TIERS = ("device", "host", "disk")
 NUM_PROBES = 24
 PREFIX = 192  # tokens, in whole blocks
 BLOCK_BYTES = 4096  # of the tiny model's KV
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 def prompt_of(number: int) -> list[int]:

@@ -15,7 +15,6 @@ import pytest
 from tests.clients.environments import Client
 from tests.support.routers import address, cached, free_port, program, start, transfer_settings
 from tests.support.service import Service, service, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 SMG = Client("smg", "smg", "pip", ("smg==1.13.0",), "")
 # The packages of its extra `proxy` that its import asks for; the extra itself pins one that not every index has.
@@ -39,11 +38,6 @@ pytestmark = [pytest.mark.long, pytest.mark.timeout(1200)]
 
 MASTER_KEY = "sk-of-these-tests-alone-0123456789"
 NUM_TALKS = 16
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 @contextmanager

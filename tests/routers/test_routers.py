@@ -24,7 +24,6 @@ from tests.support.reconnecting import NUM_TOKENS, Repeated, Underway, body_of
 from tests.support.reconnecting import prompt_of as prompt_of_stream
 from tests.support.routers import address, cached, free_port, program, start, transfer_settings
 from tests.support.service import Service, is_alive, wait_until
-from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 ROUTER = Client("vllm-router", "vllm-router", "pip", ("vllm-router==0.1.17",), "")
 INDEXER = Client(
@@ -46,11 +45,6 @@ _PUBLISHES = {"enable_kv_cache_events": True, "endpoint": _FREE, "replay_endpoin
 EVENTS = ("--kv-events-config", json.dumps(_PUBLISHES))
 NUM_PROMPTS = 24
 PREFIX = 96  # tokens, in whole blocks
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_checkpoint(tmp_path_factory.mktemp("m"))
 
 
 def prompt_of(number: int, tail: int = 0) -> list[int]:
