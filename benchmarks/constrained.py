@@ -121,7 +121,7 @@ class Bench:
         self._masks = GrammarMasks(folder / "tokenizer.json", rank.model.spec.vocab_size, self._eos)
 
     def measure(self, streams: int, steps: int, *, constrained: bool = True) -> Twice:
-        """Return what the steps cost in which every stream decodes one token, but for the first few."""
+        """Return the cost of the steps in which every stream decodes one token, without the first few."""
         grammar, ends = (self._grammar, self._eos) if constrained else (None, ())
         for stream in range(streams):
             sampling = SamplingParams(steps + 1, seed=stream, stop_token_ids=ends, grammar=grammar)

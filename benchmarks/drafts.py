@@ -176,7 +176,7 @@ class Service:
         namespace: str,
         predicted: Sequence[array[int]] | None = None,
     ) -> list[list[int]]:
-        """Return the answers to prompts that are served together. predicted: what the client takes them to be."""
+        """Return the answers to prompts that are served together. predicted: the answers that the client predicts."""
         found: dict[str, list[int]] = {}
         for number, prompt in enumerate(prompts):
             self.num_served += 1

@@ -165,7 +165,7 @@ async def _read_streams(port: int, body: str, streams: int) -> None:
 
 
 def refusal_cost(model: Path, requests: int) -> float:
-    """Return the milliseconds of CPU that it takes to refuse a chat of 40 words from a client that comes anew."""
+    """Return the milliseconds of CPU to refuse a chat of 40 words of a client with a new connection."""
     body = json.dumps({"model": MODEL, "messages": [{"role": "user", "content": PROSE * 2}], "stream": True})
     with frontend(model, lambda _: Overloaded()) as running:
         while b"overloaded" not in _exchange(running.port, "GET", "/ready"):
@@ -178,7 +178,7 @@ def refusal_cost(model: Path, requests: int) -> float:
 
 
 def _exchange(port: int, method: str, path: str, body: str = "") -> bytes:
-    """Return the body of a response, nothing where nobody answers."""
+    """Return the body of a response, empty without an answer."""
     connection = HTTPConnection("127.0.0.1", port, timeout=10)
     try:
         connection.request(method, path, body, {"connection": "close"})

@@ -186,7 +186,7 @@ def command(
 
 
 def from_disk(http: httpx2.Client) -> float:
-    """Return the tokens that were found on disk so far; the service tells them twice a second."""
+    """Return the tokens that were found on disk so far; the service reports them twice a second."""
     time.sleep(1)
     found = re.search(r'^moeserve_kv_tier_hit_tokens_total\{tier="disk"\} (\S+)', http.get("/metrics").text, re.M)
     return float(found[1]) if found else 0.0

@@ -56,7 +56,7 @@ class Outcome:
 
 
 def step_seconds(plan: StepPlan) -> float:
-    """Return what a step takes."""
+    """Return the seconds of a step."""
     rows = plan.num_tokens
     place = max(1, bisect_left([knot for knot, _ in _COSTS], rows))
     (low, from_ms), (high, to_ms) = _COSTS[place - 1], _COSTS[min(place, len(_COSTS) - 1)]
@@ -134,7 +134,7 @@ def simulate(study: Study, policy: Overflow) -> Outcome:
 
 
 def results_of(plan: StepPlan) -> StepResult:
-    """Return the results of a plan whose requests all go on with one token."""
+    """Return the results of a plan in which each request samples one token."""
     return StepResult(plan.step, [ChunkResult(None if chunk.sampling is None else 5) for chunk in plan.chunks])
 
 

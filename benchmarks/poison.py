@@ -123,7 +123,7 @@ class Ticks:
 
 @dataclass
 class Watched:
-    """A frontend and all who watch it."""
+    """A frontend and its watchers."""
 
     port: int
     memory: Memory

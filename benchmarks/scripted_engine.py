@@ -93,7 +93,7 @@ class Overloaded:
     """Answers nothing and reports a load behind which every request would wait for a minute."""
 
     def receive(self, message: Message, send: Send) -> None:
-        """Requests that came before the load was told get no answer."""
+        """Ignore requests that came before the load was reported."""
 
     def turn(self, send: Send) -> None:
         backlog = Backlog(weight=1.0, running=64, waiting=60, tokens=6000, request_tokens=100)

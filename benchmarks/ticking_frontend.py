@@ -20,7 +20,7 @@ TICK_S = 0.002
 
 
 class FineTicker(server.Ticker):
-    """A ticker that tells times."""
+    """A ticker that writes times."""
 
     def start(self) -> None:
         with suppress(BlockingIOError, BrokenPipeError):

@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 class Tick(IntFlag):
     """The byte that an HTTP process writes to the supervisor while its event loop turns: what holds now.
 
-    READY: it would admit a generation. BUSY: it has a request, or had one since its last tick. SLEEP, WAKE: somebody
+    READY: it would admit a generation. BUSY: it has a request, or had one since its last tick. SLEEP, WAKE: a client
     waits for the service to sleep, or to wake. A byte may be lost: what still holds is said again by the next one.
     """
 
@@ -182,7 +182,7 @@ class Generate(Message):
 
 
 class Turned(Message):
-    """The answer of a request that has ended calls tools: its conversation goes on once they have run."""
+    """The answer of a request that has ended calls tools: its conversation continues once they have run."""
 
     request_id: str
     tools: list[str]
@@ -451,7 +451,7 @@ class RunContext:
 
     @property
     def load_file(self) -> Path | None:
-        """The file in which several frontends tell each other of their load; None for a single frontend."""
+        """The file in which several frontends share their load; None for a single frontend."""
         return Path(self.run_dir) / "load" if self.config.num_frontends > 1 else None
 
     @property

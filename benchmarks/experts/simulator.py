@@ -437,7 +437,7 @@ class SimulatedCopier:
         self.now = 0.0
 
     def run_until(self, time: float) -> None:
-        """Copy until `time`; a chunk that is not over by then goes on afterwards."""
+        """Copy until `time`; a chunk that is not copied by then is continued later."""
         while self._start() and self._chunk_end <= time:
             self._end_chunks(time)
         self.now = max(self.now, time)

@@ -107,7 +107,7 @@ class Affinity:
         return self._scores[expert], self._uses.last_use[expert]
 
 
-# Policies that need nothing but the number of experts, by name.
+# By name, the policies that need only the number of experts.
 POLICIES: dict[str, Callable[[int], EvictionPolicy]] = {"lru": lru, "lfu": lfu, "lfru": lfru, "affinity": Affinity}
 POLICY_NAMES = (*POLICIES, "static")
 

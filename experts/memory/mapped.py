@@ -15,13 +15,13 @@ from experts.errors import ExpertStoreError
 from experts.memory.file import read_header
 
 _POPULATE_READ = 22  # MADV_POPULATE_READ, which Linux has since 5.14 and `mmap` does not name.
-_PIECE_BYTES = 2**26  # Read before progress is told.
+_PIECE_BYTES = 2**26  # Bytes that are read between two reports of progress.
 
 
 class MappedExperts:
     """An expert file (`experts.memory.file`), mapped in huge pages where its file system has them.
 
-    Pages are private: an expert that is written over stays what it was in the file and for others who map it.
+    Pages are private: writing over an expert changes neither the file nor other processes' mappings of it.
     """
 
     def __init__(self, path: Path, source: bytes) -> None:

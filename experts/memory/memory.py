@@ -33,7 +33,7 @@ class ExpertMemory:
         # The seconds that copies took, on all copying threads or on the device.
         self.copy_seconds = 0.0
         self.recall = RecallSample()
-        # The pieces of experts that were copied, so that a slow load is told from one that hangs.
+        # The number of copied pieces of experts: it grows in a slow load, but not in one that hangs.
         self.num_pieces = 0
         self._control = control
         self._arena = arena
@@ -102,7 +102,7 @@ class ExpertMemory:
         while left:
             ready = self.wait_ready(layer, left)
             if self.num_waiting(layer):
-                # Some slots go on to the next experts while the others are computed.
+                # Some slots get the next experts while the others are computed.
                 ready = ready[: max(1, self.num_slots(layer) // 2)]
             yield ready
             self.release(layer, ready)

@@ -81,7 +81,7 @@ class ResidencyControl:
         self._demand(layer, self.layers[layer].release(experts))
 
     def end_event(self, layer: int) -> None:
-        """End the layer's event, whose computation failed. Its loads go on; the next event may find them."""
+        """End the layer's event, whose computation failed. Its loads continue; the next event may find them."""
         self.layers[layer].end_event()
 
     def predict(self, layer: int, experts: Sequence[int], priority: Priority) -> None:
@@ -137,7 +137,7 @@ class ResidencyControl:
         return transfer.cancelled or self._queue.has_before(transfer.priority)
 
     def stop(self, transfer: Transfer) -> None:
-        """Record that the copier stopped between chunks: a cancelled transfer ends, any other waits to go on."""
+        """Record that the copier stopped between chunks: a cancelled transfer ends, any other waits to be continued."""
         transfer.active = False
         if transfer.cancelled:
             self._drop(transfer)

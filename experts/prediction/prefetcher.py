@@ -39,7 +39,7 @@ class PrefetchObserver(StepObserver[PlannedStep, object]):
 
     @property
     def gains(self) -> list[tuple[int, bool, float]]:
-        """The share of a step's time that prefetching saves, see `PrefetchJudge.gains`; empty if nobody judges."""
+        """The share of a step's time that prefetching saves, see `PrefetchJudge.gains`; empty without a judge."""
         return []
 
 

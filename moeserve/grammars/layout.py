@@ -23,13 +23,13 @@ class Layout:
     def __init__(self) -> None:
         self._tokens: LLTokenizer | None = None
         self._last: int | None = None
-        # By such a token, or `_TEXT` for all others, those that followed it, the latest first.
+        # By such a token, or `_TEXT` for all others, the tokens that followed it, the latest first.
         self._after: dict[int, list[int]] = {}
         # By token, its bytes, 0 for one with a letter or digit.
         self._sizes: dict[int, int] = {}
 
     def read(self, output: Sequence[int], tokens: LLTokenizer) -> None:
-        """Read the newest tokens of the answer. tokens: those of the model."""
+        """Read the newest tokens of the answer. tokens: the model's tokens."""
         self._tokens = tokens
         for token in output:
             before, self._last = self._last, token

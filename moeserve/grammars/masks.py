@@ -305,7 +305,7 @@ class GrammarMasks:
         self._made.append(MadeMask(held.request, error=reason))
 
     def _forget(self, held: _Held) -> None:
-        """Free everything that a request holds. Its compilation goes on and may serve another request."""
+        """Free everything that a request holds. Its compilation continues and may serve another request."""
         del self._held[held.request]
         self._awaited.discard(held.request)
         compilation = held.compilation
@@ -358,8 +358,8 @@ def _look_ahead(
     num_bytes: int,
     most: int,
 ) -> _Ahead:
-    """Return a matcher's next mask, then those after each draft that the grammar allows, each token that it forces
-    next, and each token of the layout and forced behind it.
+    """Return a matcher's next mask, then the masks after each draft that the grammar allows, after each token that it
+    forces next, and after each token of the layout and each forced one behind it.
 
     banned: tokens that the first masks are to forbid, and the number of these masks. num_bytes: the most of a mask.
     most: the number of drafts up to which others than `drafts` are added. Raise GrammarError if the first mask cannot

@@ -98,7 +98,7 @@ def built_names(root: Path) -> list[str]:
 
 
 def remove_built(target: Path) -> int:
-    """Remove a folder and what unfinished builds of it left; wait for a build that goes on. Return the bytes freed."""
+    """Remove a folder and the remains of unfinished builds of it. Wait for a running build. Return the bytes freed."""
     with _locked(target.parent / f".{target.name}.lock", silent):
         folders = [target, *target.parent.glob(f".{target.name}.tmp-*")]
         num_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file())

@@ -210,7 +210,8 @@ def split_ffn(
 
 
 def gate_centroids(ffn_inputs: Tensor, groups: int, *, generator: torch.Generator) -> Tensor:
-    """Return directions [groups, hidden] that tell the kinds of tokens in `ffn_inputs` [tokens, hidden] float32 apart.
+    """Return directions [groups, hidden] that separate the kinds of tokens in `ffn_inputs` [tokens, hidden] float32
+    apart.
 
     They come from spherical k-means of the centred inputs. The gate has no bias and sees inputs that are not centred,
     so the direction of the mean is projected out of the centroids. Then the choice depends on how tokens differ, and

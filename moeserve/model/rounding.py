@@ -188,7 +188,7 @@ def fine(matrix: Matrix, key: str) -> Matrix:
 
 def has_fine_experts(layer: int, num_layers: int) -> bool:
     """Return whether the inputs of a layer's experts are rounded twice, where weights have 8 bits: errors of the first
-    layer pass through all others, those of the last one go straight into the choice of the next token."""
+    layer pass through all others, errors of the last one directly affect the choice of the next token."""
     return layer in (0, num_layers - 1)
 
 

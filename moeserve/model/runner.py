@@ -23,7 +23,7 @@ _WARM_UP_SIZES = (1, 2, 4, 8, 16, 64)
 
 
 class ModelRunner:
-    """Owns a decoder, its KV memory and the memory of recurrent states. Only plans tell their contents."""
+    """Owns a decoder, its KV memory and the memory of recurrent states. Only plans know their contents."""
 
     def __init__(
         self,

@@ -109,7 +109,7 @@ class _SplitLayers:
 
 @torch.inference_mode()
 def log_likelihood(hidden: Tensor, token_ids: Tensor, source: GgufSource) -> Tensor:
-    """Return that of every token but the first, given those before it: [tokens - 1] float32.
+    """Return the log-likelihood of every token but the first, given the tokens before it: [tokens - 1] float32.
 
     hidden: [tokens, hidden_size] float32, after the last layer.
     """

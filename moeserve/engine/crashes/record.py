@@ -43,7 +43,7 @@ class WorkRecord:
     def __init__(self, path: Path, incarnation: int, max_requests: int) -> None:
         """Create the file. max_requests: the most that one step has; ids beyond the room for them are left out.
 
-        Without room on the disk nothing is recorded, which a line in the log tells.
+        Without room on the disk nothing is recorded, and a line in the log says so.
         """
         self._room = _OTHER_BYTES + _BYTES_PER_REQUEST * max_requests
         size = _SLOTS + _NUM_SLOTS * (_SLOT_HEAD.size + self._room)

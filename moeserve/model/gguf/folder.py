@@ -26,7 +26,7 @@ _BESIDE = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class _Pointer(msgspec.Struct, frozen=True):
-    """A file of weights; size and mtime tell it from another one at its path. mtime: in nanoseconds."""
+    """A file of weights; size and mtime distinguish it from a later file at its path. mtime: in nanoseconds."""
 
     path: str
     size: int

@@ -34,8 +34,8 @@ def quantization_in(directory: Path) -> QuantizationSpec | None:
 
 
 def described_quantization(directory: Path, config: Config) -> Any:
-    """Return what tells the quantisation of the checkpoint in a folder: a part of its `config.json`, or, as programs
-    wrote it before that was usual, a file beside it. None without one. Raise ModelError."""
+    """Return the description of the quantisation of a checkpoint: a part of its `config.json`, or, as older programs
+    wrote it, a file beside it. None without one. Raise ModelError."""
     inner = config.get("text_config")
     for part in (config, inner if isinstance(inner, Mapping) else {}):
         for name in _KEYS:
@@ -132,7 +132,7 @@ _AUTO_ROUND_GPTQ |= {"gptqmodel": "gptq_v2", "auto_round": "gptq_v2"}
 
 
 def _compressed(config: Config) -> QuantizationSpec:
-    """compressed-tensors. The tensors tell the form of each matrix, but not the bits of codes in words."""
+    """compressed-tensors. The tensors show the form of each matrix, but not the bits of codes in words."""
     form = config.get("format")
     if not isinstance(form, str) or form not in _COMPRESSED_FORMS:
         raise _unsupported(f"Compressed tensors in the format {_shown(form)}")
