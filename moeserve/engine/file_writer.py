@@ -65,5 +65,5 @@ class _Write(threading.Thread):
             self.job.write()
         except OSError as error:
             self.error = error
-        except Exception as error:  # a defect: raised on the engine's thread, where it ends the service in words
+        except Exception as error:  # a defect: raised on the engine's thread, where it ends the service with a sentence
             self.failure = error

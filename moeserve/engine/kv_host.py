@@ -57,7 +57,7 @@ class KvHost:
 
 @dataclass(frozen=True, slots=True)
 class HostPlan:
-    """The pages of `--kv-host-memory`. num_job_pages: of them, those that are kept for blocks that are being copied."""
+    """The pages of `--kv-host-memory`. num_job_pages: of these, the pages that are kept for blocks in copy."""
 
     num_pages: int
     page_bytes: int
@@ -272,8 +272,8 @@ def disk_copier(rank: Rank, files: BlockFiles, hosted: Hosted | None = None) -> 
 class HostCopier:
     """Copies blocks as jobs say, one job after another, on a thread and a stream of its own. One thread calls it.
 
-    It reads or fills only blocks of its job, which nobody else writes, frees or gives away until the job's result has
-    been taken. It does not pause for steps as copies of a disk do: the device copies beside them.
+    It reads or fills only blocks of its job. Until the job's result is taken, no other part of the engine writes, frees
+    or reassigns them. It does not pause for steps as copies of a disk do: the device copies beside them.
     """
 
     hosted = None

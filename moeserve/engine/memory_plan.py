@@ -292,7 +292,7 @@ def state_demand(spec: ModelSpec, dtype: torch.dtype, config: ServeConfig) -> St
 
 
 @on_one_thread()
-def plan_as_told(
+def plan_from_rank_0(
     directory: Path, config: ServeConfig, placement: Placement, kv: KvBudget, num_slots: tuple[int, ...] | None
 ) -> ModelPlan:
     """Return rank 0's plan for another rank's own copy of the model. num_slots: see `residency_with`."""

@@ -34,7 +34,7 @@ Observers = Sequence[StepObserver[StepPlan, StepResult]]
 
 
 class StepProgress(StepObserver[StepPlan, StepResult]):
-    """Counts the work of a rank, within a step too, which tells a long step from a rank that hangs.
+    """Counts the work of a rank, within a step too: the count distinguishes a long step from a rank that hangs.
 
     Layers, parts of the work of compiled kernels, and copied pieces of experts count. Any thread may ask. `plan`: of
     the step that is computed now, `num_layers` of it; None between steps. `last_plan`: of the last step that succeeded.
@@ -147,9 +147,9 @@ def eos_token_ids(defaults: GenerationDefaults, spec: ModelSpec) -> list[int]:
 class Prepared:
     """A runner that is ready for any step, with the sizes of its KV memory and of one recurrent state.
 
-    weights_bytes: of all ranks. release: frees what the runner holds of the group; called before leaving the group.
-    kv_pool, state_pool: the KV memory and that of recurrent states, None where only the runner may touch it.
-    warm_up: see `ModelRunner.warm_up`.
+    weights_bytes: of all ranks. release: frees the group's resources that the runner holds; called before leaving the
+    group. kv_pool, state_pool: the memory of KV and of recurrent states, None if only the runner may touch it. warm_up:
+    see `ModelRunner.warm_up`.
     """
 
     runner: Runner

@@ -31,7 +31,7 @@ from moeserve.engine.experts.observe import ExpertRecording, LinkCounts, Recordi
 from moeserve.engine.experts.rebalancing import RankMemories, start_rebalancing
 from moeserve.engine.kv_disk.opening import files_for
 from moeserve.engine.kv_host import disk_copier
-from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
+from moeserve.engine.memory_plan import ModelPlan, plan_from_rank_0, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.copies import MemberCopies, RankCopies
 from moeserve.engine.ranks.meeting import Meeting, machine_id, meet_as_first, meet_first
@@ -304,7 +304,7 @@ def _check_device(rank: int, own: str, first: str) -> None:
 
 def _plan_of(setup: Setup, context: RunContext) -> ModelPlan:
     placement = Placement(context.config.expert_parallel_size, setup.placement)
-    return plan_as_told(Path(context.model_dir), context.config, placement, setup.kv, setup.expert_slots)
+    return plan_from_rank_0(Path(context.model_dir), context.config, placement, setup.kv, setup.expert_slots)
 
 
 def _shared_config(own: ServeConfig, settings: bytes) -> ServeConfig:

@@ -78,7 +78,7 @@ def load_part(
     to_copy: bool,
     collectives: Collectives | None = None,
 ) -> LoadedPart:
-    """Load a rank's part of the model and tell `report` of progress. Raise ModelError or ConfigError.
+    """Load a rank's part of the model and report progress. Raise ModelError or ConfigError.
 
     to_copy: load it so that it can be copied, if possible: on a CPU, with all experts in memory. Then torch computes on
     a single thread, because its pool of threads does not survive a fork; the threads that pack experts end before it.
@@ -115,7 +115,7 @@ def load_alone(context: RunContext, report: Report, *, to_copy: bool) -> LoadedP
 
 @expert_faults_in_words()
 def serve_alone(context: RunContext, loaded: LoadedPart, report: Report, stop: threading.Event) -> None:
-    """Serve a loaded model until `stop` is set, and tell `report` of readiness.
+    """Serve a loaded model until `stop` is set, and report readiness.
 
     Raise ModelError or ConfigError, one sentence each, if the model cannot be served, or no longer.
     """

@@ -1,8 +1,8 @@
 """The tokens that grammars allow requests next, made on threads beside the engine's.
 
 A request with a grammar waits outside the queue until its grammar is compiled and its first mask is made; after each
-token it waits for its next mask. The engine tells which requests need a mask and takes the masks that are made, so a
-late mask delays its own request and no other. A mask is a function of the grammar and the output so far.
+token it waits for its next mask. The engine reports which requests need a mask and takes the masks that are made, so a
+late mask delays only its own request. A mask is a function of the grammar and the output so far.
 
 llguidance holds no interpreter lock while it compiles or makes a mask. Its own parallel executor is not used: it
 returns when the slowest mask of a batch is made.

@@ -87,7 +87,7 @@ def _close_given(asked: dict[str, Any]) -> None:
 
 
 class _ServedPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """The program is the server's child, which tells its exit status when it has ended."""
+    """The program is a child of the server, which reports the exit status."""
 
     _imports = "service"
 

@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 def finish(job: Generator[object, None, T]) -> T:
-    """Return what a generator returns."""
+    """Run a generator to its end and return its result."""
     while True:
         try:
             next(job)

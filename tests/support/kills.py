@@ -49,7 +49,7 @@ class Kill:
         os.kill(pid, self.number)
 
     def hit_again(self) -> None:
-        """Kill what has taken the place of the process that was hit, if it has."""
+        """Kill the process that has taken the place of the one that was hit, if any."""
         self.seen |= processes_of(self.running)
         if (pid := pid_of(self.running, self.target)) is not None:
             os.kill(pid, signal.SIGKILL)
@@ -106,7 +106,7 @@ def pid_of(running: Service, target: str) -> int | None:
 
 
 class Watch:
-    """Reads the supervisor's standard error from now on, on a thread, and notes when it tells of what.
+    """Reads the supervisor's standard error from now on, on a thread, and records the times of its notices.
 
     `found` is when the failure was found, `serves_again` when the engine served again, on `time.monotonic`; both are
     None until then.
@@ -122,7 +122,7 @@ class Watch:
         self._thread.start()
 
     def forget(self) -> None:
-        """Begin anew."""
+        """Forget all times."""
         self.found = self.serves_again = None
 
     def stop(self) -> None:

@@ -424,7 +424,7 @@ def _cell(token: int, position: int, namespace: str) -> Cell:
 
 @lru_cache(maxsize=1 << 12)
 def _blocks(tokens: bytes, start: int, namespace: str, size: int) -> list[list[Cell]]:
-    """Return what the blocks of a run hold, whose int32 tokens begin at a position."""
+    """Return the contents of the blocks of a run whose int32 tokens begin at a position."""
     cells = [_cell(token, position, namespace) for position, token in enumerate(array("i", tokens), start)]
     return [cells[first : first + size] for first in range(0, len(cells), size)]
 

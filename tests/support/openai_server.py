@@ -1,4 +1,4 @@
-"""An OpenAI-compatible server for tests of clients: answers from a script, keeps what it was asked."""
+"""An OpenAI-compatible server for tests of clients: answers from a script, and keeps the requests."""
 
 from __future__ import annotations
 

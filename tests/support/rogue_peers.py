@@ -65,7 +65,7 @@ class HoldsKey:
 
 
 class Stranger:
-    """Whatever listens at a port: it says some bytes to who connects, and nothing more, or closes the connection."""
+    """Listens at a port: it sends some bytes to each client, then nothing more, or closes the connection."""
 
     def __init__(self, said: bytes, *, closes: bool = False) -> None:
         self._said, self._closes = said, closes

@@ -57,7 +57,7 @@ class Service:
         self.http = httpx2.Client(timeout=60)
 
     def wait_until_ready(self) -> None:
-        """Reads the banner. Raise AssertionError with what the service said if it ends before."""
+        """Read the banner. Raise AssertionError, with the service's output, if it ends before."""
         assert self.process.stdout is not None
         for line in self.process.stdout:
             if found := re.search(r"ready on (http://\S+)", line):
@@ -120,7 +120,7 @@ def service(
 
 
 def settle(*services: Service) -> None:
-    """Have the figures tell of all that was answered: an engine sends them when it falls idle, before the next list."""
+    """Wait until the figures count all answers: an engine sends them when it falls idle, before the next list."""
     for running in services:
         for _ in range(2):
             assert running.http.get("/v1/cache").status_code == 200

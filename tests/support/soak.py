@@ -29,7 +29,7 @@ from moeserve.model.demo import ensure_demo
 from tests.support.service import Service, children_of, descendants, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
-# The fields that differ from answer to answer, or by what the cache holds.
+# The fields that differ from answer to answer, or with the contents of the cache.
 _OWN = {
     "id", "created", "created_at", "completed_at", "item_id", "call_id", "request_id", "cached_tokens", "input_tokens",
     "cache_read_input_tokens", "cache_creation_input_tokens", "cached_tokens_details",

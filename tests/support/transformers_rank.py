@@ -22,7 +22,7 @@ from experts.routing.choices import unpack
 from moeserve.config import ServeConfig
 from moeserve.engine.assemble import load_rank
 from moeserve.engine.experts.observe import routing_shape
-from moeserve.engine.memory_plan import ModelPlan, plan_as_told, plan_model
+from moeserve.engine.memory_plan import ModelPlan, plan_from_rank_0, plan_model
 from moeserve.engine.rank import Rank
 from moeserve.engine.ranks.together import StepRows
 from moeserve.plan import Chunk, SamplingParams, StateUse, StepPlan, wanted_logits
@@ -64,7 +64,7 @@ def main() -> None:
         if rank:  # As rank 0 would tell it.
             assert plan.placement is not None
             slots = None if plan.residency is None else plan.residency.slots.num_slots
-            plan = plan_as_told(folder, config, plan.placement, plan.kv, slots)
+            plan = plan_from_rank_0(folder, config, plan.placement, plan.kv, slots)
         loaded = load_rank(folder, plan, config, lambda _: None, collectives)
         started = loaded.start()
         print(json.dumps(asdict(_serve(started, plan, rank))), flush=True)

@@ -9,7 +9,7 @@ from moeserve.frontend.dialects.internal import Writing
 
 
 def body_of(writing: Writing) -> bytes:
-    """Return what a formatter writes, whole."""
+    """Return all that a formatter writes, joined."""
     while True:
         try:
             next(writing)

@@ -25,7 +25,7 @@ from moeserve.model.spec import DecoderSpec, ModelError, silent
 from moeserve.statuses import Loading, Report
 
 _LOWEST_PRIORITY = 19
-_SECONDS_TO_STOP = 2.0  # A service that ends waits no longer for a thread that hashes what it has written.
+_SECONDS_TO_STOP = 2.0  # An ending service waits this long for a thread that hashes the written file.
 
 log = structlog.get_logger(__name__)
 
@@ -51,7 +51,7 @@ class ExpertFileWriter:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop writing: what is there of the file is removed."""
+        """Stop writing, and remove the incomplete file."""
         self._stopping.set()
         self._thread.join(_SECONDS_TO_STOP)
 

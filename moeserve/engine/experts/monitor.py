@@ -291,7 +291,7 @@ def _recall(stats: ExpertMemoryStats) -> dict[str, Any]:
 def _come_in_groups(statistics: RoutingStatistics) -> bool:
     """Return True if each expert of the first layer that was chosen lately came with the same other one every time.
 
-    So it is in demos whose experts are tied. Few tokens do not tell.
+    This is so in demos whose experts are tied. Few tokens prove nothing.
     """
     recent, spec = statistics.recent()[0], statistics.spec
     if len(recent) < _TELLING_TOKENS or spec.top_k == spec.num_experts:

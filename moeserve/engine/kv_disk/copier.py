@@ -52,15 +52,15 @@ class Buffer(Protocol):
 class BlockCopier:
     """Copies blocks as jobs say, on threads of its own. One thread calls the methods.
 
-    A thread reads or fills only blocks of its job, which nobody else writes, frees or gives away until the job's result
-    has been taken.
+    A thread reads or fills only blocks of its job. Until the job's result is taken, no other part of the engine writes,
+    frees or reassigns them.
     """
 
     def __init__(
         self, files: BlockFiles, buffers: Callable[[], Mapping[Kind, Buffer]], hosted: Hosted | None = None
     ) -> None:
-        """buffers: makes those of one thread, one for each kind of memory; it may raise an error. hosted: None if no
-        block is kept in the host's memory as well."""
+        """buffers: makes the buffers of one thread, one for each kind of memory; it may raise an error. hosted: None if
+        no block is kept in the host's memory as well."""
         self._files = files
         self.hosted = hosted
         self._writes: SimpleQueue[CopyJob | None] = SimpleQueue()
@@ -292,13 +292,13 @@ class BlockBuffer:
             self.content = memoryview(self._rows[block])
 
     def load(self, block: int, first: int = 0, stop: int | None = None) -> None:
-        """Take the bytes of a block of memory, those in arrays number `first` to `stop` alone."""
+        """Take the bytes of a block of memory from the arrays number `first` to `stop`."""
         self.aim(block)
         for part, array in zip(self._parts[first:stop], self._memory[first:stop], strict=True):
             np.copyto(part, array[:, block])
 
     def store(self, block: int, first: int = 0, stop: int | None = None) -> None:
-        """Write the bytes to a block of memory, those in arrays number `first` to `stop` alone."""
+        """Write the bytes to a block of memory, to the arrays number `first` to `stop`."""
         for part, array in zip(self._parts[first:stop], self._memory[first:stop], strict=True):
             np.copyto(array[:, block], part)
 

@@ -40,8 +40,8 @@ log = structlog.get_logger(__name__)
 class KvDisk:
     """The blocks on disk, and their files.
 
-    read_s: a first guess of the seconds that reading a KV block takes, by `CopyJob.is_gentle`; empty where too few are
-    there to tell.
+    read_s: a first guess of the seconds that reading a KV block takes, by `CopyJob.is_gentle`; empty if there are too
+    few to measure.
     """
 
     stored: StoredBlocks

@@ -40,11 +40,11 @@ class Offered(Protocol):
         ...
 
     def coming(self, ticket_id: str) -> Coming | None:
-        """Return the blocks of a ticket that the present step completes, behind those before; None without any."""
+        """Return the blocks of a ticket with the blocks that the present step completes; None if it completes none."""
         ...
 
     def is_present(self, step: object) -> bool:
-        """Return whether a step is still computed, so that its blocks belong to nobody else."""
+        """Return whether a step is still computed, so that its blocks have no other owner yet."""
         ...
 
     def is_last(self, step: object) -> bool:
@@ -85,7 +85,7 @@ class Answers:
 
     @property
     def has_waiting(self) -> bool:
-        """True while somebody waits for blocks that are still computed."""
+        """True while services wait for blocks that are still computed."""
         return bool(self._waiting)
 
     def take(self, asker: bytes, ticket: bytes, first: int, count: int) -> None:
@@ -98,7 +98,7 @@ class Answers:
             _check_gone(error)
 
     def send(self) -> None:
-        """Send what has been computed meanwhile, and now and then a message to each service that still waits."""
+        """Send the blocks that were computed meanwhile, and now and then a message to each service that still waits."""
         is_due = time.monotonic() - self._last_word > _WORD_SECONDS
         for asker, asks in list(self._waiting.items()):
             try:

@@ -48,8 +48,8 @@ log = structlog.get_logger(__name__)
 class BlockFetcher:
     """Fetches blocks as jobs say, on threads of its own. One thread calls the methods.
 
-    A thread fills only blocks of its job, which nobody else reads, frees or gives away until the job's result has been
-    taken.
+    A thread fills only blocks of its job. Until the job's result is taken, no other part of the engine reads, frees or
+    reassigns them.
     """
 
     def __init__(self, sockets: zmq.Context[Any], keys: RankKeys, memory: BlockMemory) -> None:

@@ -36,8 +36,8 @@ _Change = bytes | tuple[int, int, bytes] | None
 
 
 class _WireExtras(msgspec.Struct, array_like=True, frozen=True):
-    """Trailing fields that are None are left out. `has_history` tells a history that has not changed from none. The
-    two numbers are None if unchanged. `mask` and `banned_token_ids`: None for none, True if unchanged."""
+    """Trailing fields that are None are left out. `has_history` distinguishes an unchanged history from none. The two
+    numbers are None if unchanged. `mask` and `banned_token_ids`: None for none, True if unchanged."""
 
     has_history: bool
     history: _Change = None

@@ -1,7 +1,7 @@
 """The sockets between rank 0 and the other ranks, and how each end notices that the other has died or hangs.
 
 `RankHub` is the end of rank 0, `RankLink` the end of every other rank, `BeatThread` a rank's signs of life. When a
-collective fails, `find_fault` names the rank at fault as far as rank 0 can tell.
+collective fails, `find_fault` names the rank at fault as far as rank 0 knows.
 """
 
 from __future__ import annotations
