@@ -102,6 +102,12 @@ def test_qwens_texts_are_cut_as_by_its_own_tokenizer(pre: str, expression: str, 
     assert byte_level(pre).pre_tokenizer.pre_tokenize_str(text) == own.pre_tokenize_str(text)
 
 
+def test_decomposed_letters_are_composed_where_the_models_own_tokenizer_does_so() -> None:
+    for pre, is_composed in (("qwen2", True), ("glm4", False)):
+        apart, together = (byte_level(pre).encode(text, add_special_tokens=False).ids for text in ("e\u0301", "\xe9"))
+        assert (apart == together) == is_composed
+
+
 @pytest.mark.parametrize(
     ("pre", "text", "words"),
     [

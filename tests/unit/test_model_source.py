@@ -228,7 +228,7 @@ def test_of_a_gguf_repository_a_kind_must_be_named(fake: FakeHub) -> None:
     )
     assert "GGUF files alone: name one by its kind, as owner/name:Q4_K_M" in refusal("owner/name")
     fake.files = {"a-Q8_0.gguf": 1, "b-Q8_0.gguf": 1}
-    assert "has 2 GGUF models of kind Q8_0" in refusal("owner/name:Q8_0")
+    assert "has 2 GGUF models of kind Q8_0: name a file of one, as owner/name:" in refusal("owner/name:Q8_0")
     fake.files = dict(FILES)
     assert refusal("owner/name:Q8_0") == "Model owner/name has no GGUF file of kind Q8_0."
 

@@ -64,7 +64,8 @@ def choose_files(repository: str, kind: str, names: Iterable[str]) -> list[str]:
     models = {_PART.sub("-of-", name) for name in files}
     if len(models) > 1:
         raise ModelError(
-            f"Model {repository} has {len(models)} GGUF models of kind {kind}: download one and name its path."
+            f"Model {repository} has {len(models)} GGUF models of kind {kind}: name a file of one, as "
+            f"{repository}:{files[0]}."
         )
     return files
 

@@ -69,6 +69,8 @@ _EXPRESSIONS: Mapping[str, tuple[str, ...] | None] = {
 _SINGLE_DIGITS = frozenset(("smollm", "refact"))
 # Words that are a token are not merged, and texts begin with a BOS token unless the file says otherwise.
 _WHOLE_WORDS = frozenset(("llama3", "llama-bpe"))
+# Texts are put into composed form (NFC) first, as by the tokenizers that the files were made from.
+_COMPOSED = frozenset(("qwen2", "qwen35", "olmo"))
 # Of architectures whose first files do not name it.
 _UNNAMED = {"qwen2": "qwen2", "qwen2moe": "qwen2"}
 
@@ -151,6 +153,8 @@ def _byte_level(metadata: Mapping[str, Any], tokens: list[str]) -> Tokenizer:
     steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=expressions is None))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
     tokenizer.decoder = decoders.ByteLevel()
+    if pre in _COMPOSED:
+        tokenizer.normalizer = normalizers.NFC()
     return tokenizer
 
 
