@@ -27,17 +27,14 @@ from typing import Any
 
 import click
 
-from benchmarks.scripted_engine import Lockstep, Overloaded, Script, ScriptedEngine
-from moeserve.config import ServeConfig
+from benchmarks.scripted_engine import MODEL, Lockstep, Overloaded, Script, ScriptedEngine, run_context
 from moeserve.frontend.dialects import chat, completions, messages, responses
 from moeserve.frontend.dialects.internal import ChatPrompt, GenerateRequest, ModelFacts
 from moeserve.frontend.dialects.responses_items import Earlier
 from moeserve.frontend.prepare.templates import guard_prompt, load_chat_template
 from moeserve.frontend.services import Services
 from moeserve.model.demo import ensure_demo
-from moeserve.wire import RunContext
 
-MODEL = "m"
 PROSE = "The harbour lay quiet under a thin fog, and the boats moved no more than the houses did behind them. "
 FIRST_STEP = 10
 REQUEST_BYTES = 44_000
@@ -87,18 +84,6 @@ class Frontend:
         """Return the CPU seconds of all threads so far."""
         tasks = Path(f"/proc/{self.process.pid}/task").iterdir()
         return sum(int((task / "schedstat").read_text().split()[0]) for task in tasks) / 1e9
-
-
-def run_context(model: Path, folder: Path) -> RunContext:
-    return RunContext(
-        config=ServeConfig(),
-        model_dir=str(model),
-        model_hash="0",
-        run_dir=str(folder),
-        incarnation=1,
-        secret="00" * 32,
-        served_model_names=(MODEL,),
-    )
 
 
 @contextmanager

@@ -33,14 +33,12 @@ from typing import IO
 import click
 
 from benchmarks.poison_corpus import SIZE, Poison, poisons
-from benchmarks.scripted_engine import ScriptedEngine, Send
+from benchmarks.scripted_engine import MODEL, ScriptedEngine, Send, run_context
 from benchmarks.ticking_frontend import TICK
-from moeserve.config import ServeConfig
 from moeserve.model.demo import ensure_demo
 from moeserve.plan import FinishReason
-from moeserve.wire import Abort, Admitted, Control, ControlResult, Generate, Message, Output, Outputs, RunContext
+from moeserve.wire import Abort, Admitted, Control, ControlResult, Generate, Message, Output, Outputs
 
-MODEL = "m"
 STEP_S = 0.02
 PROBE_S = 0.01
 ENDLESS = 30_000
@@ -133,15 +131,7 @@ class Watched:
 @contextmanager
 def watched_frontend(model: Path, folder: Path) -> Iterator[Watched]:
     """Yield a frontend that is ready."""
-    run = RunContext(
-        config=ServeConfig(log_level="error"),
-        model_dir=str(model),
-        model_hash="0",
-        run_dir=str(folder),
-        incarnation=1,
-        secret="00" * 32,
-        served_model_names=(MODEL,),
-    )
+    run = run_context(model, folder, log_level="error")
     vocab_size = json.loads((model / "config.json").read_text())["vocab_size"]
     beats, ticking = os.pipe()
     engine = ScriptedEngine(run, Endless(), vocab_size, max_num_seqs=64, turn_s=STEP_S)

@@ -5,19 +5,35 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import zmq
 
 from moeserve import wire
+from moeserve.config import ServeConfig
 from moeserve.plan import FinishReason
 from moeserve.scheduling.pacing import Backlog, Load
 from moeserve.wire import Admitted, EngineReady, Generate, Heartbeat, Hello, Message, Output, Outputs, RunContext, Stats
 
+MODEL = "m"
 MAX_MODEL_LEN = 65_536
 _PID = 1
 
 Send = Callable[[Message], None]
+
+
+def run_context(model: Path, folder: Path, **settings: Any) -> RunContext:
+    """Return the context of a run in `folder` that serves MODEL."""
+    return RunContext(
+        config=ServeConfig(**settings),
+        model_dir=str(model),
+        model_hash="0",
+        run_dir=str(folder),
+        incarnation=1,
+        secret="00" * 32,
+        served_model_names=(MODEL,),
+    )
 
 
 class Script(Protocol):
