@@ -24,10 +24,10 @@ _MOST_TIMES_EXPECTED = 4.0
 _TRUSTED_FROM = 6
 # Until a step with prompts was measured, one is assumed to last this many times the expected seconds: requests have
 # just come, and the processes that receive them use the same cores.
-_UNTOLD = 2.0
+_UNMEASURED = 2.0
 _MOST_STRETCHED = 4.0
-# The share of the way to the latest step's ratio, and back to _UNTOLD with a step without prompts.
-_TOLD_SHARE, _FORGOTTEN_SHARE = 0.5, 0.05
+# The share of the way to the latest step's ratio, and back to _UNMEASURED with a step without prompts.
+_LEARNT_SHARE, _FORGOTTEN_SHARE = 0.5, 0.05
 
 
 class Stretch:
@@ -37,15 +37,15 @@ class Stretch:
     """
 
     def __init__(self) -> None:
-        self.times = _UNTOLD
+        self.times = _UNMEASURED
 
     def observe(self, expected_s: float, seconds: float, *, has_prompts: bool) -> None:
         """Learn from a measured step. expected_s: the cost model's prediction, 0 if it has none."""
         if not has_prompts:
-            self.times += _FORGOTTEN_SHARE * (_UNTOLD - self.times)
+            self.times += _FORGOTTEN_SHARE * (_UNMEASURED - self.times)
         elif expected_s > 0:
             ratio = min(max(1.0, seconds / expected_s), _MOST_STRETCHED)
-            self.times += _TOLD_SHARE * (ratio - self.times)
+            self.times += _LEARNT_SHARE * (ratio - self.times)
 
 
 @dataclass(slots=True)
