@@ -347,7 +347,7 @@ def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     config = ServeConfig(expert_memory=1 << 30)
     unused = partial(pytest.fail, "nothing is looked up")
     with pytest.raises(ConfigError, match="--expert-memory: a llama model has no experts"):
-        moeserve.engine.experts.memory.plan_residency(unused, *read_spec(tmp_path, config), config)
+        moeserve.engine.experts.memory.plan_residency(unused, *read_spec(tmp_path, config), config, None)
 
 
 @pytest.mark.parametrize("policy", ["lru", "lfu", "lfru", "static", "affinity"])
