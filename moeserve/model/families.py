@@ -318,6 +318,12 @@ def _deepseek_v3(c: Config) -> DecoderSpec:
     return _with_experts(spec, _noaux_moe(c, spec.activation), _after_dense(c))
 
 
+def _glm4_moe_lite(c: Config) -> DecoderSpec:
+    """DeepSeek-V3 with a list of the layers that have experts."""
+    types = c["mlp_layer_types"]
+    return replace(_deepseek_v3(c), sparse_layers=tuple(types[n] == "sparse" for n in range(c["num_hidden_layers"])))
+
+
 def _qwen3_next(c: Config) -> DecoderSpec:
     spec = _hybrid(c, by_key_head=True)
     return _with_experts(spec, _qwen_moe(c, spec.activation, bool(c.get("norm_topk_prob"))), _qwen_layers(c))
@@ -371,6 +377,7 @@ _BUILDERS: dict[str, Callable[[Config], DecoderSpec]] = {
     "phimoe": _phimoe,
     "gpt_oss": _gpt_oss,
     "glm4_moe": _glm4_moe,
+    "glm4_moe_lite": _glm4_moe_lite,
     "ernie4_5_moe": _ernie4_5_moe,
     "dots1": _dots1,
     "minimax_m2": _minimax_m2,

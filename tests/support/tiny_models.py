@@ -166,6 +166,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "routed_scaling_factor": 1.7,
         },
     ),
+    "glm4_moe_lite": (
+        "Glm4MoeLite",
+        {**_MLA, "q_lora_rank": 24, "norm_topk_prob": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
     "ernie4_5_moe": (
         "Ernie4_5_Moe",
         {"moe_num_experts": 8, "moe_k": 3, "moe_intermediate_size": 32, "use_bias": True, "moe_layer_end_index": 2},

@@ -168,7 +168,7 @@ def test_a_missing_value_is_named() -> None:
 
 
 def test_twenty_three_types_are_served() -> None:
-    assert len(supported_model_types()) == 23
+    assert len(supported_model_types()) == 24
 
 
 _HYBRID: dict[str, Any] = {

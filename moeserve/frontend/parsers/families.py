@@ -380,6 +380,7 @@ _CALLS_OF_TYPE = {
     "gpt_oss": "harmony",
     "minimax_m2": "minimax",
     "glm4_moe": "glm",
+    "glm4_moe_lite": "glm",
     "deepseek_v3": "deepseek",
     "kimi_k2": "kimi",
     "granitemoe": "granite",
