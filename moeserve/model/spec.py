@@ -277,8 +277,8 @@ class QuantizationSpec:
     """Compressed weights of a checkpoint.
 
     block: rows and columns that share one scale, of mxfp4 and fp8, and of matrices in blocks of other kinds. form: the
-    dtype of most matrices that consist of several tensors. widths: bits of codes in words of 32 bits, each with the
-    columns that share a scale, 0 if they are not told. zeros_less_one, has_order: of GPTQ; see
+    dtype of most matrices that consist of several tensors. widths: usual bits of codes in words of 32 bits, each with
+    the columns that share a scale, 0 if they are not told. zeros_less_one, has_order: of GPTQ; see
     `moeserve.model.packed.parts`.
     """
 

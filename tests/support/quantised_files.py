@@ -177,6 +177,17 @@ def renamed(quantise: Quantise, names: dict[str, str], **further: Array) -> Quan
     return write
 
 
+def without(layout: tuple[dict[str, Any], Quantise], name: str) -> tuple[dict[str, Any], Quantise]:
+    """Leave a tensor of each matrix out."""
+    config, quantise = layout
+
+    def write(weight: Array) -> tuple[dict[str, Array | Tensor], Array]:
+        parts, values = quantise(weight)
+        return {own: part for own, part in parts.items() if own != name}, values
+
+    return config, write
+
+
 def compressed_blocks(rows: int, columns: int) -> tuple[dict[str, Any], Quantise]:
     """compressed-tensors in FP8 with a scale for each block, which may be narrower at the edges."""
     config = compressed("float-quantized", 8, 0)[0]

@@ -99,9 +99,13 @@ def _gptq(config: Config) -> QuantizationSpec:
         layout = "marlin"
     if not isinstance(layout, str) or layout not in _GPTQ_LAYOUTS:
         raise _unsupported(f"GPTQ weights in the layout {_shown(layout)}")
-    form = _INTEGERS[_bits(config, "bits", "GPTQ")]
+    bits, has_order = _bits(config, "bits", "GPTQ"), config.get("desc_act") is True
     return QuantizationSpec(
-        "gptq", form=form, zeros_less_one=_GPTQ_LAYOUTS[layout], has_order=config.get("desc_act") is True
+        "gptq",
+        form=_INTEGERS[bits],
+        widths=((bits, _group_size(config)),),
+        zeros_less_one=_GPTQ_LAYOUTS[layout],
+        has_order=has_order,
     )
 
 
@@ -120,7 +124,8 @@ def _auto_round(config: Config) -> QuantizationSpec:
     packing = str(config.get("packing_format") or config.get("backend") or "auto")
     layout = packing.removeprefix("auto_round:")
     if layout in _AUTO_ROUND_GPTQ:
-        return _gptq({"bits": config.get("bits"), "checkpoint_format": _AUTO_ROUND_GPTQ[layout]})
+        layouts = {"checkpoint_format": _AUTO_ROUND_GPTQ[layout]}
+        return _gptq({name: config.get(name) for name in ("bits", "group_size")} | layouts)
     if layout in ("auto_awq", "awq"):
         return _awq({"bits": config.get("bits")})
     raise _unsupported(f"AutoRound weights in the layout {_shown(layout)}")

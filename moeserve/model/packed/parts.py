@@ -136,12 +136,15 @@ def _gptq(module: _Module, quantization: QuantizationSpec) -> TensorInfo:
     module.check(bits in (4, 8) and zero_words * 32 == num_rows * bits and scales[1].shape == (num_groups, num_rows))
     depth = num_words * 32 // bits
     module.check(num_groups <= depth)
-    group = depth // num_groups
+    usual = next((size for _, size in quantization.widths), 0)
+    is_usual = usual > 0 and num_groups == -(-depth // usual)  # The last group may be narrower.
+    group = usual if is_usual else depth // num_groups
     if module.has("g_idx"):
         tensors["groups"] = module.take("g_idx", ("I32",), 1)
         module.check(tensors["groups"][1].shape == (depth,))
     else:
-        module.check(depth % num_groups == 0 and (num_groups == 1 or group & group - 1 == 0))
+        is_even = depth % num_groups == 0 and (num_groups == 1 or group & group - 1 == 0)
+        module.check(is_usual or is_even)
     has_order = quantization.has_order and num_groups > 1 and "groups" in tensors
     part = PackedPart("gptq", tensors, bits, group, quantization.zeros_less_one, has_order)
     return module.joined(_integers(bits, scales[1], depth, group), (num_rows, depth), part)
