@@ -15,7 +15,7 @@ import httpx2
 import pytest
 
 from tests.support.crash_traffic import KINDS, UNSEEDED, Answered, Traffic
-from tests.support.service import Service, children_of, descendants, is_alive, service, wait_until
+from tests.support.service import Service, children_of, descendants, is_alive, is_ready, service, wait_until
 from tests.support.tiny_checkpoint import write_tiny_checkpoint
 
 COMPARED = {name: kind for name, kind in KINDS.items() if name not in UNSEEDED}
@@ -66,13 +66,6 @@ def num_restarts(running: Service) -> float:
     found = re.search(r"^moeserve_engine_restarts_total (\S+)", running.http.get("/metrics").text, re.MULTILINE)
     assert found is not None
     return float(found[1])
-
-
-def is_ready(running: Service) -> bool:
-    try:
-        return running.http.get("/ready").status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 def assert_nothing_is_left(running: Service) -> None:

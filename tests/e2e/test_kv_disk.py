@@ -9,11 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 
 from tests.support.saved_models import saved_model
-from tests.support.service import Service, children_of, descendants, service, wait_until
+from tests.support.service import Service, children_of, descendants, is_ready, service, wait_until
 from tests.support.tiny_model import SPECIALS, TEMPLATE, write_model_dir
 
 # The tiny model's KV takes 4 KiB per block of 16 tokens.
@@ -147,13 +146,6 @@ def test_window_blocks_and_recurrent_states_come_back_from_disk_with_the_same_bi
     with service(model, tmp_path / "2", *settings) as running:
         assert ask(running) == (cold, {"device": 0, "host": 0, "disk": 0})
         wait_until(lambda: figure(running, 'moeserve_kv_disk_failures_total{kind="damaged"}') >= 1)
-
-
-def is_ready(running: Service) -> bool:
-    try:
-        return running.http.get("/ready").status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 def test_damaged_files_and_other_settings_are_computed_anew(model: Path, tmp_path: Path) -> None:

@@ -14,10 +14,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx2
-
 from tests.support.crash_traffic import Answered, Traffic, choice_of, errors_in
-from tests.support.service import Service, children_of, descendants, is_alive, read_of_process, wait_until
+from tests.support.service import Service, children_of, descendants, is_alive, is_ready, read_of_process, wait_until
 
 # Clients hear of a failure that was found, and nothing is left of a service whose supervisor was killed, within so many
 # seconds of a machine that does many other things.
@@ -190,13 +188,6 @@ def _lives(run_dir: Path) -> set[str]:
     # Where there are several HTTP processes, their sockets have their numbers.
     own = [path.name for path in run_dir.iterdir() if not path.name.startswith("frontend.")]
     return {found[1] for name in own if (found := _OF_LIFE.fullmatch(name))}
-
-
-def is_ready(running: Service) -> bool:
-    try:
-        return running.http.get("/ready").status_code == 200
-    except httpx2.TransportError:
-        return False
 
 
 def assert_whole(running: Service, seen: set[int]) -> None:

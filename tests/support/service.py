@@ -119,6 +119,14 @@ def service(
         running.process.stdout.close()
 
 
+def is_ready(running: Service) -> bool:
+    """Return whether a service answers, and admits generations."""
+    try:
+        return running.http.get("/ready").status_code == 200
+    except httpx2.TransportError:
+        return False
+
+
 def settle(*services: Service) -> None:
     """Wait until the figures count all answers: an engine sends them when it falls idle, before the next list."""
     for running in services:
