@@ -59,6 +59,10 @@ Q5_K = WeightFormat("q5_k", 4, 256, 176, 180)
 Q6_K = WeightFormat("q6_k", 5, 256, 210, 210)
 # e, q[16]: 2^(e - 127) times the float of sign, two bits of exponent and one of mantissa that q encodes.
 MXFP4 = WeightFormat("mxfp4", 6, 32, 17, 17)
+# d, q[16]: d v(q), where v are ggml's sixteen values; and superblocks of 256 of them with scales of 6 bits, see its
+# block_iq4_xs.
+IQ4_NL = WeightFormat("iq4_nl", 16, 32, 18, 18)
+IQ4_XS = WeightFormat("iq4_xs", 17, 256, 136, 138)
 # Formats of other checkpoints. d, zero (one byte), q[16]: d (q - zero), with d float16 or bfloat16.
 INT4_F16 = WeightFormat("int4_f16", 7, 32, 19, 19)
 INT4_BF16 = WeightFormat("int4_bf16", 8, 32, 19, 19)
@@ -75,7 +79,7 @@ FP8_FORMATS = (FP8, FP8_BLOCK)
 # d float32, e[4] floats of 8 bits (e4m3), q[32]: d e[i / 16] times the float that q encodes as in MXFP4, weight i.
 NVFP4 = WeightFormat("nvfp4_f32", 12, 64, 40, 40)
 
-_OF_GGUF = (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4)
+_OF_GGUF = (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K, MXFP4, IQ4_NL, IQ4_XS)
 _ALL = (*_OF_GGUF, INT4_F16, INT4_BF16, INT8_F32, INT8_ZERO, FP8, FP8_BLOCK, NVFP4)
 FORMATS = {form.name: form for form in _ALL}
 
@@ -349,6 +353,19 @@ def _widen_q6_k(blocks: Tensor) -> Tensor:
     return scales.unsqueeze(-1) * (codes.flatten(-3).unflatten(-1, (16, 16)).float() - 32.0)
 
 
+def _iq4_values(codes: Tensor) -> Tensor:
+    values = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
+    return torch.tensor(values, dtype=torch.float32)[codes.long()]
+
+
+def _widen_iq4_xs(blocks: Tensor) -> Tensor:
+    shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
+    high = (blocks[..., 2:4, None] >> shifts & 3).flatten(-2)
+    low = torch.stack([blocks[..., 4:8] & 15, blocks[..., 4:8] >> 4], -1).flatten(-2)
+    scales = _numbers(blocks, 0, torch.float16) * ((low | high << 4).float() - 32.0)
+    return (scales.unsqueeze(-1) * _iq4_values(_nibbles(blocks[..., 8:].unflatten(-1, (8, 16))))).flatten(-2)
+
+
 def _widen_int8(blocks: Tensor, dtype: torch.dtype) -> Tensor:
     return _numbers(blocks, 0, dtype) * blocks[..., dtype.itemsize :].contiguous().view(torch.int8).float()
 
@@ -364,6 +381,8 @@ _WIDEN: dict[WeightFormat, Callable[[Tensor], Tensor]] = {
     Q5_K: lambda blocks: _widen_q4_k(blocks, high_bits=True),
     Q6_K: _widen_q6_k,
     MXFP4: _widen_mxfp4,
+    IQ4_NL: lambda blocks: _numbers(blocks, 0, torch.float16) * _iq4_values(_nibbles(blocks[..., 2:])),
+    IQ4_XS: _widen_iq4_xs,
     INT4_F16: lambda blocks: _widen_int4(blocks, torch.float16),
     INT4_BF16: lambda blocks: _widen_int4(blocks, torch.bfloat16),
     INT8_F32: lambda blocks: _widen_int8(blocks, torch.float32),

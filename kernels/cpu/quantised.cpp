@@ -116,20 +116,21 @@ inline Floats from_e4m3(const uint8_t* from) {
   return (Floats)(extended << 20 & 0x87f00000u);
 }
 
-// Twice the values of e2m1 plus 12.
+// Twice the values of e2m1 plus 12, and the values of ggml's IQ4_NL and IQ4_XS plus 127.
 constexpr uint8_t kE2m1[16] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
+constexpr uint8_t kIq4[16] = {0, 23, 44, 62, 78, 92, 105, 117, 128, 140, 152, 165, 180, 196, 216, 240};
 
-inline PartWords look_up(PartWords codes) {
+inline PartWords look_up(PartWords codes, const uint8_t* values) {
 #if defined(__AVX512BW__)
-  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)kE2m1));
+  const __m512i table = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i*)values));
   return (PartWords)_mm512_shuffle_epi8(table, (__m512i)codes);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
-  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)kE2m1));
+  const __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)values));
   return (PartWords)_mm256_shuffle_epi8(table, (__m256i)codes);
 #else
   uint8_t bytes[sizeof(codes)];
   std::memcpy(bytes, &codes, sizeof(codes));
-  for (uint8_t& byte : bytes) byte = kE2m1[byte];
+  for (uint8_t& byte : bytes) byte = values[byte];
   std::memcpy(&codes, bytes, sizeof(codes));
   return codes;
 #endif
@@ -185,7 +186,8 @@ struct Group {
     if constexpr (kFormat.bits == 8) return load_part_words(from + 64 * i);
     const PartWords pair = load_part_words(from + 64 * (i / 2));
     PartWords value = (i % 2 ? pair >> 4 : pair) & 0x0f0f0f0fu;
-    if constexpr (kFormat.code == Code::kE2m1) value = look_up(value);
+    if constexpr (kFormat.code == Code::kE2m1) value = look_up(value, kE2m1);
+    if constexpr (kFormat.code == Code::kIq4) value = look_up(value, kIq4);
     if constexpr (kFormat.bits == 5) {
       const PartWords high = load_part_words(from + 256);
       value |= (i < 4 ? high << (4 - i) : high >> (i - 4)) & 0x10101010u;
@@ -213,7 +215,7 @@ struct Group {
     if constexpr (kFormat.scale == Scale::kE8m0) return from_exponents(from);
     // Half, because codes of e2m1 are doubled to be whole.
     if constexpr (kFormat.scale == Scale::kSuperE4m3) return from_e4m3(from) * kE4m3Unit * super.scale * 0.5f;
-    // Bytes of Q6_K are signed; those of the others are below 64.
+    // Bytes of Q6_K and IQ4_XS are signed; those of the others are below 64.
     const Ints bytes = (Ints)(from_bytes(from) << 24) >> 24;
     return super.scale * __builtin_convertvector(bytes, Floats);
   }
@@ -262,7 +264,7 @@ MOESERVE_INLINE void add_products(const uint8_t* const* half, int part, const Ro
       const int32_t four = reinterpret_cast<const Four*>(x[r]->codes)[part * per_part + i];
 #pragma GCC unroll 2
       for (int h = 0; h < Halves; ++h)
-        products[r][h] = dot<(format.bits < 8)>(products[r][h], codes[h], four);
+        products[r][h] = dot<(format.bits < 8 && format.code != Code::kIq4)>(products[r][h], codes[h], four);
     }
   }
 }

@@ -14,9 +14,10 @@ constexpr int kGroup = 32;
 
 enum class Format : int64_t {
   kQ8_0, kQ4_0, kQ4_1, kQ4_K, kQ5_K, kQ6_K, kMxfp4, kInt4F16, kInt4Bf16, kInt8F32, kInt8Zero, kFp8, kNvfp4, kQ5_0,
-  kQ5_1, kFp8Block, kCount
+  kQ5_1, kFp8Block, kIq4Nl, kIq4Xs, kCount
 };
-enum class Code { kWhole, kE2m1, kE4m3 };  // kE4m3 takes no products of integers: rows stay floats.
+// kE2m1, kIq4: codes of 4 bits that a table turns into bytes. kE4m3 takes no products of integers: rows stay floats.
+enum class Code { kWhole, kE2m1, kE4m3, kIq4 };
 // kSuper: a byte times the float16 of a superblock; kSuperE4m3: a float of 8 bits times the float32 of a superblock;
 // kSuperF32: the float32 of a superblock.
 enum class Scale { kF16, kBf16, kF32, kE8m0, kSuper, kSuperE4m3, kSuperF32 };
@@ -67,6 +68,8 @@ constexpr Traits kTraits[] = {
     {5, 1, 1, Scale::kF16, Shift::kConstant, 16, 22},
     {5, 1, 1, Scale::kF16, Shift::kMin, 0, 24},
     {8, 4, 1, Scale::kSuperF32, Shift::kConstant, 0, 132, Code::kE4m3},
+    {4, 1, 1, Scale::kF16, Shift::kConstant, 127, 18, Code::kIq4},
+    {4, 8, 1, Scale::kSuper, Shift::kConstant, 127, 136, Code::kIq4},
 };
 
 constexpr const Traits& traits_of(Format format) { return kTraits[int(format)]; }

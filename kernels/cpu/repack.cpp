@@ -96,6 +96,18 @@ void unpack_q6_k(const uint8_t* from, Block& block) {
       }
 }
 
+// Two high bits of each of eight scales of 6 bits, which lie around 32, then their low halves, then codes.
+void unpack_iq4_xs(const uint8_t* from, Block& block) {
+  std::memcpy(block.super, from, 2);
+  uint16_t high;
+  std::memcpy(&high, from + 2, 2);
+  for (int g = 0; g < 8; ++g) {
+    const int low = from[4 + g / 2] >> 4 * (g % 2) & 15;
+    block.scales[g] = uint8_t((low | (high >> 2 * g & 3) << 4) - 32);
+    unpack_nibbles(from + 8 + 16 * g, block.codes + kGroup * g);
+  }
+}
+
 // A float32, the scales of four times 16 weights, and the codes of two groups.
 void unpack_nvfp4(const uint8_t* from, Block& block) {
   std::memcpy(block.super, from, 4);
@@ -114,6 +126,8 @@ void unpack(const uint8_t* from, Block& block) {
     unpack_q4_k<F == Format::kQ5_K>(from, block);
   else if constexpr (F == Format::kQ6_K)
     unpack_q6_k(from, block);
+  else if constexpr (F == Format::kIq4Xs)
+    unpack_iq4_xs(from, block);
   else if constexpr (F == Format::kNvfp4)
     unpack_nvfp4(from, block);
   else if constexpr (F == Format::kFp8Block)

@@ -13,7 +13,6 @@ from kernels.cpu.quantised import packed_bytes, quantise
 from kernels.weight_formats import (
     FORMATS,
     FP8_FORMATS,
-    INT8_F32,
     Q4_1,
     Q4_K,
     Q6_K,
@@ -56,8 +55,8 @@ class Width:
         return next((form for form in formats if depth % form.block == 0), formats[-1])
 
 
-# Formats that hold all values of further kinds of ggml: `moeserve.model.gguf.recoded`.
-_HOLDERS = {"IQ4_NL": Q8_0, "IQ4_XS": INT8_F32, "Q3_K": Q6_K}
+# Formats that hold all values of further kinds of ggml.
+_HOLDERS = {"Q3_K": Q6_K}
 # The names of the formats that multiply rows of floats in either arithmetic.
 FLOATS_OF_8_BITS = frozenset(form.name for form in FP8_FORMATS)
 INT8 = Width("int8", (Q8_0,), (Q8_0,))

@@ -69,7 +69,6 @@ WITH_TORCH = {
     "moeserve.model.state_pool",
     "moeserve.model.tensor_reader",
     "moeserve.model.weights",
-    "moeserve.model.gguf.recoded",
     "moeserve.model.gguf.tensors",
     "moeserve.model.packed.tensors",
     "moeserve.model.gpu.*",

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as Kind
 from gguf.quants import dequantize
 
@@ -23,7 +22,7 @@ from moeserve.model.checkpoint import read_index
 from moeserve.model.expert_store import ExpertPacker, layouts_in_store, stored_experts
 from moeserve.model.families import build_spec, load_config
 from moeserve.model.gguf.folder import gguf_folder
-from moeserve.model.gguf.recoded import recode
+from moeserve.model.gguf.tensors import q6_k_of_q3_k
 from moeserve.model.rounding import format_in_file
 from moeserve.model.weights import load_decoder
 from tests.support.gguf_export import write_gguf
@@ -133,17 +132,13 @@ def test_tokens_of_gguf_files_do_not_depend_on_chunks_memory_of_experts_or_what_
     assert list((tmp_path / "store").glob("*/experts.bin"))
 
 
-@pytest.mark.parametrize("kind", [Kind.IQ4_NL, Kind.IQ4_XS, Kind.Q3_K])
-def test_kinds_without_a_format_are_kept_in_one_that_holds_their_values(kind: Kind) -> None:
-    block, block_bytes = GGML_QUANT_SIZES[kind]
+def test_rows_of_q3_k_keep_their_values() -> None:
     draw = np.random.default_rng(3)
-    blocks = draw.integers(0, 256, (7, 512 // block, block_bytes), dtype=np.uint8)
-    scale = slice(-2, None) if kind is Kind.Q3_K else slice(2)  # float16
-    blocks[..., scale] = draw.uniform(-1, 1, (7, 512 // block, 1)).astype("<f2").view(np.uint8)
-    rows = recode(kind.name, blocks.reshape(7, -1), 512)
-    assert rows is not None
-    assert rows.format is format_in_file(kind.name)
-    assert np.array_equal(rows.dequantise().numpy(), dequantize(blocks.reshape(7, -1), kind))
+    blocks = draw.integers(0, 256, (7, 2, 110), dtype=np.uint8)
+    blocks[..., -2:] = draw.uniform(-1, 1, (7, 2, 1)).astype("<f2").view(np.uint8)
+    rows = q6_k_of_q3_k(blocks.reshape(7, -1), 512)
+    assert rows.format is format_in_file("Q3_K")
+    assert np.array_equal(rows.dequantise().numpy(), dequantize(blocks.reshape(7, -1), Kind.Q3_K))
 
 
 def test_gate_and_up_of_several_kinds_are_rounded_to_one_format(tmp_path: Path) -> None:

@@ -31,6 +31,8 @@ _DIGESTS = {
     "q5_k": "26aecf2f3ab1c281",
     "q6_k": "0c651ee5835aaf52",
     "mxfp4": "04ad6d2e1cf320b2",
+    "iq4_nl": "0664bf62705bf6f6",
+    "iq4_xs": "835a3242273cf66a",
     "int4_f16": "d3646664b98274d4",
     "int4_bf16": "d3646664b98274d4",
     "int8_f32": "a690f0c3e20ea6b7",

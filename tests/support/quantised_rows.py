@@ -12,6 +12,8 @@ from kernels.weight_formats import (
     INT4_F16,
     INT8_F32,
     INT8_ZERO,
+    IQ4_NL,
+    IQ4_XS,
     MXFP4,
     NVFP4,
     QuantizedRows,
@@ -44,6 +46,10 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
     if form in (INT4_F16, INT4_BF16):
         scales = scales.to(torch.float16 if form is INT4_F16 else torch.bfloat16)
         return rows_of_pairs(pairs, scales, torch.randint(0, 16, scales.shape, dtype=torch.uint8))
+    if form is IQ4_NL:
+        halves = pairs.view(num_rows, -1, 16)
+        parts = [scales.half().repeat_interleave(2, 1).unsqueeze(-1).view(torch.uint8), halves]
+        return QuantizedRows(form, torch.cat(parts, -1).flatten(1), depth)
     kind = gguf.GGMLQuantizationType[form.name.upper()]
     if form.block == 32:
         data = torch.from_numpy(gguf.quantize(torch.randn(num_rows, depth).numpy(), kind))
@@ -54,7 +60,7 @@ def random_rows(form: WeightFormat, num_rows: int, depth: int) -> QuantizedRows:
     if form.name == "q6_k":
         blocks[..., 208:] = scales[..., :2]
     else:
-        blocks[..., :4] = scales
+        blocks[..., : 2 if form is IQ4_XS else 4] = scales[..., : 2 if form is IQ4_XS else 4]
     return QuantizedRows(form, blocks.flatten(1), depth)
 
 
