@@ -8,6 +8,7 @@ from benchmarks.experts.figures import Amount, Verdict, in_turn
 from benchmarks.experts.memory import (
     Run,
     Setting,
+    SlowedTier,
     bandwidth_for,
     contest,
     layer_seconds,
@@ -41,17 +42,21 @@ def test_ranks_send_fewer_rows_and_the_logger_agrees():
     assert witness.verdict is Verdict.MET
 
 
-def test_contestants_wait_for_experts_and_give_the_same_answers(model, tmp_path, monkeypatch):
+def test_contestants_load_experts_and_give_the_same_answers(model, tmp_path, monkeypatch):
     monkeypatch.setenv("MOESERVE_CACHE", str(tmp_path))
+    read, readers = SlowedTier.read, []
+    monkeypatch.setattr(SlowedTier, "read", lambda tier, *place: (readers.append(tier), read(tier, *place)))
     assert bandwidth_for(model, 2.0, layer_seconds(model, 4)) > slot_bytes(model)
     demand = Setting(model, 0.5, "lru", "off", 10**8)
     with contest([demand, Setting(model, 0.5, "lfru", "gate", 10**8), Setting(model)]) as contestants:
+        readers.clear()
         rounds = in_turn(contestants, 2, lambda contestant, _: contestant.run(2, 6))
         answers = [contestant.complete(2, 6, 5) for contestant in contestants]
     assert answers[0] == answers[1] == answers[2]
-    for waiting, ahead, resident in rounds:
-        assert waiting.num_tokens == ahead.num_tokens == 12
-        assert waiting.stall > 0 < waiting.beta
+    assert len(set(readers)) == 2  # A fast machine may have loaded an expert before it is waited for.
+    for loading, ahead, resident in rounds:
+        assert loading.num_tokens == ahead.num_tokens == 12
+        assert loading.stall >= 0 < loading.beta
         assert resident.stall == resident.beta == 0
 
 
